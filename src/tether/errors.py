@@ -1,0 +1,60 @@
+"""Every error that Tether raises on purpose.
+
+    TetherError
+    ├── ConfigError              a key, a value or a combination of them is wrong
+    ├── DataError                a file or a row of it is wrong
+    ├── ModelError               a model folder is not what the configuration says
+    ├── RewardError              a reward source could not score an answer
+    │   ├── RewardTimeout        it did not answer in time
+    │   └── RewardResponseError  it answered something that is not one finite score an answer
+    ├── GenerationError          the policy could not produce an answer
+    ├── TrainingError            a loss, a gradient or a parameter is not finite
+    └── CheckpointError          a saved state is incomplete, damaged or of another run
+
+The command line turns ``ConfigError``, ``DataError``, ``ModelError`` and ``CheckpointError`` into one readable message
+and exit code 2, every other error into exit code 1.
+"""
+
+
+class TetherError(Exception):
+    """Base class of the errors that Tether raises on purpose."""
+
+
+class ConfigError(TetherError):
+    """A key, a value or a combination of values of the configuration is wrong."""
+
+
+class DataError(TetherError):
+    """A dataset, a file or a row of it is wrong."""
+
+
+class ModelError(TetherError):
+    """A model, adapter or tokenizer folder is not what the configuration says it is."""
+
+
+class RewardError(TetherError):
+    """A reward source could not score an answer."""
+
+
+class RewardTimeout(RewardError):
+    """A reward source did not answer in time."""
+
+
+class RewardResponseError(RewardError):
+    """A reward source answered something that is not one finite score for each answer."""
+
+
+class GenerationError(TetherError):
+    """The policy could not produce an answer."""
+
+
+class TrainingError(TetherError):
+    """A loss, a gradient or a parameter is not finite; raised before the optimizer step."""
+
+
+class CheckpointError(TetherError):
+    """A saved state is incomplete, damaged, or belongs to another run."""
+
+
+USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError)
+"""Errors that a user can mend: exit code 2 on the command line."""

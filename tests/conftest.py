@@ -1,0 +1,5 @@
+"""No test reaches the network."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"

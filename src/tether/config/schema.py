@@ -208,8 +208,10 @@ class TrainConfig(Section):
     """Answers in one forward and backward pass."""
     learning_rate: PositiveFloat | None = None
     """Peak learning rate of the policy. Left out: 5e-5 with LoRA, 3e-6 otherwise."""
-    lr_scheduler_type: str = "linear"
-    """Any schedule of transformers that needs no further arguments: linear, cosine, constant, constant_with_warmup, …"""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+    ] = "linear"
+    """Schedule of the learning rate over the optimizer steps, as transformers names it."""
     warmup_ratio: Fraction = 0.0
     """Share of the optimizer steps over which the learning rate rises from 0."""
     weight_decay: NonNegativeFloat = 0.0
@@ -239,7 +241,8 @@ class TrainConfig(Section):
     save_total_limit: PositiveInt | None = None
     """Checkpoints that are kept: the newest, and always the best one."""
     metric_for_best_model: str | None = None
-    """Evaluation metric that the best checkpoint is kept by, ``eval_scores`` for example."""
+    """Evaluation metric that the best checkpoint is kept by, ``eval_scores`` for example. Each evaluation that is the
+    best so far saves a checkpoint."""
     greater_is_better: bool = True
     """Whether a larger ``metric_for_best_model`` is better."""
     load_best_model_at_end: bool = False
@@ -319,6 +322,10 @@ class RunConfig(Section):
         episodes = self.train.total_episodes or self.train.num_train_epochs * num_prompts
         return math.ceil(episodes / self.train.rollout_batch_size)
 
+    def _eval_metrics(self) -> list[str]:
+        known = ["eval_scores", "eval_length", "eval_eos_rate", *(f"eval_rewards/{name}" for name in self.reward_names)]
+        return known + (["eval_kl"] if self.ppo.kl_coef > 0 else [])
+
     @model_validator(mode="after")
     def _cross_checks(self) -> RunConfig:
         rollout, minis, micro = self.train.rollout_batch_size, self.ppo.num_mini_batches, self.train.micro_batch_size
@@ -341,8 +348,9 @@ class RunConfig(Section):
         needs_eval = [k for k in ("eval_steps", "metric_for_best_model") if getattr(self.train, k) is not None]
         if needs_eval and self.data.eval_prompts is None:
             raise ValueError(f"train.{needs_eval[0]} needs data.eval_prompts")
-        if self.train.metric_for_best_model is not None and self.train.save_steps is None:
-            raise ValueError("train.metric_for_best_model keeps the best checkpoint: set train.save_steps, and eval_steps to the same value")
+        metric, known = self.train.metric_for_best_model, self._eval_metrics()
+        if metric is not None and metric not in known:
+            raise ValueError(f"train.metric_for_best_model: got {metric}, wanted one of {', '.join(known)}")
         if (self.ppo.missing_eos_penalty or self.ppo.missing_eos_score is not None) and self.sampling.stop_token is None:
             raise ValueError("ppo.missing_eos_*: with sampling.stop_token null no answer can end; set stop_token to eos")
         return self

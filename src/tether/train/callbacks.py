@@ -1,0 +1,122 @@
+"""``transformers.TrainerCallback`` as the extension point; one step is one update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tether.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from tether.train.trainer import Parts
+
+
+def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments:
+    """The configuration as a real ``TrainingArguments``, for callbacks that read one."""
+    train = config.train
+    evaluates = config.data.eval_prompts is not None
+    return TrainingArguments(
+        output_dir=str(config.output_dir),
+        per_device_train_batch_size=train.micro_batch_size,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=train.lr_scheduler_type,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm or 0.0,
+        max_steps=num_updates,
+        logging_steps=train.logging_steps,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=(train.eval_steps or num_updates) if evaluates else None,
+        save_strategy="steps" if train.save_steps else "no",
+        save_steps=train.save_steps or 500,
+        save_total_limit=train.save_total_limit,
+        metric_for_best_model=train.metric_for_best_model,
+        greater_is_better=train.greater_is_better,
+        seed=train.seed,
+        run_name=train.run_name or str(config.output_dir),
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+class Callbacks:
+    """Calls every callback at the events of a run and keeps what they ask for."""
+
+    def __init__(
+        self, callbacks: Sequence[TrainerCallback], config: RunConfig, parts: Parts, num_updates: int
+    ) -> None:
+        self.callbacks = list(callbacks)
+        self.args = training_arguments(config, num_updates)
+        self.state = TrainerState(
+            max_steps=num_updates,
+            logging_steps=config.train.logging_steps,
+            train_batch_size=config.train.rollout_batch_size,
+        )
+        self.control = TrainerControl()
+        self._config, self._parts = config, parts
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a callback asked for the end of training."""
+        return self.control.should_training_stop
+
+    def resume(self, step: int, best_metric: float | None) -> None:
+        """Starts counting at ``step``."""
+        self.state.global_step, self.state.best_metric = step, best_metric
+
+    def train_begin(self) -> None:
+        """Before the first update."""
+        self._call("on_train_begin")
+
+    def step_begin(self) -> None:
+        """Before an update."""
+        self.control.should_evaluate = self.control.should_save = self.control.should_log = False
+        self._call("on_step_begin")
+
+    def step_end(self, metrics: Mapping[str, float]) -> None:
+        """After an update, whose metrics are then in ``state.log_history`` too."""
+        self.state.global_step += 1
+        seen = len(self._parts.prompts)
+        self.state.epoch = self.state.global_step * self._config.train.rollout_batch_size / seen
+        self._call("on_step_end")
+        self.state.log_history.append({"step": self.state.global_step, **metrics})
+        if self.control.should_log or self.state.global_step % self._config.train.logging_steps == 0:
+            self._call("on_log", logs=dict(metrics))
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """After an evaluation; ``state.best_metric`` is still the one before it, as Trainer has it."""
+        self.state.log_history.append({"step": self.state.global_step, **metrics})
+        self._call("on_evaluate", metrics=dict(metrics))
+        name = self._config.train.metric_for_best_model
+        if name is not None:
+            value, best = metrics[name], self.state.best_metric
+            better = best is None or (value > best if self._config.train.greater_is_better else value < best)
+            if better:
+                self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+
+    def saved(self, path: Path) -> None:
+        """After a checkpoint."""
+        self._call("on_save", checkpoint=str(path))
+
+    def train_end(self) -> None:
+        """After the last update and its evaluation."""
+        self._call("on_train_end")
+
+    def due(self, what: str, every: int | None) -> bool:
+        """Whether an evaluation or a save follows the present update: by schedule, or asked for by a callback."""
+        scheduled = every is not None and self.state.global_step % every == 0
+        return scheduled or bool(getattr(self.control, f"should_{what}"))
+
+    def _call(self, event: str, **kwargs: Any) -> None:
+        for callback in self.callbacks:
+            result = getattr(callback, event)(
+                self.args,
+                self.state,
+                self.control,
+                model=self._parts.roles.policy,
+                processing_class=self._parts.tokenizer,
+                **kwargs,
+            )
+            self.control = result or self.control

@@ -1,0 +1,86 @@
+"""Held-out prompts answered and scored, leaving no trace in the training's random state.
+
+Sampling noise comes from keys (``types.noise_key``), never from a global generator, so an evaluation cannot move what
+is sampled after it; and the same prompt gets the same noise at every evaluation, which makes two of them comparable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tether import algo
+from tether.config.schema import RunConfig
+from tether.data.collate import collate, plan_micro_batches
+from tether.metrics.reduce import Metrics
+from tether.models.forward import response_outputs
+from tether.models.roles import ModelRoles
+from tether.train.rollout import Answers, AnsweringParts, PhaseReport, answer, judge
+from tether.types import Prompt, Request, noise_key
+
+
+class EvaluationParts(AnsweringParts):
+    """The parts of a run that an evaluation needs."""
+
+    roles: ModelRoles
+    eval_prompts: list[Prompt]
+
+
+def evaluate(
+    parts: EvaluationParts, config: RunConfig, *, phase: PhaseReport, check: Callable[[], None]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Answers and scores ``parts.eval_prompts`` with the current policy.
+
+    Returns:
+        ``eval_scores`` and its standard deviation, ``eval_kl`` in nats a sequence (absent without a reference),
+        ``eval_length`` in tokens, ``eval_eos_rate``, and ``eval_rewards/NAME`` for each source; and the rows of
+        samples.jsonl.
+    """
+    prompts = list(parts.eval_prompts)
+    requests = [Request(p.token_ids, noise_key(config.train.seed, "eval", p.row, 0)) for p in prompts]
+    answers = answer(parts, prompts, requests, phase=phase, check=check, name="evaluation")
+    judged = judge(parts, answers, config.ppo)
+    kl = sequence_kl(parts.roles, answers, config, phase=phase, check=check)
+    metrics = Metrics()
+    metrics.mean("eval_scores", judged.scores)
+    metrics.var("eval_scores_var", judged.scores)
+    for name, values in judged.components.items():
+        metrics.mean(f"eval_rewards/{name}", torch.tensor(values))
+        metrics.var(f"eval_rewards_var/{name}", torch.tensor(values))
+    for completion in answers.completions:
+        metrics.mean("eval_length", float(len(completion.token_ids)))
+        metrics.mean("eval_eos_rate", float(completion.finish_reason == "stop"))
+    if kl is not None:
+        metrics.mean("eval_kl", torch.tensor(kl))
+    numbers = metrics.compute()
+    numbers["eval_scores_std"] = numbers.pop("eval_scores_var") ** 0.5
+    for name in judged.components:
+        numbers[f"eval_rewards_std/{name}"] = numbers.pop(f"eval_rewards_var/{name}") ** 0.5
+    samples = [judged.sample(i, answers) | {"kl": kl[i] if kl else None} for i in range(len(prompts))]
+    return numbers, samples
+
+
+@torch.no_grad()
+def sequence_kl(
+    roles: ModelRoles, answers: Answers, config: RunConfig, *, phase: PhaseReport, check: Callable[[], None]
+) -> list[float] | None:
+    """log π(y) − log π_ref(y) of each answer, nats; None without a reference. Its mean estimates KL(π ‖ π_ref)."""
+    if not roles.has_reference:
+        return None
+    temperature = config.sampling.temperature
+    queries = [p.token_ids for p in answers.prompts]
+    responses = [c.token_ids for c in answers.completions]
+    plan = plan_micro_batches([len(q) for q in queries], [len(r) for r in responses], config.train.micro_batch_size)
+    kl = [0.0] * len(responses)
+    for done, rows in enumerate(plan):
+        phase("evaluation KL", done, len(plan))
+        check()
+        batch = collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(roles.device)
+        with roles.use("policy") as policy:
+            logprobs = response_outputs(policy, batch, temperature=temperature).logprobs
+        gap = algo.kl_estimate(logprobs, roles.ref_logprobs(batch, temperature), "k1")
+        for row, value in zip(rows, algo.masked_sum(gap, batch.response_mask, dim=1).tolist(), strict=True):
+            kl[row] = value
+    return kl

@@ -1,0 +1,74 @@
+"""Where a run's numbers and texts go: metrics.jsonl, samples.jsonl, trackers, and the display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tether.metrics.trackers import Trackers
+from tether.metrics.writers import JsonlWriter
+from tether.train.display import Display
+from tether.train.rollout import Answers, Judged
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+SHOWN_SAMPLES = 4
+
+
+class RunLog:
+    """Writes every update to metrics.jsonl; shows and tracks every ``logging_steps``-th.
+
+    Args:
+        folder: the run's output folder.
+        display: what the user sees.
+        trackers: TensorBoard and the like.
+        logging_steps: updates between two lines on the display and in the trackers; the last update is always shown.
+    """
+
+    def __init__(self, folder: Path, display: Display, trackers: Trackers, *, logging_steps: int) -> None:
+        self.display, self.trackers, self.logging_steps = display, trackers, logging_steps
+        self._metrics, self._samples = JsonlWriter(folder / METRICS), JsonlWriter(folder / SAMPLES)
+        self.updates: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Shows how far the present phase is."""
+        self.display.phase(name, done, total)
+
+    def update(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of a finished update."""
+        line = {"step": step, **metrics}
+        self._metrics.write(line)
+        self.updates.append(line)
+        if step % self.logging_steps == 0 or step == total:
+            self.trackers.log(dict(metrics), step)
+            self.display.update(step, total, dict(metrics))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Records an evaluation with all its answers, and shows a few."""
+        line = {"step": step, **metrics}
+        self._metrics.write(line)
+        self.evaluations.append(line)
+        self._samples.write_all({"step": step, "split": "eval", **sample} for sample in samples)
+        self.trackers.log(dict(metrics), step)
+        self.display.message(f"evaluation after {step} updates: {_summary(metrics)}")
+        self.display.samples(list(samples[:SHOWN_SAMPLES]))
+
+    def samples(self, step: int, split: str, answers: Answers, judged: Judged, *, limit: int) -> None:
+        """Records the first ``limit`` answers of a rollout."""
+        rows = range(min(limit, len(answers.texts)))
+        self._samples.write_all({"step": step, "split": split, **judged.sample(i, answers), "kl": None} for i in rows)
+
+    def message(self, text: str) -> None:
+        """Shows one line."""
+        self.display.message(text)
+
+    def close(self) -> None:
+        """Ends trackers and display."""
+        self.trackers.close()
+        self.display.close()
+
+
+def _summary(metrics: Mapping[str, float]) -> str:
+    shown = {"eval_scores": "reward", "eval_kl": "KL", "eval_length": "length", "eval_eos_rate": "ended"}
+    return ", ".join(f"{label} {metrics[name]:.3g}" for name, label in shown.items() if name in metrics)

@@ -1,0 +1,243 @@
+"""A run from its configuration to its output folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
+
+from tether.config.load import dump_config, parse_config
+from tether.config.schema import RunConfig
+from tether.data.prompts import PromptData, check_source, load_prompts
+from tether.errors import ConfigError
+from tether.generation.build import build_generator
+from tether.metrics.trackers import Trackers
+from tether.metrics.writers import truncate_after
+from tether.models.loading import check_model_path, generation_config, load_tokenizer, stop_token_ids
+from tether.models.loading import bf16_supported
+from tether.models.roles import ModelRoles, build_roles
+from tether.models.saving import atomic_folder, save_policy
+from tether.report.html import write_report
+from tether.rewards.build import build_rewards, check_rewards
+from tether.train.checkpoint import check_same_run, find_checkpoint, read_state
+from tether.train.display import Display, NullDisplay
+from tether.train.distributed import Dist
+from tether.train.log import METRICS, SAMPLES, RunLog
+from tether.train.trainer import Parts, PPOTrainer
+from tether.types import RewardSource, Sampling
+
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left behind."""
+
+    output_dir: Path
+    """The trained policy and everything else that the run wrote."""
+    updates: list[dict[str, float]] = field(repr=False)
+    """Metrics of every update that this call ran."""
+    evaluations: list[dict[str, float]]
+    """Metrics of every evaluation that this call ran."""
+    report: Path
+    """report.html."""
+    interrupted: str | None = None
+    """Why the run stopped before its end with its state saved, or None."""
+
+
+def train(
+    config: RunConfig,
+    *,
+    rewards: RewardSource | None = None,
+    display: Display | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> RunResult:
+    """Trains a policy by PPO and writes it, with metrics, samples and a report, to ``config.output_dir``.
+
+    Args:
+        rewards: judge of answers to use in place of ``config.rewards``, for callers with one of their own.
+        display: told of progress; silent if left out.
+        callbacks: ``transformers`` callbacks; one step is one update.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can mend; before a model is loaded
+            wherever it can be seen by then.
+        RewardError, GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
+    """
+    display = display or NullDisplay()
+    check(config)
+    checkpoint = find_checkpoint(config, tell=display.message)
+    if checkpoint is not None:
+        saved = parse_config(read_state(checkpoint)["config"], RunConfig)
+        check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
+    tokenizer, prompts, eval_prompts = load_data(config)
+    tell_data(config, prompts, eval_prompts, display)
+    trackers = Trackers(
+        config.train.report_to,
+        run_name=config.train.run_name or config.output_dir.name,
+        logging_dir=config.output_dir,
+        config=config.model_dump(mode="json"),
+    )
+    prepare_folder(config, checkpoint)
+    log = RunLog(config.output_dir, display, trackers, logging_steps=config.train.logging_steps)
+    try:
+        trainer = build_trainer(config, tokenizer, prompts, eval_prompts, rewards, log, callbacks)
+        if checkpoint is not None:
+            trainer.state = trainer.checkpoints.restore(checkpoint)
+            trainer.callbacks.resume(trainer.state.step, trainer.state.best_metric)
+            display.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
+        interrupted = trainer.fit()
+        if interrupted is None:
+            save_final(config.output_dir, trainer.roles, tokenizer)
+        trainer.parts.generator.close()
+    finally:
+        log.close()
+    report = write_report(config.output_dir)
+    return RunResult(config.output_dir, log.updates, log.evaluations, report, interrupted)
+
+
+def check(config: RunConfig) -> None:
+    """Raises for every mistake that shows without loading a tokenizer or a model."""
+    check_model_path(config.model.path, "model.path")
+    check_source(config.data.prompts, "data.prompts")
+    if config.data.eval_prompts is not None:
+        check_source(config.data.eval_prompts, "data.eval_prompts")
+    check_rewards(config.rewards)
+    if config.value.init not in (None, "reward", "policy"):
+        check_model_path(config.value.init, "value.init")
+    check_folder(config)
+
+
+def check_folder(config: RunConfig) -> None:
+    """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds another run."""
+    folder = config.output_dir
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir: {folder} is a file; name a folder")
+    if not config.resume and not config.overwrite_output_dir and (folder / METRICS).exists():
+        raise ConfigError(
+            f"output_dir: {folder} holds an earlier run. Add --resume to go on with it, choose another output_dir, "
+            "or add --overwrite to replace it"
+        )
+    nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"output_dir: {nearest} is not writable")
+
+
+def load_data(config: RunConfig) -> tuple[PreTrainedTokenizerBase, PromptData, PromptData | None]:
+    """The policy's tokenizer, and the prompts as its token ids."""
+    tokenizer = load_tokenizer(
+        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    data = config.data
+    same = {
+        "max_prompt_length": data.max_prompt_length,
+        "chat_template": data.chat_template,
+        "system_prompt": data.system_prompt,
+    }
+    prompts = load_prompts(data.prompts, tokenizer, split=data.split, key="data.prompts", **same)
+    if data.eval_prompts is None:
+        return tokenizer, prompts, None
+    return tokenizer, prompts, load_prompts(
+        data.eval_prompts, tokenizer, split=data.eval_split, key="data.eval_prompts", **same
+    )
+
+
+def tell_data(config: RunConfig, prompts: PromptData, eval_prompts: PromptData | None, display: Display) -> None:
+    """Says how many prompts there are, which were dropped, and how they fill the updates."""
+    for name, data in (("prompts", prompts), ("held-out prompts", eval_prompts)):
+        if data is not None:
+            dropped = f", {data.num_too_long} longer than {config.data.max_prompt_length} tokens dropped"
+            display.message(f"{len(data.prompts)} {name}{dropped if data.num_too_long else ''}")
+    size, updates = config.train.rollout_batch_size, config.num_updates(len(prompts.prompts))
+    if len(prompts.prompts) < size:
+        display.message(
+            f"{len(prompts.prompts)} prompts are fewer than rollout_batch_size {size}: each update cycles through them"
+        )
+    display.message(
+        f"{updates} updates of {size} answers = {updates * size} episodes, "
+        f"{updates * size / len(prompts.prompts):.3g} passes over the prompts"
+    )
+
+
+def build_trainer(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptData,
+    eval_prompts: PromptData | None,
+    rewards: RewardSource | None,
+    log: RunLog,
+    callbacks: Sequence[TrainerCallback],
+) -> PPOTrainer:
+    """Loads the models and puts the trainer together."""
+    set_seed(config.train.seed)
+    dist = Dist()
+    log.phase("loading models", 0, 1)
+    parts = build_parts(config, tokenizer, prompts, eval_prompts, rewards, dist)
+    log.display.table("roles", *role_table(parts.roles))
+    return PPOTrainer(config, parts, dist=dist, log=log, callbacks=callbacks)
+
+
+def build_parts(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptData | None,
+    eval_prompts: PromptData | None,
+    rewards: RewardSource | None,
+    dist: Dist,
+) -> Parts:
+    """Models, generator and reward sources as the configuration asks for them."""
+    bf16 = config.train.bf16 if config.train.bf16 is not None else bf16_supported(dist.device)
+    roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=bf16)
+    if rewards is None:
+        rewards = build_rewards(config.rewards, config.reward_names, roles=roles, tokenizer=tokenizer, device=dist.device)
+    stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
+    return Parts(
+        roles=roles,
+        generator=build_generator(config, roles),
+        rewards=rewards,
+        tokenizer=tokenizer,
+        sampling=Sampling(config.sampling.response_length, config.sampling.temperature, stops),
+        prompts=prompts.prompts if prompts else [],
+        eval_prompts=eval_prompts.prompts if eval_prompts else [],
+    )
+
+
+def role_table(roles: ModelRoles) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table of roles."""
+    header = ["role", "source", "parameters", "trainable", "dtype", "sharing"]
+    return header, [
+        [row.role, row.source, f"{row.parameters:,}", f"{row.trainable:,}", row.dtype, row.sharing]
+        for row in roles.table()
+    ]
+
+
+def prepare_folder(config: RunConfig, checkpoint: Path | None) -> None:
+    """Makes ``output_dir`` ready: empty of an earlier run, or cut back to the checkpoint that the run goes on from."""
+    folder = config.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    if checkpoint is not None:
+        step = read_state(checkpoint)["step"]
+        for name in (METRICS, SAMPLES):
+            truncate_after(folder / name, step)
+    elif config.overwrite_output_dir:
+        for path in folder.glob("checkpoint-*"):
+            shutil.rmtree(path)
+        for name in (METRICS, SAMPLES):
+            (folder / name).unlink(missing_ok=True)
+    text = dump_config(config)
+    temporary = folder / f".{CONFIG}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(folder / CONFIG)
+
+
+def save_final(folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Puts the policy at the root of ``folder``, each file whole or not there."""
+    with atomic_folder(folder / "final.tmp") as temporary:
+        save_policy(roles, tokenizer, temporary)
+    for path in sorted((folder / "final.tmp").iterdir()):
+        path.replace(folder / path.name)
+    (folder / "final.tmp").rmdir()

@@ -1,0 +1,104 @@
+"""Per-token losses of policy and critic, and statistics of how far an update has gone.
+
+Losses are not reduced here: the trainer divides their sum by the token count of the whole optimizer step.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tether.algo.kl import kl_estimate
+from tether.algo.masking import wide
+
+
+def ratio(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:
+    """How much likelier each token is under the new policy: ρ = exp(log π_new − log π_old), in float32 or wider."""
+    return (wide(new_logprobs) - wide(logprobs)).exp()
+
+
+def approx_kl(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:
+    """Estimate (k3) of KL(π_old ‖ π_new) from each token sampled by π_old, in nats: the drift within an update.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html
+    """
+    return kl_estimate(logprobs, new_logprobs, "k3")
+
+
+def policy_loss(
+    new_logprobs: Float[Tensor, "B R"],
+    logprobs: Float[Tensor, "B R"],
+    advantages: Float[Tensor, "B R"],
+    *,
+    cliprange: float,
+) -> Float[Tensor, "B R"]:
+    """The clipped surrogate of each token, negated to be minimised, in float32 or wider.
+
+        ρ = exp(log π_new − log π_old)
+        L = max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε))    ε = cliprange
+
+    Its gradient is 0 where A > 0 and ρ > 1 + ε, and where A < 0 and ρ < 1 − ε.
+
+    Source: Schulman et al. 2017, eq. 7, https://arxiv.org/abs/1707.06347
+    """
+    return torch.maximum(*_policy_branches(new_logprobs, logprobs, advantages, cliprange))
+
+
+def clipped(
+    new_logprobs: Float[Tensor, "B R"],
+    logprobs: Float[Tensor, "B R"],
+    advantages: Float[Tensor, "B R"],
+    *,
+    cliprange: float,
+) -> Bool[Tensor, "B R"]:
+    """True where the clipped branch of ``policy_loss`` is the larger one: tokens that no longer move the policy."""
+    plain, limited = _policy_branches(new_logprobs, logprobs, advantages, cliprange)
+    return limited > plain
+
+
+def value_loss(
+    new_values: Float[Tensor, "B R"],
+    values: Float[Tensor, "B R"],
+    returns: Float[Tensor, "B R"],
+    *,
+    cliprange_value: float | None,
+) -> Float[Tensor, "B R"]:
+    """Half the squared error of each value, the larger of plain and clipped, in float32 or wider.
+
+        V_clip = clip(V_new, V_old − ε, V_old + ε)       ε = cliprange_value
+        L = ½ max((V_new − G)², (V_clip − G)²)           or ½ (V_new − G)² if cliprange_value is None
+
+    Source: Schulman et al. 2017, eq. 9, https://arxiv.org/abs/1707.06347, for the squared error; the clip is that of
+        its published code (Huang et al. 2022, detail 9, https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details)
+    """
+    plain, limited = _value_branches(new_values, values, returns, cliprange_value)
+    return torch.maximum(plain, limited) / 2
+
+
+def value_clipped(
+    new_values: Float[Tensor, "B R"],
+    values: Float[Tensor, "B R"],
+    returns: Float[Tensor, "B R"],
+    *,
+    cliprange_value: float | None,
+) -> Bool[Tensor, "B R"]:
+    """True where the clipped branch of ``value_loss`` is the larger one; nowhere if ``cliprange_value`` is None."""
+    plain, limited = _value_branches(new_values, values, returns, cliprange_value)
+    return limited > plain
+
+
+def _policy_branches(
+    new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor]:
+    rho, advantages = ratio(new_logprobs, logprobs), wide(advantages)
+    return -advantages * rho, -advantages * rho.clamp(1 - cliprange, 1 + cliprange)
+
+
+def _value_branches(
+    new_values: Tensor, values: Tensor, returns: Tensor, cliprange_value: float | None
+) -> tuple[Tensor, Tensor]:
+    new_values, values, returns = wide(new_values), wide(values), wide(returns)
+    plain = (new_values - returns).square()
+    if cliprange_value is None:
+        return plain, plain
+    near = new_values.clamp(values - cliprange_value, values + cliprange_value)
+    return plain, (near - returns).square()

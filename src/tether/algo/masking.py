@@ -1,0 +1,67 @@
+"""Sums, means and moments over the tokens that count.
+
+Entries outside a mask are replaced before they meet any arithmetic, never multiplied by zero: a NaN there changes
+nothing.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+WHITEN_EPSILON = 1e-8
+"""Added to the variance, so that constant entries whiten to zeros."""
+
+
+def wide(x: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
+    """``x`` in float32, or as it is where it is float64 already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def length_mask(lengths: Int[Tensor, " B"], width: int) -> Bool[Tensor, "B R"]:
+    """True on the first ``lengths[b]`` of ``width`` entries of row b."""
+    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
+
+
+def masked_sum(x: Float[Tensor, "*S"], mask: Bool[Tensor, "*S"], dim: int | None = None) -> Float[Tensor, "..."]:
+    """The sum of ``x`` where ``mask`` is True, over everything or along ``dim``."""
+    return torch.where(mask, x, torch.zeros_like(x)).sum(dim)
+
+
+def masked_mean(x: Float[Tensor, "*S"], mask: Bool[Tensor, "*S"]) -> Float[Tensor, ""]:
+    """The mean of ``x`` where ``mask`` is True: Σ x / count. NaN if ``mask`` is True nowhere."""
+    return masked_sum(x, mask) / mask.sum()
+
+
+def masked_var(x: Float[Tensor, "*S"], mask: Bool[Tensor, "*S"]) -> Float[Tensor, ""]:
+    """The biased variance of ``x`` where ``mask`` is True: Σ (x − mean)² / count. NaN if ``mask`` is True nowhere."""
+    return masked_mean((x - masked_mean(x, mask)).square(), mask)
+
+
+def whiten(
+    x: Float[Tensor, "B R"],
+    mask: Bool[Tensor, "B R"],
+    *,
+    keep_mean: bool,
+    mean: Float[Tensor, ""] | None = None,
+    var: Float[Tensor, ""] | None = None,
+) -> Float[Tensor, "B R"]:
+    """``x`` scaled to unit variance over the entries where ``mask`` is True, in float32 or wider.
+
+        y = (x − mean) / √(var + 1e−8)           keep_mean False: the result has mean 0
+        y = (x − mean) / √(var + 1e−8) + mean    keep_mean True: the result has the mean of x
+
+    Args:
+        mask: True on response tokens.
+        mean: mean of all tokens that are whitened together, if ``x`` does not hold them all; that of ``x`` if left out.
+        var: the same of the biased variance.
+
+    Returns:
+        The whitened entries, 0 outside ``mask``.
+
+    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, ``whiten`` in the published code
+    """
+    x = wide(x)
+    mean = masked_mean(x, mask) if mean is None else mean
+    var = masked_var(x, mask) if var is None else var
+    white = (x - mean) * torch.rsqrt(var + WHITEN_EPSILON)
+    return torch.where(mask, white + mean if keep_mean else white, torch.zeros_like(x))

@@ -1,0 +1,45 @@
+"""The page ``docs/config.md``: ``python -m tether.config.docs > docs/config.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tether.config.base import Section
+from tether.config.keys import KeyDoc, describe
+from tether.config.reward_stage import RewardStageConfig
+from tether.config.schema import RunConfig
+
+_HEAD = """\
+# Configuration
+
+<!-- Written by `python -m tether.config.docs > docs/config.md` from the strings under the fields; edit those. -->
+
+A run is one YAML file. Any key can be overridden on the command line: `--ppo.kl_coef=0.02`, `--rewards.0.weight=2`.
+Relative paths are relative to the folder that the command is started in, not to the file. A file
+may hold neither unknown keys nor the same key twice, nor YAML's tags, anchors and aliases.
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    return "\n".join([_HEAD, *_tables("tether ppo", RunConfig), *_tables("tether reward", RewardStageConfig)])
+
+
+def _tables(command: str, section: type[Section]) -> Iterator[str]:
+    yield f"## `{command}`\n"
+    group = ""
+    for doc in describe(section):
+        if doc.group != group:
+            yield f"{'' if not group else chr(10)}### {doc.group}\n\n| key | takes | default | meaning |\n|---|---|---|---|"
+            group = doc.group
+        yield _row(doc)
+    yield ""
+
+
+def _row(doc: KeyDoc) -> str:
+    cells = (f"`{doc.key}`", doc.type, f"`{doc.default}`", doc.help.replace("``", "`"))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

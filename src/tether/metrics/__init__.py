@@ -1,0 +1,1 @@
+"""How a metric is reduced, and where it is written."""

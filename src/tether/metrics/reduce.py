@@ -1,0 +1,122 @@
+"""Metrics that carry how they are reduced, over micro-batches and over processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Values = Tensor | Sequence[float] | float
+"""Entries of one metric: a tensor of any shape and dtype, a list, or one number."""
+Reduce = Callable[[Tensor], Tensor]
+"""Combines a float64 tensor over all processes, elementwise."""
+
+
+class Metrics:
+    """Collects what happens in one update and reduces each name once, at the end.
+
+    A name has one reduction. Means weigh every entry alike, however the entries were split into calls: a mean over
+    micro-batches is the mean over their tokens. Entries outside ``mask`` do not exist, NaN or not. Nothing is read
+    back from an accelerator before ``compute``.
+    """
+
+    def __init__(self) -> None:
+        self._reductions: dict[str, str] = {}
+        self._parts: dict[str, list[Tensor]] = {}
+
+    def mean(self, name: str, values: Values, mask: Tensor | None = None) -> None:
+        """Adds entries of a mean: Σ x / count; NaN if there are none."""
+        self._add(name, "mean", _moments(values, mask))
+
+    def var(self, name: str, values: Values, mask: Tensor | None = None) -> None:
+        """Adds entries of a biased variance: Σ (x − mean)² / count; NaN if there are none."""
+        self._add(name, "var", _moments(values, mask))
+
+    def max(self, name: str, values: Values, mask: Tensor | None = None) -> None:
+        """Adds entries of a maximum: −∞ if there are none, NaN if one is NaN."""
+        self._add(name, "max", _largest(_wide(values), mask))
+
+    def min(self, name: str, values: Values, mask: Tensor | None = None) -> None:
+        """Adds entries of a minimum: +∞ if there are none, NaN if one is NaN."""
+        self._add(name, "min", _largest(-_wide(values), mask))
+
+    def sum(self, name: str, x: Values) -> None:
+        """Adds entries of a sum, which is also one over processes."""
+        self._add(name, "sum", _wide(x).sum())
+
+    def value(self, name: str, x: float) -> None:
+        """Sets a number that every process knows; the last one stands."""
+        self._add(name, "value", _wide(x))
+
+    def compute(self, reduce: Reduce | None = None, reduce_max: Reduce | None = None) -> dict[str, float]:
+        """Every metric as one number, in the order in which the names first came.
+
+        Args:
+            reduce: sums over processes, which must all have collected the same names; left out with one process.
+            reduce_max: takes the maximum over processes; needed with ``reduce`` where there is a maximum or minimum.
+        """
+        parts = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in self._parts.items()}
+        sums = _combined({n: parts[n].sum(dim=0) for n in self._named("mean", "var", "sum")}, reduce)
+        means = {n: sums[n][1] / sums[n][0] for n in self._named("mean", "var")}
+        # A second round, since squares around the mean of all entries do not cancel as Σ x² − n · mean² does.
+        squares = _combined({n: _squares_around(means[n], parts[n]) for n in self._named("var")}, reduce)
+        extremes = self._named("max", "min")
+        assert reduce is None or reduce_max is not None or not extremes
+        largest = _combined({n: parts[n].max() for n in extremes}, reduce_max)
+        results = {
+            "mean": lambda n: means[n],
+            "var": lambda n: squares[n] / sums[n][0],
+            "sum": lambda n: sums[n],
+            "max": lambda n: largest[n],
+            "min": lambda n: -largest[n],
+            "value": lambda n: parts[n][-1],
+        }
+        return {name: results[reduction](name).item() for name, reduction in self._reductions.items()}
+
+    def _add(self, name: str, reduction: str, part: Tensor) -> None:
+        known = self._reductions.setdefault(name, reduction)
+        assert known == reduction, f"{name} is reduced by {known}, not by {reduction}"
+        self._parts.setdefault(name, []).append(part)
+
+    def _named(self, *reductions: str) -> list[str]:
+        return [name for name, reduction in self._reductions.items() if reduction in reductions]
+
+
+def _wide(values: Values) -> Tensor:
+    """The entries in float64, without their history."""
+    if not isinstance(values, Tensor):
+        return torch.tensor(values, dtype=torch.float64)
+    return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)  # MPS has no float64
+
+
+def _moments(values: Values, mask: Tensor | None) -> Tensor:
+    """(count, Σ x, Σ (x − mean)²) of the entries."""
+    x = _wide(values)
+    mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    zero = torch.zeros_like(x)
+    count, total = mask.sum().to(x), torch.where(mask, x, zero).sum()
+    return torch.stack([count, total, torch.where(mask, x - total / count, zero).square().sum()])
+
+
+def _squares_around(mean: Tensor, parts: Tensor) -> Tensor:
+    """Σ (x − mean)² over the entries of all parts: each part's own squares, moved from its own mean to ``mean``."""
+    counts, totals, squares = parts.unbind(dim=1)
+    return (squares + counts * (totals / counts.clamp(min=1) - mean).square()).sum()
+
+
+def _largest(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The largest entry, −∞ if there is none."""
+    nothing = x.new_full((1,), -math.inf)
+    entries = x if mask is None else torch.where(mask, x, nothing)
+    return torch.cat([entries.flatten(), nothing]).max()
+
+
+def _combined(numbers: Mapping[str, Tensor], reduce: Reduce | None) -> dict[str, Tensor]:
+    """The same numbers over all processes, in one call of ``reduce``."""
+    if reduce is None or not numbers:
+        return dict(numbers)
+    flat = reduce(torch.cat([x.flatten() for x in numbers.values()]))
+    pieces = flat.split([x.numel() for x in numbers.values()])
+    return {name: piece.reshape(x.shape) for (name, x), piece in zip(numbers.items(), pieces, strict=True)}

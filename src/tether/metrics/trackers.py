@@ -1,0 +1,140 @@
+"""Experiment trackers (TensorBoard, Weights & Biases, Trackio, …) through Accelerate's tracker classes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from accelerate.utils import LoggerType
+
+from tether.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KEY = "train.report_to"
+DEFAULT_PROJECT = "tether"
+RUN_NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name"}
+"""Trackers that sort runs into projects: their argument for the name of the run, which the others take first."""
+
+Tracker = str | GeneralTracker
+"""A tracker by its name, or one that the caller made."""
+
+
+class Trackers:
+    """Sends metrics to the trackers that ``report_to`` names. With ``none`` every call does nothing.
+
+    A tracker that cannot start fails the run; one that fails later warns once, and training goes on. Only the main
+    process may make one with trackers in it.
+
+    Args:
+        report_to: ``none``, ``all`` (every installed one), a name or a list of names; a list may hold tracker objects.
+        run_name: name of the run. Its project is ``WANDB_PROJECT``, ``TRACKIO_PROJECT`` or ``SWANLAB_PROJECT`` of the
+            environment where a tracker has projects, ``tether`` without it.
+        logging_dir: where trackers that write files put them.
+        config: the run's configuration, stored under dotted names.
+
+    Raises:
+        ConfigError: as ``check_report_to``, or a tracker did not start.
+    """
+
+    def __init__(
+        self, report_to: Tracker | Sequence[Tracker], run_name: str, logging_dir: Path, config: Mapping[str, Any]
+    ) -> None:
+        self._trackers: list[GeneralTracker] = []
+        self._failed: set[str] = set()
+        check_report_to(report_to)
+        for tracker in _chosen(report_to):
+            try:
+                self._start(tracker, run_name, logging_dir, _flat(config))
+            except Exception as error:  # whatever a tracking library raises
+                self.close()
+                name = tracker if isinstance(tracker, str) else tracker.name
+                raise ConfigError(
+                    f"{KEY}: {name} did not start ({type(error).__name__}: {error}); mend that, take {name} out of "
+                    f"{KEY}, or set it to none"
+                ) from error
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Sends the metrics of one update."""
+        for tracker in self._trackers:
+            self._attempt(tracker, lambda tracker=tracker: tracker.log(dict(metrics), step=step))
+
+    def close(self) -> None:
+        """Lets every tracker finish what it has not sent yet. May be called twice."""
+        while self._trackers:
+            tracker = self._trackers.pop()
+            self._attempt(tracker, tracker.finish)
+
+    def _start(self, tracker: Tracker, run_name: str, logging_dir: Path, config: dict[str, Any]) -> None:
+        started = _made(tracker, run_name, logging_dir) if isinstance(tracker, str) else tracker
+        started.start()
+        self._trackers.append(started)
+        started.store_init_configuration(config)
+
+    def _attempt(self, tracker: GeneralTracker, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # a tracker, whatever it raises, must not end a run that trains well
+            if tracker.name not in self._failed:
+                self._failed.add(tracker.name)
+                logger.warning(
+                    "%s failed (%s: %s); training goes on, metrics.jsonl has every update, and further failures of "
+                    "%s stay silent", tracker.name, type(error).__name__, error, tracker.name
+                )  # fmt: skip
+
+
+def check_report_to(report_to: Tracker | Sequence[Tracker]) -> None:
+    """Raises ``ConfigError`` if a tracker is unknown or not installed; cheap enough for before any model loads."""
+    names = _names(report_to)
+    installed = [str(name) for name in get_available_trackers()]
+    known = [name for name in LoggerType.list() if name != "all"]
+    for special in ("none", "all"):
+        if special in names and len(names) > 1:
+            raise ConfigError(f"{KEY}: {special} stands alone, got {', '.join(map(str, names))}")
+    if "all" in names and not installed:
+        raise ConfigError(f"{KEY}: all, but no tracker is installed: pip install tensorboard, for example, or set none")
+    for name in names:
+        if not isinstance(name, str) or name in ("none", "all"):
+            continue
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ConfigError(f"{KEY}: unknown tracker {name!r}; choose among none, all, {', '.join(known)}")
+        if name in known and name not in installed:
+            raise ConfigError(f"{KEY}: {name} is not installed: pip install {name.replace('_', '-')}, or set none")
+
+
+def _names(report_to: Tracker | Sequence[Tracker]) -> list[Tracker]:
+    return [report_to] if isinstance(report_to, str | GeneralTracker) else list(report_to)
+
+
+def _chosen(report_to: Tracker | Sequence[Tracker]) -> list[Tracker]:
+    """The trackers to start, each once."""
+    names = list(dict.fromkeys(_names(report_to)))
+    if names == ["all"]:
+        return [str(name) for name in get_available_trackers()]
+    return [name for name in names if name != "none"]
+
+
+def _made(name: str, run_name: str, logging_dir: Path) -> GeneralTracker:
+    tracker_class = LOGGER_TYPE_TO_CLASS[name]
+    if name in RUN_NAME_ARGUMENTS:
+        project = os.environ.get(f"{name.upper()}_PROJECT", DEFAULT_PROJECT)
+        return tracker_class(project, **{RUN_NAME_ARGUMENTS[name]: run_name})
+    if tracker_class.requires_logging_directory:
+        # The name becomes a folder in logging_dir: a run named by the path of its output must not lead out of it.
+        return tracker_class(Path(run_name).name, str(logging_dir))
+    return tracker_class(run_name)
+
+
+def _flat(config: Any, name: str = "") -> dict[str, bool | int | float | str]:
+    """Nested mappings and lists under dotted names; what is no number or text becomes text, None is left out."""
+    if isinstance(config, Mapping | list | tuple):
+        items = config.items() if isinstance(config, Mapping) else enumerate(config)
+        parts = [_flat(value, f"{name}.{key}" if name else str(key)) for key, value in items]
+        return {key: value for part in parts for key, value in part.items()}
+    if config is None:
+        return {}
+    return {name: config if isinstance(config, bool | int | float | str) else str(config)}

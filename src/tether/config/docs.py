@@ -26,12 +26,12 @@ def page() -> str:
 
 
 def _tables(command: str, section: type[Section]) -> Iterator[str]:
-    yield f"## `{command}`\n"
+    yield f"## `{command}`"
     group = ""
     for doc in describe(section):
         if doc.group != group:
-            yield f"{'' if not group else chr(10)}### {doc.group}\n\n| key | takes | default | meaning |\n|---|---|---|---|"
             group = doc.group
+            yield f"\n### {group}\n\n| key | takes | default | meaning |\n|---|---|---|---|"
         yield _row(doc)
     yield ""
 

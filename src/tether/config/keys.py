@@ -42,8 +42,13 @@ def _documented(section: type[Section], path: text.Path, group: str) -> Iterator
         inner, below = _nested(field, here)
         nested += [(member, below, _heading(member, below, len(inner) > 1)) for member in inner]
         if not inner or not _always_there(field, inner):
-            yield KeyDoc(text.dotted(here), _bare(wanted(field.annotation, field.metadata)), _default(field),
-                         one_line(field.description), group)
+            yield KeyDoc(
+                text.dotted(here),
+                _bare(wanted(field.annotation, field.metadata)),
+                _default(field),
+                one_line(field.description),
+                group,
+            )
     for member, below, heading in nested:
         yield from _documented(member, below, heading)
 
@@ -115,13 +120,20 @@ def wanted(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"{many}, at least {least}" if least else many
     if _is_section(base):
         return "a group of keys"
-    words = {types.NoneType: "null", bool: "true or false", int: "a whole number", float: "a number", str: "text",
-             Path: "a path"}
+    words = {
+        types.NoneType: "null",
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        Path: "a path",
+    }
     return words[base] + _range(metadata)
 
 
 def _plural(words: str) -> str:
-    return {"a group of keys": "groups of keys", "a number": "numbers", "a whole number": "whole numbers"}.get(words, words)
+    plurals = {"a group of keys": "groups of keys", "a number": "numbers", "a whole number": "whole numbers"}
+    return plurals.get(words, words)
 
 
 def _range(metadata: Sequence[Any]) -> str:
@@ -200,7 +212,8 @@ def find(section: type[Section], location: Sequence[str | int]) -> Found:
 def _unwrapped(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
     if get_origin(annotation) is Annotated:
         base, *more = get_args(annotation)
-        return _unwrapped(base, [*metadata, *more])
+        plain = [each for one in more for each in (one.metadata if isinstance(one, FieldInfo) else [one])]
+        return _unwrapped(base, [*metadata, *plain])
     return annotation, metadata
 
 

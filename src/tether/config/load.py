@@ -198,12 +198,15 @@ def _leaves(path: text.Path, value: Any) -> Iterator[text.Path]:
 
 
 def _called(path: text.Path, known: Sequence[str]) -> str | None:
-    """Our name for a key that another system, or another of our sections, has under this very name."""
+    """What to write for a key that another system, or another of our sections, has under this very name."""
     other = alias(text.dotted(path))
     if other and set(other.keys) <= {*known, *_groups(known)}:
         here = f"here it is {' and '.join(other.keys)}" if other.keys else other.note
         return f"{here}: {other.note}" if other.keys and other.note else here
-    places = [key for key in known if key.rpartition(".")[2] == path[-1] and ".N." not in key]
+    name = str(path[-1])
+    if "." in name and name in known:
+        return f"nest it: {name.replace('.', ': {')}: …{'}' * name.count('.')}"
+    places = [key for key in known if key.rpartition(".")[2] == name and ".N." not in key]
     return f"it belongs elsewhere: {' or '.join(places)}" if 0 < len(places) < 4 else None
 
 
@@ -213,9 +216,11 @@ def _groups(known: Sequence[str]) -> set[str]:
 
 def _nearest(path: text.Path, known: Sequence[str], section: type[Section]) -> str:
     """The key that was probably meant, else all keys that are allowed at this place."""
-    here = list(dict.fromkeys(
-        name for member in keys.sections(keys.find(section, path[:-1]).annotation) for name in member.model_fields
-    ))
+    here = list(
+        dict.fromkeys(
+            name for member in keys.sections(keys.find(section, path[:-1]).annotation) for name in member.model_fields
+        )
+    )
     written = str(path[-1]).lower().replace("-", "_").rpartition(".")[2]
     if close := difflib.get_close_matches(written, here, n=1):
         return f"did you mean {text.dotted((*path[:-1], close[0]))}?"

@@ -165,11 +165,11 @@ def _explained(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that ``scalar`` would read as something else."""
+    """Quotes every text that ``scalar`` would read as something else, or that YAML's line folding would change."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = None if scalar(text) is text else '"'
+    style = None if scalar(text) is text and text.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

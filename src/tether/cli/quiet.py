@@ -1,0 +1,38 @@
+"""What the command lets the libraries say. The library itself never touches logging or warnings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+_CHATTY = r"(accelerate|datasets|huggingface_hub|peft|torch|transformers|trl)(\..*)?"
+
+
+def quieten(*, debug: bool) -> None:
+    """Sets up logging for a command; silences the libraries' progress bars and chatter unless ``debug``.
+
+    Must run before they are imported, since they read the environment then. What the user has set stays.
+    """
+    logging.basicConfig(level=logging.WARNING, handlers=[_Stderr()], format="%(message)s")
+    logging.getLogger("tether").setLevel(logging.DEBUG if debug else logging.INFO)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if debug:
+        return
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DATASETS_VERBOSITY": "error",
+        "HF_HUB_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", module=_CHATTY)
+
+
+class _Stderr(logging.Handler):
+    """Writes to whatever ``sys.stderr`` is at the time, which a live display replaces."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)

@@ -1,0 +1,50 @@
+"""What other systems call our keys."""
+
+import pytest
+
+from tether.config.aliases import ALIASES, alias
+from tether.config.keys import describe
+from tether.config.schema import RunConfig
+
+KEYS = {doc.key for doc in describe(RunConfig)}
+
+
+def test_every_name_leads_to_a_key_of_ours_or_says_why_not():
+    assert {key for found in ALIASES.values() for key in found.keys} <= KEYS
+    assert all(found.keys or found.note for found in ALIASES.values())
+
+
+def test_no_key_of_ours_is_in_the_table():
+    assert not KEYS & ALIASES.keys()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("model_name_or_path", "model.path"),
+        ("reward_model_path", "rewards"),
+        ("per_device_train_batch_size", "train.micro_batch_size"),
+        ("batch_size", "train.rollout_batch_size"),
+        ("init_kl_coef", "ppo.kl_coef"),
+        ("ppo_epochs", "ppo.num_ppo_epochs"),
+        ("clip_ratio", "ppo.cliprange"),
+        ("gae_lambda", "ppo.lam"),
+        ("max_new_tokens", "sampling.response_length"),
+        ("lora_rank", "model.lora.r"),
+        ("ppo_target", "ppo.kl_target"),
+        ("critic.adam.lr", "value.learning_rate"),
+        ("actor.adam.lr", "train.learning_rate"),
+        ("actor_rollout_ref.actor.clip_ratio", "ppo.cliprange"),
+        ("train.micro_batch_size_per_gpu", "train.micro_batch_size"),
+    ],
+)
+def test_a_known_spelling_leads_to_our_key(theirs, ours):
+    assert alias(theirs).keys == (ours,)
+
+
+def test_the_longer_name_wins():
+    assert alias("train.batch_size").keys != alias("rollout.batch_size").keys
+
+
+def test_a_name_that_nobody_uses_is_unknown():
+    assert alias("train.no_such_thing") is None

@@ -1,0 +1,340 @@
+"""A run as one HTML file that needs nothing else: no network, no other file, no script to be read."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tether import __version__
+from tether.errors import DataError
+from tether.report import curves, health
+from tether.report.markup import Html, element, join
+from tether.report.read import CONFIG, METRICS, SAMPLES, Run, Sample, read_run
+from tether.report.style import CSS, SCRIPT
+from tether.report.summary import Pair, pairs, tiles, verdict
+from tether.report.svg import MAX_POINTS
+from tether.report.text import number, one_line, signed
+
+REPORT = "report.html"
+MAX_PAIRS, OPEN_PAIRS = 24, 6
+MAX_TRAINING_STEPS, SAMPLES_A_STEP = 8, 2
+MAX_METRICS, MAX_REWARDS, MAX_NOTES = 120, 12, 12
+HEAD, TEXT = 480, 2_400
+"""Characters of a text that are shown at once, and in all."""
+WORDS = {"ok": "✓ ok", "warn": "▲ warn", "act": "■ act", "info": "– info"}
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes ``report.html`` into the folder of a run; returns its path.
+
+    Reads config.yaml, metrics.jsonl and samples.jsonl. Each may be missing, torn, or from a run that was interrupted
+    or is still going on: the page then says what is missing. An earlier report is replaced in one step.
+
+    Raises:
+        DataError: ``run_dir`` is no folder.
+    """
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: not a folder; give the output_dir of a run")
+    text = page(read_run(folder))
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{REPORT}.")
+    try:
+        with open(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, folder / REPORT)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return folder / REPORT
+
+
+def page(run: Run) -> str:
+    """The whole report of a run."""
+    name = _name(run)
+    compared = pairs(run)
+    findings = health.diagnose(run)
+    body = element(
+        "main",
+        _headline(run, name, compared, findings),
+        _curves(run),
+        _health(findings),
+        _comparison(run, compared),
+        _training_samples(run),
+        _all_metrics(run),
+        _config(run),
+        element("footer", f"Written by Tether {__version__} from {CONFIG}, {METRICS} and {SAMPLES} of this run."),
+    )
+    return "<!DOCTYPE html>\n" + element(
+        "html", _head(f"Tether report: {name}"), element("body", body, element("script", Html(SCRIPT))), lang="en"
+    )
+
+
+def _head(title: str) -> Html:
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=Html(policy)),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", title),
+        element("style", Html(CSS)),
+    )
+
+
+# Headline
+
+
+def _name(run: Run) -> str:
+    name = run.setting("train.run_name")
+    return one_line(name if isinstance(name, str) and name.strip() else run.folder.resolve().name, 80) or "run"
+
+
+def _headline(run: Run, name: str, compared: list[Pair], findings: list[health.Finding]) -> Html:
+    result = verdict(run, compared)
+    return join(
+        element("h1", element("bdi", name)),
+        element("p", _setup(run), class_="setup"),
+        element("p", "Did the policy get better? ", element("b", result.answer, class_=result.level), " ", result.sentence,
+                class_="verdict"),
+        element("p", result.detail, class_="lead") if result.detail else None,
+        element("dl", *(
+            element("div", element("dt", tile.label), element("dd", tile.value), element("dd", tile.detail, class_="detail"),
+                    class_="tile")
+            for tile in tiles(run, compared)
+        ), class_="tiles"),
+        _status(findings),
+        _notes(run),
+    )  # fmt: skip
+
+
+def _setup(run: Run) -> str:
+    """What was trained, on one line."""
+    if not run.config:
+        return "settings not known"
+    rewards = run.setting("rewards")
+    judges = (
+        [str(r.get("name") or r.get("path") or r.get("type")) for r in rewards or [] if isinstance(r, dict)]
+        if isinstance(rewards, list)
+        else []
+    )
+    facts = [
+        run.setting("model.path") and f"{run.setting('model.path')}",
+        "LoRA" if run.setting("model.lora") else "all weights",
+        judges and f"judged by {', '.join(judges)}",
+        (beta := run.count("ppo.kl_coef")) is not None and f"kl_coef {number(beta)}",
+        (batch := run.count("train.rollout_batch_size")) is not None and f"{number(batch)} answers an update",
+    ]
+    return one_line(" · ".join(fact for fact in facts if fact), 300)
+
+
+def _status(findings: list[health.Finding]) -> Html | None:
+    counts = Counter(f.level for f in findings)
+    if not findings:
+        return None
+    words = [text for level, text in (("act", f"{counts['act']} to act on"), ("warn", f"{counts['warn']} to watch"),
+                                      ("ok", f"{counts['ok']} healthy")) if counts[level]]  # fmt: skip
+    return element(
+        "p", element("a", f"Health: {', '.join(words) or 'too early to judge'}", href="#health"), class_="status"
+    )
+
+
+def _notes(run: Run) -> Html | None:
+    notes = run.notes[:MAX_NOTES]
+    return element("ul", *(element("li", note) for note in notes), class_="notes") if notes else None
+
+
+# Curves and health
+
+
+def _curves(run: Run) -> Html:
+    groups = curves.groups(run)
+    if not groups:
+        return join(element("h2", "Curves"), element("p", "No metrics to draw.", class_="lead"))
+    parts = [element("h2", "Curves")]
+    if (count := len(run.updates)) > MAX_POINTS:
+        note = f"Each point is the mean of about {count / MAX_POINTS:.0f} neighbouring updates, the faint band their range."
+        parts.append(element("p", note, class_="lead"))
+    for title, figures in groups:
+        parts += [element("h3", title), element("div", *(_figure(f) for f in figures), class_="charts")]
+    return join(*parts)
+
+
+def _figure(figure: curves.Figure) -> Html:
+    legend = [element("span", element("i", class_=f"c{color}"), label) for label, color in figure.legend]
+    return element(
+        "figure",
+        element("div", element("b", figure.title), element("span", figure.latest), class_="top"),
+        element("p", figure.caption, class_="caption"),
+        element("div", *legend, class_="legend"),
+        figure.chart,
+        element("output"),
+    )
+
+
+def _health(findings: list[health.Finding]) -> Html:
+    title = element("h2", "Health", id="health")
+    if not findings:
+        return join(title, element("p", "No metrics to judge.", class_="lead"))
+    lead = "A stretch of five updates counts, not a single one, unless said otherwise."
+    return join(
+        title,
+        element("p", lead, class_="lead"),
+        element("ul", *(_finding(f) for f in findings), class_="findings"),
+    )
+
+
+def _finding(finding: health.Finding) -> Html:
+    advice = element("p", element("b", "What to do: "), finding.advice, class_="advice") if finding.advice else None
+    text = element("p", finding.sentence, " ", element("code", finding.metric, class_="metric"))
+    return element(
+        "li", element("span", WORDS[finding.level], class_=f"level {finding.level}"), element("div", text, advice)
+    )
+
+
+# Answers
+
+
+def _comparison(run: Run, compared: list[Pair]) -> Html:
+    title = element("h2", "Held-out answers, before and after")
+    if not compared:
+        return join(title, element("p", "No answers to held-out prompts in samples.jsonl.", class_="lead"))
+    shown = _spaced(compared, MAX_PAIRS)
+    lead = f"{len(shown)} of {len(compared)} prompts, evenly spaced through the file: not picked by score."
+    if compared[0].after is None:
+        lead += " Only one evaluation was finished."
+    cards = [_pair(pair) for pair in shown]
+    rest = cards[OPEN_PAIRS:]
+    more = element("details", element("summary", f"{len(rest)} more"), *rest, class_="block") if rest else None
+    return join(title, element("p", lead, class_="lead"), *cards[:OPEN_PAIRS], more)
+
+
+def _pair(pair: Pair) -> Html:
+    sides = [_side(pair.before, _policy(pair.before.step))]
+    if pair.after is not None:
+        sides.append(_side(pair.after, _policy(pair.after.step), before=pair.before))
+    return element(
+        "article",
+        element("div", element("div", element("span", f"Prompt {pair.before.row}"), class_="who"), _text(pair.before.prompt),
+                class_="prompt"),
+        element("div", *sides, class_="sides"),
+        class_="pair",
+    )  # fmt: skip
+
+
+def _side(sample: Sample, who: str, before: Sample | None = None) -> Html:
+    return element(
+        "div",
+        element("div", element("span", who), class_="who"),
+        _text(sample.response, left_out=sample.cut),
+        _facts(sample, before),
+        class_="side",
+    )
+
+
+def _facts(sample: Sample, before: Sample | None) -> Html:
+    """Score, change of score, every reward component, length and ending of an answer."""
+    change = None
+    if before is not None and sample.score is not None and before.score is not None:
+        gain = sample.score - before.score
+        change = element("b", f" {signed(gain)}", class_="up" if gain > 0 else "down" if gain < 0 else None)
+    ending = {"stop": "ended by itself", "length": "cut at the limit"}.get(sample.finish_reason)
+    parts = [element("span", "score ", element("b", number(sample.score)), change)]
+    parts += [
+        element("span", element("bdi", one_line(name, 40)), f" {number(value)}")
+        for name, value in list(sample.rewards.items())[:MAX_REWARDS]
+    ]
+    parts += [element("span", f"KL {number(sample.kl)}")] if sample.kl is not None else []
+    parts += [element("span", f"{number(sample.length)} tokens" + (f", {ending}" if ending else ""))]
+    return element("div", *parts, class_="facts")
+
+
+def _policy(step: int) -> str:
+    return "Start policy" if step == 0 else f"After update {step:,}"
+
+
+def _text(text: str, *, left_out: int = 0) -> Html:
+    """A text of unknown origin; what is long is folded, what is huge is cut and counted."""
+    if not text.strip():
+        return element("p", "(empty)" if not text else "(white space only)", class_="text empty")
+    head, tail = text[:HEAD], text[HEAD:TEXT]
+    missing = len(text) - len(head) - len(tail) + left_out
+    if not tail and not missing:
+        return element("p", head, class_="text", dir="auto")
+    end = f" … and {missing:,} more characters in {SAMPLES}" if missing else ""
+    return join(
+        element("p", head, "…", class_="text", dir="auto"),
+        element("details", element("summary", "read on"), element("p", tail, end, class_="text", dir="auto")),
+    )
+
+
+def _training_samples(run: Run) -> Html | None:
+    by_step: dict[int, list[Sample]] = {}
+    for sample in run.samples:
+        if sample.split == "train":
+            by_step.setdefault(sample.step, []).append(sample)
+    if not by_step:
+        return None
+    cards = [
+        element(
+            "article",
+            element("div", element("div", element("span", f"Update {step:,}"), class_="who"), _text(sample.prompt),
+                    class_="prompt"),
+            _side(sample, "Answer"),
+            class_="pair",
+        )
+        for step in _spaced(sorted(by_step), MAX_TRAINING_STEPS)
+        for sample in by_step[step][:SAMPLES_A_STEP]
+    ]  # fmt: skip
+    lead = f"The first answers of the batch at {min(len(by_step), MAX_TRAINING_STEPS)} updates, evenly spaced over the run."
+    return join(
+        element("h2", "Training answers over time"),
+        element("p", lead, class_="lead"),
+        *cards[:SAMPLES_A_STEP],
+        element("details", element("summary", f"{len(cards) - SAMPLES_A_STEP} more, up to the last update"),
+                *cards[SAMPLES_A_STEP:], class_="block") if len(cards) > SAMPLES_A_STEP else None,
+    )  # fmt: skip
+
+
+# Numbers and settings
+
+
+def _all_metrics(run: Run) -> Html | None:
+    names = [name for name in run.names() if run.series(name)]
+    if not names:
+        return None
+    rows = []
+    for name in names[:MAX_METRICS]:
+        values = run.series(name).finite
+        cells = (values[0], values[-1], min(values), max(values))
+        rows.append(
+            element(
+                "tr", element("td", element("code", one_line(name, 60))), *(element("td", number(v)) for v in cells)
+            )
+        )
+    heads = element("tr", *(element("th", text) for text in ("metric", "first", "last", "lowest", "highest")))
+    table = element("div", element("table", element("thead", heads), element("tbody", *rows)), class_="wide")
+    return join(
+        element("h2", "Numbers and settings"),
+        element("details", element("summary", f"All {len(names)} metrics of the updates"), table, class_="block"),
+    )
+
+
+def _config(run: Run) -> Html | None:
+    if run.config_text is None:
+        return None
+    text = element("pre", run.config_text)
+    return element("details", element("summary", f"{CONFIG}, as resolved"), text, class_="block")
+
+
+def _spaced(items: Sequence, limit: int) -> list:
+    """At most ``limit`` of the items, evenly spaced, the first and the last among them."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[i * (len(items) - 1) // (limit - 1)] for i in range(limit)]

@@ -1,0 +1,282 @@
+"""The files of a run as numbers and texts. Whatever is missing or damaged becomes a note, never an error."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tether.report.text import prompt_text
+
+CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
+TEXT_LIMIT = 4_000
+"""Characters of a prompt or an answer that are kept; the rest is counted."""
+CONFIG_LIMIT = 60_000
+_LARGEST, _SMALLEST = 1e100, 1e-100  # outside of these, sums and squares overflow or vanish
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the run, in the order of the updates."""
+
+    steps: list[int]
+    """Update each value belongs to."""
+    values: list[float]
+    """The values; NaN where the file has one that is not a finite number."""
+
+    def __bool__(self) -> bool:
+        return any(math.isfinite(v) for v in self.values)
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """(update, value) where the value is finite."""
+        return [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
+
+    @property
+    def finite(self) -> list[float]:
+        """The finite values."""
+        return [v for v in self.values if math.isfinite(v)]
+
+    @property
+    def early(self) -> float | None:
+        """Median of the first three finite values."""
+        values = self.finite[:3]
+        return statistics.median(values) if values else None
+
+    @property
+    def late(self) -> float | None:
+        """Median of the last fifth of the finite values, of three at least."""
+        values = self.finite
+        return statistics.median(values[-max(3, len(values) // 5) :]) if values else None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer of samples.jsonl; texts are shortened to ``TEXT_LIMIT``."""
+
+    step: int
+    split: str
+    row: int | None
+    prompt: str
+    response: str
+    cut: int
+    """Characters of the answer beyond the limit."""
+    length: float | None
+    finish_reason: str
+    score: float | None
+    rewards: Mapping[str, float]
+    kl: float | None
+
+
+@dataclass
+class Run:
+    """Everything a report is made of."""
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    """config.yaml as parsed; empty where it cannot be."""
+    config_text: str | None = None
+    """config.yaml as it stands."""
+    updates: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Metrics of each update; NaN where a value was not finite."""
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The same of each evaluation, keyed by the number of updates before it."""
+    samples: list[Sample] = field(default_factory=list)
+    """Answers, in the order of the file."""
+    notes: list[str] = field(default_factory=list)
+    """What is missing or could not be read."""
+
+    def series(self, name: str) -> Series:
+        """One metric of the updates that have it."""
+        return _series(self.updates, name)
+
+    def evaluated(self, name: str) -> Series:
+        """One metric of the evaluations that have it."""
+        return _series(self.evaluations, name)
+
+    def at_start(self, evaluated: str, trained: str) -> float | None:
+        """The start policy's value: of the evaluation before the first update, else of the first updates."""
+        first = self.evaluations.get(0, {}).get(evaluated, math.nan)
+        return first if math.isfinite(first) else self.series(trained).early
+
+    @property
+    def score_spread(self) -> float | None:
+        """Standard deviation of the start policy's scores."""
+        for series in (self.evaluated("eval_scores_std"), self.series("objective/scores_std")):
+            if series and series.finite[0] > 0:
+                return series.finite[0]
+        return None
+
+    def names(self) -> list[str]:
+        """Every metric of the updates, in the order of first appearance."""
+        return list(dict.fromkeys(name for line in self.updates.values() for name in line))
+
+    def evaluated_names(self) -> list[str]:
+        """Every metric of the evaluations."""
+        return list(dict.fromkeys(name for line in self.evaluations.values() for name in line))
+
+    def setting(self, key: str) -> Any:
+        """A value of config.yaml by its dotted key; None where there is none."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def count(self, key: str) -> float | None:
+        """The same where it is a number."""
+        value = _number(self.setting(key))
+        return value if value is not None and math.isfinite(value) else None
+
+    @property
+    def num_updates(self) -> int:
+        """Updates done."""
+        return max(self.updates, default=0)
+
+    @property
+    def planned_updates(self) -> int | None:
+        """Updates that the configuration asks for; None where that depends on the number of prompts."""
+        if steps := self.count("train.max_steps"):
+            return int(steps)
+        episodes, batch = self.count("train.total_episodes"), self.count("train.rollout_batch_size")
+        return math.ceil(episodes / batch) if episodes and batch and batch > 0 else None
+
+
+def read_run(folder: Path) -> Run:
+    """Reads config.yaml, metrics.jsonl and samples.jsonl of a run."""
+    run = Run(folder)
+    _read_config(run)
+    _read_metrics(run)
+    _read_samples(run)
+    return run
+
+
+def _series(lines: Mapping[int, Mapping[str, float]], name: str) -> Series:
+    steps = [step for step in sorted(lines) if name in lines[step]]
+    return Series(steps, [lines[step][name] for step in steps])
+
+
+def _read_config(run: Run) -> None:
+    try:
+        text = (run.folder / CONFIG).read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        run.notes.append(f"{CONFIG} is missing: settings are not shown, and thresholds take the default settings.")
+        return
+    except OSError as error:
+        run.notes.append(f"{CONFIG} cannot be read: {error.strerror}.")
+        return
+    run.config_text = text[:CONFIG_LIMIT] + ("\n…" if len(text) > CONFIG_LIMIT else "")
+    try:
+        config = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        config = None
+    if isinstance(config, dict):
+        run.config = config
+    else:
+        run.notes.append(f"{CONFIG} is not a YAML mapping: it is shown as it stands.")
+
+
+def _read_metrics(run: Run) -> None:
+    def take(line: dict[str, Any]) -> bool:
+        step = _step(line.get("step"))
+        if step is None:
+            return False
+        numbers = {k: v for k, x in line.items() if k != "step" and (v := _number(x)) is not None}
+        if "eval_scores" in line:
+            run.evaluations[step] = numbers
+        elif numbers and step > 0:
+            run.updates[step] = numbers
+        return True
+
+    _read_lines(run, METRICS, take, without="curves and the health check are left out")
+    if not run.updates and (run.folder / METRICS).exists():
+        run.notes.append(f"{METRICS} has no finished update.")
+
+
+def _read_samples(run: Run) -> None:
+    def take(line: dict[str, Any]) -> bool:
+        step = _step(line.get("step"))
+        if step is None:
+            return False
+        response = _text(line.get("response"))
+        rewards = line.get("rewards")
+        run.samples.append(
+            Sample(
+                step=step,
+                split=_text(line.get("split")),
+                row=_step(line.get("row")),
+                prompt=prompt_text(line.get("prompt") or _text(line.get("query")))[:TEXT_LIMIT],
+                response=response[:TEXT_LIMIT],
+                cut=max(0, len(response) - TEXT_LIMIT),
+                length=_number(line.get("length")),
+                finish_reason=_text(line.get("finish_reason")),
+                score=_number(line.get("score")),
+                rewards={k: v for k, x in rewards.items() if (v := _number(x)) is not None}
+                if isinstance(rewards, dict)
+                else {},
+                kl=_number(line.get("kl")) if line.get("kl") is not None else None,
+            )
+        )
+        return True
+
+    _read_lines(run, SAMPLES, take, without="answers are left out")
+
+
+def _read_lines(run: Run, name: str, take: Callable[[dict[str, Any]], bool], *, without: str) -> None:
+    """Hands each readable line of a file to ``take``; what is missing, torn or unreadable becomes a note."""
+    path, bad, last = run.folder / name, [], 0
+    try:
+        for last, line in _json_lines(path):
+            if line is None or not take(line):
+                bad.append(last)
+    except FileNotFoundError:
+        run.notes.append(f"{name} is missing: {without}.")
+        return
+    except OSError as error:
+        run.notes.append(f"{name} cannot be read ({error.strerror}): {without}.")
+        return
+    if bad and bad[-1] == last:
+        run.notes.append(f"The last line of {name} is incomplete: the run was interrupted, or is still writing.")
+        bad.pop()
+    if bad:
+        run.notes.append(f"{name}: {len(bad)} unreadable line(s), the first is line {bad[0]}.")
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(line number, object) of each line that is not blank; None for what is no JSON object."""
+    with path.open("rb") as file:
+        for i, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                line = json.loads(raw.decode(errors="replace"))
+            except (ValueError, RecursionError):
+                line = None
+            yield i, line if isinstance(line, dict) else None
+
+
+def _number(value: Any) -> float | None:
+    """A number as float; NaN for null and for what is not finite or absurdly large; None for what is no number."""
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if not abs(value) <= _LARGEST:
+        return math.nan
+    return float(value) if abs(value) >= _SMALLEST else 0.0
+
+
+def _step(value: Any) -> int | None:
+    """A count of updates, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e12:
+        return None
+    return int(value) if value == int(value) else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)

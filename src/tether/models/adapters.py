@@ -1,0 +1,248 @@
+"""Adapters as files, and how one is put on a model. Which of a model's adapters answers is up to ``roles.py`` alone."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import peft
+from peft import (
+    PeftConfig,
+    PeftModel,
+    PeftModelForCausalLM,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tether.config.schema import LoraConfig
+from tether.errors import ConfigError, ModelError
+from tether.models.heads import ScalarHead, head_from, is_head_key
+from tether.models.paths import ADAPTER_CONFIG, is_same_model, model_errors, some_of
+
+DEFAULT = "default"
+"""PEFT's name of the policy's adapter: the one that it saves at a folder's root."""
+MODULE_PREFIX = "base_model.model."
+"""What PEFT puts before the names of the adapted model's modules."""
+
+Config = TypeVar("Config", PeftConfig, PreTrainedConfig)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The files of a PEFT adapter, the scalar head of a reward adapter apart from the rest."""
+
+    path: str
+    """Folder or hub id."""
+    config: PeftConfig
+    """Its settings, without the head among ``modules_to_save``."""
+    tensors: Mapping[str, Tensor]
+    """Its weights under PEFT's names, without the head."""
+    head: Mapping[str, Tensor]
+    """The head's weights under the names of the adapted model; empty for the adapter of a language model."""
+
+
+def read_adapter(path: str, revision: str | None = None) -> Adapter:
+    """Reads a PEFT adapter's files.
+
+    Raises:
+        ModelError: they are not there or cannot be read.
+    """
+    with model_errors(path):
+        config = PeftConfig.from_pretrained(path, revision=revision)
+        tensors = load_peft_weights(path, device="cpu", revision=revision)
+    bare = {name: name.removeprefix(MODULE_PREFIX) for name in tensors}
+    head = {bare[name]: tensor for name, tensor in tensors.items() if is_head_key(bare[name])}
+    rest = {name: tensor for name, tensor in tensors.items() if bare[name] not in head}
+    kept = [m for m in getattr(config, "modules_to_save", None) or () if not is_head_key(f"{m}.weight")]
+    if config.task_type == "SEQ_CLS":  # PEFT lists both names that a classifier's head can have
+        kept = [module for module in kept if module != "classifier"]
+    config = changed_config(config, modules_to_save=kept or None)
+    return Adapter(path, config, rest, head)
+
+
+def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
+    """``model`` with the adapter merged into its weights.
+
+    Raises:
+        ModelError: the adapter does not fit the model, or is of a kind that cannot be merged.
+    """
+    with model_errors(adapter.path):
+        adapted = with_adapter(model, changed_config(adapter.config, task_type=None))
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        kind = adapter.config.peft_type.value
+        raise ModelError(f"{adapter.path}: a {kind} adapter cannot be merged; wanted a LoRA adapter")
+    place_adapter(adapted, DEFAULT, adapter)
+    return adapted.merge_and_unload().eval()
+
+
+def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
+    """``model`` with an adapter ``default`` put into it in place, its weights as the settings draw them.
+
+    Raises:
+        ValueError: the settings do not fit the model.
+    """
+    kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
+    with warnings.catch_warnings():
+        # PEFT asks for a property that transformers 5.24 renamed; nothing that a user could mend.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        return kind(model, config, DEFAULT)
+
+
+def place_adapter(model: PeftModel, name: str, adapter: Adapter) -> None:
+    """Fills the adapter ``name`` of ``model`` with the weights in ``adapter``.
+
+    Raises:
+        ModelError: a weight is missing, has no place, or has another shape.
+    """
+    wanted = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    missing, foreign = sorted(wanted.keys() - adapter.tensors.keys()), sorted(adapter.tensors.keys() - wanted.keys())
+    problems = [
+        *([f"weights are missing: {some_of(missing)}"] if missing else []),
+        *([f"weights have no place in {type(model.get_base_model()).__name__}: {some_of(foreign)}"] if foreign else []),
+        *(
+            f"{key} has shape {list(adapter.tensors[key].shape)}, wanted {list(wanted[key].shape)}"
+            for key in sorted(wanted.keys() & adapter.tensors.keys())
+            if adapter.tensors[key].shape != wanted[key].shape
+        ),
+    ]
+    if problems:
+        raise ModelError(f"{adapter.path}: the adapter does not fit its base model: {problems[0]}")
+    set_peft_model_state_dict(model, dict(adapter.tensors), adapter_name=name)
+
+
+def peft_lora_config(lora: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:
+    """PEFT's settings for a fresh adapter on ``model``."""
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+
+
+def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
+    """The parameters of one adapter by name, copies of whole modules included."""
+    with flags_kept(model):
+        model.requires_grad_(False)
+        model.set_requires_grad(adapter)
+        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def add_reward(model: PeftModel, name: str, path: str, base_source: str, *, float32: bool) -> ScalarHead:
+    """Puts the reward adapter in ``path`` on the model as adapter ``name`` and returns its head.
+
+    Raises:
+        ModelError: it was trained on another base, does not fit it, or has no scalar head.
+    """
+    adapter = read_adapter(path)
+    check_shareable(adapter)
+    base = adapter.config.base_model_name_or_path or ""
+    if not is_same_model(base, base_source):
+        raise ModelError(
+            f"{path}: the reward adapter was trained on {base or 'an unnamed model'}, the policy's base is "
+            f"{base_source}. Adapters share one base: train the reward adapter on that base, or use it as a reward of "
+            f"type model. If both are the same model, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
+        )
+    head = head_from(adapter.head, model.config.get_text_config().hidden_size, path)
+    model.add_adapter(name, changed_config(adapter.config, task_type="CAUSAL_LM", inference_mode=False))
+    fill_adapter(model, name, adapter, float32=float32)
+    return head
+
+
+def fill_adapter(model: PeftModel, name: str, adapter: Adapter, *, float32: bool) -> None:
+    """Loads weights into an adapter that is in place.
+
+    Args:
+        float32: keep copies of whole modules, which PEFT leaves in the base's type, in float32; autocast is on then.
+    """
+    if float32:
+        for parameter in adapter_parameters(model, name).values():
+            parameter.data = parameter.data.float()
+    place_adapter(model, name, adapter)
+
+
+def check_shareable(adapter: Adapter) -> None:
+    """Raises ``ModelError`` if the adapter changes the base, which other roles run on."""
+    config = adapter.config
+    if config.peft_type != peft.PeftType.LORA:
+        raise ModelError(f"{adapter.path}: got a {config.peft_type.value} adapter; wanted a LoRA adapter")
+    changes = [
+        *([f"bias={config.bias}"] if config.bias != "none" else []),
+        *([f"init_lora_weights={config.init_lora_weights}"] if _changes_base(config.init_lora_weights) else []),
+    ]
+    if changes:
+        raise ModelError(
+            f"{adapter.path}: an adapter with {changes[0]} changes the weights of its base, which other roles share. "
+            "Convert it to a plain LoRA adapter, or merge it and give the merged folder"
+        )
+
+
+def _changes_base(init: bool | str | None) -> bool:
+    return isinstance(init, str) and init.lower().startswith(("pissa", "olora", "corda", "loftq"))
+
+
+def check_continued(lora: LoraConfig, start: Adapter, base: PreTrainedModel) -> None:
+    """Raises ``ConfigError`` if ``model.lora`` asks for another adapter than the one that is continued.
+
+    Only what the configuration sets itself is compared: what it leaves out is taken from the adapter.
+    """
+    config = start.config
+    pairs = {
+        "r": (lora.r, config.r),
+        "alpha": (lora.alpha, config.lora_alpha),
+        "dropout": (lora.dropout, config.lora_dropout),
+    }
+    for key, (wanted, got) in pairs.items():
+        if key in lora.model_fields_set and wanted != got:
+            raise ConfigError(
+                f"model.lora.{key}: {wanted}, but the adapter in {start.path} that is continued has {got}; "
+                "leave the key out or set it to the adapter's"
+            )
+    if "target_modules" in lora.model_fields_set:
+        wanted, got = (target_names(base, targets) for targets in (lora.target_modules, config.target_modules))
+        if wanted != got:
+            raise ConfigError(
+                f"model.lora.target_modules: {lora.target_modules}, but the adapter in {start.path} that is continued "
+                f"targets {sorted(config.target_modules)}; leave the key out"
+            )
+
+
+def target_names(model: PreTrainedModel, targets: str | Iterable[str]) -> set[str]:
+    """Modules of the bare model that a PEFT ``target_modules`` names."""
+    if targets == "all-linear":
+        output = model.get_output_embeddings()
+        return {n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not output}
+    names = {name for name, _ in model.named_modules()}
+    if isinstance(targets, str):
+        return {name for name in names if re.fullmatch(targets, name)}
+    return {name for name in names if any(name == t or name.endswith(f".{t}") for t in targets)}
+
+
+def changed_config(config: Config, **changes: Any) -> Config:
+    """A copy of ``config`` with some fields changed."""
+    changed = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed
+
+
+@contextmanager
+def flags_kept(model: nn.Module) -> Iterator[None]:
+    """Puts ``requires_grad`` of every parameter back at the end."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)

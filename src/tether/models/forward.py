@@ -1,0 +1,175 @@
+"""From a padded batch to log-probabilities, values and scores: the only place with a shift by one.
+
+The model's output at position j speaks of token j + 1. So response token t, at column P + t, was sampled in the state
+at column P + t − 1, and its log-probability and its value are both read there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tether.algo import logprobs_from_logits, selected_logprobs
+from tether.models.heads import ScalarHead
+from tether.types import MicroBatch
+
+_HEAD_MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+class LogprobOutput(NamedTuple):
+    """What a pass over a micro-batch says of its response tokens; exactly 0 outside the response mask."""
+
+    logprobs: Float[Tensor, "M R"] | None
+    """log π of each response token, or None if the pass does not compute it."""
+    entropy: Float[Tensor, "M R"] | None
+    """Entropy of the distribution that each response token was drawn from, nats."""
+    values: Float[Tensor, "M R"] | None
+    """Value of the state that each response token was sampled in."""
+
+
+def response_outputs(
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    *,
+    temperature: float,
+    head: ScalarHead | None = None,
+    detach_head: bool = False,
+    with_entropy: bool = False,
+) -> LogprobOutput:
+    """Log-probabilities, and if wanted entropy and values, of the response tokens, from one pass of the trunk.
+
+        states_t = hidden[:, P + t − 1]
+        log π(response_t) = log_softmax(lm_head(states_t) / temperature)[response_t]
+        V_t = head(states_t)
+
+    Logits are computed for response tokens only, a chunk at a time, unless the model changes its logits after the head.
+
+    Args:
+        model: a causal language model.
+        head: also gives values.
+        detach_head: keeps the gradient of the values out of the trunk.
+        with_entropy: also gives the entropy.
+    """
+    if head_matches(model):
+        states = _response_states(model.base_model, batch)
+        logprobs, entropy = selected_logprobs(
+            states, model.get_output_embeddings(), _targets(batch), temperature=temperature, with_entropy=with_entropy
+        )
+    else:
+        states, logits = _response_logits(model, batch)
+        logprobs, entropy = logprobs_from_logits(
+            logits, _targets(batch), temperature=temperature, with_entropy=with_entropy
+        )
+    values = None if head is None else head(states.detach() if detach_head else states).squeeze(-1)
+    return LogprobOutput(*(None if x is None else _on_response(x, batch) for x in (logprobs, entropy, values)))
+
+
+def response_values(backbone: PreTrainedModel, head: ScalarHead, batch: MicroBatch) -> Float[Tensor, "M R"]:
+    """Value of the state that each response token was sampled in, V_t = head(hidden[:, P + t − 1]); 0 on padding.
+
+    Args:
+        backbone: a model without its language or classifier head.
+    """
+    return _on_response(head(_response_states(backbone, batch)).squeeze(-1), batch)
+
+
+def last_token_scores(
+    backbone: PreTrainedModel,
+    head: nn.Module,
+    ids: Int[Tensor, "M T"],
+    mask: Bool[Tensor, "M T"],
+    position_ids: Int[Tensor, "M T"],
+) -> Float[Tensor, " M"]:
+    """The head's number for the last real token of each row, whatever side the padding is on.
+
+    Args:
+        backbone: a model without its language or classifier head.
+        head: hidden states → [..., 1].
+        mask: True on real tokens, at least one in each row.
+        position_ids: position of each real token in its row, from 0.
+    """
+    hidden = _hidden_states(backbone, ids, mask, position_ids)
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    last = (mask * columns).argmax(dim=1)
+    return head(hidden[torch.arange(len(ids), device=ids.device), last]).squeeze(-1)
+
+
+def head_matches(model: PreTrainedModel) -> bool:
+    """Whether the model's logits are its output embedding of the trunk's last hidden states and nothing else.
+
+    Models that scale or cap their logits afterwards (Cohere, Gemma, Granite, …) say no. Tried once for each model, on a
+    few tokens, and compared bitwise: a cap can be far below any tolerance as long as logits are small.
+    """
+    if model not in _HEAD_MATCHES:
+        _HEAD_MATCHES[model] = _try_head(model)
+    return _HEAD_MATCHES[model]
+
+
+@torch.no_grad()
+def _try_head(model: PreTrainedModel) -> bool:
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(min(16, model.get_input_embeddings().weight.shape[0]), device=device).unsqueeze(0)
+    # A cast that autocast caches here, without gradients, would be taken by the caller's own forward and stay without.
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    with torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+        logits = model(input_ids=ids, use_cache=False).logits
+        ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    return torch.equal(logits.float(), ours.float())
+
+
+def _hidden_states(
+    backbone: PreTrainedModel,
+    ids: Int[Tensor, "M T"],
+    mask: Bool[Tensor, "M T"],
+    position_ids: Int[Tensor, "M T"],
+) -> Float[Tensor, "M T D"]:
+    """The trunk's last hidden states."""
+    return backbone(**_inputs(backbone, ids, mask, position_ids)).last_hidden_state
+
+
+def _inputs(model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor) -> dict[str, Tensor | bool]:
+    """Arguments of a forward without cache. Models that take no position ids count real tokens by the mask."""
+    inputs = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": position_ids, "use_cache": False}
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        del inputs["position_ids"]
+    return inputs
+
+
+def _response_states(backbone: PreTrainedModel, batch: MicroBatch) -> Float[Tensor, "N D"]:
+    """The state that each response token was sampled in, rows of the batch one after another, no padding."""
+    hidden = _hidden_states(backbone, batch.token_ids, batch.attention_mask, batch.position_ids)
+    return _before_response(hidden, batch)
+
+
+def _before_response(hidden: Float[Tensor, "M K D"], batch: MicroBatch) -> Float[Tensor, "N D"]:
+    """Of states that end with the batch's last column, those one column before a response token."""
+    width = batch.response_mask.shape[1]
+    return hidden[:, -width - 1 : -1][batch.response_mask]
+
+
+def _targets(batch: MicroBatch) -> Int[Tensor, " N"]:
+    """The response tokens, rows of the batch one after another, no padding."""
+    return batch.token_ids[:, -batch.response_mask.shape[1] :][batch.response_mask]
+
+
+def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
+    """States and logits of response tokens from the model's own forward, for models that change their logits last."""
+    seen: list[Tensor] = []
+    handle = model.base_model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state))
+    try:
+        inputs = _inputs(model, batch.token_ids, batch.attention_mask, batch.position_ids)
+        logits = model(**inputs, logits_to_keep=batch.response_mask.shape[1] + 1).logits
+    finally:
+        handle.remove()
+    return _before_response(seen[0], batch), _before_response(logits, batch)
+
+
+def _on_response(flat: Float[Tensor, " N"], batch: MicroBatch) -> Float[Tensor, "M R"]:
+    """One number a response token put in its place, 0 on padding."""
+    return flat.new_zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, flat)

@@ -1,0 +1,99 @@
+"""The head that turns a hidden state into one number, and the names it goes by in other projects' checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tether.errors import ModelError
+
+HEAD_FILE = "value_head.safetensors"
+HEAD_NAMES = ("score", "v_head", "v_head.summary", "value_head", "value_head.summary", "reward_head")
+"""Modules that hold the head in checkpoints of transformers, TRL, LLaMA-Factory, OpenRLHF and others."""
+
+
+class ScalarHead(nn.Linear):
+    """One number from each hidden state, in the head's own dtype whatever the trunk's dtype and autocast.
+
+    A drop-in for the ``score`` module of a transformers sequence classifier.
+    """
+
+    def __init__(self, hidden_size: int, *, bias: bool = False) -> None:
+        """A head that says 0 of everything."""
+        super().__init__(hidden_size, 1, bias=bias, dtype=torch.float32)
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows 1"]:
+        """The number for each hidden state."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+
+
+def head_from(tensors: Mapping[str, Tensor], hidden_size: int, source: str) -> ScalarHead:
+    """The scalar head among the tensors of a checkpoint, its bias included if it has one.
+
+    Args:
+        tensors: name → tensor; names other than the head's may be among them.
+        source: the checkpoint, for messages.
+
+    Raises:
+        ModelError: no tensor or more than one could be the head's weight, or its shape is wrong.
+    """
+    found = [name for name in HEAD_NAMES if f"{name}.weight" in tensors]
+    if len(found) != 1:
+        got = f"several heads: {', '.join(found)}" if found else f"no head; it holds {_some(tensors)}"
+        raise ModelError(
+            f"{source}: {got}. Wanted one scalar head under one of the names {', '.join(HEAD_NAMES)}: "
+            "a model trained as a sequence classifier with num_labels=1"
+        )
+    weight, bias = tensors[f"{found[0]}.weight"], tensors.get(f"{found[0]}.bias")
+    if weight.shape != (1, hidden_size):
+        raise ModelError(
+            f"{source}: {found[0]}.weight has shape {list(weight.shape)}, wanted [1, {hidden_size}]: "
+            "a reward model has one label and the hidden size of its trunk"
+        )
+    head = ScalarHead(hidden_size, bias=bias is not None)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if bias is not None:
+            head.bias.copy_(bias)
+    return head
+
+
+def is_head_key(name: str) -> bool:
+    """Whether ``name`` is that of a head's weight or bias."""
+    return name.rpartition(".")[0] in HEAD_NAMES
+
+
+def save_head(head: ScalarHead, folder: Path | str) -> None:
+    """Writes the head alone to ``value_head.safetensors`` in ``folder``."""
+    tensors = {f"value_head.{name}": tensor.contiguous() for name, tensor in head.state_dict().items()}
+    save_file(tensors, Path(folder) / HEAD_FILE, metadata={"format": "pt"})
+
+
+def load_head(folder: Path | str) -> ScalarHead:
+    """The head that ``save_head`` wrote.
+
+    Raises:
+        ModelError: the file is not there or holds no head.
+    """
+    path = Path(folder) / HEAD_FILE
+    if not path.is_file():
+        raise ModelError(f"{path} is missing: wanted a folder written by save_head")
+    tensors = load_file(path)
+    weight = tensors.get("value_head.weight")
+    return head_from(tensors, weight.shape[-1] if weight is not None else 0, str(path))
+
+
+def _some(names: Mapping[str, Tensor], limit: int = 4) -> str:
+    """A few of the names, for a message."""
+    shown = ", ".join(sorted(names)[:limit]) or "nothing"
+    return f"{shown}, … ({len(names)} tensors)" if len(names) > limit else shown

@@ -1,0 +1,278 @@
+"""From a path to a tokenizer or a model. Nothing is ever left at random: a weight that a checkpoint lacks is an error.
+
+A path is a folder or a hub id. It holds a full model, or a PEFT adapter, which is loaded on the base model that it
+names and merged into it; adapters that stay adapters are the business of ``roles.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tether.errors import ConfigError, ModelError
+from tether.models.adapters import Adapter, changed_config, merged, read_adapter
+from tether.models.heads import ScalarHead, head_from, is_head_key
+from tether.models.paths import ADAPTER_CONFIG as ADAPTER_CONFIG
+from tether.models.paths import (
+    MODEL_WEIGHTS,
+    adapter_base,
+    is_adapter,
+    model_errors,
+    some_of,
+    weight_files,
+)
+from tether.models.paths import absolute_source as absolute_source
+from tether.models.paths import check_model_path as check_model_path
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+# Devices
+
+
+def bf16_supported(device: torch.device | str) -> bool:
+    """Whether the hardware multiplies bfloat16 matrices, so that bf16 autocast saves time."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return torch.cuda.is_bf16_supported()
+    if kind == "cpu":
+        abilities = torch.cpu.get_capabilities()
+        return bool(abilities.get("avx512_bf16") or abilities.get("amx_bf16"))
+    return False
+
+
+# Tokenizers
+
+
+def load_tokenizer(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, or that of its base for an adapter that brings none.
+
+    It is left as it is: pads never reach a model here, so a tokenizer needs no pad token.
+    """
+    brings_none = Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+    if brings_none and is_adapter(path):
+        return load_tokenizer(adapter_base(path), trust_remote_code=trust_remote_code)
+    with model_errors(path):
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None, stop_token: str | None
+) -> frozenset[int]:
+    """Tokens that end an answer.
+
+    Args:
+        generation_config: the policy's; its end tokens count beside the tokenizer's.
+        stop_token: ``sampling.stop_token``: ``eos``, one token, or None for no end but the length.
+
+    Raises:
+        ConfigError: ``stop_token`` is not one token, or the model has no end token.
+    """
+    if stop_token is None:
+        return frozenset()
+    if stop_token != "eos":
+        return frozenset({_token_id(tokenizer, stop_token)})
+    configured = getattr(generation_config, "eos_token_id", None)
+    ends = {configured} if isinstance(configured, int) else set(configured or ())
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    if not ends:
+        raise ConfigError(
+            "sampling.stop_token eos: neither the model's generation config nor its tokenizer has an end token; "
+            "set sampling.stop_token to the token that ends an answer, or to null"
+        )
+    return frozenset(ends)
+
+
+def _token_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    vocabulary = tokenizer.get_vocab()
+    if text in vocabulary:
+        return vocabulary[text]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        raise ConfigError(
+            f"sampling.stop_token {text!r}: got {tokenizer.convert_ids_to_tokens(ids)} from the tokenizer, wanted one "
+            "token of its vocabulary"
+        )
+    return ids[0]
+
+
+# Models
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype | None,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The language model in ``path``, in eval mode; an adapter is merged into its base in float32, then cast.
+
+    Args:
+        dtype: of the weights; None: as saved.
+
+    Raises:
+        ModelError: it is not there, is a classifier, or some of its weights are missing.
+    """
+    options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    if is_adapter(path, revision):
+        adapter = read_adapter(path, revision)
+        if adapter.head:
+            raise ModelError(f"{path}: got a reward adapter (it holds a head); wanted the adapter of a language model")
+        base = adapter_base(path, revision)
+        model = merged(load_causal_lm(base, dtype=torch.float32, **options), adapter)
+        return model.to(dtype or _saved_dtype(base, trust_remote_code))
+    if _is_classifier(load_config(path, revision=revision, trust_remote_code=trust_remote_code)):
+        raise ModelError(f"{path}: got a sequence classifier; wanted a causal language model")
+    model, info = _from_pretrained(AutoModelForCausalLM, path, dtype=dtype or "auto", revision=revision, **options)
+    _check_missing(info["missing_keys"], path)
+    return model
+
+
+def load_classifier(
+    path: str,
+    *,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The sequence classifier with one label in ``path``, in eval mode; an adapter is merged into its base.
+
+    Its ``score`` is a float32 ``ScalarHead``. A head under another known name, or with a bias, is taken over whole.
+
+    Args:
+        dtype: of the trunk; None: as saved.
+
+    Raises:
+        ModelError: it is not there, has more labels than one, no head, several, or weights that are missing or that
+            have no place in the model.
+    """
+    options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    if is_adapter(path, revision):
+        return _adapted_classifier(read_adapter(path, revision), dtype, options)
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    if _is_classifier(config) and config.num_labels != 1:
+        raise ModelError(f"{path}: got a classifier with {config.num_labels} labels; wanted one label (num_labels=1)")
+    model, info = _from_pretrained(
+        AutoModelForSequenceClassification, path, dtype=dtype or "auto", revision=revision, num_labels=1, **options
+    )
+    heads = {name for name in info["unexpected_keys"] if is_head_key(name)}
+    foreign = sorted(n for n in set(info["unexpected_keys"]) - heads if not n.startswith("lm_head."))
+    if foreign:
+        raise ModelError(f"{path}: holds weights that have no place in {type(model).__name__}: {some_of(foreign)}")
+    _check_missing(set(info["missing_keys"]) - {"score.weight"}, path)
+    _check_decoder(model, path)
+    tensors = read_tensors(path, heads, revision=revision)
+    if "score.weight" not in info["missing_keys"]:
+        tensors["score.weight"] = model.score.weight
+    model.score = head_from(tensors, model.score.in_features, path)
+    return model
+
+
+def _adapted_classifier(adapter: Adapter, dtype: torch.dtype | None, options: Mapping[str, Any]) -> PreTrainedModel:
+    """The classifier that a reward adapter makes of its base; merged in float32, then cast."""
+    base = adapter_base(adapter.path)
+    model, info = _from_pretrained(
+        AutoModelForSequenceClassification, base, dtype=torch.float32, num_labels=1, **options
+    )
+    _check_missing(set(info["missing_keys"]) - {"score.weight"}, base)
+    _check_decoder(model, base)
+    head = head_from(adapter.head, model.score.in_features, adapter.path)
+    model = merged(model, adapter).to(dtype or _saved_dtype(base, options["trust_remote_code"]))
+    model.score = head
+    return model
+
+
+def classifier_on(model: PreTrainedModel) -> PreTrainedModel:
+    """A sequence classifier with one label on the trunk of a causal language model, its head says 0 of everything.
+
+    Raises:
+        ModelError: transformers has no classifier of this kind of model.
+    """
+    config = changed_config(model.config, num_labels=1)
+    with model_errors(type(model).__name__), torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(config)
+    _check_decoder(classifier, type(model).__name__)
+    if type(classifier.base_model) is not type(model.base_model):
+        names = f"{type(model).__name__} and {type(classifier).__name__}"
+        raise ModelError(f"{names} have different trunks: use value.kind head")
+    setattr(classifier, classifier.base_model_prefix, model.base_model)
+    classifier.score = ScalarHead(classifier.score.in_features)
+    return classifier.eval()
+
+
+def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a full model.
+
+    Raises:
+        ModelError: it is not there or of an unknown kind.
+    """
+    with model_errors(path):
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def read_tensors(path: str, names: Iterable[str], *, revision: str | None = None) -> dict[str, Tensor]:
+    """The named tensors of a full model's checkpoint; names that it does not hold are left out."""
+    wanted = set(names)
+    if not wanted:
+        return {}
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(path, revision=revision, allow_patterns=list(MODEL_WEIGHTS)))
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                found |= {name: tensors.get_tensor(name) for name in wanted & set(tensors.keys())}
+        else:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+            found |= {name: tensors[name] for name in wanted & tensors.keys()}
+    return found
+
+
+def _from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    options = {name: value for name, value in options.items() if value is not None}
+    with model_errors(path):
+        model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    return model.eval(), info
+
+
+def _saved_dtype(path: str, trust_remote_code: bool) -> torch.dtype:
+    return load_config(path, trust_remote_code=trust_remote_code).dtype or torch.float32
+
+
+def _is_classifier(config: PreTrainedConfig) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def _check_decoder(model: PreTrainedModel, path: str) -> None:
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise ModelError(
+            f"{path}: {type(model).__name__} has no head called score; wanted a decoder (GPT-2, Llama, Qwen2, …) "
+            "trained as a sequence classifier"
+        )
+
+
+def _check_missing(names: Iterable[str], path: str) -> None:
+    if missing := sorted(names):
+        raise ModelError(f"{path}: weights are missing from the checkpoint and would be random: {some_of(missing)}")

@@ -1,0 +1,130 @@
+"""What a path to a model holds, and how messages about it read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from peft import PeftConfig
+from safetensors import SafetensorError
+from transformers.utils import find_adapter_config_file
+
+from tether.errors import ModelError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+MODEL_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def check_model_path(path: str, key: str) -> None:
+    """Raises ``ModelError`` if ``path`` cannot be a model or an adapter; loads nothing and does not use the network.
+
+    Args:
+        key: the configuration key that named it, for the message.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        if not _HUB_ID.fullmatch(path):
+            raise ModelError(f"{key}: {path} does not exist; wanted a model folder or a hub id such as org/model")
+        names = ("config.json", ADAPTER_CONFIG)
+        if HF_HUB_OFFLINE and not any(isinstance(try_to_load_from_cache(path, name), str) for name in names):
+            raise ModelError(
+                f"{key}: there is no folder {path}, and HF_HUB_OFFLINE is set but the hub cache holds no model of that "
+                "name; correct the path, or download the model first"
+            )
+        return
+    if not folder.is_dir():
+        raise ModelError(f"{key}: {path} is a file; wanted the folder of a model")
+    if (folder / ADAPTER_CONFIG).is_file():
+        _check_weights(folder, ADAPTER_WEIGHTS, key)
+        check_model_path(adapter_base(path), f"{key} (base model of the adapter {path})")
+    elif (folder / "config.json").is_file():
+        _check_weights(folder, MODEL_WEIGHTS, key)
+    else:
+        raise ModelError(f"{key}: {path} holds neither config.json nor {ADAPTER_CONFIG}; wanted the folder of a model")
+
+
+def _check_weights(folder: Path, patterns: Iterable[str], key: str) -> None:
+    if not any(list(folder.glob(pattern)) for pattern in patterns):
+        raise ModelError(f"{key}: {folder} holds no weights; wanted {' or '.join(patterns)}")
+
+
+def is_adapter(path: str, revision: str | None = None) -> bool:
+    """Whether ``path`` holds a PEFT adapter and not a full model."""
+    if Path(path).is_dir():
+        return (Path(path) / ADAPTER_CONFIG).is_file()
+    with model_errors(path):
+        return find_adapter_config_file(path, revision=revision) is not None
+
+
+def adapter_base(path: str, revision: str | None = None) -> str:
+    """The base model that the adapter in ``path`` names, a folder or a hub id.
+
+    Raises:
+        ModelError: it names none.
+    """
+    with model_errors(path):
+        base = PeftConfig.from_pretrained(path, revision=revision).base_model_name_or_path
+    if not base:
+        raise ModelError(f"{path}: base_model_name_or_path in {ADAPTER_CONFIG} is empty; wanted the adapter's base")
+    return base
+
+
+def absolute_source(path: str) -> str:
+    """``path`` such that it means the same from any working directory; a hub id stays as it is."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
+
+
+def is_same_model(path: str, other: str) -> bool:
+    """Whether two paths hold the same weights: one place, or two folders whose weight files are equal wherever looked.
+
+    Copies are compared by names, sizes and samples of their bytes, which tells a model from its fine-tuned versions
+    without reading all of it.
+    """
+    if absolute_source(path) == absolute_source(other):
+        return True
+    files, others = ({f.name: f for f in weight_files(Path(p))} for p in (path, other))
+    return bool(files) and files.keys() == others.keys() and all(_same_bytes(f, others[n]) for n, f in files.items())
+
+
+def _same_bytes(file: Path, other: Path, *, blocks: int = 256, block: int = 4096) -> bool:
+    size = file.stat().st_size
+    if size != other.stat().st_size:
+        return False
+    with file.open("rb") as a, other.open("rb") as b:
+        for offset in range(0, size, max(size // blocks, block)):
+            a.seek(offset)
+            b.seek(offset)
+            if a.read(block) != b.read(block):
+                return False
+    return True
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a full model's weights; pickles only where there are no safetensors."""
+    for pattern in MODEL_WEIGHTS:
+        if files := sorted(folder.glob(pattern)):
+            return files
+    return []
+
+
+def some_of(names: Sequence[str], limit: int = 3) -> str:
+    """The first few names, for a message."""
+    more = f", … ({len(names)} in all)" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+@contextmanager
+def model_errors(path: str) -> Iterator[None]:
+    """Turns what the libraries raise about a model's files into a ``ModelError`` that names ``path``."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"{path}: {' '.join(line.strip() for line in reason[:4])}") from error

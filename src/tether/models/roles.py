@@ -1,0 +1,618 @@
+"""Who plays which role, on which weights: policy, reference, value and reward adapters.
+
+    sharing   policy                 reference                        value                       reward/NAME
+    full      own weights            frozen copy                      own weights, or
+                                                                      head on the policy
+    LoRA      adapter ``default``    the start policy: adapters off,  adapter ``value`` + head,   adapter ``reward…``
+              on the base            or frozen adapter ``reference``  or as in full               + head
+
+This is the only file that switches adapters. At rest the policy is active, everything is in eval mode (dropout is never
+on) and exactly the trained parameters require gradients; a role in use changes which adapter answers and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.config.schema import RunConfig
+from tether.errors import CheckpointError, ConfigError, ModelError
+from tether.models.adapters import (
+    DEFAULT,
+    adapter_parameters,
+    add_reward,
+    changed_config,
+    check_continued,
+    check_shareable,
+    fill_adapter,
+    flags_kept,
+    peft_lora_config,
+    read_adapter,
+    with_adapter,
+)
+from tether.models.forward import (
+    LogprobOutput,
+    head_matches,
+    last_token_scores,
+    response_outputs,
+    response_values,
+)
+from tether.models.heads import ScalarHead
+from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer
+from tether.models.paths import ADAPTER_CONFIG, absolute_source, adapter_base, is_adapter
+from tether.models.recompute import recomputed_layers
+from tether.types import MicroBatch
+
+POLICY, REFERENCE, VALUE = "policy", "reference", "value"
+OFF = ""
+"""In place of an adapter's name: the base with all adapters off."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """One role: a model, what of it is switched on, and what of it trains."""
+
+    name: str
+    """``policy``, ``reference``, ``value`` or ``reward/NAME``."""
+    model: PreTrainedModel
+    """The model that runs: a causal language model, or the critic's own sequence classifier."""
+    source: str
+    """Where its weights came from."""
+    sharing: str
+    """What it shares with other roles."""
+    adapter: str | None = None
+    """PEFT's name of its adapter, ``OFF``, or None if its model has no adapters."""
+    head: ScalarHead | None = None
+    """Makes numbers of its hidden states."""
+    trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """What of it trains, by name."""
+
+
+@dataclass(frozen=True)
+class RoleRow:
+    """One line of the table of roles."""
+
+    role: str
+    """``policy``, ``reference``, ``value`` or ``reward/NAME``."""
+    source: str
+    """Path, hub id, or how it was made."""
+    parameters: int
+    """Parameters that its forward goes through, shared ones included."""
+    trainable: int
+    """Parameters of it that train."""
+    dtype: str
+    """Types of its parameters, the most frequent first."""
+    sharing: str
+    """What it shares with other roles."""
+    bytes: int
+    """Memory that its parameters add to those of the roles above it."""
+
+
+class Pass:
+    """One forward and backward of the update over a micro-batch, and what it trains.
+
+    ``with pass_(batch, temperature=1.0) as out:`` runs the forward; the backward belongs inside the ``with``, because
+    recomputed activations need the role's adapter.
+    """
+
+    def __init__(self, roles: ModelRoles, name: str, trains: tuple[str, ...]) -> None:
+        self._roles = roles
+        self.name = name
+        """Name in metrics: ``policy``, or ``value`` for a pass of the critic alone."""
+        self.trains = trains
+        """Roles whose parameters it trains."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What it trains, in a fixed order."""
+        return [p for name in self.trains for p in self._roles.role(name).trained.values()]
+
+    @contextmanager
+    def __call__(self, batch: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Iterator[LogprobOutput]:
+        """What the pass says of the batch's response tokens; None for what it does not compute."""
+        with self._roles.computing(self.name):
+            with self._roles.autocast():
+                out = self._outputs(batch, temperature, with_entropy)
+            # Backward runs out here: under autocast it would round the float32 gradients of head and loss.
+            yield out
+
+    def _outputs(self, batch: MicroBatch, temperature: float, with_entropy: bool) -> LogprobOutput:
+        role = self._roles.role(self.name)
+        if POLICY not in self.trains:
+            return LogprobOutput(None, None, response_values(role.model.base_model, role.head, batch))
+        return response_outputs(
+            role.model,
+            batch,
+            temperature=temperature,
+            head=self._roles.role(VALUE).head if VALUE in self.trains else None,
+            detach_head=self._roles.detach_value,
+            with_entropy=with_entropy,
+        )
+
+
+class ModelRoles:
+    """The models of a run and who shares what. Made by ``build_roles``.
+
+    Args:
+        roles: policy first, then reference if there is one, then value.
+        adapted: the PEFT model that the roles with an adapter share, or None.
+        base_source: absolute path or hub id of the model that adapters sit on.
+        tokenizer: the policy's.
+        detach_value: keeps the value loss out of a trunk that policy and critic share.
+    """
+
+    def __init__(
+        self,
+        roles: Iterable[Role],
+        *,
+        adapted: PeftModel | None,
+        base_source: str,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device | str,
+        mixed_precision: bool,
+        detach_value: bool,
+    ) -> None:
+        self._by_name = {role.name: role for role in roles}
+        self._adapted = adapted
+        self._adapters_off = False
+        self._recompute = False
+        self.base_source = base_source
+        """Absolute path or hub id of the model that adapters sit on; the policy's own where there are none."""
+        self.tokenizer = tokenizer
+        """The policy's tokenizer, which is the critic's too."""
+        self.device = torch.device(device)
+        """Where all roles are."""
+        self.mixed_precision = mixed_precision
+        """Whether forwards run under bfloat16 autocast."""
+        self.detach_value = detach_value
+        """Whether the value loss is kept out of the policy's weights."""
+        for model in {role.model for role in self._by_name.values()} | ({adapted} if adapted else set()):
+            model.requires_grad_(False).eval().to(self.device)
+        for role in self._by_name.values():
+            if role.head is not None:
+                role.head.requires_grad_(False).to(self.device)
+            for parameter in role.trained.values():
+                parameter.requires_grad_(True)
+
+    # What there is
+
+    @property
+    def policy(self) -> PreTrainedModel | PeftModel:
+        """The policy as its library saves it: the whole model, or the PEFT model whose adapter ``default`` it is."""
+        return self._adapted or self.role(POLICY).model
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference: not at ``kl_coef`` 0."""
+        return REFERENCE in self._by_name
+
+    def role(self, name: str) -> Role:
+        """The role of that name."""
+        assert name in self._by_name, f"no role {name}; there are {', '.join(self._by_name)}"
+        return self._by_name[name]
+
+    @property
+    def passes(self) -> list[Pass]:
+        """What the update runs on each micro-batch: one pass for a shared trunk, otherwise policy, then value."""
+        if self._shares_trunk:
+            return [Pass(self, POLICY, (POLICY, VALUE))]
+        return [Pass(self, POLICY, (POLICY,)), Pass(self, VALUE, (VALUE,))]
+
+    @property
+    def _shares_trunk(self) -> bool:
+        policy, value = self.role(POLICY), self.role(VALUE)
+        return value.model is policy.model and value.adapter == policy.adapter
+
+    def table(self) -> list[RoleRow]:
+        """One row a role, in the order that they were made."""
+        seen: set[nn.Parameter] = set()
+        rows = []
+        for role in self._by_name.values():
+            used = self._parameters_of(role)
+            sizes: dict[str, int] = {}
+            for p in used:
+                sizes[str(p.dtype)] = sizes.get(str(p.dtype), 0) + p.numel()
+            dtypes = [name.removeprefix("torch.") for name in sorted(sizes, key=sizes.get, reverse=True)]
+            rows.append(
+                RoleRow(
+                    role=role.name,
+                    source=role.source,
+                    parameters=sum(p.numel() for p in used),
+                    trainable=sum(p.numel() for p in role.trained.values()),
+                    dtype=" + ".join(dtypes),
+                    sharing=role.sharing,
+                    bytes=sum(p.numel() * p.element_size() for p in used - seen),
+                )
+            )
+            seen |= used
+        return rows
+
+    def _parameters_of(self, role: Role) -> set[nn.Parameter]:
+        """The parameters that the role's forward goes through."""
+        used = set(role.model.parameters()) | set(role.head.parameters() if role.head else ())
+        if role.adapter is not None:
+            for name in self._adapted.peft_config:
+                if name != role.adapter:
+                    used -= set(adapter_parameters(self._adapted, name).values())
+        return used
+
+    # Using a role
+
+    @contextmanager
+    def use(self, role: str) -> Iterator[PreTrainedModel]:
+        """The model of a role, its adapter switched on, in eval mode, under autocast if that is on.
+
+        On exit, whatever happened inside, the adapter that was active before, every ``requires_grad`` and the training
+        mode of every module are as they were. May be nested. Gradients: run backward inside a ``Pass`` instead.
+
+        Args:
+            role: ``policy``, ``reference``, ``value`` or ``reward/NAME``.
+        """
+        with self.computing(role), self.autocast():
+            yield self.role(role).model
+
+    @contextmanager
+    def computing(self, role: str) -> Iterator[None]:
+        """``use`` without autocast, and with recomputed layers where gradients are wanted and checkpointing is on."""
+        played = self.role(role)
+        with_gradients = self._recompute and torch.is_grad_enabled()
+        with (
+            _modes_kept(played.model if played.adapter is None else self._adapted),
+            self._switched(played.adapter),
+            recomputed_layers(played.model) if with_gradients else nullcontext(),
+        ):
+            played.model.eval()
+            yield
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """bfloat16 autocast, if mixed precision is on."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.mixed_precision else nullcontext()
+
+    @contextmanager
+    def _switched(self, adapter: str | None) -> Iterator[None]:
+        """Inside, ``adapter`` answers; the one that answered before comes back at the end."""
+        if adapter is None:
+            yield
+            return
+        before = OFF if self._adapters_off else self._adapted.active_adapter
+        try:
+            self._switch(adapter)
+            yield
+        finally:
+            self._switch(before)
+            assert self._adapted.active_adapter == (before or DEFAULT), "the adapter was not restored"
+
+    def _switch(self, adapter: str) -> None:
+        """Makes ``adapter`` answer. PEFT also sets ``requires_grad`` then, which is put back at once."""
+        with flags_kept(self._adapted):
+            if adapter == OFF:
+                self._adapted.set_adapter(DEFAULT)
+                self._adapted.base_model.disable_adapter_layers()
+            else:
+                if self._adapters_off:
+                    self._adapted.base_model.enable_adapter_layers()
+                self._adapted.set_adapter(adapter)
+        self._adapters_off = adapter == OFF
+
+    # What roles say
+
+    @torch.no_grad()
+    def score_pass(self, batch: MicroBatch, temperature: float) -> LogprobOutput:
+        """Old log-probabilities, entropy and values, without gradients: the update's own passes, bitwise."""
+        merged = LogprobOutput(None, None, None)
+        for pass_ in self.passes:
+            with pass_(batch, temperature=temperature, with_entropy=True) as out:
+                merged = LogprobOutput(*(new if new is not None else old for old, new in zip(merged, out, strict=True)))
+        return merged
+
+    @torch.no_grad()
+    def ref_logprobs(self, batch: MicroBatch, temperature: float) -> Float[Tensor, "M R"]:
+        """Log-probabilities of the response tokens under the reference; 0 on padding."""
+        with self.use(REFERENCE) as model:
+            return response_outputs(model, batch, temperature=temperature).logprobs
+
+    @torch.no_grad()
+    def reward_scores(
+        self, name: str, ids: Int[Tensor, "M T"], mask: Bool[Tensor, "M T"], position_ids: Int[Tensor, "M T"]
+    ) -> Float[Tensor, " M"]:
+        """What the reward adapter ``name`` says at the last real token of each row."""
+        role = self.role(f"reward/{name}")
+        with self.use(role.name) as model:
+            return last_token_scores(model.base_model, role.head, ids, mask, position_ids)
+
+    # Changing roles
+
+    def add_reward_adapter(self, name: str, path: str) -> None:
+        """Loads the reward adapter in ``path`` onto the policy's base, as role ``reward/NAME``.
+
+        Raises:
+            ModelError: it was trained on another base, does not fit it, or has no scalar head.
+        """
+        assert self._adapted is not None, "reward adapters need an adapted policy; the configuration checks that"
+        number = sum(role.startswith("reward/") for role in self._by_name)
+        adapter = f"reward_{number}" if number else "reward"
+        with flags_kept(self._adapted):
+            head = add_reward(self._adapted, adapter, path, self.base_source, float32=self.mixed_precision)
+        for parameter in adapter_parameters(self._adapted, adapter).values():
+            parameter.requires_grad_(False)
+        self._adapted.eval().to(self.device)
+        role = Role(
+            f"reward/{name}",
+            self.role(POLICY).model,
+            path,
+            "adapter on the policy's base",
+            adapter=adapter,
+            head=head.requires_grad_(False).to(self.device),
+        )
+        self._by_name[role.name] = role
+
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        """Whether passes with gradients recompute activations; forwards without gradients are never touched."""
+        if enabled:
+            for role in {POLICY, VALUE}:
+                with recomputed_layers(self.role(role).model):
+                    pass
+        self._recompute = enabled
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every trained tensor of policy and critic, as ``role.parameter``."""
+        return {
+            f"{role.name}.{name}": p.detach() for role in self._by_name.values() for name, p in role.trained.items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over the tensors of ``state_dict``.
+
+        Raises:
+            CheckpointError: names or shapes are not those of this run.
+        """
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            odd = sorted(own.keys() ^ state.keys())
+            where = "the checkpoint" if odd[0] in own else "this run's configuration"
+            raise CheckpointError(f"{len(odd)} trained tensors do not match, the first is missing in {where}: {odd[0]}")
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                raise CheckpointError(
+                    f"{name}: the checkpoint has shape {list(state[name].shape)}, this run {list(tensor.shape)}"
+                )
+            tensor.copy_(state[name])
+
+
+# Building
+
+
+def build_roles(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device | str, mixed_precision: bool
+) -> ModelRoles:
+    """Loads policy, reference and critic as the configuration shares them. Reward adapters are added afterwards.
+
+    Fresh adapters and heads depend on ``train.seed`` alone; the global random state is left as it was.
+
+    Args:
+        tokenizer: the policy's.
+        mixed_precision: whether forwards run under bfloat16 autocast.
+
+    Raises:
+        ConfigError, ModelError: a path does not hold what its role needs, or two settings do not fit together.
+    """
+    critic_source = value_source(config, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        if config.model.lora is None:
+            roles, adapted = _full_roles(config), None
+        else:
+            roles, adapted = _lora_roles(config, mixed_precision=mixed_precision)
+        policy = roles[0]
+        check_token_ids(policy.model, tokenizer)
+        if config.value_kind == "adapter":
+            roles.append(_adapter_critic(config, critic_source, adapted, policy, mixed_precision=mixed_precision))
+        elif config.value_kind == "model":
+            roles.append(_model_critic(config, critic_source, policy, tokenizer))
+        else:
+            head = ScalarHead(_hidden_size(policy.model))
+            own = _head_parameters(head)
+            roles.append(Role(VALUE, policy.model, "new head", "head on the policy", policy.adapter, head, own))
+    models = ModelRoles(
+        roles,
+        adapted=adapted,
+        base_source=_base_source(config),
+        tokenizer=tokenizer,
+        device=device,
+        mixed_precision=mixed_precision,
+        detach_value=config.value.detach,
+    )
+    models.gradient_checkpointing(config.train.gradient_checkpointing)
+    with models.use(POLICY) as model:
+        head_matches(model)  # now, and not in the middle of a pass
+    return models
+
+
+def _full_roles(config: RunConfig) -> list[Role]:
+    path = config.model.path
+    model = _load_policy(config, path, _dtype(config, torch.float32))
+    roles = [Role(POLICY, model, path, "own weights", trained=dict(model.named_parameters()))]
+    if config.ppo.kl_coef > 0:
+        roles.append(Role(REFERENCE, copy.deepcopy(model), path, "frozen copy"))
+    return roles
+
+
+def _lora_roles(config: RunConfig, *, mixed_precision: bool) -> tuple[list[Role], PeftModel]:
+    path, lora = config.model.path, config.model.lora
+    base_source = _base_source(config)
+    start = read_adapter(path, config.model.revision) if is_adapter(path, config.model.revision) else None
+    if start is not None:
+        check_shareable(start)
+        if start.head:
+            raise ModelError(f"model.path: {path} is a reward adapter (it holds a head); wanted a language model's")
+    dtype = _dtype(config, torch.bfloat16 if mixed_precision else torch.float32)
+    base = _load_policy(config, base_source, dtype, is_base=start is not None)
+    if start is None:
+        settings = changed_config(
+            peft_lora_config(lora, base), base_model_name_or_path=base_source, revision=config.model.revision
+        )
+    else:
+        check_continued(lora, start, base)
+        settings = changed_config(
+            start.config, base_model_name_or_path=base_source, task_type="CAUSAL_LM", inference_mode=False
+        )
+    try:
+        adapted = with_adapter(base, settings)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.target_modules: {error}") from error
+    if start is not None:
+        fill_adapter(adapted, DEFAULT, start, float32=mixed_precision)
+    trained = adapter_parameters(adapted, DEFAULT)
+    roles = [Role(POLICY, base, path, "adapter on the base", DEFAULT, trained=trained)]
+    if config.ppo.kl_coef > 0 and start is None:
+        roles.append(Role(REFERENCE, base, path, "the base, adapters off", OFF))
+    elif config.ppo.kl_coef > 0:
+        adapted.add_adapter(REFERENCE, changed_config(start.config, inference_mode=False))
+        fill_adapter(adapted, REFERENCE, start, float32=mixed_precision)
+        roles.append(Role(REFERENCE, base, path, "frozen adapter on the base", REFERENCE))
+    return roles, adapted
+
+
+def _adapter_critic(
+    config: RunConfig, source: str | None, adapted: PeftModel, policy: Role, *, mixed_precision: bool
+) -> Role:
+    """A second adapter on the policy's base with a head: a copy of a reward adapter, or a fresh one that says 0."""
+    if source is None:
+        settings = changed_config(
+            adapted.peft_config[DEFAULT], modules_to_save=None, init_lora_weights=True, inference_mode=False
+        )
+        adapted.add_adapter(VALUE, settings)
+        head = ScalarHead(_hidden_size(policy.model))
+    else:
+        head = add_reward(adapted, VALUE, source, _base_source(config), float32=mixed_precision)
+    trained = adapter_parameters(adapted, VALUE) | _head_parameters(head)
+    return Role(VALUE, policy.model, source or "new adapter", "adapter on the policy's base", VALUE, head, trained)
+
+
+def _model_critic(config: RunConfig, source: str | None, policy: Role, tokenizer: PreTrainedTokenizerBase) -> Role:
+    """A sequence classifier of its own: a copy of a reward model, or of the start policy with a head that says 0."""
+    dtype = torch.float32 if config.model.lora else _dtype(config, torch.float32)
+    options = {
+        "attn_implementation": config.model.attn_implementation,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    if source is not None:
+        model = load_classifier(source, dtype=dtype, **options)
+        if _vocabulary_size(model) < len(tokenizer):
+            size = _vocabulary_size(model)
+            raise ModelError(f"value.init: {source} has {size} tokens, the policy's tokenizer {len(tokenizer)}")
+    elif config.model.lora is None:
+        model = classifier_on(copy.deepcopy(policy.model))
+    else:
+        model = classifier_on(_load_policy(config, config.model.path, dtype))
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    trained = dict(model.named_parameters())
+    return Role(VALUE, model, source or config.model.path, "own weights", head=model.score, trained=trained)
+
+
+def value_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The path that the critic is copied from, or None where it starts from the policy.
+
+    Raises:
+        ConfigError: ``value.init`` names something that this kind of critic cannot be copied from.
+    """
+    kind, init, reward = config.value_kind, config.value.init, config.rewards[0]
+    if kind == "head" or init == "policy":
+        return None
+    wanted = {"adapter": ("adapter",), "model": ("model", "adapter")}[kind]
+    fits = reward.type in wanted and (kind == "adapter" or reads_same_tokens(reward.path, tokenizer))
+    if init is None:
+        return reward.path if fits else None
+    if init == "reward":
+        if fits:
+            return reward.path
+        got = (
+            f"the first reward is of type {reward.type}"
+            if reward.type not in wanted
+            else f"the tokenizer of {reward.path} has another vocabulary than the policy's"
+        )
+        raise ConfigError(
+            f"value.init reward: {got}; a critic of kind {kind} is copied from a first reward of type "
+            f"{' or '.join(wanted)} that reads the policy's tokens. Set value.init to policy"
+        )
+    if kind == "adapter" and not is_adapter(init):
+        raise ConfigError(
+            f"value.init: {init} holds no {ADAPTER_CONFIG}; a critic of kind adapter is copied from a reward "
+            "adapter on the policy's base. Set value.kind to model for a sequence classifier"
+        )
+    if kind == "model" and not reads_same_tokens(init, tokenizer):
+        raise ConfigError(
+            f"value.init: the tokenizer of {init} has another vocabulary than the policy's, whose tokens the critic "
+            "reads. Set value.init to policy"
+        )
+    return init
+
+
+def reads_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the model in ``path`` was trained on the same token ids."""
+    return load_tokenizer(path).get_vocab() == tokenizer.get_vocab()
+
+
+def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ``ModelError`` if an end token has no embedding. A pad token needs none: pads never reach the model."""
+    rows = _vocabulary_size(model)
+    configured = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    if beyond := sorted(token for token in ends if token >= rows):
+        raise ModelError(
+            f"model.path: end token {beyond[0]} is outside of the model's vocabulary of {rows} tokens; "
+            "tokenizer or generation config belong to another model"
+        )
+
+
+def _load_policy(config: RunConfig, path: str, dtype: torch.dtype, *, is_base: bool = False) -> PreTrainedModel:
+    """A language model under the options of ``model``; the revision is the adapter's own if ``path`` is its base."""
+    return load_causal_lm(
+        path,
+        dtype=dtype,
+        revision=None if is_base else config.model.revision,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:
+    return auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+
+
+def _base_source(config: RunConfig) -> str:
+    path, revision = config.model.path, config.model.revision
+    return absolute_source(adapter_base(path, revision) if is_adapter(path, revision) else path)
+
+
+def _hidden_size(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().hidden_size
+
+
+def _vocabulary_size(model: PreTrainedModel) -> int:
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def _head_parameters(head: ScalarHead) -> dict[str, nn.Parameter]:
+    return {f"head.{name}": parameter for name, parameter in head.named_parameters()}
+
+
+@contextmanager
+def _modes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts training mode and ``requires_grad`` of every module and parameter back at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with flags_kept(model):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

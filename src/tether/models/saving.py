@@ -1,0 +1,180 @@
+"""From a role to a folder that loads with no code of ours, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
+
+from tether.errors import CheckpointError, ConfigError, ModelError
+from tether.models.adapters import DEFAULT, MODULE_PREFIX, changed_config, read_adapter
+from tether.models.heads import save_head
+from tether.models.loading import load_causal_lm, load_classifier, load_tokenizer
+from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
+from tether.models.roles import POLICY, VALUE, ModelRoles
+
+MANIFEST = "manifest.json"
+
+
+def save_policy(roles: ModelRoles, tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
+    """Writes the policy as a plain transformers folder, or as a PEFT adapter if it is one, without any value head.
+
+    With it go the tokenizer, its chat template and the generation config. Uses no network.
+    """
+    folder = Path(folder)
+    policy = roles.policy
+    if isinstance(policy, PeftModel):
+        # "auto" would ask the hub for the base's vocabulary size; here it never changes.
+        policy.save_pretrained(folder, selected_adapters=[DEFAULT], save_embedding_layers=False)
+        policy.generation_config.save_pretrained(folder)
+    else:
+        policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def save_critic(roles: ModelRoles, folder: Path | str) -> None:
+    """Writes the critic so that it can start another run's critic, or judge answers as a reward model.
+
+    Kind model: a sequence classifier. Kind adapter: a PEFT adapter of a sequence classifier on the policy's base. Kind
+    head: the head alone, which belongs to the policy saved with it.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    critic, policy = roles.role(VALUE), roles.role(POLICY)
+    if critic.model is not policy.model:
+        critic.model.save_pretrained(folder)
+    elif critic.adapter == policy.adapter:
+        save_head(critic.head, folder)
+        return
+    else:
+        _save_reward_adapter(roles, folder)
+    roles.tokenizer.save_pretrained(folder)
+
+
+def _save_reward_adapter(roles: ModelRoles, folder: Path) -> None:
+    """The critic's adapter and head as PEFT saves an adapter of a sequence classifier."""
+    critic, adapted = roles.role(VALUE), roles.policy
+    tensors = get_peft_model_state_dict(adapted, adapter_name=critic.adapter, save_embedding_layers=False)
+    tensors |= {f"{MODULE_PREFIX}score.{name}": tensor for name, tensor in critic.head.state_dict().items()}
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / ADAPTER_WEIGHTS[0],
+        metadata={"format": "pt"},
+    )
+    settings = adapted.peft_config[critic.adapter]
+    changed_config(
+        settings,
+        task_type="SEQ_CLS",
+        modules_to_save=[*(settings.modules_to_save or ()), "score"],
+        base_model_name_or_path=roles.base_source,
+        inference_mode=True,
+    ).save_pretrained(folder)
+
+
+def merge_adapter(path: str, folder: Path | str) -> None:
+    """Writes the model that the adapter in ``path`` makes of its base, in the base's type, with the tokenizer.
+
+    A reward adapter becomes a sequence classifier.
+
+    Raises:
+        ConfigError: ``folder`` is there and holds something.
+        ModelError: ``path`` is no adapter, or does not fit its base.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is already there; name a folder that is new or empty")
+    if not is_adapter(path):
+        raise ModelError(f"{path}: got no {ADAPTER_CONFIG}; wanted the folder of a PEFT adapter")
+    load = load_classifier if read_adapter(path).head else load_causal_lm
+    model, tokenizer = load(path, dtype=None), load_tokenizer(path)
+    with atomic_folder(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
+@contextmanager
+def atomic_folder(path: Path | str) -> Iterator[Path]:
+    """A new folder to write into, which becomes ``path`` at the end, complete and with a manifest, or vanishes.
+
+    Until then ``path`` does not exist, or is the earlier folder of that name, which is replaced. What a killed process
+    left unfinished is removed by the next call for the same path.
+    """
+    path = Path(path)
+    partial, replaced = (path.with_name(f".{path.name}.{state}") for state in ("partial", "replaced"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if replaced.exists() and not path.exists():
+        replaced.rename(path)
+    for leftover in (partial, replaced):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    partial.mkdir()
+    try:
+        yield partial
+        _write_manifest(partial)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    if path.exists():
+        path.rename(replaced)
+    partial.rename(path)
+    _sync(path.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def verify_manifest(folder: Path | str) -> None:
+    """Checks every file that the folder's manifest lists.
+
+    Raises:
+        CheckpointError: the manifest or a file is missing, or a file is not what was written.
+    """
+    folder = Path(folder)
+    try:
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} is missing, so the folder was not written to its end") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error}") from error
+    for name, wanted in listed.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if file.stat().st_size != wanted["bytes"]:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, its manifest says {wanted['bytes']}")
+        if _sha256(file) != wanted["sha256"]:
+            raise CheckpointError(f"{file} is damaged: its content is not what was written (SHA-256 differs)")
+
+
+def _write_manifest(folder: Path) -> None:
+    """Lists and flushes every file, so that the rename that follows never shows a file that is not on the disk."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    listed = {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files
+    }
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"files": listed}, indent=1) + "\n", encoding="utf-8")
+    folders = [folder, *(child for child in folder.rglob("*") if child.is_dir())]
+    for entry in [*files, manifest, *folders]:
+        _sync(entry)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Makes the system write a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 def missing_eos_scores(
-    scores: Float[Tensor, "B"], ended: Bool[Tensor, "B"], *, penalty: float | None, replacement: float | None
-) -> Float[Tensor, "B"]:
+    scores: Float[Tensor, " B"], ended: Bool[Tensor, " B"], *, penalty: float | None, replacement: float | None
+) -> Float[Tensor, " B"]:
     """Scores with the rule for answers that did not end by themselves.
 
         s'_i = s_i                    if the answer ended, or neither rule is set

@@ -1,0 +1,82 @@
+"""The only padding code: token lists become tensors here and nowhere else.
+
+Padding is id 0 whatever the tokenizer's pad token is, because masks come from lengths and padding is never attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tether.types import MicroBatch
+
+
+def collate(
+    queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], rows: Sequence[int] | None = None
+) -> MicroBatch:
+    """Rollouts as one padded forward: queries left-padded to P, responses right-padded to R, T = P + R.
+
+    Args:
+        queries: M queries as token ids, none empty.
+        responses: M responses as token ids, the end token included, none empty.
+        rows: positions of these rollouts in the rollout batch; 0 … M − 1 if left out.
+    """
+    rows = tuple(range(len(queries))) if rows is None else tuple(rows)
+    assert len(queries) == len(responses) == len(rows) > 0, (len(queries), len(responses), len(rows))
+    assert all(len(ids) > 0 for ids in (*queries, *responses)), "an empty query or response"
+    query_width, response_width = max(map(len, queries)), max(map(len, responses))
+    spans = [
+        (query_width - len(query), [*query, *response]) for query, response in zip(queries, responses, strict=True)
+    ]
+    token_ids, attention_mask = _padded(spans, query_width + response_width)
+    return MicroBatch(
+        rows=rows,
+        token_ids=token_ids,
+        attention_mask=attention_mask,
+        position_ids=_positions(attention_mask),
+        response_mask=attention_mask[:, query_width:].clone(),
+    )
+
+
+def pad_left(
+    sequences: Sequence[Sequence[int]],
+) -> tuple[Int[Tensor, "M P"], Bool[Tensor, "M P"], Int[Tensor, "M P"]]:
+    """Token ids padded on the left, the mask of real tokens, and each real token's position in its own row, from 0."""
+    assert all(len(ids) > 0 for ids in sequences) and len(sequences) > 0, "nothing to pad, or an empty sequence"
+    width = max(map(len, sequences))
+    token_ids, mask = _padded([(width - len(ids), ids) for ids in sequences], width)
+    return token_ids, mask, _positions(mask)
+
+
+def plan_micro_batches(
+    query_lengths: Sequence[int], response_lengths: Sequence[int], size: int
+) -> list[tuple[int, ...]]:
+    """Groups of ``size`` rows of similar length, every row in one group; only the last group may be smaller.
+
+    Rows are sorted by their total length, longest first, so that little is padded and memory peaks in the first group.
+    Depends on nothing but the arguments.
+    """
+    assert len(query_lengths) == len(response_lengths)
+    totals = [query + response for query, response in zip(query_lengths, response_lengths, strict=True)]
+    order = sorted(range(len(totals)), key=lambda row: (-totals[row], -query_lengths[row], row))
+    return [tuple(order[start : start + size]) for start in range(0, len(order), size)]
+
+
+def _padded(
+    spans: Sequence[tuple[int, Sequence[int]]], width: int
+) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"]]:
+    """Ids and mask of rows given as (padding on the left, token ids)."""
+    token_ids = torch.zeros(len(spans), width, dtype=torch.long)
+    mask = torch.zeros(len(spans), width, dtype=torch.bool)
+    for row, (start, ids) in enumerate(spans):
+        token_ids[row, start : start + len(ids)] = torch.tensor(ids, dtype=torch.long)
+        mask[row, start : start + len(ids)] = True
+    return token_ids, mask
+
+
+def _positions(mask: Bool[Tensor, "M T"]) -> Int[Tensor, "M T"]:
+    """Number of real tokens to the left of each real token; 0 on padding."""
+    return torch.where(mask, mask.long().cumsum(dim=1) - 1, 0)

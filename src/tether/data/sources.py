@@ -1,0 +1,209 @@
+"""Rows of a prompt dataset, whatever it is stored as: a file, a folder or a hub id."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tether.errors import DataError
+
+Row = Mapping[str, Any]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FORMS = "a .jsonl, .json, .csv or .parquet file, a folder saved by datasets or holding such files, or a hub id"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A dataset as Python values."""
+
+    name: str
+    """What the source is called in messages."""
+    rows: list[Row]
+    """Column name to value."""
+    lines: list[int] | None = None
+    """Line of the file on which each row starts, from 1, where the file has lines."""
+
+    def where(self, i: int) -> str:
+        """Row ``i`` in words, as it is called in messages; rows count from 0, lines from 1."""
+        return f"{self.name}, row {i}" + (f" (line {self.lines[i]})" if self.lines is not None else "")
+
+
+def check_source(source: str, key: str) -> None:
+    """Checks that ``source`` can be a prompt dataset, in milliseconds and without reading it.
+
+    Args:
+        source: what the user wrote.
+        key: the configuration key it stands under, for messages.
+
+    Raises:
+        DataError: the file or folder does not exist, is empty or is of no known form. A hub id is let through.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not any(entry.is_file() for entry in path.rglob("*")):
+            raise DataError(f"{key}: folder {source} holds no files; wanted {_FORMS}")
+    elif path.exists():
+        if path.suffix.lower() not in _READERS:
+            raise DataError(f"{key}: {source} is of an unknown form; wanted {_FORMS}")
+        if path.stat().st_size == 0:
+            raise DataError(f"{key}: {source} is empty")
+    elif path.suffix.lower() in _READERS or _HUB_ID.fullmatch(source) is None:
+        raise DataError(f"{key}: no such file or folder: {source}")
+
+
+def read_rows(source: str, *, split: str, key: str) -> Rows:
+    """All rows of a prompt dataset.
+
+    Args:
+        source: file, folder or hub id.
+        split: split to read where the source has several; a single split is read whatever it is called.
+        key: the configuration key of ``source``, for messages.
+
+    Raises:
+        DataError: nothing is there, it cannot be read, or it has no such split; names the file, and the line if there
+            is one.
+    """
+    check_source(source, key)
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _file_rows(path, source, key)
+    if path.is_dir() and _is_saved_dataset(path):
+        return _saved_rows(path, source, split, key)
+    return _loaded_rows(path if path.is_dir() else None, source, split, key)
+
+
+def _file_rows(path: Path, source: str, key: str) -> Rows:
+    try:
+        numbered = list(_READERS[path.suffix.lower()](path))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}: {source} is not UTF-8 text") from error
+    except OSError as error:
+        raise DataError(f"{key}: {source} cannot be read: {error.strerror}") from error
+    except _RowError as error:
+        raise DataError(f"{key}: {source}{error}") from error
+    lines = [line for line, _ in numbered]
+    return Rows(source, [row for _, row in numbered], None if None in lines else lines)
+
+
+class _RowError(Exception):
+    """A row cannot be read; the message goes on from the name of the file."""
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int | None, Row]]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise _RowError(f", line {number}: not JSON: {error.msg} at column {error.colno}") from error
+                yield number, _checked(row, f", line {number}")
+
+
+def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("["):  # the name .json is also common for one object a line
+        yield from _jsonl(path)
+        return
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _RowError(f", line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from error
+    for i, row in enumerate(rows):
+        yield None, _checked(row, f", row {i}")
+
+
+def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        header, start = next(reader, []), reader.line_num + 1
+        try:
+            for cells in reader:
+                if cells:
+                    if len(cells) != len(header):
+                        raise _RowError(f", line {start}: got {len(cells)} cells, the header has {len(header)}")
+                    yield start, dict(zip(header, cells, strict=True))
+                start = reader.line_num + 1
+        except csv.Error as error:
+            raise _RowError(f", line {start}: not CSV: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[int | None, Row]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise _RowError(f": not a parquet file: {error}") from error
+    for row in table.to_pylist():
+        yield None, row
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[int | None, Row]]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def _checked(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise _RowError(f"{where}: got {type(row).__name__}, wanted an object with a column prompt")
+    return row
+
+
+def _is_saved_dataset(folder: Path) -> bool:
+    """Whether ``folder`` was written by ``save_to_disk``."""
+    return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
+
+
+def _saved_rows(path: Path, source: str, split: str, key: str) -> Rows:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{key}: {source} was saved by datasets but cannot be read: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        loaded = loaded[_chosen_split(loaded, source, split, key)]
+    return Rows(source, list(loaded))
+
+
+def _loaded_rows(folder: Path | None, source: str, split: str, key: str) -> Rows:
+    import datasets
+
+    location = source if folder is None else str(folder)
+    try:
+        chosen = _chosen_split(datasets.get_dataset_split_names(location), source, split, key)
+        return Rows(f"{source} (split {chosen})", list(datasets.load_dataset(location, split=chosen)))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if folder is not None:
+            raise DataError(f"{key}: cannot read folder {source}: {_innermost(error)}") from error
+        raise DataError(
+            f"{key}: {source} is no file or folder here, and the hub dataset cannot be loaded: {_innermost(error)}\n"
+            "Check the spelling and the network (HF_HUB_OFFLINE allows only what is cached), or give a local file"
+        ) from error
+
+
+def _chosen_split(splits: Iterable[str], source: str, split: str, key: str) -> str:
+    splits = list(splits)
+    if split in splits:
+        return split
+    if len(splits) == 1:
+        return splits[0]
+    raise DataError(f"{key}: {source} has no split {split}; it has {', '.join(splits)}")
+
+
+def _innermost(error: BaseException) -> str:
+    """The message of the error that started a chain of them."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__

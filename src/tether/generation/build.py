@@ -1,0 +1,13 @@
+"""Which engine decodes."""
+
+from __future__ import annotations
+
+from tether.config.schema import RunConfig
+from tether.generation.hf import HFGenerator
+from tether.models.roles import ModelRoles
+from tether.types import Generator
+
+
+def build_generator(config: RunConfig, roles: ModelRoles) -> Generator:
+    """The generator that a run asks for; today always the policy's own forward."""
+    return HFGenerator(lambda: roles.use("policy"), batch_size=config.sampling.batch_size, device=roles.device)

@@ -1,0 +1,56 @@
+"""A generator for tests and examples that knows its answers beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+
+from tether.errors import GenerationError
+from tether.types import Completion, Request, Sampling
+
+
+class FakeGenerator:
+    """Gives the answers it was made with, under the same rules as a real engine.
+
+    An answer is cut after its first stop token and at ``max_new_tokens``. Answers come shortest first, as they would
+    finish, and without log-probabilities.
+
+    Args:
+        answers: token ids of the answer to each request, by position and repeated from the start if there are more
+            requests; or a function of the request.
+    """
+
+    def __init__(self, answers: Sequence[Sequence[int]] | Callable[[Request], Sequence[int]]) -> None:
+        self._answers = answers
+        self.num_syncs = 0
+        """How often ``sync_weights`` was called."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """Yields (position in ``requests``, answer).
+
+        Raises:
+            GenerationError: an answer neither holds a stop token nor reaches ``max_new_tokens``; no engine writes one.
+        """
+        completions = [self._completion(i, request, sampling) for i, request in enumerate(requests)]
+        yield from sorted(enumerate(completions), key=lambda item: len(item[1].token_ids))
+
+    def sync_weights(self, policy: nn.Module) -> None:
+        """Counts the call."""
+        self.num_syncs += 1
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _completion(self, position: int, request: Request, sampling: Sampling) -> Completion:
+        answer = self._answers(request) if callable(self._answers) else self._answers[position % len(self._answers)]
+        answer = list(answer)[: sampling.max_new_tokens]
+        for i, token in enumerate(answer):
+            if token in sampling.stop_token_ids:
+                return Completion(answer[: i + 1], "stop")
+        if len(answer) < sampling.max_new_tokens:
+            raise GenerationError(
+                f"request {position}: the answer {answer} has no stop token and fewer than "
+                f"{sampling.max_new_tokens} tokens"
+            )
+        return Completion(answer, "length")

@@ -1,0 +1,210 @@
+"""Decoding with the policy itself, in plain transformers."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from tether.data.collate import pad_left
+from tether.errors import ConfigError, GenerationError
+from tether.types import Completion, Request, Sampling
+
+CUTTABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Cache layers whose whole state is cut by ``batch_select_indices``; recurrent states are not."""
+
+
+class HFGenerator:
+    """Answers by the policy's own forward: left-padded batches, a key-value cache, finished rows dropped from it.
+
+    Tokens are drawn by Gumbel-max with noise that depends on the request's key and the position in the answer alone:
+
+        y_t = argmax_v  logits_v / temperature − log E_v,      E_v ~ Exp(1), keyed by (key, t)
+
+    so that the other rows of a batch change an answer only where rounding decides between two tokens. At temperature 0
+    the most likely token is taken, and log-probabilities are those at temperature 1.
+
+    Args:
+        policy_scope: a context in which the policy is ready to decode (its adapter active, eval mode, autocast). It is
+            never open while the caller handles an answer, so the caller may use the weights for something else.
+        batch_size: answers decoded side by side.
+        device: where the policy is.
+    """
+
+    def __init__(
+        self,
+        policy_scope: Callable[[], AbstractContextManager[nn.Module]],
+        *,
+        batch_size: int,
+        device: torch.device | str,
+    ) -> None:
+        assert batch_size > 0
+        self._policy_scope = policy_scope
+        self._batch_size = batch_size
+        self._device = torch.device(device)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """Yields (position in ``requests``, answer) as answers finish; requests of similar length share a batch.
+
+        Raises:
+            ConfigError: a query and the longest answer do not fit into the model's positions.
+            GenerationError: the logits of a request are not finite; names its position.
+        """
+        order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].token_ids), i))
+        for start in range(0, len(order), self._batch_size):
+            batch = _Batch([(i, requests[i]) for i in order[start : start + self._batch_size]], sampling, self._device)
+            while batch.rows:
+                with self._policy_scope() as policy, torch.no_grad():
+                    finished = batch.decode_until_one_ends(policy)
+                yield from finished
+
+    def sync_weights(self, policy: nn.Module) -> None:
+        """Nothing to do: the policy that is trained is the one that decodes."""
+
+    def close(self) -> None:
+        """Nothing to free: the model is the trainer's."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """An answer being written."""
+
+    position: int
+    noise: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class _Batch:
+    """Answers that are decoded side by side, and the cache they share."""
+
+    def __init__(self, requests: Sequence[tuple[int, Request]], sampling: Sampling, device: torch.device) -> None:
+        self.rows = [_Row(i, torch.Generator(device).manual_seed(request.key)) for i, request in requests]
+        self._slots = list(range(len(self.rows)))  # where each unfinished row is in the tensors
+        self._sampling = sampling
+        self._cache: Any = None
+        ids, mask, positions = (x.to(device) for x in pad_left([request.token_ids for _, request in requests]))
+        self._inputs, self._positions = ids, positions
+        # Columns for the whole answer are there from the start; a forward sees those up to its own token.
+        self._mask = torch.cat([mask, mask.new_ones(len(requests), sampling.max_new_tokens)], dim=1)
+        self._seen = ids.shape[1]
+
+    def decode_until_one_ends(self, policy: nn.Module) -> list[tuple[int, Completion]]:
+        """Writes token after token until an answer ends; returns what ended, the others stay in ``rows``."""
+        model = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+        if self._cache is None:
+            self._check_positions(model)
+        ended: list[bool] = [False]
+        while not any(ended):
+            tokens = self._next_tokens(model)
+            ended = [
+                token in self._sampling.stop_token_ids or len(row.token_ids) == self._sampling.max_new_tokens
+                for row, token in zip(self.rows, tokens, strict=True)
+            ]
+        finished = [row for row, end in zip(self.rows, ended, strict=True) if end]
+        self._keep([i for i, end in enumerate(ended) if not end])
+        return [(row.position, self._completion(row)) for row in finished]
+
+    def _next_tokens(self, model: nn.Module) -> list[int]:
+        """One forward and one more token for every unfinished row."""
+        logits = self._forward(model)[self._slots]
+        tokens, logprobs = drawn_tokens(logits, [row.noise for row in self.rows], self._sampling.temperature)
+        drawn, scores = tokens.tolist(), logprobs.tolist()
+        for row, token, logprob in zip(self.rows, drawn, scores, strict=True):
+            if not math.isfinite(logprob):
+                raise GenerationError(
+                    f"request {row.position}: the policy's logits for token {len(row.token_ids)} of the answer are not "
+                    "finite numbers; its weights may have diverged"
+                )
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+        self._inputs = self._inputs.new_zeros(len(self._mask), 1)
+        self._inputs[self._slots, 0] = tokens
+        self._positions = self._positions[:, -1:] + 1
+        self._seen += 1
+        return drawn
+
+    def _forward(self, model: nn.Module) -> Float[Tensor, "M V"]:
+        """Logits after the last token; the cache then holds every token so far."""
+        accepted = _parameters(type(model))
+        cache_name = "cache" if "cache" in accepted else "past_key_values"
+        optional = {"position_ids": self._positions, "logits_to_keep": 1}
+        output = model(
+            input_ids=self._inputs,
+            attention_mask=self._mask[:, : self._seen],
+            use_cache=True,
+            **{cache_name: self._cache},
+            **{name: value for name, value in optional.items() if name in accepted},
+        )
+        self._cache = getattr(output, cache_name)
+        return output.logits[:, -1]
+
+    def _keep(self, kept: list[int]) -> None:
+        """Drops all rows but ``kept``, from the cache as well where it can be cut."""
+        self.rows = [self.rows[i] for i in kept]
+        self._slots = [self._slots[i] for i in kept]
+        if not self.rows or not _cuttable(self._cache):
+            return
+        indices = torch.tensor(self._slots, device=self._mask.device)
+        self._cache.batch_select_indices(indices)
+        self._inputs, self._positions, self._mask = (x[indices] for x in (self._inputs, self._positions, self._mask))
+        self._slots = list(range(len(self.rows)))
+
+    def _completion(self, row: _Row) -> Completion:
+        stopped = row.token_ids[-1] in self._sampling.stop_token_ids
+        return Completion(row.token_ids, "stop" if stopped else "length", row.logprobs)
+
+    def _check_positions(self, model: nn.Module) -> None:
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        wanted = self._mask.shape[1]
+        if limit is not None and wanted > limit:
+            raise ConfigError(
+                f"a query of {self._seen} tokens and an answer of up to {self._sampling.max_new_tokens} need {wanted} "
+                f"positions, the model has {limit}: lower data.max_prompt_length or sampling.response_length"
+            )
+
+
+def drawn_tokens(
+    logits: Float[Tensor, "M V"], generators: Sequence[torch.Generator], temperature: float
+) -> tuple[Int[Tensor, " M"], Float[Tensor, " M"]]:
+    """One token a row, drawn from softmax(logits / temperature), and its log-probability in float32 or better.
+
+        y = argmax_v  x_v − log E_v,      x = logits / temperature,      E_v ~ Exp(1) from the row's generator
+        log π(y) = x_y − log Σ_v exp x_v
+
+    −log E is Gumbel noise, so the argmax is a sample. At temperature 0: y = argmax_v logits_v and x = logits. The
+    log-probability of a row is not finite if any of its logits is NaN or +∞.
+
+    Source: Gumbel 1954; Maddison, Tarlow and Minka 2014, eq. 2, https://arxiv.org/abs/1411.0030
+    """
+    scaled = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature == 0:
+        tokens = scaled.argmax(dim=-1)
+    else:
+        scaled = scaled / temperature
+        noise = torch.empty(scaled.shape, device=scaled.device)
+        for row, generator in zip(noise, generators, strict=True):
+            row.exponential_(generator=generator)
+        tokens = (scaled - noise.log_()).argmax(dim=-1)
+    return tokens, scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=-1)
+
+
+@lru_cache
+def _parameters(model_class: type) -> frozenset[str]:
+    """Names that the forward of a model takes; they differ between architectures and releases of transformers."""
+    return frozenset(inspect.signature(model_class.forward).parameters)
+
+
+def _cuttable(cache: Any) -> bool:
+    return isinstance(cache, Cache) and all(type(layer) in CUTTABLE_LAYERS for layer in cache.layers)

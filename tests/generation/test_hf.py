@@ -1,0 +1,227 @@
+"""The policy's own decoding against ``generate``, the softmax it claims to sample, and plain forwards."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from tests.generation.scopes import Scope, answers
+from tests.tiny import EOS, KINDS, PAD, VOCAB_SIZE, tiny_causal_lm, tiny_config
+from tether.errors import ConfigError, GenerationError
+from tether.generation import hf
+from tether.generation.hf import HFGenerator, drawn_tokens
+from tether.types import Request, Sampling, noise_key
+
+ALL_STOP = frozenset(range(VOCAB_SIZE))
+
+
+def queries(n, longest=12, seed=0):
+    """Queries of 1 … ``longest`` tokens, words only."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (n,), generator=generator).tolist()
+    return [torch.randint(7, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def requests(n, longest=12, seed=0):
+    return [Request(ids, noise_key(seed, "train", i, 0)) for i, ids in enumerate(queries(n, longest, seed))]
+
+
+def sliding_window_model():
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    model = tiny_causal_lm("qwen2", **window)
+    assert set(model.config.layer_types) == {"full_attention", "sliding_attention"}
+    return model
+
+
+MODELS = {kind: (lambda kind=kind: tiny_causal_lm(kind, tied=False)) for kind in KINDS}
+MODELS["sliding_window"] = sliding_window_model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_answers_are_those_of_generate(name):
+    model = MODELS[name]().eval()
+    stops = {EOS, 11, 23}
+    config = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=sorted(stops), pad_token_id=PAD)
+    asked = requests(24)
+    got = answers(model, asked, Sampling(20, temperature=0.0, stop_token_ids=frozenset(stops)), batch_size=8)
+    for request, completion in zip(asked, got, strict=True):
+        wanted = model.generate(torch.tensor([request.token_ids]), generation_config=config)[0]
+        assert completion.token_ids == wanted[len(request.token_ids) :].tolist()
+        assert completion.finish_reason == ("stop" if wanted[-1].item() in stops else "length")
+    assert {completion.finish_reason for completion in got} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_samples_follow_the_softmax_at_the_temperature(temperature):
+    model, query, n = tiny_causal_lm("llama").eval(), [8, 20, 13], 4000
+    asked = [Request(query, noise_key(3, "train", 0, i)) for i in range(n)]
+    drawn = [c.token_ids[0] for c in answers(model, asked, Sampling(1, temperature), batch_size=1000)]
+    counts = torch.bincount(torch.tensor(drawn), minlength=VOCAB_SIZE).double()
+    logits = model(torch.tensor([query])).logits[0, -1].detach().double()
+
+    def deviations(temperature):
+        """Chi-square of the counts, in standard deviations above its mean; classes too rare for it left out."""
+        expected = n * (logits / temperature).softmax(-1)
+        common = expected >= 5
+        statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
+        freedom = common.sum()
+        return ((statistic - freedom) / (2 * freedom).sqrt()).item()
+
+    assert deviations(temperature) < 3.5
+    assert deviations(temperature * 1.15) > 5, "the test could not tell two temperatures apart"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_depends_neither_on_batch_size_nor_on_order(kind):
+    model = tiny_causal_lm(kind, tied=False)
+    asked, sampling = requests(64), Sampling(48, stop_token_ids=frozenset({EOS}))
+    wanted = [c.token_ids for c in answers(model, asked, sampling, batch_size=64)]
+    assert len({tuple(ids) for ids in wanted}) > 60
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(5)).tolist()
+    for batch_size in (4, 16, 64):
+        shuffled = answers(model, [asked[i] for i in order], sampling, batch_size)
+        same = sum(completion.token_ids == wanted[i] for i, completion in zip(order, shuffled, strict=True))
+        assert same >= 63
+
+
+def test_noise_of_a_key_is_its_own():
+    model, query = tiny_causal_lm("gpt2"), [8, 20, 13]
+    asked = [Request(query, key) for key in (11, 12, 11)]
+    first, second, third = (c.token_ids for c in answers(model, asked, Sampling(32)))
+    assert first == third != second
+
+
+def test_dropping_finished_rows_changes_nothing(monkeypatch):
+    asked, sampling = requests(16), Sampling(40, stop_token_ids=frozenset({EOS, 9, 30}))
+    results, widths = [], []
+    for layers in (hf.CUTTABLE_LAYERS, ()):
+        monkeypatch.setattr(hf, "CUTTABLE_LAYERS", layers)
+        scope = Scope(tiny_causal_lm("gpt2"))
+        results.append(dict(HFGenerator(scope, batch_size=16, device="cpu").generate(asked, sampling)))
+        widths.append({shape[0] for shape in scope.shapes})
+    assert len(widths[0]) > 3 and widths[1] == {16}
+    for i in range(16):
+        cut, kept = results[0][i], results[1][i]
+        assert cut.token_ids == kept.token_ids and cut.finish_reason == kept.finish_reason
+        torch.testing.assert_close(cut.logprobs, kept.logprobs, atol=1e-5, rtol=0)
+
+
+def test_recurrent_caches_are_not_cut():
+    class Recurrent(hf.DynamicLayer):
+        pass
+
+    assert hf._cuttable(hf.Cache(layers=[hf.DynamicLayer()]))
+    assert not hf._cuttable(hf.Cache(layers=[hf.DynamicLayer(), Recurrent()]))
+
+
+def test_one_forward_a_token_of_the_longest_answer():
+    scope = Scope(tiny_causal_lm("llama"))
+    generator = HFGenerator(scope, batch_size=4, device="cpu")
+    asked = [Request([8, 20, 13], key) for key in range(4)]
+    longest = max(len(c.token_ids) for _, c in generator.generate(asked, Sampling(64, 1.0, frozenset(range(2, 20)))))
+    assert 1 < longest < 32
+    assert len(scope.shapes) == longest
+    assert scope.shapes[0] == (4, 3) and all(width == 1 for _, width in scope.shapes[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_logprobs_are_those_of_an_unpadded_forward(kind, temperature):
+    model = tiny_causal_lm(kind).eval()
+    asked = [Request([9], 1), Request(list(range(7, 40)), 2), *requests(6)]
+    for request, got in zip(asked, answers(model, asked, Sampling(12, temperature), batch_size=8), strict=True):
+        ids = torch.tensor([[*request.token_ids, *got.token_ids]])
+        logits = model(ids).logits[0, len(request.token_ids) - 1 : -1].detach() / temperature
+        wanted = logits.log_softmax(-1)[range(len(got.token_ids)), got.token_ids]
+        torch.testing.assert_close(torch.tensor(got.logprobs), wanted, atol=1e-5, rtol=0)
+
+
+def test_greedy_logprobs_are_at_temperature_one():
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    tokens, logprobs = drawn_tokens(logits, [torch.Generator()], temperature=0.0)
+    assert tokens.tolist() == [1]
+    assert logprobs.item() == pytest.approx(3 - math.log(math.e + math.e**2 + math.e**3), abs=1e-6)
+
+
+def test_draw_is_in_float32_at_least():
+    half, double = (torch.randn(2, 50, dtype=dtype) for dtype in (torch.bfloat16, torch.float64))
+    generators = [torch.Generator().manual_seed(i) for i in range(2)]
+    assert drawn_tokens(half, generators, 1.0)[1].dtype == torch.float32
+    assert drawn_tokens(double, generators, 1.0)[1].dtype == torch.float64
+
+
+def test_tokens_of_no_probability_are_never_drawn():
+    logits = torch.full((64, 30), -torch.inf)
+    logits[:, 4] = logits[:, 17] = 0.0
+    tokens, logprobs = drawn_tokens(logits, [torch.Generator().manual_seed(i) for i in range(64)], 1.0)
+    assert set(tokens.tolist()) == {4, 17}
+    torch.testing.assert_close(logprobs, torch.full((64,), -math.log(2)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_name_the_request(bad, temperature):
+    model = tiny_causal_lm("llama", tied=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[33] = bad
+    asked = [Request([8, 9], 0), Request([10], 1), Request([8, 33, 9], 2), Request([11], 3)]
+    with pytest.raises(GenerationError, match="request 2: .*token 0 of the answer"):
+        answers(model, asked, Sampling(8, temperature))
+    assert len(answers(model, asked[:2], Sampling(1, temperature, ALL_STOP))) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_a_lora_policy_decodes_as_its_merged_weights():
+    torch.manual_seed(0)
+    model = get_peft_model(
+        tiny_causal_lm("llama"), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )
+    asked, sampling = requests(8), Sampling(16, stop_token_ids=frozenset({EOS}))
+    adapted = answers(model, asked, sampling)
+    with model.disable_adapter():
+        base = answers(model, asked, sampling)
+    merged = answers(model.merge_and_unload(), asked, sampling)
+    assert [c.token_ids for c in adapted] == [c.token_ids for c in merged] != [c.token_ids for c in base]
+
+
+class OldNames(LlamaForCausalLM):
+    """As models were before ``past_key_values`` was called ``cache``, and as those without position ids are."""
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None):
+        output = super().forward(input_ids, attention_mask, cache=past_key_values, use_cache=use_cache)
+        return type("Output", (), {"logits": output.logits, "past_key_values": output.cache})()
+
+
+def test_models_with_the_older_cache_argument():
+    model, old = tiny_causal_lm("llama"), OldNames(tiny_config("llama"))
+    old.load_state_dict(model.state_dict())
+    asked, sampling = [Request(ids, i) for i, ids in enumerate(queries(8, longest=1))], Sampling(16)
+    assert [c.token_ids for c in answers(old, asked, sampling)] == [c.token_ids for c in answers(model, asked, sampling)]
+
+
+def test_the_policy_scope_is_closed_while_the_caller_has_an_answer():
+    scope = Scope(tiny_causal_lm("llama").train())
+    generator = HFGenerator(scope, batch_size=4, device="cpu")
+    sampling = Sampling(24, stop_token_ids=frozenset({EOS, 9, 10, 11, 12}))
+    answered = generator.generate(requests(8), sampling)
+    for _ in range(5):
+        next(answered)
+        assert not scope.is_open and scope.model.training and torch.is_grad_enabled()
+    answered.close()
+    assert not scope.is_open and len(scope.shapes) > 1
+
+
+def test_random_state_is_left_alone():
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    answers(tiny_causal_lm("gpt2"), requests(4), Sampling(8))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_more_positions_than_the_model_has_are_refused():
+    model = tiny_causal_lm("gpt2")
+    assert len(answers(model, [Request([8] * 120, 0)], Sampling(8))[0].token_ids) == 8
+    with pytest.raises(ConfigError, match=r"121 tokens .* 129 positions, the model has 128: .*max_prompt_length"):
+        answers(model, [Request([8], 0), Request([8] * 121, 0)], Sampling(8))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch import nn
+from transformers import (
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from tether.config.schema import RunConfig
-
-if TYPE_CHECKING:
-    from tether.train.trainer import Parts
 
 
 def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments:
@@ -42,11 +46,16 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
 
 
 class Callbacks:
-    """Calls every callback at the events of a run and keeps what they ask for."""
+    """Calls every callback at the events of a run and keeps what they ask for.
 
-    def __init__(
-        self, callbacks: Sequence[TrainerCallback], config: RunConfig, parts: Parts, num_updates: int
-    ) -> None:
+    Make it before the run's ``Dist``: a new ``TrainingArguments`` resets the process-wide state of Accelerate.
+
+    Args:
+        num_prompts: prompts in the training data.
+    """
+
+    def __init__(self, callbacks: Sequence[TrainerCallback], config: RunConfig, num_prompts: int) -> None:
+        num_updates = config.num_updates(num_prompts)
         self.callbacks = list(callbacks)
         self.args = training_arguments(config, num_updates)
         self.state = TrainerState(
@@ -55,7 +64,13 @@ class Callbacks:
             train_batch_size=config.train.rollout_batch_size,
         )
         self.control = TrainerControl()
-        self._config, self._parts = config, parts
+        self._config, self._num_prompts = config, num_prompts
+        self._model: nn.Module | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def attach(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Hands over the policy and its tokenizer, which every later event is given."""
+        self._model, self._tokenizer = model, tokenizer
 
     @property
     def stop_requested(self) -> bool:
@@ -78,8 +93,8 @@ class Callbacks:
     def step_end(self, metrics: Mapping[str, float]) -> None:
         """After an update, whose metrics are then in ``state.log_history`` too."""
         self.state.global_step += 1
-        seen = len(self._parts.prompts)
-        self.state.epoch = self.state.global_step * self._config.train.rollout_batch_size / seen
+        episodes = self.state.global_step * self._config.train.rollout_batch_size
+        self.state.epoch = episodes / self._num_prompts
         self._call("on_step_end")
         self.state.log_history.append({"step": self.state.global_step, **metrics})
         if self.control.should_log or self.state.global_step % self._config.train.logging_steps == 0:
@@ -115,8 +130,8 @@ class Callbacks:
                 self.args,
                 self.state,
                 self.control,
-                model=self._parts.roles.policy,
-                processing_class=self._parts.tokenizer,
+                model=self._model,
+                processing_class=self._tokenizer,
                 **kwargs,
             )
             self.control = result or self.control

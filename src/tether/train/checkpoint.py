@@ -135,8 +135,8 @@ class Checkpoints:
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Finished checkpoints in ``output_dir``, oldest first."""
-    found = [(int(m[1]), p) for p in output_dir.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))]
-    return [path for _, path in sorted(found)]
+    named = ((path, re.fullmatch(r"checkpoint-(\d+)", path.name)) for path in output_dir.glob("checkpoint-*"))
+    return [path for _, path in sorted((int(match[1]), path) for path, match in named if match)]
 
 
 def find_checkpoint(config: RunConfig, *, tell: Any) -> Path | None:

@@ -17,19 +17,13 @@ from tether.data.collate import collate, plan_micro_batches
 from tether.metrics.reduce import Metrics
 from tether.models.forward import response_outputs
 from tether.models.roles import ModelRoles
-from tether.train.rollout import Answers, AnsweringParts, PhaseReport, answer, judge
-from tether.types import Prompt, Request, noise_key
-
-
-class EvaluationParts(AnsweringParts):
-    """The parts of a run that an evaluation needs."""
-
-    roles: ModelRoles
-    eval_prompts: list[Prompt]
+from tether.train.parts import Parts
+from tether.train.rollout import Answers, PhaseReport, answer, judge
+from tether.types import Request, noise_key
 
 
 def evaluate(
-    parts: EvaluationParts, config: RunConfig, *, phase: PhaseReport, check: Callable[[], None]
+    parts: Parts, config: RunConfig, *, phase: PhaseReport, check: Callable[[], None]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Answers and scores ``parts.eval_prompts`` with the current policy.
 

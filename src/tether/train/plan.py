@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from tether.config.load import dump_config
 from tether.config.schema import RunConfig
-from tether.models.loading import adapter_base, bf16_supported, is_adapter
-from tether.models.roles import peft_lora_config
+from tether.models.adapters import peft_lora_config
+from tether.models.loading import bf16_supported
+from tether.models.paths import adapter_base, is_adapter
 from tether.train.distributed import Dist
 from tether.train.run import check, load_data
 
@@ -63,13 +64,16 @@ def plan(config: RunConfig) -> Plan:
     _, prompts, eval_prompts = load_data(config)
     count, longest = len(prompts.prompts), max(len(p.token_ids) for p in prompts.prompts)
     updates, rollout = config.num_updates(count), config.train.rollout_batch_size
+    epochs, minis = config.ppo.num_ppo_epochs, config.ppo.num_mini_batches
     arithmetic = [
         ("prompts", f"{count} of {prompts.num_rows} rows ({prompts.num_too_long} too long), longest {longest} tokens"),
         ("held-out prompts", str(len(eval_prompts.prompts)) if eval_prompts else "none"),
         ("updates", f"{updates} of {rollout} answers = {updates * rollout} episodes"),
         ("passes over the prompts", f"{updates * rollout / count:.3g}"),
-        ("optimizer steps", f"{updates * config.ppo.num_ppo_epochs * config.ppo.num_mini_batches} "
-         f"({config.ppo.num_ppo_epochs} epochs × {config.ppo.num_mini_batches} mini-batches of {config.mini_batch_size})"),
+        (
+            "optimizer steps",
+            f"{updates * epochs * minis} ({epochs} epochs × {minis} mini-batches of {config.mini_batch_size})",
+        ),
         ("micro-batches", f"{rollout // config.train.micro_batch_size} of {config.train.micro_batch_size} answers"),
     ]
     device = Dist().device

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from tether import algo
 from tether.config.schema import PPOConfig
-from tether.types import Completion, Generator, Prompt, Request, RewardBatch, RewardSource, Sampling
+from tether.train.parts import Parts
+from tether.types import Completion, Prompt, Request, RewardBatch
 
 PhaseReport = Callable[[str, int, int], None]
 """Told the name of a phase, how much of it is done, and how much there is."""
@@ -45,7 +45,7 @@ class Answers:
 class Judged:
     """Scores of B answers."""
 
-    scores: Float[Tensor, "B"]
+    scores: Float[Tensor, " B"]
     """The sources' score with the rule for answers that did not end applied: what is trained on."""
     components: Mapping[str, list[float]]
     """The sources' own scores by name, unweighted."""
@@ -65,17 +65,8 @@ class Judged:
         }
 
 
-class AnsweringParts(Protocol):
-    """The parts of a run that answer and judge."""
-
-    generator: Generator
-    rewards: RewardSource
-    tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
-
-
 def answer(
-    parts: AnsweringParts,
+    parts: Parts,
     prompts: Sequence[Prompt],
     requests: Sequence[Request],
     *,
@@ -95,8 +86,8 @@ def answer(
     return Answers(prompts, completions, texts)
 
 
-def judge(parts: AnsweringParts, answers: Answers, ppo: PPOConfig) -> Judged:
-    """Scores every answer; one that did not end by itself loses ``missing_eos_penalty`` or gets ``missing_eos_score``."""
+def judge(parts: Parts, answers: Answers, ppo: PPOConfig) -> Judged:
+    """Scores every answer; the rule for one that did not end by itself is ``ppo.missing_eos_*``."""
     output = parts.rewards.score(answers.reward_batch())
     ended = torch.tensor([c.finish_reason == "stop" for c in answers.completions])
     scores = algo.missing_eos_scores(

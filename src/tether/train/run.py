@@ -12,22 +12,24 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig
-from tether.data.prompts import PromptData, check_source, load_prompts
+from tether.data.prompts import PromptData, load_prompts
+from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
-from tether.metrics.trackers import Trackers
+from tether.metrics.trackers import Trackers, check_report_to
 from tether.metrics.writers import truncate_after
-from tether.models.loading import check_model_path, generation_config, load_tokenizer, stop_token_ids
-from tether.models.loading import bf16_supported
+from tether.models.loading import bf16_supported, check_model_path, load_tokenizer, stop_token_ids
 from tether.models.roles import ModelRoles, build_roles
 from tether.models.saving import atomic_folder, save_policy
 from tether.report.html import write_report
 from tether.rewards.build import build_rewards, check_rewards
+from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import check_same_run, find_checkpoint, read_state
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.log import METRICS, SAMPLES, RunLog
-from tether.train.trainer import Parts, PPOTrainer
+from tether.train.parts import Parts
+from tether.train.trainer import PPOTrainer
 from tether.types import RewardSource, Sampling
 
 CONFIG = "config.yaml"
@@ -107,6 +109,7 @@ def check(config: RunConfig) -> None:
     if config.data.eval_prompts is not None:
         check_source(config.data.eval_prompts, "data.eval_prompts")
     check_rewards(config.rewards)
+    check_report_to(config.train.report_to)
     if config.value.init not in (None, "reward", "policy"):
         check_model_path(config.value.init, "value.init")
     check_folder(config)
@@ -174,11 +177,12 @@ def build_trainer(
 ) -> PPOTrainer:
     """Loads the models and puts the trainer together."""
     set_seed(config.train.seed)
+    events = Callbacks(callbacks, config, len(prompts.prompts))
     dist = Dist()
     log.phase("loading models", 0, 1)
     parts = build_parts(config, tokenizer, prompts, eval_prompts, rewards, dist)
     log.display.table("roles", *role_table(parts.roles))
-    return PPOTrainer(config, parts, dist=dist, log=log, callbacks=callbacks)
+    return PPOTrainer(config, parts, dist=dist, log=log, callbacks=events)
 
 
 def build_parts(
@@ -193,7 +197,8 @@ def build_parts(
     bf16 = config.train.bf16 if config.train.bf16 is not None else bf16_supported(dist.device)
     roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=bf16)
     if rewards is None:
-        rewards = build_rewards(config.rewards, config.reward_names, roles=roles, tokenizer=tokenizer, device=dist.device)
+        names = config.reward_names
+        rewards = build_rewards(config.rewards, names, roles=roles, tokenizer=tokenizer, device=dist.device)
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
     return Parts(
         roles=roles,

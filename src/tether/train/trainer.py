@@ -11,13 +11,11 @@ Formulas live in ``tether.algo``; which model plays which role is known to ``tet
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from tether import algo
 from tether.config.schema import RunConfig
@@ -25,7 +23,6 @@ from tether.data.collate import collate, plan_micro_batches
 from tether.data.stream import PromptStream
 from tether.metrics.reduce import Metrics
 from tether.models.forward import LogprobOutput
-from tether.models.roles import ModelRoles
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState
 from tether.train.distributed import Dist
@@ -34,28 +31,9 @@ from tether.train.guard import check_finite, check_gradients
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import RunLog
 from tether.train.optim import build_optimizers
+from tether.train.parts import Parts
 from tether.train.rollout import Answers, answer, judge
-from tether.types import Experience, Generator, MicroBatch, Prompt, Request, RewardSource, Sampling, noise_key
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a trainer is made of; every variant was chosen before, in a ``build`` function."""
-
-    roles: ModelRoles
-    """Policy, reference, critic and shared reward adapters."""
-    generator: Generator
-    """Answers prompts with the policy."""
-    rewards: RewardSource
-    """Judges answers."""
-    tokenizer: PreTrainedTokenizerBase
-    """The policy's tokenizer."""
-    sampling: Sampling
-    """How answers are drawn."""
-    prompts: Sequence[Prompt]
-    """Prompts to train on."""
-    eval_prompts: Sequence[Prompt]
-    """Held-out prompts; may be empty."""
+from tether.types import Experience, MicroBatch, Request, noise_key
 
 
 class PPOTrainer:
@@ -66,18 +44,17 @@ class PPOTrainer:
         parts: models, reward sources and prompts.
         dist: device and processes.
         log: where metrics, samples and progress go.
-        callbacks: ``transformers`` callbacks; one step is one update.
+        callbacks: told of every event; one step is one update.
     """
 
-    def __init__(
-        self, config: RunConfig, parts: Parts, *, dist: Dist, log: RunLog, callbacks: Sequence[TrainerCallback] = ()
-    ) -> None:
+    def __init__(self, config: RunConfig, parts: Parts, *, dist: Dist, log: RunLog, callbacks: Callbacks) -> None:
         self.config, self.parts, self.roles, self.dist, self.log = config, parts, parts.roles, dist, log
         self.num_updates = config.num_updates(len(parts.prompts))
         self.stream = PromptStream(len(parts.prompts), config.train.rollout_batch_size, config.train.seed)
         self.optimizers = build_optimizers(config, parts.roles, self.num_updates)
         self.checkpoints = Checkpoints(config, parts.roles, parts.tokenizer, self.optimizers)
-        self.callbacks = Callbacks(callbacks, config, parts, self.num_updates)
+        self.callbacks = callbacks
+        self.callbacks.attach(parts.roles.policy, parts.tokenizer)
         self.state = RunState(kl_coef=config.ppo.kl_coef)
         self.stop = StopRequest(config.train.max_runtime)
 
@@ -223,6 +200,7 @@ class PPOTrainer:
                     for item in mini_batch:
                         self.accumulate(item, num_tokens, answers, metrics, is_first=done == 0)
                     check_gradients(self.config.output_dir, self.optimizers, answers, mini_batch)
+                    metrics.value("lr", self.optimizers[0].learning_rate)
                     for optimizer in self.optimizers:
                         metrics.mean(f"{optimizer.name}/grad_norm", optimizer.clip())
                         optimizer.step()
@@ -331,7 +309,6 @@ class PPOTrainer:
         values = metrics.compute()
         values["episode"] = float((self.state.step + 1) * batch_size)
         values["eps"] = batch_size / values["time/step_s"]
-        values["lr"] = self.optimizers[0].learning_rate
         values["objective/kl_coef"] = self.state.kl_coef
         values["objective/scores_std"] = values.pop("objective/scores_var") ** 0.5
         returns_var, residual_var = values.pop("val/returns_var"), values.pop("val/residual_var")

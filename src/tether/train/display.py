@@ -1,0 +1,57 @@
+"""What the trainer tells whoever is watching. How it looks is the command line's business."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Display(Protocol):
+    """Told of a run's progress. Texts may come from models and datasets: an implementation makes them safe to show."""
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """``done`` of ``total`` pieces of the present phase are done, as in "rollout 24/64"."""
+        ...
+
+    def update(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """Update ``step`` of ``total`` is done; ``metrics`` are those of metrics.jsonl."""
+        ...
+
+    def message(self, text: str) -> None:
+        """One or more lines to keep."""
+        ...
+
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A few answers to show, as in samples.jsonl: at least ``prompt``, ``response`` and ``score``."""
+        ...
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table to keep; cells are texts or numbers."""
+        ...
+
+    def close(self) -> None:
+        """Ends the moving part; messages may still follow. May be called twice."""
+        ...
+
+
+class NullDisplay:
+    """Shows nothing."""
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Shows nothing."""
+
+    def update(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """Shows nothing."""
+
+    def message(self, text: str) -> None:
+        """Shows nothing."""
+
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Shows nothing."""
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Shows nothing."""
+
+    def close(self) -> None:
+        """Shows nothing."""

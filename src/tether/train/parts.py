@@ -1,0 +1,31 @@
+"""What a run is made of once its configuration is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.models.roles import ModelRoles
+from tether.types import Generator, Prompt, RewardSource, Sampling
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer is made of; every variant was chosen before, in a ``build`` function."""
+
+    roles: ModelRoles
+    """Policy, reference, critic and shared reward adapters."""
+    generator: Generator
+    """Answers prompts with the policy."""
+    rewards: RewardSource
+    """Judges answers."""
+    tokenizer: PreTrainedTokenizerBase
+    """The policy's tokenizer."""
+    sampling: Sampling
+    """How answers are drawn."""
+    prompts: Sequence[Prompt]
+    """Prompts to train on."""
+    eval_prompts: Sequence[Prompt]
+    """Held-out prompts; may be empty."""

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import Adapter, changed_config, merged, read_adapter
@@ -251,9 +252,15 @@ def read_tensors(path: str, names: Iterable[str], *, revision: str | None = None
 
 
 def _from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model in eval mode, and which weights were missing or unexpected."""
     options = {name: value for name, value in options.items() if value is not None}
-    with model_errors(path):
-        model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing and unexpected weights: callers judge those themselves
+    try:
+        with model_errors(path):
+            model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    finally:
+        logging.set_verbosity(level)
     return model.eval(), info
 
 

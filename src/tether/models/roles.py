@@ -356,7 +356,7 @@ class ModelRoles:
     def gradient_checkpointing(self, enabled: bool) -> None:
         """Whether passes with gradients recompute activations; forwards without gradients are never touched."""
         if enabled:
-            for role in {POLICY, VALUE}:
+            for role in (POLICY, VALUE):
                 with recomputed_layers(self.role(role).model):
                     pass
         self._recompute = enabled

@@ -40,6 +40,44 @@ def save_policy(roles: ModelRoles, tokenizer: PreTrainedTokenizerBase, folder: P
     tokenizer.save_pretrained(folder)
 
 
+def load_policy(roles: ModelRoles, folder: Path | str) -> None:
+    """Gives the policy the weights that ``save_policy`` wrote to ``folder`` from the same configuration.
+
+    Raises:
+        ModelError: the folder holds another kind of policy, or weights that do not fit.
+    """
+    policy, path = roles.policy, str(folder)
+    if isinstance(policy, PeftModel):
+        if not is_adapter(path):
+            raise ModelError(f"{folder}: got a full model; the run that it belongs to trains an adapter")
+        fill_adapter(policy, DEFAULT, read_adapter(path), float32=roles.mixed_precision)
+    elif is_adapter(path):
+        raise ModelError(f"{folder}: got an adapter; the run that it belongs to trains a full model")
+    else:
+        saved = load_causal_lm(path, dtype=policy.dtype)
+        policy.load_state_dict(saved.state_dict())
+
+
+def merge_adapter(path: str, folder: Path | str) -> None:
+    """Writes the model that the adapter in ``path`` makes of its base to ``folder``, with its tokenizer.
+
+    Merged in float32, written in the type that the base was saved in.
+
+    Raises:
+        ModelError: ``path`` is no adapter, or cannot be merged.
+        ConfigError: ``folder`` is there already.
+    """
+    folder = Path(folder)
+    if not is_adapter(path):
+        raise ModelError(f"{path}: got a full model; wanted the folder of a PEFT adapter, such as a LoRA run's output")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name a new folder for the merged model")
+    model = load_causal_lm(path, dtype=saved_dtype(adapter_base(path)))
+    with atomic_folder(folder) as partial:
+        model.save_pretrained(partial)
+        load_tokenizer(path).save_pretrained(partial)
+
+
 def save_critic(roles: ModelRoles, folder: Path | str) -> None:
     """Writes the critic so that it can start another run's critic, or judge answers as a reward model.
 

@@ -1,0 +1,203 @@
+"""Log-probabilities, values and scores against one unpadded row at a time through the model's own forward."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from tests.models.build import QUERIES, RESPONSES, micro_batch
+from tests.tiny import KINDS, VOCAB_SIZE, tiny_causal_lm
+from tether.data.collate import collate, pad_left
+from tether.models.forward import head_matches, last_token_scores, response_outputs, response_values
+from tether.models.heads import ScalarHead
+
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+ROTARY = SMALL | {"intermediate_size": 32, "num_key_value_heads": 1}
+CHANGED_LOGITS = {
+    "cohere": CohereConfig(**ROTARY, logit_scale=0.25),
+    "granite": GraniteConfig(**ROTARY, logits_scaling=3.0),
+    "gemma2": Gemma2Config(**ROTARY, head_dim=8, final_logit_softcapping=2.0, attn_implementation="eager"),
+}
+
+
+def model_of(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def seeded_head(hidden: int = 16, *, seed: int = 5) -> ScalarHead:
+    head = ScalarHead(hidden)
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(seed))
+    return head
+
+
+@torch.no_grad()
+def naive(model: PreTrainedModel, query: list[int], response: list[int], temperature: float, head: ScalarHead):
+    """One row, no padding, all logits, plain Python indices."""
+    ids = query + response
+    out = model(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+    logprobs, entropies, values = [], [], []
+    for position in range(len(query), len(ids)):
+        p = torch.log_softmax(out.logits[0, position - 1].double() / temperature, dim=-1)
+        logprobs.append(p[ids[position]].item())
+        entropies.append(-(p.exp() * p).sum().item())
+        values.append(float(out.hidden_states[-1][0, position - 1] @ head.weight[0]))
+    return logprobs, entropies, values
+
+
+def assert_is_naive(model: PreTrainedModel, temperature: float = 0.7) -> None:
+    head, batch = seeded_head(model.config.hidden_size), micro_batch()
+    out = response_outputs(model, batch, temperature=temperature, head=head, with_entropy=True)
+    for row, (query, response) in enumerate(zip(QUERIES, RESPONSES, strict=True)):
+        for got, wanted in zip(out, naive(model, query, response, temperature, head), strict=True):
+            assert got[row, : len(response)].tolist() == pytest.approx(wanted, abs=1e-5)
+            assert torch.equal(got[row, len(response) :], torch.zeros(got.shape[1] - len(response)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_one_unpadded_row_at_a_time(kind, tied):
+    model = tiny_causal_lm(kind, tied=tied).eval()
+    assert head_matches(model)
+    assert_is_naive(model)
+
+
+def test_equals_it_for_positions_with_an_offset():
+    assert_is_naive(model_of(OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=16, dropout=0.0)))
+
+
+@pytest.mark.parametrize("name", CHANGED_LOGITS)
+def test_models_that_change_their_logits_take_their_own_forward(name):
+    model = model_of(CHANGED_LOGITS[name])
+    assert not head_matches(model)
+    assert_is_naive(model)
+
+
+def test_a_cap_far_above_the_logits_is_still_seen():
+    config = Gemma2Config(**ROTARY | {"initializer_range": 0.002}, head_dim=8, attn_implementation="eager")
+    assert config.final_logit_softcapping == 30
+    model = model_of(config)
+    with torch.no_grad():
+        assert model(input_ids=torch.arange(8)[None], use_cache=False).logits.abs().max() < 0.05
+    assert not head_matches(model)
+
+
+def test_a_logit_scale_of_one_changes_nothing():
+    assert head_matches(model_of(CohereConfig(**ROTARY, logit_scale=1.0)))
+
+
+def test_head_is_tried_without_leaving_casts_that_have_no_gradient():
+    model = tiny_causal_lm("llama", tied=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        response_outputs(model, micro_batch(), temperature=1.0).logprobs.sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for n, p in model.named_parameters() if "norm" not in n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_changes_nothing(kind):
+    model, head = tiny_causal_lm(kind).eval(), seeded_head()
+    batch = micro_batch()
+    poisoned = batch.token_ids.where(batch.attention_mask, 17)
+    assert not torch.equal(poisoned, batch.token_ids)
+    other = type(batch)(batch.rows, poisoned, batch.attention_mask, batch.position_ids, batch.response_mask)
+    for got, wanted in zip(
+        response_outputs(model, other, temperature=1.0, head=head, with_entropy=True),
+        response_outputs(model, batch, temperature=1.0, head=head, with_entropy=True),
+        strict=True,
+    ):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(kind):
+    model, head = tiny_causal_lm(kind).eval(), seeded_head()
+    parameters = [*model.parameters(), *head.parameters()]
+
+    def gradients(groups):
+        for p in parameters:
+            p.grad = None
+        for rows in groups:
+            batch = collate([QUERIES[i] for i in rows], [RESPONSES[i] for i in rows])
+            out = response_outputs(model, batch, temperature=1.0, head=head, with_entropy=True)
+            (out.logprobs.sum() + 0.3 * out.entropy.sum() + 0.1 * out.values.square().sum()).backward()
+        return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+
+    together, apart = gradients([(0, 1, 2)]), gradients([(2,), (0, 1)])
+    assert torch.isfinite(together).all()
+    assert (together - apart).norm() <= 2e-6 * together.norm()
+
+
+def test_a_detached_head_keeps_the_value_gradient_out_of_the_trunk():
+    model, head = tiny_causal_lm("llama").eval(), seeded_head()
+    for detach, trunk_learns in ((True, False), (False, True)):
+        model.zero_grad(), head.zero_grad()
+        out = response_outputs(model, micro_batch(), temperature=1.0, head=head, detach_head=detach)
+        out.values.sum().backward()
+        assert head.weight.grad.abs().sum() > 0
+        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters()) == trunk_learns
+
+
+def test_values_alone_are_those_beside_the_logprobs():
+    model, head = tiny_causal_lm("qwen2").eval(), seeded_head()
+    out = response_outputs(model, micro_batch(), temperature=1.0, head=head)
+    assert torch.equal(response_values(model.base_model, head, micro_batch()), out.values)
+
+
+def test_logits_are_made_for_response_tokens_only_and_never_kept():
+    """Vocabulary 5000, 350 response tokens, 90 prompt tokens: chunks of at most 256 tokens, nothing [N, V] for backward."""
+    config = LlamaConfig(**ROTARY | {"vocab_size": 5000, "max_position_embeddings": 256}, tie_word_embeddings=True)
+    model = model_of(config)
+    batch = collate([list(range(4, 34))] * 3, [list(range(40, 190)), list(range(40, 140)), list(range(40, 140))])
+    response_outputs(model, batch, temperature=1.0)  # the first call tries the head
+    rows, kept = [], []
+    model.get_output_embeddings().register_forward_hook(lambda _, __, logits: rows.append(logits.shape[:-1].numel()))
+
+    def keep(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = response_outputs(model, batch, temperature=1.0, with_entropy=True)
+    assert sum(rows) == 350 and max(rows) <= 256
+    assert max(kept) <= 3 * 180**2  # the attention mask; the logits of 350 tokens would be 18 times that
+    out.logprobs.sum().backward()
+    assert sum(rows) == 2 * 350  # made again for the backward pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_scores_are_those_of_the_last_real_token_on_any_padding_side(kind):
+    model, head = tiny_causal_lm(kind).eval(), seeded_head()
+    rows = [[5, 7, 8, 9, 2], [8, 2], [5, 11, 12, 13, 14, 6, 3]]
+    wanted = [
+        float(model.base_model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1] @ head.weight[0])
+        for ids in rows
+    ]
+    ids, mask, positions = pad_left(rows)
+    left = last_token_scores(model.base_model, head, ids, mask, positions)
+    lengths = mask.sum(dim=1, keepdim=True)
+    right_mask = torch.arange(ids.shape[1]) < lengths
+    right_ids = torch.zeros_like(ids).masked_scatter(right_mask, ids[mask])
+    right_positions = torch.arange(ids.shape[1]).where(right_mask, 0)
+    right = last_token_scores(model.base_model, head, right_ids, right_mask, right_positions)
+    assert left.tolist() == pytest.approx(wanted, abs=1e-5)
+    assert right.tolist() == pytest.approx(wanted, abs=1e-5)

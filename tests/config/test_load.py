@@ -206,6 +206,10 @@ class TestProblems:
             "run.yaml: ppo.num_mini_batches 3 must divide train.rollout_batch_size 64: try 2 or 4"
         ]
 
+    def test_a_rule_over_absurd_numbers_answers_at_once(self):
+        (line,) = problems(FILE, f"--train.rollout_batch_size={10**30 + 57}")
+        assert line.endswith("micro_batch_size 8 must divide rollout_batch_size 1000000000000000000000000000057: try 1")
+
     @pytest.mark.parametrize("value", ["'0.1'", "true", "[0.1]", "null", "{}"])
     def test_no_other_type_passes_for_a_number(self, value):
         (line,) = problems(FILE.replace("kl_coef: 0.05", f"kl_coef: {value}"))

@@ -30,10 +30,10 @@ def ppo(arguments: Sequence[str]) -> int:
 
     config = load_config(file, overrides)
 
-    from tether.cli.terminal import TerminalDisplay
+    from tether.cli.display import RunDisplay
     from tether.train.run import train
 
-    with TerminalDisplay() as display:
+    with RunDisplay() as display:
         result = train(config, display=display)
         if result.interrupted is not None:
             display.message(f"stopped by {result.interrupted}; the same command with --resume goes on from here")
@@ -54,10 +54,12 @@ def plan(arguments: Sequence[str]) -> int:
 
     config = load_config(file, overrides)
 
-    from tether.cli.terminal import show_plan
+    from tether.cli.display import RunDisplay
+    from tether.cli.plan import show_plan
     from tether.train.plan import plan as plan_of
 
-    show_plan(plan_of(config))
+    with RunDisplay() as display:
+        show_plan(plan_of(config), display)
     return 0
 
 
@@ -73,12 +75,15 @@ def reward(arguments: Sequence[str]) -> int:
 
     config = load_config(file, overrides, RewardStageConfig)
 
-    from tether.cli.terminal import TerminalDisplay
-    from tether.stages.reward import train_reward
+    from tether.cli.display import RunDisplay
+    from tether.stages.reward import train_reward_model
 
-    with TerminalDisplay() as display:
-        train_reward(config, display=display)
-        display.message(f"reward model: {config.output_dir}")
+    with RunDisplay() as display:
+        result = train_reward_model(
+            config, on_progress=lambda done, total, _: display.phase("reward model", done, total)
+        )
+        display.table("reward model", ["metric", "value"], list(result.metrics.items()))
+        display.message(f"reward model: {result.path}")
     return 0
 
 
@@ -90,10 +95,10 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for answers and scores")
     given = parser.parse_args(arguments)
 
-    from tether.cli.terminal import TerminalDisplay
+    from tether.cli.display import RunDisplay
     from tether.train.evaluate import evaluate_path
 
-    with TerminalDisplay() as display:
+    with RunDisplay() as display:
         evaluate_path(given.run, given.prompts, output=given.output, display=display)
     return 0
 
@@ -145,10 +150,12 @@ def demo(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=42, help="seed (default: %(default)s)")
     given = parser.parse_args(arguments)
 
+    from tether.cli.display import RunDisplay
     from tether.demo.run import run_demo
 
-    run_demo(given.output, seed=given.seed)
-    return 0
+    with RunDisplay() as display:
+        result = run_demo(given.output, seed=given.seed, display=display)
+    return INTERRUPTED if result is None else 0
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments, debug=debug)
     except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -358,6 +358,7 @@ class RunConfig(Section):
 
 def _divide(small: str, value: int, large: str, total: int) -> str:
     """Says that ``value`` must divide ``total``, with the nearest values that do."""
-    fits = [d for d in range(1, total + 1) if total % d == 0]
+    around = range(max(1, value - 4096), min(total, value + 4096) + 1)
+    fits = [d for d in around if total % d == 0] or [1, total]
     near = sorted(sorted(fits, key=lambda d: abs(d - value))[:2])
     return f"{small} {value} must divide {large} {total}: try {' or '.join(map(str, near))}"

@@ -1,0 +1,268 @@
+"""The command line: what is parsed, what is called, and what becomes the exit code."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tether import __version__, errors
+from tether.cli import commands, quiet
+from tether.cli.main import main
+
+RUN = """\
+model: {path: some/model}
+rewards: [{type: function, path: judges.py, name: brevity}]
+data: {prompts: prompts.jsonl}
+train: {max_steps: 2}
+output_dir: runs/first
+"""
+
+
+@pytest.fixture(autouse=True)
+def leave_the_process_as_it_was(monkeypatch):
+    """``quieten`` sets the process up for a command; here that would outlive the test."""
+    for name in ("TETHER_DEBUG", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tether.cli.main.quieten", lambda *, debug: None)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return str(path)
+
+
+def python(*arguments, **kwargs):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, **kwargs)
+
+
+class TestHelp:
+    def test_names_every_command(self, capsys):
+        assert main(["--help"]) == 0
+        shown = capsys.readouterr().out
+        assert all(f"\n  {name} " in shown for name in commands.COMMANDS)
+
+    def test_is_shown_to_who_asks_for_nothing(self, capsys):
+        assert main([]) == 2
+        assert capsys.readouterr().out.startswith("usage: tether")
+
+    @pytest.mark.parametrize("name", commands.COMMANDS)
+    def test_of_every_command_fits_80_columns(self, name, capsys):
+        assert main([name, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"usage: tether {name}")
+        assert max(map(len, shown.splitlines())) <= 80
+
+    def test_of_ppo_documents_a_key_with_its_default(self, capsys):
+        main(["ppo", "--help"])
+        assert (
+            "  --ppo.cliprange  number above 0 and below 1; default 0.2\n"
+            "      Policy ratio is clipped to [1 − cliprange, 1 + cliprange].\n"
+        ) in capsys.readouterr().out
+
+    def test_shortcuts_are_shown_where_they_exist(self, capsys):
+        main(["ppo", "--help"])
+        assert "short for --resume=true" in capsys.readouterr().out
+        main(["reward", "--help"])
+        assert "short for --resume" not in capsys.readouterr().out
+
+    def test_the_version_is_the_packages(self, capsys):
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out == f"tether {__version__}\n"
+
+
+class TestProcess:
+    def test_help_imports_nothing_heavy(self):
+        heavy = {"torch", "transformers", "pydantic", "yaml", "rich", "numpy"}
+        code = "import sys; from tether.cli.main import main; main(['--help']); print(*sys.modules)"
+        assert not heavy & set(python("-c", code).stdout.split())
+
+    def test_a_mistake_in_a_file_is_found_without_torch(self, file):
+        code = (
+            "import sys; from tether.cli.main import main; "
+            f"print(main(['ppo', {file!r}, '--ppo.lam=2']), 'torch' in sys.modules)"
+        )
+        ran = python("-c", code)
+        assert ran.stdout == "2 False\n"
+        assert ran.stderr == f"tether: {file}, --ppo.lam: got 2, wanted a number from 0 to 1\n"
+
+    def test_the_package_runs_as_a_module(self):
+        ran = python("-m", "tether", "nonsense")
+        assert (ran.returncode, ran.stdout) == (2, "")
+        assert ran.stderr.startswith("tether: there is no command nonsense; wanted one of ppo, ")
+
+    def test_a_reader_that_leaves_early_is_no_error(self):
+        command = [sys.executable, "-m", "tether", "ppo", "--help"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 0
+
+
+class TestExitCode:
+    @pytest.fixture
+    def ending_with(self, monkeypatch):
+        """Makes ``tether ppo`` end with an error."""
+
+        def set_up(error):
+            def run(arguments):
+                raise error
+
+            monkeypatch.setitem(commands.COMMANDS, "ppo", run)
+
+        return set_up
+
+    @pytest.mark.parametrize("kind", errors.USER_ERRORS)
+    def test_a_users_mistake_is_2_and_one_message(self, kind, ending_with, capsys):
+        ending_with(kind("row 3 has no prompt"))
+        assert main(["ppo"]) == 2
+        assert capsys.readouterr().err == "tether: row 3 has no prompt\n"
+
+    @pytest.mark.parametrize("kind", [errors.RewardError, errors.GenerationError, errors.TrainingError])
+    def test_a_run_that_could_not_go_on_is_1(self, kind, ending_with, capsys):
+        ending_with(kind("the loss is not finite"))
+        assert main(["ppo"]) == 1
+        assert capsys.readouterr().err == "tether: the loss is not finite\n"
+
+    def test_anything_else_is_1_and_names_its_kind(self, ending_with, capsys):
+        ending_with(ValueError("odd"))
+        assert main(["ppo"]) == 1
+        assert (
+            capsys.readouterr().err == "tether: ValueError: odd\ntether: run it again with --debug for the traceback\n"
+        )
+
+    @pytest.mark.parametrize("how", ["argument", "environment"])
+    def test_debugging_shows_the_traceback(self, how, ending_with, capsys, monkeypatch):
+        ending_with(ValueError("odd"))
+        if how == "environment":
+            monkeypatch.setenv("TETHER_DEBUG", "1")
+        assert main(["ppo", "--debug"] if how == "argument" else ["ppo"]) == 1
+        shown = capsys.readouterr().err
+        assert shown.startswith("Traceback")
+        assert shown.endswith("tether: ValueError: odd\n")
+
+    def test_an_interrupt_that_saved_nothing_is_not_130(self, ending_with, capsys):
+        ending_with(KeyboardInterrupt())
+        assert main(["ppo"]) == 1
+        assert "before the state could be saved" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("ended", "code"), [(None, 0), (3, 3), ("message", 1)])
+    def test_an_exit_keeps_its_code(self, ended, code, ending_with):
+        ending_with(SystemExit(ended))
+        assert main(["ppo"]) == code
+
+    def test_an_argument_that_is_missing_is_2(self, capsys):
+        assert main(["merge", "adapter"]) == 2
+        assert "-o/--output" in capsys.readouterr().err
+
+    def test_a_command_with_a_slip_is_2_and_says_the_nearest(self, capsys):
+        assert main(["pppo"]) == 2
+        assert "did you mean `tether ppo`?" in capsys.readouterr().err
+
+
+class TestRunArguments:
+    @pytest.mark.parametrize(
+        ("arguments", "overrides"),
+        [
+            (["run.yaml"], []),
+            (["run.yaml", "--ppo.lam=1"], ["--ppo.lam=1"]),
+            (["--ppo.lam", "1", "run.yaml"], ["--ppo.lam", "1"]),
+            (["run.yaml", "--train.seed", "-1"], ["--train.seed", "-1"]),
+            (["--resume", "run.yaml"], ["--resume=true"]),
+            (["run.yaml", "--resume=runs/x"], ["--resume=runs/x"]),
+            (["--overwrite", "run.yaml"], ["--overwrite_output_dir=true"]),
+            (["run.yaml", "--train.seed"], ["--train.seed"]),
+        ],
+    )
+    def test_one_file_and_the_overrides(self, arguments, overrides):
+        assert commands.run_arguments("tether ppo", arguments) == ("run.yaml", overrides)
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ([], "wants one configuration file, got none"),
+            (["a.yaml", "b.yaml"], "got a.yaml and b.yaml"),
+            (["a.yaml", "--resume", "runs/x"], "as in --resume=DIR"),
+            (["a.yaml", "-x"], "-x: unknown option"),
+        ],
+    )
+    def test_anything_else_is_refused(self, arguments, words):
+        with pytest.raises(errors.ConfigError, match=words):
+            commands.run_arguments("tether ppo", arguments)
+
+
+class TestCalls:
+    @pytest.fixture
+    def trained(self, monkeypatch):
+        """Replaces training; the list of configurations that it was called with, and its result."""
+        from tether.train import run
+
+        class Trained:
+            def __init__(self):
+                self.configs, self.interrupted = [], None
+
+            def __call__(self, config, *, display):
+                self.configs.append(config)
+                return run.RunResult(config.output_dir, [], [], config.output_dir / "report.html", self.interrupted)
+
+        trained = Trained()
+        monkeypatch.setattr(run, "train", trained)
+        return trained
+
+    def test_ppo_trains_what_file_and_overrides_say(self, file, trained, capsys):
+        assert main(["ppo", file, "--ppo.kl_coef", "0.02", "--overwrite"]) == 0
+        (config,) = trained.configs
+        assert (config.ppo.kl_coef, config.overwrite_output_dir) == (0.02, True)
+        assert str(Path("runs/first/report.html")) in capsys.readouterr().out
+
+    def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(self, file, trained, capsys):
+        trained.interrupted = "SIGTERM"
+        assert main(["ppo", file]) == 130
+        assert "stopped by SIGTERM; the same command with --resume" in capsys.readouterr().out
+
+    def test_merge_and_report_call_what_they_name(self, monkeypatch, capsys):
+        calls = []
+        monkeypatch.setattr("tether.models.saving.merge_adapter", lambda *given: calls.append(given))
+        monkeypatch.setattr("tether.report.html.write_report", lambda folder: folder / "report.html")
+        assert main(["merge", "adapter", "-o", "merged"]) == 0
+        assert calls == [("adapter", Path("merged"))]
+        assert main(["report", "runs/first"]) == 0
+        assert capsys.readouterr().out == f"merged model: merged\nreport: {Path('runs/first/report.html')}\n"
+
+    def test_an_interrupted_demo_ends_with_130(self, monkeypatch):
+        calls = []
+
+        def run_demo(folder, *, seed, display):
+            calls.append((folder, seed))
+            return None if seed else object()
+
+        monkeypatch.setattr("tether.demo.run.run_demo", run_demo)
+        assert main(["demo", "--seed", "7", "-o", "x"]) == 130
+        assert main(["demo", "--seed", "0"]) == 0
+        assert calls == [(Path("x"), 7), (Path("runs/demo"), 0)]
+
+
+class TestQuieten:
+    @pytest.fixture(autouse=True)
+    def keep(self, monkeypatch):
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        level = logging.getLogger("tether").level
+        yield
+        logging.getLogger("tether").setLevel(level)
+
+    def test_what_the_user_has_set_stays(self):
+        os.environ["TRANSFORMERS_VERBOSITY"] = "info"
+        os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
+        quiet.quieten(debug=False)
+        assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
+        assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+
+    def test_debugging_silences_nothing(self):
+        os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
+        quiet.quieten(debug=True)
+        assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
+        assert logging.getLogger("tether").level == logging.DEBUG

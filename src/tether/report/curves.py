@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tether.report import health
 from tether.report.markup import Html
@@ -55,7 +56,9 @@ def _line(series: Series, label: str, color: int = TRAIN, *, spread: Series | No
     return Line(label, series.steps, series.values, band, color, few)
 
 
-def _figure(title: str, caption: str, lines: list[Line], *, show=number, **chart) -> Figure | None:
+def _figure(
+    title: str, caption: str, lines: list[Line], *, show: Callable[[float], str] = number, **chart: Any
+) -> Figure | None:
     """A line chart of the series that have values."""
     kept = [line for line in lines if any(math.isfinite(y) for y in line.ys)]
     if not kept:
@@ -67,13 +70,13 @@ def _figure(title: str, caption: str, lines: list[Line], *, show=number, **chart
     return Figure(title, caption, legend, f"{last} held-out" if told.label == "held-out" else last, svg)
 
 
-def _both(run: Run, title: str, caption: str, trained: str, evaluated: str, **chart) -> Figure | None:
+def _both(run: Run, title: str, caption: str, trained: str, evaluated: str, **chart: Any) -> Figure | None:
     """A metric in training and on held-out prompts."""
     held_out = _line(run.evaluated(evaluated), "held-out", HELD_OUT)
     return _figure(title, caption, [_line(run.series(trained), "training"), held_out], **chart)
 
 
-def _plain(run: Run, name: str, title: str, caption: str, **chart) -> Figure | None:
+def _plain(run: Run, name: str, title: str, caption: str, **chart: Any) -> Figure | None:
     return _figure(title, caption, [_line(run.series(name), title)], **chart)
 
 
@@ -186,8 +189,6 @@ def _seconds(run: Run) -> Figure | None:
     names = [n for n in run.names() if n.startswith("time/") and n.endswith("_s") and n != "time/step_s"]
     names = [n for n in names if run.series(n)][: MAX_PHASES - 1]
     whole = run.series("time/step_s")
-    if not names and not whole:
-        return None
     steps = sorted(run.updates)
     layers = [(n[5:-2], 1 + i, [run.updates[s].get(n, math.nan) for s in steps]) for i, n in enumerate(names)]
     rest = [
@@ -195,7 +196,9 @@ def _seconds(run: Run) -> Figure | None:
         for i, s in enumerate(steps)
     ]
     if any(v > 0.01 for v in rest if math.isfinite(v)):
-        layers.append(("rest", MAX_PHASES, rest))
+        layers.append(("rest" if names else "update", MAX_PHASES, rest))
+    if not layers:
+        return None
     legend = [(name, color) for name, color, _ in layers]
     latest = f"{number(whole.late)} s an update" if whole else ""
     chart = stacked_bars(steps, layers, label="Seconds an update by phase", unit="s")

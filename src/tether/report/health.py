@@ -241,7 +241,7 @@ def entropy(run: Run) -> Finding | None:
     text = f"Entropy went from {number(early)} to {number(late)} nats a token"
     if len(series.finite) < MIN_UPDATES:
         return Finding("info", "policy/entropy_avg", f"{text}; {MIN_UPDATES} updates are needed to judge it.")
-    planned = run.planned_updates or run.num_updates
+    planned = max(run.planned_updates or 0, run.num_updates)
     halved = next((step for step, value in _smooth(series) if value < 0.5 * early), None)
     if late < 0.2 * early:
         return Finding(

@@ -16,9 +16,9 @@ from tether.report import curves, health
 from tether.report.markup import Html, element, join
 from tether.report.read import CONFIG, METRICS, SAMPLES, Run, Sample, read_run
 from tether.report.style import CSS, SCRIPT
-from tether.report.summary import Pair, pairs, tiles, verdict
+from tether.report.summary import Pair, Tile, pairs, tiles, verdict
 from tether.report.svg import MAX_POINTS
-from tether.report.text import number, one_line, signed
+from tether.report.text import counted, number, one_line, signed
 
 REPORT = "report.html"
 MAX_PAIRS, OPEN_PAIRS = 24, 6
@@ -77,7 +77,7 @@ def page(run: Run) -> str:
 
 def _head(title: str) -> Html:
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     return element(
         "head",
         element("meta", charset="utf-8"),
@@ -98,20 +98,21 @@ def _name(run: Run) -> str:
 
 def _headline(run: Run, name: str, compared: list[Pair], findings: list[health.Finding]) -> Html:
     result = verdict(run, compared)
+    answer = element("b", result.answer, class_=result.level)
     return join(
         element("h1", element("bdi", name)),
         element("p", _setup(run), class_="setup"),
-        element("p", "Did the policy get better? ", element("b", result.answer, class_=result.level), " ", result.sentence,
-                class_="verdict"),
+        element("p", "Did the policy get better? ", answer, " ", result.sentence, class_="verdict"),
         element("p", result.detail, class_="lead") if result.detail else None,
-        element("dl", *(
-            element("div", element("dt", tile.label), element("dd", tile.value), element("dd", tile.detail, class_="detail"),
-                    class_="tile")
-            for tile in tiles(run, compared)
-        ), class_="tiles"),
+        element("dl", *(_tile(tile) for tile in tiles(run, compared)), class_="tiles"),
         _status(findings),
         _notes(run),
-    )  # fmt: skip
+    )
+
+
+def _tile(tile: Tile) -> Html:
+    detail = element("dd", tile.detail, class_="detail")
+    return element("div", element("dt", tile.label), element("dd", tile.value), detail, class_="tile")
 
 
 def _setup(run: Run) -> str:
@@ -119,11 +120,8 @@ def _setup(run: Run) -> str:
     if not run.config:
         return "settings not known"
     rewards = run.setting("rewards")
-    judges = (
-        [str(r.get("name") or r.get("path") or r.get("type")) for r in rewards or [] if isinstance(r, dict)]
-        if isinstance(rewards, list)
-        else []
-    )
+    named = [r for r in rewards if isinstance(r, dict)] if isinstance(rewards, list) else []
+    judges = [str(r.get("name") or r.get("path") or r.get("type")) for r in named]
     facts = [
         run.setting("model.path") and f"{run.setting('model.path')}",
         "LoRA" if run.setting("model.lora") else "all weights",
@@ -138,11 +136,9 @@ def _status(findings: list[health.Finding]) -> Html | None:
     counts = Counter(f.level for f in findings)
     if not findings:
         return None
-    words = [text for level, text in (("act", f"{counts['act']} to act on"), ("warn", f"{counts['warn']} to watch"),
-                                      ("ok", f"{counts['ok']} healthy")) if counts[level]]  # fmt: skip
-    return element(
-        "p", element("a", f"Health: {', '.join(words) or 'too early to judge'}", href="#health"), class_="status"
-    )
+    names = {"act": "to act on", "warn": "to watch", "ok": "healthy"}
+    words = ", ".join(f"{counts[level]} {name}" for level, name in names.items() if counts[level])
+    return element("p", element("a", f"Health: {words or 'too early to judge'}", href="#health"), class_="status")
 
 
 def _notes(run: Run) -> Html | None:
@@ -159,7 +155,8 @@ def _curves(run: Run) -> Html:
         return join(element("h2", "Curves"), element("p", "No metrics to draw.", class_="lead"))
     parts = [element("h2", "Curves")]
     if (count := len(run.updates)) > MAX_POINTS:
-        note = f"Each point is the mean of about {count / MAX_POINTS:.0f} neighbouring updates, the faint band their range."
+        size = number(round(count / MAX_POINTS, 1))
+        note = f"Each point is the mean of about {size} neighbouring updates, the faint band their range."
         parts.append(element("p", note, class_="lead"))
     for title, figures in groups:
         parts += [element("h3", title), element("div", *(_figure(f) for f in figures), class_="charts")]
@@ -193,9 +190,8 @@ def _health(findings: list[health.Finding]) -> Html:
 def _finding(finding: health.Finding) -> Html:
     advice = element("p", element("b", "What to do: "), finding.advice, class_="advice") if finding.advice else None
     text = element("p", finding.sentence, " ", element("code", finding.metric, class_="metric"))
-    return element(
-        "li", element("span", WORDS[finding.level], class_=f"level {finding.level}"), element("div", text, advice)
-    )
+    level = element("span", WORDS[finding.level], class_=f"level {finding.level}")
+    return element("li", level, element("div", text, advice))
 
 
 # Answers
@@ -210,28 +206,26 @@ def _comparison(run: Run, compared: list[Pair]) -> Html:
     if compared[0].after is None:
         lead += " Only one evaluation was finished."
     cards = [_pair(pair) for pair in shown]
-    rest = cards[OPEN_PAIRS:]
-    more = element("details", element("summary", f"{len(rest)} more"), *rest, class_="block") if rest else None
-    return join(title, element("p", lead, class_="lead"), *cards[:OPEN_PAIRS], more)
+    return join(title, element("p", lead, class_="lead"), *_folded(cards, OPEN_PAIRS))
 
 
 def _pair(pair: Pair) -> Html:
     sides = [_side(pair.before, _policy(pair.before.step))]
     if pair.after is not None:
         sides.append(_side(pair.after, _policy(pair.after.step), before=pair.before))
-    return element(
-        "article",
-        element("div", element("div", element("span", f"Prompt {pair.before.row}"), class_="who"), _text(pair.before.prompt),
-                class_="prompt"),
-        element("div", *sides, class_="sides"),
-        class_="pair",
-    )  # fmt: skip
+    return _card(f"Prompt {pair.before.row}", pair.before.prompt, sides)
+
+
+def _card(head: str, prompt: str, sides: list[Html]) -> Html:
+    """A prompt with one or two answers under it."""
+    top = element("div", element("p", head, class_="who"), _text(prompt), class_="prompt")
+    return element("article", top, element("div", *sides, class_="sides"), class_="pair")
 
 
 def _side(sample: Sample, who: str, before: Sample | None = None) -> Html:
     return element(
         "div",
-        element("div", element("span", who), class_="who"),
+        element("p", who, class_="who"),
         _text(sample.response, left_out=sample.cut),
         _facts(sample, before),
         class_="side",
@@ -282,24 +276,16 @@ def _training_samples(run: Run) -> Html | None:
     if not by_step:
         return None
     cards = [
-        element(
-            "article",
-            element("div", element("div", element("span", f"Update {step:,}"), class_="who"), _text(sample.prompt),
-                    class_="prompt"),
-            _side(sample, "Answer"),
-            class_="pair",
-        )
+        _card(f"Update {step:,}", sample.prompt, [_side(sample, "Answer")])
         for step in _spaced(sorted(by_step), MAX_TRAINING_STEPS)
         for sample in by_step[step][:SAMPLES_A_STEP]
-    ]  # fmt: skip
-    lead = f"The first answers of the batch at {min(len(by_step), MAX_TRAINING_STEPS)} updates, evenly spaced over the run."
+    ]
+    shown = counted(min(len(by_step), MAX_TRAINING_STEPS), "update")
     return join(
         element("h2", "Training answers over time"),
-        element("p", lead, class_="lead"),
-        *cards[:SAMPLES_A_STEP],
-        element("details", element("summary", f"{len(cards) - SAMPLES_A_STEP} more, up to the last update"),
-                *cards[SAMPLES_A_STEP:], class_="block") if len(cards) > SAMPLES_A_STEP else None,
-    )  # fmt: skip
+        element("p", f"The first answers of the batch at {shown}, evenly spaced over the run.", class_="lead"),
+        *_folded(cards, SAMPLES_A_STEP),
+    )
 
 
 # Numbers and settings
@@ -313,11 +299,8 @@ def _all_metrics(run: Run) -> Html | None:
     for name in names[:MAX_METRICS]:
         values = run.series(name).finite
         cells = (values[0], values[-1], min(values), max(values))
-        rows.append(
-            element(
-                "tr", element("td", element("code", one_line(name, 60))), *(element("td", number(v)) for v in cells)
-            )
-        )
+        head = element("td", element("code", one_line(name, 60)))
+        rows.append(element("tr", head, *(element("td", number(v)) for v in cells)))
     heads = element("tr", *(element("th", text) for text in ("metric", "first", "last", "lowest", "highest")))
     table = element("div", element("table", element("thead", heads), element("tbody", *rows)), class_="wide")
     return join(
@@ -331,6 +314,13 @@ def _config(run: Run) -> Html | None:
         return None
     text = element("pre", run.config_text)
     return element("details", element("summary", f"{CONFIG}, as resolved"), text, class_="block")
+
+
+def _folded(cards: list[Html], count: int) -> list[Html]:
+    """The first cards, and the others behind one line."""
+    rest = cards[count:]
+    more = [element("details", element("summary", f"{len(rest)} more"), *rest, class_="block")] if rest else []
+    return cards[:count] + more
 
 
 def _spaced(items: Sequence, limit: int) -> list:

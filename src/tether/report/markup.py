@@ -1,4 +1,4 @@
-"""HTML from nested calls. Every string that is not ``Html`` is made visible and escaped, so nothing can be forgotten."""
+"""HTML from nested calls. Every string that is not ``Html`` is made visible and escaped: none can be forgotten."""
 
 from __future__ import annotations
 

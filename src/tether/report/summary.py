@@ -78,12 +78,15 @@ def _held_out_verdict(run: Run, points: list[tuple[int, float]], compared: list[
     (first, start), (step, end) = points[0], points[-1]
     spread, error = run.score_spread, _standard_error(compared)
     change = end - start
-    noise = 2 * error if error is not None else NOISE * (spread or 0.0)
     detail = f"From {number(start)}" + (f" after {counted(first, 'update')}" if first else "") + f" to {number(end)}"
     detail += f" after {counted(step, 'update')}"
     if error is not None:
         unit = f"{number(2 * error / spread)} standard deviations" if spread else number(2 * error)
         detail += f"; over {counted(len(compared), 'prompt')}, two standard errors of the change are {unit}"
+    if error is None and spread is None:
+        way = "rose" if change > 0 else "fell" if change < 0 else "did not move"
+        return Verdict("info", "Not known.", f"The held-out score {way}, but its spread is not known.", f"{detail}.")
+    noise = 2 * error if error is not None else NOISE * (spread or 0.0)
     size = f"by {number(abs(change / spread))} standard deviations of the start policy" if spread else "on average"
     if abs(change) <= noise:
         return Verdict("warn", "No clear change.", "The held-out score moved within noise.", f"{detail}.")
@@ -118,9 +121,8 @@ def _kl_tile(run: Run) -> Tile | None:
     evaluated = run.evaluated("eval_kl").points
     value = evaluated[-1][1] if evaluated else run.series("objective/kl").late
     if value is None:
-        return Tile(
-            "KL spent", "–", "not measured: ppo.kl_coef is 0" if run.count("ppo.kl_coef") == 0 else "not logged"
-        )
+        reason = "not measured: ppo.kl_coef is 0" if run.count("ppo.kl_coef") == 0 else "not logged"
+        return Tile("KL spent", "–", reason)
     return Tile("KL spent", f"{number(value)} nats", "a sequence, to the reference")
 
 
@@ -129,9 +131,8 @@ def _length_tile(run: Run) -> Tile | None:
     if start is None or end is None:
         return None
     limit = run.count("sampling.response_length")
-    return Tile(
-        "Length", f"{number(start)} → {number(end)}", f"tokens, of {number(limit)} at most" if limit else "tokens"
-    )
+    detail = f"tokens, of {number(limit)} at most" if limit else "tokens"
+    return Tile("Length", f"{number(start)} → {number(end)}", detail)
 
 
 def _ended_tile(run: Run) -> Tile | None:
@@ -146,11 +147,8 @@ def _wins_tile(compared: list[Pair]) -> Tile | None:
     if not changes:
         return None
     better, equal = sum(c > 0 for c in changes), sum(c == 0 for c in changes)
-    return Tile(
-        "Better answers",
-        f"{better} of {len(changes)}",
-        "held-out prompts" + (f"; {equal} scored the same" if equal else ""),
-    )
+    detail = "held-out prompts" + (f"; {equal} scored the same" if equal else "")
+    return Tile("Better answers", f"{better} of {len(changes)}", detail)
 
 
 def _run_tile(run: Run) -> Tile:
@@ -175,10 +173,9 @@ def _start_and_end(run: Run, evaluated: str, trained: str) -> tuple[float | None
 
 
 def _score_changes(compared: list[Pair]) -> list[float]:
-    changes = [
-        p.after.score - p.before.score for p in compared if p.after and None not in (p.after.score, p.before.score)
-    ]
-    return [c for c in changes if math.isfinite(c)]
+    """Change of score on each prompt that has two finite ones."""
+    scores = [(p.before.score, p.after.score) for p in compared if p.after is not None]
+    return [b - a for a, b in scores if a is not None and b is not None and math.isfinite(b - a)]
 
 
 def _standard_error(compared: list[Pair]) -> float | None:

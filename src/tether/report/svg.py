@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tether.report.markup import Html, element, join
 from tether.report.text import number
@@ -113,7 +114,7 @@ def axis(low: float, high: float) -> tuple[float, float]:
     return low - pad if low else low, high + pad if high else high
 
 
-def ticks(low: float, high: float, count: int = 4, *, whole: bool = False) -> list[float]:
+def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
     """About ``count`` round values inside a range, two at least; whole numbers if asked for."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
@@ -183,8 +184,9 @@ def path_chart(
     labels = tick_labels(ticks(*y_range))
     x = Scale(*x_range, _left_margin(labels), WIDTH - _RIGHT)
     y = Scale(*y_range, HEIGHT - _BOTTOM, _TOP)
-    parts = [_frame(x, y, ticks(*x_range, 5), ticks(*y_range), labels, x_label)]
-    parts.append(element("path", d=_polyline([(x(a), y(b)) for a, b in points]), class_="line c1 faint"))
+    parts = [_frame(x, y, ticks(*x_range), ticks(*y_range), labels, x_label)]
+    if points:
+        parts.append(element("path", d=_polyline([(x(a), y(b)) for a, b in points]), class_="line c1 faint"))
     for i, ((a, b), title) in enumerate(zip(points, titles, strict=True)):
         opacity = f"{0.25 + 0.75 * (i + 1) / len(points):.2f}"
         dot = element("circle", cx=_fmt(x(a)), cy=_fmt(y(b)), r=3, class_="dot c1", opacity=opacity)
@@ -216,18 +218,9 @@ def stacked_bars(
         at, top, bars = left + i * width + gap / 2, 0.0, []
         for (_, color, _), bucket in zip(layers, column, strict=True):
             bottom, top = top, top + max(0.0, bucket.mean)
-            height = y(bottom) - y(top)
-            if height > 0.05:
-                bars.append(
-                    element(
-                        "rect",
-                        x=_fmt(at),
-                        y=_fmt(y(top)),
-                        width=_fmt(width - gap),
-                        height=_fmt(height),
-                        class_=f"bar c{color}",
-                    )
-                )
+            if (height := y(bottom) - y(top)) > 0.05:
+                box = {"x": _fmt(at), "y": _fmt(y(top)), "width": _fmt(width - gap), "height": _fmt(height)}
+                bars.append(element("rect", **box, class_=f"bar c{color}"))
         rows = [f"{name}: {number(bucket.mean)} {unit}" for (name, *_), bucket in zip(layers, column, strict=True)]
         title = "\n".join([f"{column[0].updates}: {number(total)} {unit}", *rows])
         parts.append(element("g", *bars, element("title", title), class_="h"))
@@ -237,7 +230,7 @@ def stacked_bars(
 # Pieces
 
 
-def _svg(label: str, parts: Sequence[Html]) -> Html:
+def _svg(label: str, parts: Sequence[Html | None]) -> Html:
     return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
 
 
@@ -269,17 +262,10 @@ def _guides(guides: Sequence[Guide], x: Scale, y: Scale) -> list[Html]:
     parts = []
     for guide in guides:
         if y.low < guide.value < y.high:
-            at = y(guide.value)
-            parts.append(
-                element(
-                    "line", x1=_fmt(x.start), x2=_fmt(x.end), y1=_fmt(at), y2=_fmt(at), class_=f"guide {guide.level}"
-                )
-            )
-            parts.append(
-                element(
-                    "text", guide.label, x=_fmt(x.end), y=_fmt(at - 4), class_=f"note {guide.level}", text_anchor="end"
-                )
-            )
+            at, above = _fmt(y(guide.value)), _fmt(y(guide.value) - 4)
+            rule = element("line", x1=_fmt(x.start), x2=_fmt(x.end), y1=at, y2=at, class_=f"guide {guide.level}")
+            name = element("text", guide.label, x=_fmt(x.end), y=above, class_=f"note {guide.level}", text_anchor="end")
+            parts += [rule, name]
     return parts
 
 
@@ -323,19 +309,14 @@ def _band(groups: Sequence[Bucket], spreads: Sequence[Bucket] | None, color: int
 
 def _curve(groups: Sequence[Bucket], line: Line, x: Scale, y: Scale) -> Html:
     runs = _runs([(b.x, b.mean) for b in groups])
-    parts = [
-        element(
-            "path", d="".join(_polyline([(x(a), y(b)) for a, b in run]) for run in runs), class_=f"line c{line.color}"
-        )
-    ]
+    path = "".join(_polyline([(x(a), y(b)) for a, b in run]) for run in runs)
     marked = line.dots or len(groups) <= _MARKED
-    for run in runs:
-        if marked or len(run) == 1:
-            radius = 3.5 if line.dots else 2.2
-            parts += [
-                element("circle", cx=_fmt(x(a)), cy=_fmt(y(b)), r=radius, class_=f"dot c{line.color}") for a, b in run
-            ]
-    return join(*parts)
+    dots = [point for run in runs if marked or len(run) == 1 for point in run]
+    look = {"r": 3.5 if line.dots else 2.2, "class_": f"dot c{line.color}"}
+    return join(
+        element("path", d=path, class_=f"line c{line.color}"),
+        *(element("circle", cx=_fmt(x(a)), cy=_fmt(y(b)), **look) for a, b in dots),
+    )
 
 
 def _hover_columns(
@@ -357,17 +338,12 @@ def _hover_columns(
             heads.setdefault(bucket.x, bucket.updates if bucket.last else "before the first update")
     places = sorted(rows)
     centers = [x(place) for place in places]
-    bounds = [x.start, *((a + b) / 2 for a, b in zip(centers, centers[1:], strict=False)), x.end]
+    bounds = [x.start, *((a + b) / 2 for a, b in pairwise(centers)), x.end]
     parts = []
     for i, (place, center) in enumerate(zip(places, centers, strict=True)):
-        area = element(
-            "rect",
-            x=_fmt(bounds[i]),
-            y=_TOP,
-            width=_fmt(max(0.5, bounds[i + 1] - bounds[i])),
-            height=_fmt(y.start - _TOP),
-            class_="catch",
-        )
+        width = max(0.5, bounds[i + 1] - bounds[i])
+        box = {"x": _fmt(bounds[i]), "y": _TOP, "width": _fmt(width), "height": _fmt(y.start - _TOP)}
+        area = element("rect", **box, class_="catch")
         rule = element("line", x1=_fmt(center), x2=_fmt(center), y1=_TOP, y2=_fmt(y.start), class_="rule")
         parts.append(element("g", area, rule, element("title", "\n".join([heads[place], *rows[place]])), class_="h"))
     return join(*parts)
@@ -389,7 +365,7 @@ def _mark_name(mark: Mark, x: Scale, y: Scale) -> Html:
 
 def _update_ticks(x: Scale) -> list[float]:
     """Whole updates, from 0 on, inside a range; the first where there is no other."""
-    return [v for v in ticks(x.low, x.high, 5, whole=True) if v >= 0]
+    return [v for v in ticks(x.low, x.high, whole=True) if v >= 0]
 
 
 def _widened(first: int, last: int) -> tuple[float, float]:

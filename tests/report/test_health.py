@@ -1,0 +1,192 @@
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.report.runs import CONFIG, evaluation, update, write
+from tether.report.health import diagnose
+from tether.report.read import read_run
+
+N = 40
+
+
+def findings(
+    folder: Path, change: Callable[[int, float], dict] = lambda step, p: {}, *, n=N, evals=None, config=CONFIG
+):
+    """The most urgent finding on each metric of a healthy run whose updates are changed."""
+    metrics = [update(i, i / n, **change(i, i / n)) for i in range(1, n + 1)]
+    metrics += evals if evals is not None else [evaluation(0, 0.0), evaluation(n, 1.0)]
+    found = diagnose(read_run(write(folder, metrics, config=config)))
+    assert len({(f.metric, f.sentence) for f in found}) == len(found)
+    by_metric = {}
+    for finding in found:
+        by_metric.setdefault(finding.metric, finding)
+    return by_metric
+
+
+def test_a_healthy_run_has_nothing_to_report(tmp_path):
+    found = findings(tmp_path)
+    assert {f.level for f in found.values()} == {"ok"}
+    assert all(not f.advice for f in found.values())
+
+
+@pytest.mark.parametrize(
+    ("metric", "change", "level", "words"),
+    [
+        ("val/first_ratio_error", {"val__first_ratio_error": 5e-3}, "warn", "0.005"),
+        ("val/first_ratio_error", {"val__first_ratio_error": 0.1}, "act", "rollout"),
+        ("val/ratio_var", {"val__ratio_var": 0.02}, "warn", "0.005"),
+        ("val/ratio_var", {"val__ratio_var": 0.02, "val__ratio_max": 9.0}, "act", "learning_rate"),
+        ("policy/approxkl_avg", {"policy__approxkl_avg": 0.03}, "warn", "0.02"),
+        ("policy/approxkl_avg", {"policy__approxkl_avg": 0.06}, "act", "learning_rate"),
+        ("policy/clipfrac_avg", {"policy__clipfrac_avg": 0.2}, "warn", "15 %"),
+        ("policy/clipfrac_avg", {"policy__clipfrac_avg": 0.4}, "act", "num_ppo_epochs"),
+        ("policy/clipfrac_avg", {"policy__clipfrac_avg": 0.0}, "act", "Raise train.learning_rate"),
+        ("objective/kl", {"objective__kl": 20.0}, "warn", "15"),
+        ("objective/kl", {"objective__kl": 30.0}, "act", "ppo.kl_coef"),
+        ("objective/kl", {"objective__kl": -0.3}, "act", "temperature"),
+        ("val/explained_variance", {"val__explained_variance": 0.1}, "warn", "value.learning_rate"),
+        ("rollout/eos_rate", {"rollout__eos_rate": 0.5}, "act", "missing_eos_penalty"),
+        ("rollout/length", {"rollout__length": 100.0}, "warn", "length"),
+        ("rollout/length", {"rollout__length": 10.0}, "warn", "gamma"),
+        ("rollout/logprob_gap", {"rollout__logprob_gap": 0.1}, "warn", "temperature"),
+        ("rollout/logprob_gap", {"rollout__logprob_gap": 0.5}, "act", "0.2"),
+    ],
+)
+def test_a_bad_metric_is_named_with_its_threshold_and_a_way_out(tmp_path, metric, change, level, words):
+    found = findings(tmp_path, lambda step, p: change)
+    assert found[metric].level == level
+    assert words in found[metric].sentence + found[metric].advice
+    assert found[metric].advice
+
+
+def test_one_noisy_update_alarms_nobody_but_a_bad_stretch_in_the_middle_does(tmp_path):
+    once = findings(tmp_path / "a", lambda i, p: {"policy__approxkl_avg": 0.04 if i == 20 else 0.01})
+    stretch = findings(tmp_path / "b", lambda i, p: {"policy__approxkl_avg": 0.04 if 10 <= i < 15 else 0.01})
+    assert once["policy/approxkl_avg"].level == "ok"
+    assert stretch["policy/approxkl_avg"].level == "warn"
+    assert "around update 14" in stretch["policy/approxkl_avg"].sentence
+
+
+def test_a_slightly_negative_kl_is_noise(tmp_path):
+    found = findings(tmp_path, lambda i, p: {"objective__kl": -0.1 if i < 4 else 4 * p})
+    assert found["objective/kl"].level == "ok"
+
+
+def test_kl_limits_grow_with_the_answers(tmp_path):
+    config = CONFIG.replace("response_length: 48", "response_length: 500")
+    long = {"rollout__length": 400.0, "objective__kl": 30.0}
+    evals = [evaluation(0, 0.0, eval_length=400.0), evaluation(N, 1.0, eval_length=400.0)]
+    assert findings(tmp_path, lambda i, p: long, evals=evals, config=config)["objective/kl"].level == "ok"
+
+
+def test_answers_that_end_more_often_than_at_the_start_are_a_warning_at_most(tmp_path):
+    evals = [evaluation(0, 0.0, eval_eos_rate=0.2), evaluation(N, 1.0, eval_eos_rate=0.6)]
+    found = findings(tmp_path, lambda i, p: {"rollout__eos_rate": 0.2 + 0.4 * p}, evals=evals)
+    assert found["rollout/eos_rate"].level == "warn"
+
+
+def test_without_a_stop_token_the_eos_rate_is_not_judged(tmp_path):
+    config = CONFIG.replace("stop_token: eos", "stop_token: null")
+    found = findings(tmp_path, lambda i, p: {"rollout__eos_rate": 0.0}, config=config)
+    assert found["rollout/eos_rate"].level == "info"
+
+
+def test_length_that_explains_the_score_is_acted_on(tmp_path):
+    found = findings(tmp_path, lambda i, p: {"rollout__length": 30 + 60 * p})
+    assert found["rollout/length"].level == "act"
+    assert "brevity reward" in found["rollout/length"].advice
+
+
+@pytest.mark.parametrize(
+    ("course", "level"),
+    [(lambda p: 2 - 1.8 * p, "act"), (lambda p: 2 + 3 * p, "act"), (lambda p: 2.0 if p < 0.05 else 0.9, "warn")],
+)
+def test_entropy(tmp_path, course, level):
+    assert (
+        findings(tmp_path, lambda i, p: {"policy__entropy_avg": course(p)}, n=100)["policy/entropy_avg"].level == level
+    )
+
+
+def test_a_critic_is_judged_after_its_warm_up(tmp_path):
+    bad = {"val__explained_variance": -0.5}
+    levels = [findings(tmp_path / str(n), lambda i, p: bad, n=n)["val/explained_variance"].level for n in (10, 40, 120)]
+    assert levels == ["info", "warn", "act"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "level", "words"),
+    [
+        ([0.0, 1.0], "ok", "+1"),
+        ([0.0, 0.05], "warn", "nothing that carries over"),
+        ([0.0, 1.5, 1.0], "warn", "load_best_model_at_end"),
+        ([0.0, -0.5], "act", "while the training score rose"),
+        ([0.0], "info", "One evaluation"),
+        ([], "info", "data.eval_prompts"),
+    ],
+)
+def test_held_out_scores(tmp_path, scores, level, words):
+    evals = [evaluation(10 * i, 0.0, eval_scores=score) for i, score in enumerate(scores)]
+    found = findings(tmp_path, evals=evals)["eval_scores"]
+    assert found.level == level
+    assert words in found.sentence + found.advice
+
+
+def test_a_gradient_spike_and_a_value_that_is_not_finite(tmp_path):
+    found = findings(
+        tmp_path,
+        lambda i, p: {"policy__grad_norm": 50.0 if i == 7 else 1.0, "loss__value_avg": math.nan if i == 9 else 0.1},
+    )
+    assert found["policy/grad_norm"].level == "warn" and "update 7" in found["policy/grad_norm"].sentence
+    assert found["loss/value_avg"].level == "act" and "update 9" in found["loss/value_avg"].sentence
+
+
+def flat(step: int, p: float) -> dict:
+    return {"objective__scores": 0.5, "objective__kl": 0.0, "policy__clipfrac_avg": 0.0}
+
+
+def collapse(step: int, p: float) -> dict:
+    return {"objective__kl": 30 * p, "policy__entropy_avg": 2 - 1.7 * p}
+
+
+def ascent(step: int, p: float) -> dict:
+    return {"objective__scores": min(1.0, 4 * p), "objective__kl": 10 * p}
+
+
+def overdone(step: int, p: float) -> dict:
+    return {"objective__scores": 2 - 2 * abs(p - 0.5), "objective__kl": 10 * p}
+
+
+def dip(step: int, p: float) -> dict:
+    return {"objective__scores": -0.8 if 0.1 < p < 0.3 else 2 * p}
+
+
+def stuck(step: int, p: float) -> dict:
+    return {"objective__scores": 1.0, "val__explained_variance": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("course", "pattern"),
+    [
+        (flat, "no learning signal"),
+        (collapse, "pattern collapse"),
+        (ascent, "noise ascent"),
+        (overdone, "over-optimisation"),
+        (dip, "early dip"),
+        (stuck, "saturated"),
+    ],
+)
+def test_patterns_over_several_metrics(tmp_path, course, pattern):
+    assert findings(tmp_path, course)[pattern].level in ("act", "warn")
+
+
+def test_urgent_findings_come_first_and_a_short_run_is_not_judged_by_trends(tmp_path):
+    found = findings(tmp_path / "a", lambda i, p: {"policy__approxkl_avg": 0.06, "val__explained_variance": 0.1})
+    order = [f.level for f in found.values()]
+    assert order == sorted(order, key=["act", "warn", "ok", "info"].index)
+    assert all(f.level in ("ok", "info") for f in findings(tmp_path / "b", n=1).values())
+
+
+def test_no_update_no_findings(tmp_path):
+    assert diagnose(read_run(write(tmp_path, [evaluation(0, 0.0)]))) == []

@@ -1,0 +1,92 @@
+import math
+
+import pytest
+
+from tests.report.runs import answer, evaluation, healthy, update, write
+from tether.report.read import read_run
+from tether.report.summary import pairs, tiles, verdict
+
+
+def _verdict(folder, scores, samples=(), std=1.0):
+    metrics = [update(1, 0.1), update(2, 0.2)]
+    metrics += [evaluation(i, 0.0, eval_scores=s, eval_scores_std=std) for i, s in enumerate(scores)]
+    run = read_run(write(folder, metrics, list(samples)))
+    return verdict(run, pairs(run))
+
+
+def test_a_gain_is_told_in_standard_deviations_of_the_start_policy(tmp_path):
+    found = _verdict(tmp_path, [1.0, 4.0], std=2.0)
+    assert (found.level, found.answer) == ("ok", "Yes.")
+    assert "by 1.5 standard deviations of the start policy" in found.sentence
+    assert "From 1 to 4 after 1 update" in found.detail
+
+
+def test_worse_and_within_noise(tmp_path):
+    assert _verdict(tmp_path / "a", [1.0, 0.5]).level == "act"
+    assert _verdict(tmp_path / "b", [1.0, 1.05]).level == "warn"
+
+
+def test_noise_is_two_standard_errors_of_the_change_on_the_same_prompts(tmp_path):
+    changes = [1.0, -1.0] * 8 + [0.4] * 4
+    samples = [answer(0, i, 0.0) for i in range(20)] + [answer(1, i, c) for i, c in enumerate(changes)]
+    mean = sum(changes) / 20
+    error = math.sqrt(sum((c - mean) ** 2 for c in changes) / 19 / 20)
+    found = _verdict(tmp_path / "a", [0.0, mean], samples)
+    assert found.level == "warn" and f"{2 * error:.3g} standard deviations" in found.detail
+    same = [answer(0, i, 0.0) for i in range(20)] + [answer(1, i, 0.08 + 0.001 * i) for i in range(20)]
+    assert _verdict(tmp_path / "b", [0.0, 0.0895], same).level == "ok"
+
+
+def test_without_two_evaluations_the_training_score_is_no_verdict(tmp_path):
+    found = _verdict(tmp_path / "a", [1.0])
+    assert found.level == "info" and "Only one evaluation" in found.detail
+    found = _verdict(tmp_path / "b", [])
+    assert found.level == "info" and "On training prompts" in found.sentence
+
+
+def test_without_a_spread_a_change_may_be_noise(tmp_path):
+    metrics = [{"step": 0, "eval_scores": 1.0}, {"step": 5, "eval_scores": 2.0}, {"step": 1, "lr": 1.0}]
+    run = read_run(write(tmp_path, metrics))
+    assert verdict(run, []).level == "info"
+
+
+def test_pairs_match_prompts_by_row_over_the_first_and_last_evaluation(tmp_path):
+    samples = [answer(step, row, step + row) for step in (0, 5, 10) for row in (4, 2, 7) if (step, row) != (10, 7)]
+    samples.append(answer(10, 99, 1.0))
+    samples.append(answer(10, 2, 1.0, split="train"))
+    found = pairs(read_run(write(tmp_path, [], samples)))
+    assert [(p.before.row, p.before.step, p.after.row, p.after.step) for p in found] == [(2, 0, 2, 10), (4, 0, 4, 10)]
+    assert [p.after.score - p.before.score for p in found] == [10, 10]
+
+
+def test_one_evaluation_shows_its_answers_alone(tmp_path):
+    found = pairs(read_run(write(tmp_path, [], [answer(0, row, 1.0) for row in range(3)])))
+    assert [p.after for p in found] == [None] * 3
+
+
+def test_tiles(tmp_path):
+    run = read_run(healthy(tmp_path))
+    shown = {tile.label: (tile.value, tile.detail) for tile in tiles(run, pairs(run))}
+    assert shown["Held-out score"] == ("0.1 → 2.1", "+2 sd of the start policy")
+    assert shown["KL spent"][0] == "4 nats"
+    assert shown["Length"] == ("30 → 26", "tokens, of 48 at most")
+    assert shown["Ended by itself"][0] == "90 % → 95 %"
+    assert shown["Better answers"] == ("16 of 16", "held-out prompts")
+    assert shown["Updates"] == ("25 of 25", "2 min 18 s, 1,600 answers")
+
+
+def test_an_unfinished_run_and_a_run_without_kl_say_so(tmp_path):
+    lines = [update(i, 0.1) for i in range(1, 4)]
+    for line in lines:
+        del line["objective/kl"]
+    run = read_run(write(tmp_path, lines, config="ppo: {kl_coef: 0.0}\ntrain: {max_steps: 9}"))
+    shown = {tile.label: (tile.value, tile.detail) for tile in tiles(run, [])}
+    assert shown["KL spent"] == ("–", "not measured: ppo.kl_coef is 0")
+    assert shown["Updates"][0] == "3 of 9" and "interrupted" in shown["Updates"][1]
+
+
+@pytest.mark.parametrize("score", [math.nan, None])
+def test_answers_without_a_score_are_not_counted_as_better(tmp_path, score):
+    samples = [answer(0, 0, 1.0), answer(1, 0, score), answer(0, 1, 1.0), answer(1, 1, 2.0)]
+    run = read_run(write(tmp_path, [update(1, 0.1)], samples))
+    assert next(t.value for t in tiles(run, pairs(run)) if t.label == "Better answers") == "1 of 1"

@@ -81,7 +81,7 @@ def test_the_fake_repeats_its_answers_and_yields_the_shortest_first():
 
 
 def test_the_fake_refuses_an_answer_that_no_engine_would_end():
-    with pytest.raises(GenerationError, match="request 1: .*no stop token"):
+    with pytest.raises(GenerationError, match=r"request 1: .*no stop token"):
         list(FakeGenerator([[EOS], [8, 8]]).generate(REQUESTS[:2], Sampling(5, 1.0, STOPS)))
 
 

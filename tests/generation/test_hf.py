@@ -112,8 +112,8 @@ def test_recurrent_caches_are_not_cut():
     class Recurrent(hf.DynamicLayer):
         pass
 
-    assert hf._cuttable(hf.Cache(layers=[hf.DynamicLayer()]))
-    assert not hf._cuttable(hf.Cache(layers=[hf.DynamicLayer(), Recurrent()]))
+    assert hf.cuttable(hf.Cache(layers=[hf.DynamicLayer()]))
+    assert not hf.cuttable(hf.Cache(layers=[hf.DynamicLayer(), Recurrent()]))
 
 
 def test_one_forward_a_token_of_the_longest_answer():
@@ -167,7 +167,7 @@ def test_logits_that_are_not_finite_name_the_request(bad, temperature):
     with torch.no_grad():
         model.get_input_embeddings().weight[33] = bad
     asked = [Request([8, 9], 0), Request([10], 1), Request([8, 33, 9], 2), Request([11], 3)]
-    with pytest.raises(GenerationError, match="request 2: .*token 0 of the answer"):
+    with pytest.raises(GenerationError, match=r"request 2: .*token 0 of the answer"):
         answers(model, asked, Sampling(8, temperature))
     assert len(answers(model, asked[:2], Sampling(1, temperature, ALL_STOP))) == 2
 
@@ -198,7 +198,8 @@ def test_models_with_the_older_cache_argument():
     model, old = tiny_causal_lm("llama"), OldNames(tiny_config("llama"))
     old.load_state_dict(model.state_dict())
     asked, sampling = [Request(ids, i) for i, ids in enumerate(queries(8, longest=1))], Sampling(16)
-    assert [c.token_ids for c in answers(old, asked, sampling)] == [c.token_ids for c in answers(model, asked, sampling)]
+    got, wanted = answers(old, asked, sampling), answers(model, asked, sampling)
+    assert [c.token_ids for c in got] == [c.token_ids for c in wanted]
 
 
 def test_the_policy_scope_is_closed_while_the_caller_has_an_answer():

@@ -154,7 +154,7 @@ class _Batch:
         """Drops all rows but ``kept``, from the cache as well where it can be cut."""
         self.rows = [self.rows[i] for i in kept]
         self._slots = [self._slots[i] for i in kept]
-        if not self.rows or not _cuttable(self._cache):
+        if not self.rows or not cuttable(self._cache):
             return
         indices = torch.tensor(self._slots, device=self._mask.device)
         self._cache.batch_select_indices(indices)
@@ -206,5 +206,6 @@ def _parameters(model_class: type) -> frozenset[str]:
     return frozenset(inspect.signature(model_class.forward).parameters)
 
 
-def _cuttable(cache: Any) -> bool:
+def cuttable(cache: Any) -> bool:
+    """Whether rows can be dropped from ``cache``; where not, finished rows are decoded on and ignored."""
     return isinstance(cache, Cache) and all(type(layer) in CUTTABLE_LAYERS for layer in cache.layers)

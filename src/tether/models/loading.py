@@ -145,7 +145,7 @@ def load_causal_lm(
     if _is_classifier(load_config(path, revision=revision, trust_remote_code=trust_remote_code)):
         raise ModelError(f"{path}: got a sequence classifier; wanted a causal language model")
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype=dtype or "auto", revision=revision, **options)
-    _check_missing(info["missing_keys"], path)
+    _check_complete(info, path)
     return model
 
 
@@ -181,7 +181,7 @@ def load_classifier(
     foreign = sorted(n for n in set(info["unexpected_keys"]) - heads if not n.startswith("lm_head."))
     if foreign:
         raise ModelError(f"{path}: holds weights that have no place in {type(model).__name__}: {some_of(foreign)}")
-    _check_missing(set(info["missing_keys"]) - {"score.weight"}, path)
+    _check_complete(info, path, but={"score.weight"})
     _check_decoder(model, path)
     tensors = read_tensors(path, heads, revision=revision)
     if "score.weight" not in info["missing_keys"]:
@@ -196,7 +196,7 @@ def _adapted_classifier(adapter: Adapter, dtype: torch.dtype | None, options: Ma
     model, info = _from_pretrained(
         AutoModelForSequenceClassification, base, dtype=torch.float32, num_labels=1, **options
     )
-    _check_missing(set(info["missing_keys"]) - {"score.weight"}, base)
+    _check_complete(info, base, but={"score.weight"})
     _check_decoder(model, base)
     head = head_from(adapter.head, model.score.in_features, adapter.path)
     model = merged(model, adapter).to(dtype or _saved_dtype(base, options["trust_remote_code"]))
@@ -258,7 +258,9 @@ def _from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTr
     logging.set_verbosity_error()  # its report of missing and unexpected weights: callers judge those themselves
     try:
         with model_errors(path):
-            model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+            model, info = auto_class.from_pretrained(
+                path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     finally:
         logging.set_verbosity(level)
     return model.eval(), info
@@ -280,6 +282,9 @@ def _check_decoder(model: PreTrainedModel, path: str) -> None:
         )
 
 
-def _check_missing(names: Iterable[str], path: str) -> None:
-    if missing := sorted(names):
+def _check_complete(info: Mapping[str, Any], path: str, *, but: Iterable[str] = ()) -> None:
+    """Raises ``ModelError`` if weights were missing or had another shape, which leaves them random."""
+    if missing := sorted(set(info["missing_keys"]) - set(but)):
         raise ModelError(f"{path}: weights are missing from the checkpoint and would be random: {some_of(missing)}")
+    for name, got, wanted in sorted(info["mismatched_keys"]):
+        raise ModelError(f"{path}: {name} has shape {list(got)}, its configuration wants {list(wanted)}")

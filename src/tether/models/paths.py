@@ -125,6 +125,6 @@ def model_errors(path: str) -> Iterator[None]:
     """Turns what the libraries raise about a model's files into a ``ModelError`` that names ``path``."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"{path}: {' '.join(line.strip() for line in reason[:4])}") from error

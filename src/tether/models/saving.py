@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from tether.errors import CheckpointError, ConfigError, ModelError
-from tether.models.adapters import DEFAULT, MODULE_PREFIX, changed_config, read_adapter
+from tether.models.adapters import DEFAULT, MODULE_PREFIX, changed_config, fill_adapter, read_adapter
 from tether.models.heads import save_head
 from tether.models.loading import load_causal_lm, load_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
@@ -56,26 +56,6 @@ def load_policy(roles: ModelRoles, folder: Path | str) -> None:
     else:
         saved = load_causal_lm(path, dtype=policy.dtype)
         policy.load_state_dict(saved.state_dict())
-
-
-def merge_adapter(path: str, folder: Path | str) -> None:
-    """Writes the model that the adapter in ``path`` makes of its base to ``folder``, with its tokenizer.
-
-    Merged in float32, written in the type that the base was saved in.
-
-    Raises:
-        ModelError: ``path`` is no adapter, or cannot be merged.
-        ConfigError: ``folder`` is there already.
-    """
-    folder = Path(folder)
-    if not is_adapter(path):
-        raise ModelError(f"{path}: got a full model; wanted the folder of a PEFT adapter, such as a LoRA run's output")
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; name a new folder for the merged model")
-    model = load_causal_lm(path, dtype=saved_dtype(adapter_base(path)))
-    with atomic_folder(folder) as partial:
-        model.save_pretrained(partial)
-        load_tokenizer(path).save_pretrained(partial)
 
 
 def save_critic(roles: ModelRoles, folder: Path | str) -> None:

@@ -1,0 +1,302 @@
+"""From paths to tokenizers and models: nothing random, nothing dropped, and messages that say what is wrong."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+from tests.models.build import edit_json, plain_adapted, save_adapter, save_model
+from tests.tiny import EOS, KINDS, PAD, tiny_tokenizer
+from tether.data.collate import pad_left
+from tether.errors import ConfigError, ModelError
+from tether.models.forward import last_token_scores
+from tether.models.heads import ScalarHead, load_head, save_head
+from tether.models.loading import (
+    bf16_supported,
+    load_causal_lm,
+    load_classifier,
+    load_tokenizer,
+    stop_token_ids,
+)
+from tether.models.paths import adapter_base, check_model_path, is_adapter, is_same_model
+
+ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
+FP32 = {"dtype": torch.float32}
+
+
+def ours(model):
+    with torch.no_grad():
+        return last_token_scores(model.base_model, model.score, *pad_left(ROWS))
+
+
+def change_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[5, 7, 8]]), use_cache=False).logits
+
+
+# Classifiers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_transformers(tmp_path, kind):
+    path = save_model(tmp_path, kind, num_labels=1)
+    plain = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        wanted = [plain(input_ids=torch.tensor([ids])).logits.item() for ids in ROWS]
+    assert ours(load_classifier(str(path))).tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["v_head", "v_head.summary", "value_head", "value_head.summary", "reward_head"])
+@pytest.mark.parametrize("bias", [None, 0.5])
+@pytest.mark.parametrize("trunk", ["classifier", "language model"])
+def test_heads_under_other_names_are_taken_whole(tmp_path, name, bias, trunk):
+    path = save_model(tmp_path, num_labels=1 if trunk == "classifier" else None, tied=False)
+    weight = torch.linspace(-1, 1, 16)[None]
+
+    def rename(tensors):
+        tensors.pop("score.weight", None)
+        tensors[f"{name}.weight"] = weight
+        if bias is not None:
+            tensors[f"{name}.bias"] = torch.tensor([bias])
+
+    model = load_classifier(str(change_weights(path, rename)))
+    assert torch.equal(model.score.weight, weight)
+    assert model.score.bias is None if bias is None else model.score.bias.item() == bias
+
+
+def test_the_bias_of_a_head_that_has_the_usual_name_is_kept(tmp_path):
+    path = save_model(tmp_path, num_labels=1)
+    before = ours(load_classifier(str(path)))
+    change_weights(path, lambda tensors: tensors.update({"score.bias": torch.tensor([0.75])}))
+    assert (ours(load_classifier(str(path))) - before).tolist() == pytest.approx([0.75] * 3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("score.weight"), r"no head"),
+        (lambda t: t.update({"rm.weight": t.pop("score.weight")}), r"no place in LlamaForSequenceClassification: rm.weight"),
+        (lambda t: t.update({"v_head.weight": t["score.weight"].clone()}), r"several heads: score, v_head"),
+        (lambda t: t.update({"v_head.weight": t.pop("score.weight")[:, :3].contiguous()}), r"shape \[1, 3\], wanted \[1, 16\]"),
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"would be random: model.layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_a_head_is_never_random(tmp_path, change, message):
+    path = change_weights(save_model(tmp_path, num_labels=1), change)
+    with pytest.raises(ModelError, match=message):
+        load_classifier(str(path))
+
+
+def test_a_language_model_is_no_reward_model(tmp_path):
+    with pytest.raises(ModelError, match="no head"):
+        load_classifier(str(save_model(tmp_path)))
+
+
+def test_several_labels_are_refused_by_number(tmp_path):
+    with pytest.raises(ModelError, match="got a classifier with 3 labels; wanted one label"):
+        load_classifier(str(save_model(tmp_path, num_labels=3)))
+
+
+@pytest.mark.parametrize("pad", ["own", "eos", None])
+def test_the_pad_token_of_a_reward_model_does_not_matter(tmp_path, pad):
+    path = save_model(tmp_path, "gpt2", num_labels=1, pad=pad)
+    wanted = ours(load_classifier(str(path)))
+    for pad_id in (None, PAD, EOS, 4000):
+        edit_json(path / "config.json", lambda config, pad_id=pad_id: config.update(pad_token_id=pad_id))
+        assert torch.equal(ours(load_classifier(str(path))), wanted)
+    assert load_tokenizer(str(path)).pad_token_id == {"own": PAD, "eos": EOS, None: None}[pad]
+
+
+def test_a_padding_index_that_the_embedding_cannot_have_is_a_model_error(tmp_path):
+    path = save_model(tmp_path, num_labels=1)
+    edit_json(path / "config.json", lambda config: config.update(pad_token_id=4000))
+    with pytest.raises(ModelError, match="[Pp]adding_idx"):
+        load_classifier(str(path))
+
+
+def test_a_classifier_adapter_is_merged_into_its_base(tmp_path):
+    base = save_model(tmp_path / "base", tied=False)
+    adapter = save_adapter(tmp_path / "adapter", base, reward=True)
+    plain = plain_adapted(AutoModelForSequenceClassification, base, adapter, num_labels=1)
+    with torch.no_grad():
+        wanted = [plain(input_ids=torch.tensor([ids])).logits.item() for ids in ROWS]
+    model = load_classifier(str(adapter))
+    assert ours(model).tolist() == pytest.approx(wanted, abs=1e-5)
+    assert type(model).__name__ == "LlamaForSequenceClassification"
+    half = load_classifier(str(adapter), dtype=torch.bfloat16)
+    assert half.base_model.dtype == torch.bfloat16 and half.score.weight.dtype == torch.float32
+
+
+def test_as_saved_is_the_default_type(tmp_path):
+    path = save_model(tmp_path / "wide", num_labels=1)
+    AutoModelForSequenceClassification.from_pretrained(path).bfloat16().save_pretrained(tmp_path / "half")
+    assert load_classifier(str(path)).dtype == torch.float32
+    assert load_classifier(str(tmp_path / "half")).base_model.dtype == torch.bfloat16
+    assert load_classifier(str(tmp_path / "half"), **FP32).base_model.dtype == torch.float32
+
+
+# Language models
+
+
+def test_a_language_model_adapter_is_merged_into_its_base(tmp_path):
+    base = save_model(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    wanted = logits(plain_adapted(AutoModelForCausalLM, base, adapter))
+    merged = load_causal_lm(str(adapter), **FP32)
+    assert (logits(merged) - wanted).abs().max() < 1e-5
+    assert (logits(load_causal_lm(str(base), **FP32)) - wanted).abs().max() > 0.1
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: save_model(p, num_labels=1), "got a sequence classifier; wanted a causal language model"),
+        (
+            lambda p: change_weights(save_model(p, tied=False), lambda t: t.pop("lm_head.weight")),
+            "would be random: lm_head.weight",
+        ),
+        (lambda p: save_adapter(p / "a", save_model(p / "b"), reward=True), "got a reward adapter"),
+        (
+            lambda p: change_weights(save_model(p), lambda t: t.update({"model.norm.weight": torch.ones(3)})),
+            "model.norm.weight",
+        ),
+    ],
+)
+def test_what_is_no_whole_language_model_is_refused(tmp_path, make, message):
+    with pytest.raises(ModelError, match=message):
+        load_causal_lm(str(make(tmp_path)), **FP32)
+
+
+def test_unknown_model_types_and_missing_folders_are_model_errors(tmp_path):
+    path = save_model(tmp_path / "model")
+    edit_json(path / "config.json", lambda config: config.update(model_type="unheard_of"))
+    for wrong in (str(path), str(tmp_path / "nothing")):
+        with pytest.raises(ModelError, match=wrong):
+            load_causal_lm(wrong, **FP32)
+
+
+# Paths
+
+
+def test_paths_are_checked_before_anything_loads(tmp_path):
+    model = save_model(tmp_path / "model")
+    adapter = save_adapter(tmp_path / "adapter", model)
+    for path in (model, adapter):
+        check_model_path(str(path), "model.path")
+    assert (is_adapter(str(adapter)), is_adapter(str(model))) == (True, False)
+    assert adapter_base(str(adapter)) == str(model)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, message in (
+        ("missing", "model.path: .*missing does not exist"),
+        ("empty", "holds neither config.json nor adapter_config.json"),
+        ("file", "is a file"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            check_model_path(str(tmp_path / name), "model.path")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"base model of the adapter .*adapter\): .*model holds no weights"):
+        check_model_path(str(adapter), "model.path")
+
+
+def test_hub_ids_are_let_through_unless_offline_and_unknown(monkeypatch):
+    with pytest.raises(ModelError, match=r"value.init: there is no folder org/model, and HF_HUB_OFFLINE is set"):
+        check_model_path("org/model", "value.init")
+    monkeypatch.setattr("tether.models.paths.HF_HUB_OFFLINE", False)
+    check_model_path("org/model", "value.init")
+    for path in ("./org/model", "/org/model", "a/b/c"):
+        with pytest.raises(ModelError, match="does not exist"):
+            check_model_path(path, "value.init")
+
+
+def test_copies_are_the_same_model(tmp_path):
+    model = save_model(tmp_path / "model")
+    copied = shutil.copytree(model, tmp_path / "copied")
+    assert is_same_model(str(model), str(copied)) and is_same_model("org/model", "org/model")
+    assert not is_same_model("org/model", "org/other") and not is_same_model(str(model), "org/model")
+    change_weights(copied, lambda tensors: tensors["model.norm.weight"].add_(1e-3))
+    assert not is_same_model(str(model), str(copied))
+
+
+# Tokenizers and end tokens
+
+
+def test_an_adapter_without_tokenizer_takes_its_base_s(tmp_path):
+    base = save_model(tmp_path / "base", chat_template=False)
+    bare = save_adapter(tmp_path / "bare", base)
+    own = save_adapter(tmp_path / "own", base)
+    tiny_tokenizer().save_pretrained(own)
+    assert load_tokenizer(str(bare)).chat_template is None
+    assert load_tokenizer(str(own)).chat_template is not None
+
+
+@pytest.mark.parametrize(
+    ("configured", "wanted"), [(None, {EOS}), (EOS, {EOS}), ([EOS, 9], {EOS, 9}), (9, {EOS, 9}), ([9], {EOS, 9})]
+)
+def test_every_end_token_ends_an_answer(configured, wanted):
+    assert stop_token_ids(tiny_tokenizer(), GenerationConfig(eos_token_id=configured), "eos") == wanted
+
+
+def test_stop_tokens_of_one_s_own():
+    tokenizer = tiny_tokenizer()
+    config = GenerationConfig(eos_token_id=EOS)
+    assert stop_token_ids(tokenizer, config, None) == frozenset()
+    assert stop_token_ids(tokenizer, config, "<user>") == {5}
+    assert stop_token_ids(tokenizer, config, "cat") == {tokenizer.convert_tokens_to_ids("cat")}
+    for several in ("cat dog", "giraffe", ""):
+        with pytest.raises(ConfigError, match=r"sampling.stop_token .* wanted one token"):
+            stop_token_ids(tokenizer, config, several)
+    endless = tiny_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ConfigError, match="sampling.stop_token eos: neither"):
+        stop_token_ids(endless, GenerationConfig(), "eos")
+
+
+# Hardware and heads
+
+
+@pytest.mark.parametrize(
+    ("abilities", "wanted"), [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)]
+)
+def test_bf16_on_the_cpu_depends_on_its_instructions(monkeypatch, abilities, wanted):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
+    assert bf16_supported("cpu") == wanted
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_bf16_supported=lambda: not wanted))
+    assert bf16_supported("cuda") != wanted
+    assert not bf16_supported("mps")
+
+
+def test_a_head_is_float32_under_autocast_and_on_a_bfloat16_trunk():
+    head = ScalarHead(64)
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = (hidden.double() @ head.weight[0].double()).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = head(hidden)
+    assert got.dtype == torch.float32 and got.squeeze(-1).tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_saved_head_comes_back(tmp_path, bias):
+    head = ScalarHead(8, bias=bias)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    save_head(head, tmp_path)
+    loaded = load_head(tmp_path).state_dict()
+    assert loaded.keys() == head.state_dict().keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in head.state_dict().items())
+    (tmp_path / "value_head.safetensors").unlink()
+    with pytest.raises(ModelError, match="value_head.safetensors is missing"):
+        load_head(tmp_path)

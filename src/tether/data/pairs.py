@@ -1,0 +1,200 @@
+"""Preference pairs as token ids: each answer as the policy would have written it after its prompt."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.data.prompts import checked_prompt, encoded_queries
+from tether.data.sources import Row, Rows, read_rows
+from tether.errors import ConfigError, DataError
+from tether.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt."""
+
+    row: int
+    """Number of the row in its dataset, from 0."""
+    query: str
+    """The prompt as text, chat template applied; empty where the row has whole texts only."""
+    chosen_ids: tuple[int, ...]
+    """Prompt and better answer, the end token included."""
+    rejected_ids: tuple[int, ...]
+    """Prompt and worse answer, the end token included."""
+    query_length: int
+    """Tokens of the prompt, with which both begin."""
+
+
+@dataclass(frozen=True)
+class PairData:
+    """A preference dataset."""
+
+    pairs: list[Pair]
+    """Pairs within the limit, in the order of the dataset; at least one."""
+    num_rows: int
+    """Rows that the dataset has."""
+    num_too_long: int
+    """Rows that were dropped because an answer with its prompt is over the limit."""
+    num_equal: int
+    """Rows that were dropped because both answers are the same."""
+
+
+def load_pairs(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str,
+    max_length: int,
+    chat_template: Literal["auto", "none"],
+    system_prompt: str | None,
+    end_ids: Collection[int],
+    key: str,
+) -> PairData:
+    """Preference pairs of ``source`` as token ids.
+
+    Prompts become the same queries as in ``load_prompts``. An answer is encoded by itself and closed by the end token,
+    as the policy samples it, so that a judge sees in training what it will see in PPO.
+
+    Args:
+        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, with columns ``chosen`` and ``rejected``:
+            answers to ``prompt``, or whole texts or conversations where there is no ``prompt``.
+        max_length: tokens of the longest prompt with answer that is kept.
+        end_ids: tokens that end an answer of the policy.
+        key: the configuration key of ``source``, for messages.
+
+    Raises:
+        ConfigError: ``system_prompt`` without a chat template, or a tokenizer without an end token.
+        DataError: the source cannot be read or is empty; a row lacks an answer or has one of another type; no pair is
+            left. Names the row.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("model.path: the tokenizer has no end token (eos_token), which closes every answer; set one")
+    table = read_rows(source, split=split, key=key)
+    _check_columns(table, key)
+    places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
+    texts = [_texts(row, place) for row, place in zip(table.rows, places, strict=True)]
+    queries = _encoded_prompts([text.prompt for text in texts], tokenizer, chat_template, system_prompt, places)
+    chosen, rejected = (
+        _encoded_answers([getattr(text, name) for text in texts], tokenizer, _closing_id(tokenizer, end_ids))
+        for name in ("chosen", "rejected")
+    )
+    pairs = [
+        Pair(i, text, (*ids, *better), (*ids, *worse), query_length=len(ids))
+        for i, ((text, ids), better, worse) in enumerate(zip(queries, chosen, rejected, strict=True))
+    ]
+    differing = [pair for pair in pairs if pair.chosen_ids != pair.rejected_ids]
+    kept = [pair for pair in differing if max(len(pair.chosen_ids), len(pair.rejected_ids)) <= max_length]
+    if not kept:
+        raise DataError(
+            f"{key}: none of the {len(pairs)} rows of {table.name} can be used: in {len(pairs) - len(differing)} both "
+            f"answers are the same, {len(differing)} are longer than data.max_length {max_length}"
+        )
+    return PairData(kept, len(pairs), len(differing) - len(kept), len(pairs) - len(differing))
+
+
+def split_pairs(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair], list[Pair]]:
+    """Pairs to train on and held-out pairs, both in their order; all pairs of one prompt are on the same side.
+
+    Prompts are drawn by ``seed`` until ``fraction`` of the pairs, rounded up, is held out; at least one prompt stays.
+    """
+    sizes = Counter(map(_prompt_key, pairs))
+    prompts = list(sizes)
+    random.Random(seed).shuffle(prompts)
+    held_out: set[str | int] = set()
+    num_held_out = 0
+    for prompt in prompts[:-1]:
+        if num_held_out >= fraction * len(pairs):
+            break
+        held_out.add(prompt)
+        num_held_out += sizes[prompt]
+    train = [pair for pair in pairs if _prompt_key(pair) not in held_out]
+    return train, [pair for pair in pairs if _prompt_key(pair) in held_out]
+
+
+def _prompt_key(pair: Pair) -> str | int:
+    return pair.query or pair.row
+
+
+class _Texts(NamedTuple):
+    """One row before it is encoded; without a prompt, the answers are whole texts."""
+
+    prompt: str | list[Message] | None
+    chosen: str
+    rejected: str
+
+
+def _check_columns(table: Rows, key: str) -> None:
+    names = list(dict.fromkeys(name for row in table.rows for name in row))
+    missing = [name for name in ("chosen", "rejected") if name not in names]
+    if missing:
+        got = ", ".join(names) or "none"
+        raise DataError(f"{key}: {table.name} has no column {' and '.join(missing)}; its columns are: {got}")
+
+
+def _texts(row: Row, where: str) -> _Texts:
+    """The prompt and the two answers of a row."""
+    (prompt, chosen), (other, rejected) = (_split(row, name, f"{where}, {name}") for name in ("chosen", "rejected"))
+    if prompt != other:
+        raise DataError(f"{where}: chosen and rejected answer different prompts; wanted two answers to one prompt")
+    return _Texts(None if prompt is None else checked_prompt(prompt, where), chosen, rejected)
+
+
+def _split(row: Row, name: str, where: str) -> tuple[Any, str]:
+    """Prompt and answer in column ``name``. A conversation brings its own prompt, with or without a column for it."""
+    prompt, value = row.get("prompt"), row.get(name)
+    if isinstance(value, str):
+        return prompt, value
+    if not isinstance(value, Sequence) or len(value) == 0:
+        raise DataError(f"{where}: got {value!r}, wanted text or a list of chat messages")
+    last = value[-1]
+    if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise DataError(f"{where}: the last message is {last!r}, wanted the assistant's, with text as content")
+    if len(value) == 1 and prompt is None:
+        raise DataError(f"{where}: one message and no column prompt; wanted the whole conversation")
+    return list(value[:-1]) or prompt, last["content"]
+
+
+def _encoded_prompts(
+    prompts: Sequence[str | list[Message] | None],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: Literal["auto", "none"],
+    system_prompt: str | None,
+    places: Sequence[str],
+) -> list[tuple[str, list[int]]]:
+    """Queries as text and ids; for a whole text an empty one, or the token that the tokenizer puts before text."""
+    given = [i for i, prompt in enumerate(prompts) if prompt is not None]
+    if system_prompt is not None and len(given) < len(prompts):
+        raise ConfigError(
+            "data.system_prompt needs prompts to be put before, and some rows are whole texts: leave it out"
+        )
+    queries: dict[int, tuple[str, list[int]]] = {}
+    if given:
+        texts, ids = encoded_queries(
+            [prompts[i] for i in given], tokenizer, chat_template, system_prompt, [places[i] for i in given]
+        )
+        queries = dict(zip(given, zip(texts, ids, strict=True), strict=True))
+    bos = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
+    return [queries.get(i, ("", bos)) for i in range(len(prompts))]
+
+
+def _encoded_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase, closing_id: int) -> list[list[int]]:
+    """Token ids of answers, each closed by one end token."""
+    bare = [answer.removesuffix(tokenizer.eos_token) for answer in answers]
+    return [[*ids, closing_id] for ids in tokenizer(bare, add_special_tokens=False)["input_ids"]]
+
+
+def _closing_id(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
+    """The token that ends an answer: the end token that the chat template puts after one, else the tokenizer's."""
+    if tokenizer.chat_template is not None:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]
+        if found := [token for token in ids if token in end_ids]:
+            return found[-1]
+    return tokenizer.eos_token_id

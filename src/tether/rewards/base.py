@@ -1,0 +1,85 @@
+"""What every reward source needs: the check of its scores, and scoring token sequences in batches."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.data.collate import pad_left, plan_micro_batches
+from tether.errors import RewardResponseError
+
+ScoreBatch = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(ids [M T], mask [M T], position_ids [M T]) → scores [M]."""
+
+
+def checked(scores: Any, n: int, source: str) -> list[float]:
+    """The scores as ``n`` finite floats, in their order.
+
+    Booleans, integers, NumPy numbers and zero-dimensional tensors count as numbers; a one-dimensional array or tensor
+    counts as a list.
+
+    Args:
+        scores: what a source answered, of any type.
+        source: how messages name the source.
+
+    Raises:
+        RewardResponseError: it is no list, has another length, or holds something that is no finite number; a missing
+            score is never taken for 0.
+    """
+    values = _as_list(scores)
+    if values is None:
+        raise RewardResponseError(f"{source} returned {_shown(scores)}; wanted a list of {n} numbers, one an answer")
+    if len(values) != n:
+        raise RewardResponseError(f"{source} returned {len(values)} scores for {n} answers; wanted one an answer")
+    return [_number(value, row, n, source) for row, value in enumerate(values)]
+
+
+def score_sequences(
+    sequences: Sequence[Sequence[int]], score_batch: ScoreBatch, *, batch_size: int, device: torch.device | str
+) -> list[float]:
+    """Scores of token sequences in their order, computed in batches of similar lengths.
+
+    Args:
+        sequences: token ids without padding, at least one in each.
+        score_batch: scores one left-padded batch on ``device``.
+    """
+    scores = [math.nan] * len(sequences)
+    for rows in plan_micro_batches([0] * len(sequences), [len(ids) for ids in sequences], batch_size):
+        ids, mask, position_ids = (tensor.to(device) for tensor in pad_left([sequences[row] for row in rows]))
+        for row, score in zip(rows, score_batch(ids, mask, position_ids).tolist(), strict=True):
+            scores[row] = score
+    return scores
+
+
+def _as_list(scores: Any) -> list[Any] | None:
+    """``scores`` as a list, or None if it is not a series of values."""
+    if isinstance(scores, str | bytes | Mapping | Set):
+        return None
+    values = scores.tolist() if hasattr(scores, "tolist") else scores
+    return list(values) if isinstance(values, Iterable) else None
+
+
+def _number(value: Any, row: int, n: int, source: str) -> float:
+    """``value`` as a finite float."""
+    plain = value.item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(plain, numbers.Real):
+        try:
+            number = float(plain)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise RewardResponseError(
+        f"{source} returned {_shown(value)} for answer {row} of {n} (counted from 0); wanted one finite number"
+    )
+
+
+def _shown(value: Any) -> str:
+    """The value and its type, short enough for a message."""
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

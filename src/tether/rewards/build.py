@@ -1,0 +1,125 @@
+"""From configuration to reward sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tether.config.schema import AdapterReward, FunctionReward, ModelReward, RewardConfig
+from tether.errors import ModelError
+from tether.models.loading import load_classifier, load_tokenizer
+from tether.models.paths import ADAPTER_CONFIG, check_model_path
+from tether.models.roles import ModelRoles
+from tether.rewards.adapter import AdapterSource
+from tether.rewards.combine import Part, WeightedSum
+from tether.rewards.function import FunctionSource, check_columns, load_function
+from tether.rewards.model import ModelSource
+from tether.types import RewardSource
+
+
+def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None = None) -> None:
+    """Checks everything about reward sources that shows before a model is loaded.
+
+    Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label.
+
+    Args:
+        configs: the sources.
+        columns: the dataset's other columns, if they are known: then also that functions find those they require.
+
+    Raises:
+        ConfigError, ModelError: the first mistake, with its key.
+    """
+    for i, config in enumerate(configs):
+        key = f"rewards.{i}"
+        match config:
+            case FunctionReward():
+                function = load_function(config.path, config.name, key)
+                if columns is not None:
+                    check_columns(function, columns, config.name, key)
+            case AdapterReward():
+                check_model_path(config.path, f"{key}.path")
+                _check_reward_adapter(config.path, f"{key}.path")
+            case ModelReward():
+                check_model_path(config.path, f"{key}.path")
+                _check_one_label(config.path, f"{key}.path")
+
+
+def build_rewards(
+    configs: Sequence[RewardConfig],
+    names: Sequence[str],
+    *,
+    roles: ModelRoles,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device | str,
+) -> RewardSource:
+    """The weighted sum of the configured sources, each a component under its name.
+
+    Args:
+        names: of the sources, unique, in the order of ``configs``.
+        roles: the policy's models, which share their base with reward adapters.
+        tokenizer: the policy's.
+
+    Raises:
+        ConfigError, ModelError: a source cannot be loaded.
+    """
+    parts = []
+    for i, (config, name) in enumerate(zip(configs, names, strict=True)):
+        source: RewardSource
+        match config:
+            case FunctionReward():
+                source = FunctionSource(load_function(config.path, config.name, f"rewards.{i}"), name)
+            case AdapterReward():
+                roles.add_reward_adapter(name, config.path)
+                source = AdapterSource(roles, name, batch_size=config.batch_size, device=device)
+            case ModelReward():
+                source = _model_source(config, name, tokenizer, device)
+        parts.append(Part(name, config.weight, source))
+    return WeightedSum(parts)
+
+
+def _model_source(
+    config: ModelReward, name: str, policy_tokenizer: PreTrainedTokenizerBase, device: torch.device | str
+) -> ModelSource:
+    where = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    return ModelSource(
+        load_classifier(config.path, dtype=dtype, **where).to(device),
+        load_tokenizer(config.path, **where),
+        policy_tokenizer,
+        name=name,
+        batch_size=config.batch_size,
+        max_length=config.max_length,
+        device=device,
+    )
+
+
+def _check_reward_adapter(path: str, key: str) -> None:
+    """Raises ``ModelError`` if a local folder is something else than a reward adapter."""
+    if not Path(path).is_dir():
+        return
+    settings = _json(Path(path) / ADAPTER_CONFIG)
+    if settings is None:
+        raise ModelError(f"{key}: {path} is a full model, not an adapter; use type model, or give the adapter's folder")
+    if settings.get("task_type") not in ("SEQ_CLS", None):
+        raise ModelError(
+            f"{key}: {path} is an adapter for {settings['task_type']}; wanted a reward adapter, which is trained as a "
+            "sequence classifier (SEQ_CLS) and brings its head"
+        )
+
+
+def _check_one_label(path: str, key: str) -> None:
+    """Raises ``ModelError`` if a local folder holds a classifier of several labels."""
+    settings = _json(Path(path) / "config.json")
+    if settings is None or (Path(path) / ADAPTER_CONFIG).exists():
+        return
+    labels = settings.get("num_labels") or len(settings.get("id2label", range(2)))  # 2 is left out
+    if labels != 1 and any(kind.endswith("ForSequenceClassification") for kind in settings.get("architectures") or []):
+        raise ModelError(f"{key}: {path} is a classifier with {labels} labels; wanted one label (num_labels=1)")
+
+
+def _json(file: Path) -> dict | None:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

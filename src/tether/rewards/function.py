@@ -1,0 +1,212 @@
+"""Python functions as reward sources: ``f(prompts, completions, **columns) -> list[float]``."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import inspect
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from types import ModuleType
+from typing import Any
+
+from tether.errors import ConfigError, RewardError
+from tether.rewards.base import checked
+from tether.types import RewardBatch, RewardOutput
+
+RewardFunction = Callable[..., Any]
+
+_OURS = ("prompts", "completions")
+_SEARCH_SECONDS = 10.0
+
+
+class FunctionSource:
+    """Scores answers by a Python function, called once a batch.
+
+    Prompts that the dataset had as chat messages are given as messages, and their completions as
+    ``[{"role": "assistant", "content": text}]``; text is given as text. Of the dataset's other columns the function
+    gets those that its signature names, or all if it takes ``**kwargs``. An ``async`` function is awaited.
+
+    Args:
+        function: returns one number an answer, in order.
+        name: how messages name it.
+    """
+
+    def __init__(self, function: RewardFunction, name: str) -> None:
+        self.function = function
+        self.name = name
+
+    def score(self, batch: RewardBatch) -> RewardOutput:
+        """The function's scores.
+
+        Raises:
+            RewardError: the function raised, or needs a column that the dataset lacks.
+            RewardResponseError: it did not return one finite number an answer.
+        """
+        missing = missing_columns(self.function, batch.columns)
+        if missing:
+            raise RewardError(_missing_message(f"reward function {self.name}", missing, batch.columns))
+        rows = range(len(batch))
+        try:
+            scores = self._call(batch, rows)
+        except Exception as error:
+            raise RewardError(
+                f"reward function {self.name} raised {type(error).__name__}: {error} ({self._where(batch, rows)})"
+            ) from error
+        return RewardOutput(checked(scores, len(batch), f"reward function {self.name}"))
+
+    def _call(self, batch: RewardBatch, rows: Sequence[int]) -> Any:
+        """What the function returns for these rows of the batch."""
+        prompts = [batch.prompts[row] for row in rows]
+        completions = [
+            batch.responses[row]
+            if isinstance(batch.prompts[row], str)
+            else [{"role": "assistant", "content": batch.responses[row]}]
+            for row in rows
+        ]
+        columns = {
+            name: [values[row] for row in rows]
+            for name, values in batch.columns.items()
+            if name not in _OURS and _accepts(self.function, name)
+        }
+        result = self.function(prompts=prompts, completions=completions, **columns)
+        return _awaited(result) if inspect.isawaitable(result) else result
+
+    def _where(self, batch: RewardBatch, rows: Sequence[int]) -> str:
+        """The first row that fails alone, or all rows if none does within a few seconds."""
+        deadline = time.monotonic() + _SEARCH_SECONDS
+        for row in rows:
+            if time.monotonic() > deadline:
+                break
+            try:
+                self._call(batch, [row])
+            except Exception as error:
+                return f"answer {row} of {len(rows)}, counted from 0, fails alone too, with {type(error).__name__}"
+        return f"answers 0 to {len(rows) - 1} of one batch"
+
+
+def load_function(path: str, name: str, key: str) -> RewardFunction:
+    """The function ``name`` of a ``.py`` file or of an importable module.
+
+    A file is run under a module name made from its full path, so that two files of one name never meet, and once only
+    as long as it does not change.
+
+    Args:
+        key: the configuration key that messages begin with.
+
+    Raises:
+        ConfigError: no such file, module or function; the file fails to import; the function does not take
+            ``prompts`` and ``completions`` by name.
+    """
+    module = _file_module(path, key) if path.endswith(".py") else _import(path, key)
+    function = getattr(module, name, None)
+    if function is None:
+        defined = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
+        raise ConfigError(f"{key}.name: {path} has no {name}; it has {', '.join(sorted(defined)) or 'no functions'}")
+    if not callable(function):
+        raise ConfigError(f"{key}.name: {name} in {path} is a {type(function).__name__}, wanted a function")
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}.name: {name} in {path} does not tell its arguments: {error}") from error
+    refused = [ours for ours in _OURS if not _accepts(function, ours)]
+    if refused:
+        raise ConfigError(
+            f"{key}.name: {name}{inspect.signature(function)} in {path} does not take {' and '.join(refused)}; "
+            "wanted f(prompts, completions, **columns)"
+        )
+    return function
+
+
+def missing_columns(function: RewardFunction, columns: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Arguments that the function requires and that are not among the dataset's columns."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.default is parameter.empty
+        and parameter.name not in _OURS
+        and parameter.name not in columns
+    ]
+
+
+def check_columns(function: RewardFunction, columns: Sequence[str], name: str, key: str) -> None:
+    """Checks that the dataset has every column that the function requires.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    missing = missing_columns(function, columns)
+    if missing:
+        raise ConfigError(f"{key}: " + _missing_message(f"function {name}", missing, columns))
+
+
+def _missing_message(what: str, missing: Sequence[str], columns: Mapping[str, Any] | Sequence[str]) -> str:
+    return (
+        f"{what} needs {', '.join(missing)}, but the dataset's columns are {', '.join(columns) or 'none'}; "
+        "give the argument a default or add the column"
+    )
+
+
+def _awaited(result: Awaitable[Any]) -> Any:
+    """What the awaitable gives, also where the calling thread already runs an event loop, as notebooks do."""
+
+    async def main() -> Any:
+        return await result
+
+    return asyncio.run_coroutine_threadsafe(main(), _event_loop()).result()
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all calls, so that a client that a function keeps between calls stays usable."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True, name="tether-rewards").start()
+    return loop
+
+
+def _accepts(function: RewardFunction, name: str) -> bool:
+    """Whether the function takes an argument of this name."""
+    parameters = inspect.signature(function).parameters.values()
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(p.kind is p.VAR_KEYWORD or (p.kind in by_name and p.name == name) for p in parameters)
+
+
+def _file_module(path: str, key: str) -> ModuleType:
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(f"{key}.path: there is no file {file}")
+    try:
+        return _run_file(file, file.read_bytes())
+    except Exception as error:
+        raise ConfigError(f"{key}.path: {path} does not run: {type(error).__name__}: {error}") from error
+
+
+@cache
+def _run_file(file: Path, source: bytes) -> ModuleType:
+    """The module that the file defines."""
+    name = f"tether_reward_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}_{file.stem}"
+    module = ModuleType(name)
+    module.__file__ = str(file)
+    sys.modules[name] = module  # dataclasses and pickle look modules up by name
+    try:
+        exec(compile(source, str(file), "exec"), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import(path: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(path)
+    except Exception as error:
+        raise ConfigError(
+            f"{key}.path: cannot import {path}: {type(error).__name__}: {error}; "
+            "wanted a .py file or the import path of an installed module"
+        ) from error

@@ -1,0 +1,5 @@
+"""A reward function in an importable module."""
+
+
+def length(prompts, completions):
+    return [float(len(completion)) for completion in completions]

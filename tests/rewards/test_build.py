@@ -1,0 +1,145 @@
+"""From configuration to sources: what is checked before a model is loaded, and what is built."""
+
+import json
+
+import peft
+import pytest
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import load_file
+
+from tests.rewards.batches import chat_batch
+from tests.tiny import save_tiny, tiny_classifier, tiny_tokenizer
+from tether.config.schema import RewardConfig, RunConfig
+from tether.errors import ConfigError, ModelError
+from tether.models.adapters import with_adapter
+from tether.models.loading import classifier_on, load_causal_lm, load_tokenizer
+from tether.models.roles import ModelRoles, build_roles
+from tether.rewards.build import build_rewards, check_rewards
+from tether.types import RewardSource
+
+TURNS = [("the cat sees", "good"), ("it is a very nice day", "the sun and the blue night")]
+
+
+def configs(*sources):
+    return [TypeAdapter(RewardConfig).validate_python(source) for source in sources]
+
+
+@pytest.fixture
+def function_file(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text("def words(prompts, completions): return [len(c[0]['content'].split()) for c in completions]")
+    return str(file)
+
+
+def save_reward_adapter(folder, base, *, seed=1):
+    """A LoRA adapter of a sequence classifier on ``base`` with weights far from zero."""
+    torch.manual_seed(seed)
+    model = classifier_on(load_causal_lm(str(base), dtype=torch.float32))
+    settings = {"task_type": "SEQ_CLS", "r": 4, "target_modules": "all-linear", "modules_to_save": ["score"]}
+    adapted = with_adapter(model, peft.LoraConfig(base_model_name_or_path=str(base), **settings))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    return adapted.get_base_model().eval()
+
+
+def test_sources_of_every_kind_add_up(tmp_path, function_file):
+    policy = save_tiny(tmp_path / "policy")
+    save_tiny(tmp_path / "judge", num_labels=1, seed=3)
+    classifier = save_reward_adapter(tmp_path / "adapter", policy)
+    run = RunConfig.model_validate(
+        {
+            "model": {"path": str(policy), "lora": {"r": 2}},
+            "rewards": [
+                {"type": "model", "path": str(tmp_path / "judge"), "weight": 0.5},
+                {"type": "adapter", "path": str(tmp_path / "adapter"), "batch_size": 1},
+                {"type": "function", "path": function_file, "name": "words", "weight": -0.25},
+            ],
+            "data": {"prompts": "prompts.jsonl"},
+            "train": {"max_steps": 1},
+            "output_dir": str(tmp_path / "out"),
+        }
+    )
+    tokenizer = load_tokenizer(str(policy))
+    roles = build_roles(run, tokenizer, device="cpu", mixed_precision=False)
+    rewards = build_rewards(run.rewards, run.reward_names, roles=roles, tokenizer=tokenizer, device="cpu")
+    assert isinstance(rewards, RewardSource)
+    batch = chat_batch(tokenizer, TURNS)
+    output = rewards.score(batch)
+
+    assert list(output.components) == ["model_0", "adapter_1", "words"]
+    ids = [torch.tensor([q + r]) for q, r in zip(batch.query_ids, batch.response_ids, strict=True)]
+    with torch.no_grad():
+        judge = tiny_classifier(seed=3).eval()
+        by_model = [judge.score(judge.base_model(i).last_hidden_state)[0, -1].item() for i in ids]
+        by_adapter = [classifier.score(classifier.base_model(i).last_hidden_state)[0, -1].item() for i in ids]
+    assert output.components["model_0"] == pytest.approx(by_model, abs=1e-5)
+    assert output.components["adapter_1"] == pytest.approx(by_adapter, abs=1e-5)
+    assert output.components["words"] == [1.0, 6.0]
+    sums = [0.5 * m + a - 0.25 * w for m, a, w in zip(by_model, by_adapter, (1.0, 6.0), strict=True)]
+    assert output.scores == pytest.approx(sums, abs=1e-5)
+
+
+def test_checks_pass_what_can_be_built(tmp_path, function_file):
+    base = save_tiny(tmp_path / "base")
+    save_tiny(tmp_path / "judge", num_labels=1)
+    save_reward_adapter(tmp_path / "adapter", base)
+    sources = configs(
+        {"type": "model", "path": str(tmp_path / "judge")},
+        {"type": "model", "path": str(tmp_path / "adapter")},
+        {"type": "adapter", "path": str(tmp_path / "adapter")},
+        {"type": "function", "path": function_file, "name": "words"},
+    )
+    check_rewards(sources)
+    check_rewards(sources, columns=["answer"])
+
+
+def test_mistakes_are_found_before_a_model_is_loaded(tmp_path, function_file):
+    save_tiny(tmp_path / "two", num_labels=2)
+    base = save_tiny(tmp_path / "base")
+    save_reward_adapter(tmp_path / "adapter", base)
+    policy_adapter = tmp_path / "policy-adapter"
+    policy_adapter.mkdir()
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (policy_adapter / "adapter_config.json").write_text(json.dumps(settings | {"task_type": "CAUSAL_LM"}))
+    (policy_adapter / "adapter_model.safetensors").write_bytes(
+        (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    )
+    good = {"type": "function", "path": function_file, "name": "words"}
+    for source, error, message in [
+        ({"type": "model", "path": str(tmp_path / "none")}, ModelError, r"rewards\.1\.path: .*none does not exist"),
+        (
+            {"type": "model", "path": str(tmp_path / "two")},
+            ModelError,
+            r"rewards\.1\.path: .* with 2 labels; wanted one",
+        ),
+        ({"type": "adapter", "path": str(base)}, ModelError, r"rewards\.1\.path: .* a full model, not an adapter"),
+        ({"type": "adapter", "path": str(policy_adapter)}, ModelError, r"is an adapter for CAUSAL_LM; wanted a reward"),
+        ({"type": "function", "path": function_file, "name": "word"}, ConfigError, r"rewards\.1\.name: .*has no word"),
+    ]:
+        with pytest.raises(error, match=message):
+            check_rewards(configs(good, source))
+
+
+def test_a_column_that_a_function_needs_is_checked_once_the_columns_are_known(tmp_path):
+    file = tmp_path / "graded.py"
+    file.write_text("def graded(prompts, completions, answer): return [0.0]")
+    sources = configs({"type": "function", "path": str(file), "name": "graded"})
+    check_rewards(sources)
+    check_rewards(sources, columns=["answer"])
+    with pytest.raises(ConfigError, match=r"rewards\.0: function graded needs answer, .* columns are none"):
+        check_rewards(sources, columns=[])
+
+
+def test_dtype_of_a_model_source(tmp_path):
+    save_tiny(tmp_path, num_labels=1)
+    assert load_file(tmp_path / "model.safetensors")["score.weight"].dtype == torch.float32
+    sources = configs({"type": "model", "path": str(tmp_path), "dtype": "bfloat16"})
+    built = build_rewards(
+        sources, ["judge"], roles=object.__new__(ModelRoles), tokenizer=tiny_tokenizer(), device="cpu"
+    )
+    model = built.parts[0].source.model
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert model.score.weight.dtype == torch.float32

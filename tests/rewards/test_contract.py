@@ -1,0 +1,96 @@
+"""What every reward source promises, whichever it is."""
+
+import math
+
+import peft
+import pytest
+import torch
+
+from tests.rewards.batches import chat_batch
+from tests.tiny import save_tiny
+from tether.config.schema import RunConfig
+from tether.models.adapters import with_adapter
+from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer
+from tether.models.roles import build_roles
+from tether.rewards.adapter import AdapterSource
+from tether.rewards.combine import Part, WeightedSum
+from tether.rewards.fake import FakeRewards
+from tether.rewards.function import FunctionSource
+from tether.rewards.model import ModelSource
+from tether.types import RewardOutput, RewardSource
+
+TURNS = [("the cat sees", "good"), ("it is", "the sun and the blue night"), ("rain", "bad bad bad"), ("you", "dog")]
+
+
+def fake(folder):
+    return FakeRewards(lambda query, response: float(len(query) - len(response)))
+
+
+def function(folder):
+    return FunctionSource(lambda prompts, completions: [len(c[0]["content"]) for c in completions], "length")
+
+
+def model(folder):
+    save_tiny(folder / "judge", num_labels=1)
+    tokenizer = load_tokenizer(str(folder / "judge"))
+    options = {"name": "judge", "batch_size": 2, "max_length": None, "device": "cpu"}
+    return ModelSource(load_classifier(str(folder / "judge")), tokenizer, tokenizer, **options)
+
+
+def adapter(folder):
+    base = str(save_tiny(folder / "policy"))
+    settings = {"task_type": "SEQ_CLS", "target_modules": "all-linear", "modules_to_save": ["score"]}
+    torch.manual_seed(0)
+    judge = classifier_on(load_causal_lm(base, dtype=torch.float32))
+    torch.nn.init.normal_(judge.score.weight)
+    adapted = with_adapter(judge, peft.LoraConfig(base_model_name_or_path=base, **settings))
+    adapted.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    run = RunConfig.model_validate(
+        {
+            "model": {"path": base, "lora": {}},
+            "rewards": [{"type": "adapter", "path": str(folder / "adapter"), "name": "judge"}],
+            "data": {"prompts": "prompts.jsonl"},
+            "train": {"max_steps": 1},
+            "output_dir": "out",
+        }
+    )
+    roles = build_roles(run, load_tokenizer(base), device="cpu", mixed_precision=False)
+    roles.add_reward_adapter("judge", str(folder / "adapter"))
+    return AdapterSource(roles, "judge", batch_size=3, device="cpu")
+
+
+def weighted_sum(folder):
+    return WeightedSum([Part("fake", 0.5, fake(folder)), Part("length", -1.0, function(folder))])
+
+
+@pytest.fixture(params=[fake, function, model, adapter, weighted_sum], ids=lambda make: make.__name__)
+def source(request, tmp_path):
+    return request.param(tmp_path)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return load_tokenizer(str(save_tiny(tmp_path / "words")))
+
+
+def test_one_finite_score_an_answer_that_differs_between_answers(source, tokenizer):
+    assert isinstance(source, RewardSource)
+    output = source.score(chat_batch(tokenizer, TURNS))
+    assert isinstance(output, RewardOutput)
+    assert len(output.scores) == len(TURNS)
+    assert all(type(score) is float and math.isfinite(score) for score in output.scores)
+    assert len(set(output.scores)) > 1
+    assert all(len(values) == len(TURNS) for values in output.components.values())
+
+
+def test_a_score_belongs_to_its_answer_alone(source, tokenizer):
+    scores = source.score(chat_batch(tokenizer, TURNS)).scores
+    assert source.score(chat_batch(tokenizer, TURNS[::-1])).scores[::-1] == pytest.approx(scores, abs=1e-5)
+    for turn, score in zip(TURNS, scores, strict=True):
+        assert source.score(chat_batch(tokenizer, [turn])).scores == pytest.approx([score], abs=1e-5)
+
+
+def test_the_batch_is_left_as_it_was(source, tokenizer):
+    batch, untouched = chat_batch(tokenizer, TURNS), chat_batch(tokenizer, TURNS)
+    source.score(batch)
+    assert batch == untouched

@@ -1,0 +1,181 @@
+"""Python functions as judges: what they are given, what they may answer, how their mistakes are told."""
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.rewards.batches import text_batch
+from tether.errors import ConfigError, RewardError, RewardResponseError
+from tether.rewards.function import FunctionSource, check_columns, load_function
+
+MESSAGES = [{"role": "system", "content": "be nice"}, {"role": "user", "content": "hi"}]
+
+
+def scores(function, batch):
+    return FunctionSource(function, "brevity").score(batch).scores
+
+
+def test_text_prompts_come_as_text_and_chat_prompts_as_messages():
+    seen = SimpleNamespace()
+
+    def judge(prompts, completions):
+        seen.prompts, seen.completions = prompts, completions
+        return [0.0] * len(prompts)
+
+    scores(judge, text_batch("yes", "no", prompts=["why?", MESSAGES]))
+    assert seen.prompts == ["why?", MESSAGES]
+    assert seen.completions == ["yes", [{"role": "assistant", "content": "no"}]]
+
+
+def test_only_columns_that_the_signature_names_are_passed():
+    def judge(prompts, completions, *, answer, unused=None):
+        assert unused is None
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    assert scores(judge, text_batch("4", "5", answer=["4", "6"], source=["x", "y"])) == [1.0, 0.0]
+
+
+def test_keyword_arguments_take_every_column():
+    def judge(completions, **kwargs):
+        assert sorted(kwargs) == ["answer", "prompts", "source"]
+        return [0.0] * len(completions)
+
+    assert scores(judge, text_batch("4", answer=["4"], source=["x"])) == [0.0]
+
+
+def test_a_column_never_replaces_prompts_or_completions():
+    assert scores(lambda prompts, completions: [len(completions[0])], text_batch("four", completions=["x"])) == [4.0]
+
+
+def test_a_required_column_that_is_missing_is_named_with_those_there_are():
+    def judge(prompts, completions, answer):
+        return [0.0]
+
+    with pytest.raises(RewardError, match=r"brevity needs answer, .* columns are source; "):
+        scores(judge, text_batch("4", source=["x"]))
+    with pytest.raises(ConfigError, match=r"rewards\.1: function brevity needs answer, .* columns are source, id; "):
+        check_columns(judge, ["source", "id"], "brevity", "rewards.1")
+    check_columns(judge, ["answer"], "brevity", "rewards.1")
+
+
+@pytest.mark.parametrize("answer", [[1.0, None], [1.0, float("nan")]], ids=repr)
+def test_a_missing_score_is_an_error_that_names_function_and_row(answer):
+    with pytest.raises(RewardResponseError, match=r"reward function brevity returned .* for answer 1 of 2"):
+        scores(lambda prompts, completions: answer, text_batch("a", "b"))
+
+
+def test_an_exception_names_the_answer_that_causes_it():
+    def judge(prompts, completions):
+        return [1 / len(completion) for completion in completions]
+
+    with pytest.raises(RewardError, match=r"brevity raised ZeroDivisionError.*answer 2 of 3") as caught:
+        scores(judge, text_batch("a", "b", ""))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_exception_that_no_answer_causes_alone_names_them_all():
+    def judge(prompts, completions):
+        if len(completions) > 1:
+            raise RuntimeError("too many")
+        return [0.0]
+
+    with pytest.raises(RewardError, match=r"brevity raised RuntimeError: too many \(answers 0 to 2 of one batch"):
+        scores(judge, text_batch("a", "b", "c"))
+
+
+def test_async_functions_share_one_event_loop():
+    loops = []
+
+    async def judge(prompts, completions):
+        await asyncio.sleep(0)
+        loops.append(asyncio.get_running_loop())
+        return [float(len(completion)) for completion in completions]
+
+    source = FunctionSource(judge, "brevity")
+    assert source.score(text_batch("a", "bb")).scores == [1.0, 2.0]
+    assert source.score(text_batch("ccc")).scores == [3.0]
+    assert loops[0] is loops[1]
+
+
+def test_async_functions_run_inside_a_running_loop():
+    async def judge(prompts, completions):
+        await asyncio.sleep(0)
+        return [1.0]
+
+    async def notebook():
+        return scores(judge, text_batch("a"))
+
+    assert asyncio.run(notebook()) == [1.0]
+
+
+def test_an_exception_in_an_async_function_is_told_like_any_other():
+    async def judge(prompts, completions):
+        raise KeyError("gone")
+
+    with pytest.raises(RewardError, match="brevity raised KeyError: 'gone'"):
+        scores(judge, text_batch("a"))
+
+
+def test_two_files_of_one_name_do_not_meet(tmp_path):
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "judge.py").write_text(f"def f(prompts, completions): return [{number}]")
+    before = set(sys.modules)
+    one, two = (load_function(str(tmp_path / n / "judge.py"), "f", "rewards.0") for n in ("1", "2"))
+    assert (one([], []), two([], [])) == ([1], [2])
+    assert "judge" not in set(sys.modules) - before
+
+
+def test_a_file_runs_once_until_it_changes(tmp_path):
+    file = tmp_path / "judge.py"
+    file.write_text("calls = []\ndef f(prompts, completions): calls.append(1); return [len(calls)]")
+    first = load_function(str(file), "f", "rewards.0")
+    assert load_function(str(file), "f", "rewards.0") is first
+    file.write_text("calls = []\ndef f(prompts, completions): calls.append(2); return [len(calls)]")
+    assert load_function(str(file), "f", "rewards.0") is not first
+
+
+def test_dataclasses_with_text_annotations_work_in_a_file(tmp_path):
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "from __future__ import annotations\nimport pickle\nfrom dataclasses import dataclass, KW_ONLY\n"
+        "@dataclass\nclass Score:\n    _: KW_ONLY\n    value: float = 1.5\n"
+        "def f(prompts, completions): return [pickle.loads(pickle.dumps(Score(value=2.5))).value]"
+    )
+    assert load_function(str(file), "f", "rewards.0")([], []) == [2.5]
+
+
+def test_functions_come_from_import_paths_too():
+    assert load_function("tests.rewards.judges", "length", "rewards.0")(["p"], ["four"]) == [4.0]
+
+
+def test_what_cannot_be_loaded_is_told_with_key_got_and_wanted(tmp_path):
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "import math\nlimit = 3\ndef short(prompts, completions): ...\ndef blind(prompts): ...\n"
+        "def by_place(prompts, completions, /): ...\n"
+    )
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_module_at_all")
+    path = str(file)
+    for arguments, message in {
+        (str(tmp_path / "none.py"), "f"): r"rewards\.1\.path: there is no file .*none\.py",
+        (str(broken), "f"): r"rewards\.1\.path: .*broken\.py does not run: ModuleNotFoundError: .*no_such_module",
+        ("no.such.module", "f"): r"rewards\.1\.path: cannot import no\.such\.module: .*wanted a \.py file",
+        (path, "shrot"): r"rewards\.1\.name: .*judge\.py has no shrot; it has blind, by_place, short",
+        (path, "limit"): r"rewards\.1\.name: limit in .* is a int, wanted a function",
+        (path, "blind"): r"rewards\.1\.name: blind\(prompts\) in .* does not take completions; wanted f\(prompts",
+        (path, "by_place"): r"does not take prompts and completions",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_function(*arguments, "rewards.1")
+
+
+def test_a_file_that_fails_leaves_no_module_behind(tmp_path):
+    file = tmp_path / "broken_judge.py"
+    file.write_text("raise ValueError('on purpose')")
+    with pytest.raises(ConfigError, match="ValueError: on purpose"):
+        load_function(str(file), "f", "rewards.0")
+    assert not [name for name in sys.modules if "broken_judge" in name]

@@ -1,0 +1,42 @@
+"""Keys of ``tether reward``: defaults that depend on others, and combinations that are refused."""
+
+import pytest
+from pydantic import ValidationError
+
+from tether.config.reward_stage import RewardStageConfig
+
+
+def config(**sections):
+    minimal = {"model": {"path": "m"}, "data": {"pairs": "p.jsonl"}, "output_dir": "out"}
+    return RewardStageConfig.model_validate(minimal | sections)
+
+
+def test_learning_rate_follows_the_tuning_mode():
+    assert config().learning_rate == 1e-5
+    assert config(model={"path": "m", "lora": {}}).learning_rate == 1e-4
+    assert config(train={"learning_rate": 2e-3}).learning_rate == 2e-3
+
+
+def test_a_tenth_is_held_out_unless_pairs_are_given_or_another_share():
+    assert config().data.held_out_fraction == 0.1
+    assert config(data={"pairs": "p", "eval_pairs": "e"}).data.held_out_fraction == 0.0
+    assert config(data={"pairs": "p", "eval_fraction": 0.0}).data.held_out_fraction == 0.0
+    assert config(data={"pairs": "p", "eval_fraction": 0.25}).data.held_out_fraction == 0.25
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"data": {"pairs": "p", "eval_pairs": "e", "eval_fraction": 0.1}},
+            r"eval_pairs \(e\) and eval_fraction \(0\.1\)",
+        ),
+        ({"data": {"pairs": "p", "eval_fraction": 1.0}}, "leaves nothing to train on"),
+        ({"train": {"batch_size": 16, "micro_batch_size": 6}}, "6 must divide batch_size 16: set batch_size to 12"),
+        ({"train": {"batch_size": 4, "micro_batch_size": 6}}, "6 must divide batch_size 4: set batch_size to 6"),
+        ({"training": {}}, "Extra inputs are not permitted"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_both_values_and_a_way_out(sections, message):
+    with pytest.raises(ValidationError, match=message):
+        config(**sections)

@@ -11,9 +11,9 @@ from tether.config.schema import RunConfig
 
 PROMPTS = ("the cat sees", "i like the dog", "you run and", "it is a good day", "the sun is red")
 REWARD = '''
-def red(prompts, completions, **columns):
-    """How often an answer says red."""
-    return [float(sum(word == "red" for word in text.split())) for text in completions]
+def letters(prompts, completions, **columns):
+    """Tenths of an answer's letters: hardly two answers have the same score."""
+    return [len(text) / 10 for text in completions]
 '''
 
 
@@ -32,7 +32,7 @@ def tiny_run(folder: Path, *, kind: str = "llama", tied: bool = True, **changes:
     reward.write_text(REWARD, encoding="utf-8")
     config: dict[str, Any] = {
         "model": {"path": str(model)},
-        "rewards": [{"type": "function", "path": str(reward), "name": "red"}],
+        "rewards": [{"type": "function", "path": str(reward), "name": "letters"}],
         "data": {"prompts": str(prompts)},
         "sampling": {"response_length": 6},
         "ppo": {"num_ppo_epochs": 2},

@@ -1,6 +1,7 @@
 """The trainer's parameters after an update equal those of an update written a second time, row by row.
 
-In float64: in float32 Adam turns the rounding of a gradient that is really 0 (GPT-2's key biases) into steps. Llama's norms stay in float32 even so.
+In float64: in float32 Adam turns the rounding of a gradient that is really 0 (GPT-2's key biases) into
+steps. Llama's norms stay in float32 even so.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ SHOWN_SAMPLES = 4
 
 
 class RunLog:
-    """Writes every update to metrics.jsonl; shows and tracks every ``logging_steps``-th.
+    """Writes every update to metrics.jsonl, shows it, and tracks every ``logging_steps``-th.
 
     Args:
         folder: the run's output folder.
         display: what the user sees.
         trackers: TensorBoard and the like.
-        logging_steps: updates between two lines on the display and in the trackers; the last update is always shown.
+        logging_steps: updates between two entries in the trackers; the last update is always one.
     """
 
     def __init__(self, folder: Path, display: Display, trackers: Trackers, *, logging_steps: int) -> None:
@@ -42,7 +42,7 @@ class RunLog:
         self.updates.append(line)
         if step % self.logging_steps == 0 or step == total:
             self.trackers.log(dict(metrics), step)
-            self.display.update(step, total, dict(metrics))
+        self.display.update(step, total, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Records an evaluation with all its answers, and shows a few."""

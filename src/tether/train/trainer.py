@@ -63,6 +63,7 @@ class PPOTrainer:
     def fit(self) -> str | None:
         """Trains to the last update. Returns None, or why the run stopped early with its state saved."""
         self.callbacks.train_begin()
+        self.log.display.update(self.state.step, self.num_updates, {})
         try:
             with self.stop:
                 if self.state.step == 0:

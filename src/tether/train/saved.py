@@ -1,0 +1,163 @@
+"""What runs and models saved, at work: ``tether evaluate`` and ``tether generate``."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tether.config.load import load_config
+from tether.config.schema import RunConfig
+from tether.data.prompts import load_prompts
+from tether.data.sources import check_source
+from tether.errors import ConfigError
+from tether.generation.hf import HFGenerator
+from tether.metrics.writers import JsonlWriter
+from tether.models.loading import check_model_path, load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.saving import load_policy
+from tether.train.display import Display, NullDisplay
+from tether.train.distributed import Dist
+from tether.train.evaluate import evaluate
+from tether.train.run import CONFIG, build_parts
+from tether.types import Request, Sampling, noise_key
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A policy judged on prompts."""
+
+    metrics: dict[str, float]
+    """``eval_scores`` and the rest, as in metrics.jsonl."""
+    samples: list[dict[str, Any]]
+    """Every prompt with its answer, as in samples.jsonl."""
+
+
+def run_config(path: Path) -> RunConfig | None:
+    """The configuration of the run that a policy folder belongs to, its root or a checkpoint in it; None if of none."""
+    for folder in (path, path.parent):
+        if (folder / CONFIG).is_file():
+            return load_config(folder / CONFIG)
+    return None
+
+
+def evaluate_path(
+    run: Path,
+    prompts: str | None = None,
+    *,
+    output: Path | None = None,
+    display: Display | None = None,
+) -> Evaluation:
+    """Answers prompts with the policy that a run saved in ``run`` and scores them by the run's own reward sources.
+
+    Args:
+        run: the run's output folder, or a checkpoint in it.
+        prompts: prompts to answer; the run's held-out prompts if left out.
+        output: file for the rows of samples.jsonl.
+
+    Raises:
+        ConfigError: ``run`` belongs to no run, there are no prompts, or ``output`` exists.
+        DataError, ModelError: what the run needs is not there any more.
+    """
+    display = display or NullDisplay()
+    config = run_config(run)
+    if config is None:
+        raise ConfigError(f"{run}: neither it nor the folder it is in has a {CONFIG}; wanted what `tether ppo` saved")
+    source = prompts or config.data.eval_prompts
+    if source is None:
+        raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
+    check_source(source, "--prompts" if prompts else "data.eval_prompts")
+    check_model_path(str(run), str(run))
+    check_output(output)
+    # The trained policy brings its own weights; the critic is not asked.
+    config = config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
+    tokenizer = load_tokenizer(str(run))
+    data = load_prompts(
+        source,
+        tokenizer,
+        split=config.data.eval_split,
+        max_prompt_length=config.data.max_prompt_length,
+        chat_template=config.data.chat_template,
+        system_prompt=config.data.system_prompt,
+        key="--prompts",
+    )
+    display.phase("loading models", 0, 1)
+    parts = build_parts(config, tokenizer, None, data, None, Dist())
+    load_policy(parts.roles, run)
+    metrics, samples = evaluate(parts, config, phase=display.phase, check=lambda: None)
+    if output is not None:
+        JsonlWriter(output).write_all(samples)
+    return Evaluation(metrics, samples)
+
+
+@torch.no_grad()
+def generate_path(
+    model: str,
+    prompts: str,
+    *,
+    output: Path | None = None,
+    response_length: int | None = None,
+    temperature: float | None = None,
+    seed: int = 42,
+    display: Display | None = None,
+) -> list[dict[str, Any]]:
+    """Answers prompts with a model, an adapter, or the policy that a run saved, sampled as its run did.
+
+    Args:
+        model: folder or hub id.
+        prompts: prompts to answer.
+        output: JSONL file for the answers.
+        response_length: most tokens of an answer; the run's, or 256.
+        temperature: 0 takes the most likely token; the run's, or 1.
+
+    Returns:
+        A row for each prompt, in order: its number, ``prompt``, ``response`` and ``finish_reason``.
+
+    Raises:
+        ConfigError: ``output`` exists.
+        DataError, ModelError: prompts or model are not usable.
+    """
+    display = display or NullDisplay()
+    check_model_path(model, "model")
+    check_source(prompts, "--prompts")
+    check_output(output)
+    run = run_config(Path(model))
+    tokenizer = load_tokenizer(model)
+    data = load_prompts(
+        prompts,
+        tokenizer,
+        split="train",
+        max_prompt_length=run.data.max_prompt_length if run else 2048,
+        chat_template=run.data.chat_template if run else "auto",
+        system_prompt=run.data.system_prompt if run else None,
+        key="--prompts",
+    )
+    display.phase("loading the model", 0, 1)
+    device = Dist().device
+    policy = load_causal_lm(model, dtype=None).to(device)
+    stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
+    length = response_length or (run.sampling.response_length if run else 256)
+    warmth = temperature if temperature is not None else (run.sampling.temperature if run else 1.0)
+    generator = HFGenerator(lambda: nullcontext(policy), batch_size=16, device=device)
+    requests = [Request(p.token_ids, noise_key(seed, "generate", p.row, 0)) for p in data.prompts]
+    rows: list[dict[str, Any]] = [{} for _ in requests]
+    display.phase("answers", 0, len(rows))
+    for done, (i, answer) in enumerate(generator.generate(requests, Sampling(length, warmth, stops)), start=1):
+        rows[i] = {
+            "row": data.prompts[i].row,
+            "prompt": data.prompts[i].source,
+            "response": tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+            "finish_reason": answer.finish_reason,
+        }
+        display.phase("answers", done, len(rows))
+    if output is not None:
+        JsonlWriter(output).write_all(rows)
+    return rows
+
+
+def check_output(output: Path | None) -> None:
+    """Raises ``ConfigError`` if the file is there already, so that nothing is written over."""
+    if output is not None and output.exists():
+        raise ConfigError(f"--output: {output} exists; name a new file")

@@ -231,7 +231,7 @@ class TrainConfig(Section):
     seed: int = 42
     """Seed of sampling, data order and initialisation."""
     logging_steps: PositiveInt = 1
-    """Updates between two lines on the terminal and in the trackers; metrics.jsonl has every update."""
+    """Updates between two entries in the trackers and callbacks; metrics.jsonl has every update."""
     log_samples: NonNegativeInt = 8
     """Training answers an update that are written to samples.jsonl."""
     eval_steps: PositiveInt | None = None

@@ -1,5 +1,6 @@
 """The command line: what is parsed, what is called, and what becomes the exit code."""
 
+import json
 import logging
 import os
 import subprocess
@@ -232,6 +233,37 @@ class TestCalls:
         assert calls == [("adapter", Path("merged"))]
         assert main(["report", "runs/first"]) == 0
         assert capsys.readouterr().out == f"merged model: merged\nreport: {Path('runs/first/report.html')}\n"
+
+    def test_evaluate_shows_numbers_and_answers(self, monkeypatch, capsys):
+        from tether.train import saved
+
+        calls = []
+
+        def evaluate_path(run, prompts, *, output, display):
+            calls.append((run, prompts, output))
+            return saved.Evaluation({"eval_scores": 0.25}, [{"prompt": "sea", "response": "foam", "score": 1.5}])
+
+        monkeypatch.setattr(saved, "evaluate_path", evaluate_path)
+        assert main(["evaluate", "runs/first", "--prompts", "p.jsonl", "-o", "out.jsonl"]) == 0
+        assert calls == [(Path("runs/first"), "p.jsonl", Path("out.jsonl"))]
+        shown = capsys.readouterr().out
+        assert all(word in shown for word in ("eval_scores", "0.25", "foam"))
+
+    def test_generate_writes_lines_of_json_unless_a_file_is_named(self, monkeypatch, capsys):
+        calls = []
+        rows = [{"row": 0, "prompt": "sea", "response": "wäve", "finish_reason": "stop"}]
+        monkeypatch.setattr("tether.train.saved.generate_path", lambda *given, **named: calls.append(named) or rows)
+        assert main(["generate", "m", "--prompts", "p.jsonl", "--temperature", "0", "--response_length=8"]) == 0
+        assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+        assert main(["generate", "m", "--prompts", "p.jsonl", "-o", "out.jsonl"]) == 0
+        assert capsys.readouterr().out == ""
+        assert [named["temperature"] for named in calls] == [0.0, None]
+        assert [named["response_length"] for named in calls] == [8, None]
+
+    @pytest.mark.parametrize("option", ["--temperature=-1", "--temperature=nan", "--response_length=0", "--seed=x"])
+    def test_a_number_out_of_range_is_2(self, option, capsys):
+        assert main(["generate", "m", "--prompts", "p.jsonl", option]) == 2
+        assert option.split("=")[0] in capsys.readouterr().err
 
     def test_an_interrupted_demo_ends_with_130(self, monkeypatch):
         calls = []

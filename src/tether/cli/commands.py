@@ -6,6 +6,8 @@ Heavy modules are imported in the command that needs them. The first line of eac
 from __future__ import annotations
 
 import argparse
+import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,10 +98,12 @@ def evaluate(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
 
     from tether.cli.display import RunDisplay
-    from tether.train.evaluate import evaluate_path
+    from tether.train.saved import evaluate_path
 
     with RunDisplay() as display:
-        evaluate_path(given.run, given.prompts, output=given.output, display=display)
+        result = evaluate_path(given.run, given.prompts, output=given.output, display=display)
+        display.samples(result.samples)
+        display.table("evaluation", ["metric", "value"], list(result.metrics.items()))
     return 0
 
 
@@ -108,12 +112,30 @@ def generate(arguments: Sequence[str]) -> int:
     parser = _parser("generate", "Answers prompts with a run's policy or any model; one JSON line an answer.")
     parser.add_argument("model", help="output folder of a run, a model or adapter folder, or a hub id")
     parser.add_argument("--prompts", required=True, help="prompts to answer")
-    parser.add_argument("-o", "--output", type=Path, help="JSONL file for the answers; the terminal if left out")
+    parser.add_argument("-o", "--output", type=Path, help="JSONL file for the answers; standard output if left out")
+    parser.add_argument("--response_length", type=_positive, help="most tokens of an answer; the run's, or 256")
+    parser.add_argument("--temperature", type=_at_least_0, help="0 takes the most likely token; the run's, or 1")
+    parser.add_argument("--seed", type=int, default=42, help="seed of sampling (default: %(default)s)")
     given = parser.parse_args(arguments)
 
-    from tether.train.evaluate import generate_path
+    from rich.console import Console
 
-    generate_path(given.model, given.prompts, output=given.output)
+    from tether.cli.display import RunDisplay
+    from tether.train.saved import generate_path
+
+    with RunDisplay(Console(stderr=True)) as display:
+        rows = generate_path(
+            given.model,
+            given.prompts,
+            output=given.output,
+            response_length=given.response_length,
+            temperature=given.temperature,
+            seed=given.seed,
+            display=display,
+        )
+    if given.output is None:
+        for row in rows:
+            print(json.dumps(row, ensure_ascii=False))
     return 0
 
 
@@ -204,3 +226,15 @@ def _config_help(command: str, section: type[Section]) -> int:
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"tether {command}", description=description, allow_abbrev=False)
+
+
+def _positive(word: str) -> int:
+    if (number := int(word)) < 1:
+        raise argparse.ArgumentTypeError(f"got {word}, wanted a whole number above 0")
+    return number
+
+
+def _at_least_0(word: str) -> float:
+    if not 0 <= (number := float(word)) < math.inf:
+        raise argparse.ArgumentTypeError(f"got {word}, wanted a number of at least 0")
+    return number

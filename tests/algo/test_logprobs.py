@@ -87,7 +87,7 @@ def test_no_tokens_give_no_logprobs(case):
 
 def test_no_logits_outlive_their_chunk(case):
     hidden, weight, targets = case
-    alive, rows = [], []
+    alive, rows, saved = [], [], []
 
     def head(h):
         assert not any(ref() is not None for ref in alive)
@@ -96,10 +96,18 @@ def test_no_logits_outlive_their_chunk(case):
         rows.append(len(h))
         return logits
 
-    logprobs, _ = selected_logprobs(hidden.requires_grad_(), head, targets, temperature=1.0, chunk_size=3)
+    def record(x):
+        saved.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        logprobs, _ = selected_logprobs(hidden.requires_grad_(), head, targets, temperature=1.0, chunk_size=3)
     gc.collect()
+    assert not any(ref() is not None for ref in alive)
+    assert not {(3, V), (1, V)} & set(saved)  # nothing of the vocabulary's width waits for the backward pass
     assert rows == [3, 3, 1]
-    assert logprobs.requires_grad and not any(ref() is not None for ref in alive)
+    logprobs.sum().backward()
+    assert sorted(rows) == [1, 1, 3, 3, 3, 3]  # where each chunk is computed once more
 
 
 def test_with_and_without_grad_agree_bitwise(case):

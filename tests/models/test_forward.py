@@ -163,7 +163,7 @@ def test_values_alone_are_those_beside_the_logprobs():
 
 
 def test_logits_are_made_for_response_tokens_only_and_never_kept():
-    """Vocabulary 5000, 350 response tokens, 90 prompt tokens: chunks of at most 256 tokens, nothing [N, V] for backward."""
+    """Vocabulary 5000, 350 response tokens, 90 prompt tokens: chunks of at most 256 tokens, nothing [N, V] is kept."""
     config = LlamaConfig(**ROTARY | {"vocab_size": 5000, "max_position_embeddings": 256}, tie_word_embeddings=True)
     model = model_of(config)
     batch = collate([list(range(4, 34))] * 3, [list(range(40, 190)), list(range(40, 140)), list(range(40, 140))])

@@ -85,9 +85,15 @@ def test_the_bias_of_a_head_that_has_the_usual_name_is_kept(tmp_path):
     ("change", "message"),
     [
         (lambda t: t.pop("score.weight"), r"no head"),
-        (lambda t: t.update({"rm.weight": t.pop("score.weight")}), r"no place in LlamaForSequenceClassification: rm.weight"),
+        (
+            lambda t: t.update({"rm.weight": t.pop("score.weight")}),
+            r"no place in LlamaForSequenceClassification: rm.weight",
+        ),
         (lambda t: t.update({"v_head.weight": t["score.weight"].clone()}), r"several heads: score, v_head"),
-        (lambda t: t.update({"v_head.weight": t.pop("score.weight")[:, :3].contiguous()}), r"shape \[1, 3\], wanted \[1, 16\]"),
+        (
+            lambda t: t.update({"v_head.weight": t.pop("score.weight")[:, :3].contiguous()}),
+            r"shape \[1, 3\], wanted \[1, 16\]",
+        ),
         (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"would be random: model.layers.1.mlp.up_proj.weight"),
     ],
 )
@@ -120,7 +126,7 @@ def test_the_pad_token_of_a_reward_model_does_not_matter(tmp_path, pad):
 def test_a_padding_index_that_the_embedding_cannot_have_is_a_model_error(tmp_path):
     path = save_model(tmp_path, num_labels=1)
     edit_json(path / "config.json", lambda config: config.update(pad_token_id=4000))
-    with pytest.raises(ModelError, match="[Pp]adding_idx"):
+    with pytest.raises(ModelError, match=r"[Pp]adding_idx"):
         load_classifier(str(path))
 
 
@@ -260,7 +266,7 @@ def test_stop_tokens_of_one_s_own():
             stop_token_ids(tokenizer, config, several)
     endless = tiny_tokenizer()
     endless.eos_token = None
-    with pytest.raises(ConfigError, match="sampling.stop_token eos: neither"):
+    with pytest.raises(ConfigError, match=r"sampling\.stop_token eos: neither"):
         stop_token_ids(endless, GenerationConfig(), "eos")
 
 
@@ -298,5 +304,5 @@ def test_a_saved_head_comes_back(tmp_path, bias):
     assert loaded.keys() == head.state_dict().keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in head.state_dict().items())
     (tmp_path / "value_head.safetensors").unlink()
-    with pytest.raises(ModelError, match="value_head.safetensors is missing"):
+    with pytest.raises(ModelError, match=r"value_head\.safetensors is missing"):
         load_head(tmp_path)

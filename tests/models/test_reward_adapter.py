@@ -92,11 +92,17 @@ LORA_KEY = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
     ("change", "message"),
     [
         (lambda t: t.pop(LORA_KEY), r"weights are missing: .*layers.1.mlp.up_proj.lora_B.weight"),
-        (lambda t: t.update({LORA_KEY.replace(".1.", ".2."): t[LORA_KEY].clone()}), r"no place in LlamaForCausalLM: .*layers.2"),
+        (
+            lambda t: t.update({LORA_KEY.replace(".1.", ".2."): t[LORA_KEY].clone()}),
+            r"no place in LlamaForCausalLM: .*layers.2",
+        ),
         (lambda t: t.update({LORA_KEY: t[LORA_KEY][:, :3].contiguous()}), r"has shape \[32, 3\], wanted \[32, 4\]"),
         (lambda t: t.pop("base_model.model.score.weight"), r"no head; it holds"),
         (lambda t: t.update({"base_model.model.v_head.weight": torch.ones(1, 16)}), r"several heads: score, v_head"),
-        (lambda t: t.update({"base_model.model.score.weight": torch.ones(3, 16)}), r"shape \[3, 16\], wanted \[1, 16\]"),
+        (
+            lambda t: t.update({"base_model.model.score.weight": torch.ones(3, 16)}),
+            r"shape \[3, 16\], wanted \[1, 16\]",
+        ),
     ],
 )
 def test_files_that_do_not_fit_are_refused(folders, tmp_path, change, message):

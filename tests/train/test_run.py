@@ -18,7 +18,7 @@ from tests.tiny import KINDS
 from tests.train.runs import PROMPTS, tiny_run
 from tether.errors import CheckpointError, ConfigError, RewardResponseError, TrainingError
 from tether.metrics.writers import read_jsonl
-from tether.train.run import train
+from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path
 
 TRL_METRICS = {
@@ -58,7 +58,7 @@ def assert_same_weights(one, other):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_and_sharing_trains_and_loads_in_plain_libraries(tmp_path, kind, tied, sharing):
     config = tiny_run(tmp_path, kind=kind, tied=tied, **SHARINGS[sharing])
-    result = train(config)
+    result = train_policy(config)
     assert [row["step"] for row in result.updates] == [1, 2]
     for row in result.updates:
         assert row.keys() >= TRL_METRICS
@@ -89,7 +89,7 @@ def test_every_kind_of_model_and_sharing_trains_and_loads_in_plain_libraries(tmp
 
 def test_output_folder_has_what_was_promised(tmp_path):
     config = tiny_run(tmp_path, data__eval_prompts=str(tmp_path / "prompts.jsonl"), train__save_steps=1)
-    result = train(config)
+    result = train_policy(config)
     out = config.output_dir
     names = {path.name for path in out.iterdir()}
     assert names >= {
@@ -127,13 +127,13 @@ class CrashAfter(TrainerCallback):
 def test_resumed_run_is_bitwise_the_run_that_was_not_interrupted(tmp_path, case):
     changes = RESUMED[case] | {"train__max_steps": 4, "data__eval_prompts": str(tmp_path / "prompts.jsonl")}
     straight = tiny_run(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
-    train(straight)
+    train_policy(straight)
     broken = tiny_run(tmp_path, output_dir=str(tmp_path / "broken"), train__save_steps=2, **changes)
     with pytest.raises(OSError, match="went away"):
-        train(broken, callbacks=[CrashAfter(3)])
+        train_policy(broken, callbacks=[CrashAfter(3)])
     assert [row["step"] for row in reproducible(broken.output_dir)] == [0, 1, 2, 3]
     resumed = tiny_run(tmp_path, output_dir=str(tmp_path / "broken"), train__save_steps=2, resume=True, **changes)
-    assert [row["step"] for row in train(resumed).updates] == [3, 4]
+    assert [row["step"] for row in train_policy(resumed).updates] == [3, 4]
     assert reproducible(resumed.output_dir) == reproducible(straight.output_dir)
     assert_same_weights(weights(resumed.output_dir), weights(straight.output_dir))
 
@@ -151,58 +151,58 @@ class Signal(TrainerCallback):
 def test_signal_ends_the_run_with_its_state_saved(tmp_path, number):
     changes = {"train__max_steps": 4}
     straight = tiny_run(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
-    train(straight)
+    train_policy(straight)
     stopped = tiny_run(tmp_path, output_dir=str(tmp_path / "stopped"), **changes)
     before = signal.getsignal(number)
-    result = train(stopped, callbacks=[Signal(number, 2)])
+    result = train_policy(stopped, callbacks=[Signal(number, 2)])
     assert result.interrupted == signal.Signals(number).name
     assert signal.getsignal(number) == before
     assert not (stopped.output_dir / "model.safetensors").exists()
     AutoModelForCausalLM.from_pretrained(stopped.output_dir / "checkpoint-2")
-    result = train(tiny_run(tmp_path, output_dir=str(tmp_path / "stopped"), resume=True, **changes))
+    result = train_policy(tiny_run(tmp_path, output_dir=str(tmp_path / "stopped"), resume=True, **changes))
     assert result.interrupted is None
     assert reproducible(stopped.output_dir) == reproducible(straight.output_dir)
     assert_same_weights(weights(stopped.output_dir), weights(straight.output_dir))
 
 
 def test_time_limit_ends_the_run_with_its_state_saved(tmp_path):
-    result = train(tiny_run(tmp_path, train__max_runtime=1e-9))
+    result = train_policy(tiny_run(tmp_path, train__max_runtime=1e-9))
     assert result.interrupted == "max_runtime of 1e-09 h"
     assert (result.output_dir / "checkpoint-0" / "manifest.json").exists()
 
 
 def test_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path):
     config = tiny_run(tmp_path, train__max_steps=3, train__save_steps=1)
-    train(config)
+    train_policy(config)
     expected = reproducible(config.output_dir)
     state = config.output_dir / "checkpoint-3" / "tether_state" / "roles.safetensors"
     state.write_bytes(state.read_bytes()[:-1] + b"x")
-    result = train(tiny_run(tmp_path, train__max_steps=3, train__save_steps=1, resume=True))
+    result = train_policy(tiny_run(tmp_path, train__max_steps=3, train__save_steps=1, resume=True))
     assert [row["step"] for row in result.updates] == [3]
     assert reproducible(config.output_dir) == expected
 
 
 def test_resuming_with_another_configuration_names_the_keys(tmp_path):
-    train(tiny_run(tmp_path, train__save_steps=1))
+    train_policy(tiny_run(tmp_path, train__save_steps=1))
     with pytest.raises(CheckpointError, match=r"ppo\.kl_coef: was 0\.05, now 0\.5"):
-        train(tiny_run(tmp_path, train__save_steps=1, resume=True, ppo__kl_coef=0.5))
-    more = train(tiny_run(tmp_path, train__save_steps=1, resume=True, train__max_steps=3))
+        train_policy(tiny_run(tmp_path, train__save_steps=1, resume=True, ppo__kl_coef=0.5))
+    more = train_policy(tiny_run(tmp_path, train__save_steps=1, resume=True, train__max_steps=3))
     assert [row["step"] for row in more.updates] == [3]
 
 
 def test_resuming_nothing_is_a_mistake(tmp_path):
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        train(tiny_run(tmp_path, resume=True))
+        train_policy(tiny_run(tmp_path, resume=True))
 
 
 def test_earlier_run_is_not_written_over(tmp_path):
     config = tiny_run(tmp_path, train__save_steps=1)
-    train(config)
+    train_policy(config)
     first = weights(config.output_dir)
     with pytest.raises(ConfigError, match="holds an earlier run"):
-        train(config)
+        train_policy(config)
     assert_same_weights(weights(config.output_dir), first)
-    train(tiny_run(tmp_path, train__max_steps=1, train__seed=1, overwrite_output_dir=True))
+    train_policy(tiny_run(tmp_path, train__max_steps=1, train__seed=1, overwrite_output_dir=True))
     assert [row["step"] for row in reproducible(config.output_dir)] == [1]
     assert not (config.output_dir / "checkpoint-2").exists()
 
@@ -213,7 +213,7 @@ def test_save_total_limit_keeps_the_newest_and_the_best(tmp_path):
         train__metric_for_best_model="eval_length", train__greater_is_better=False,
         train__load_best_model_at_end=True, data__eval_prompts=str(tmp_path / "prompts.jsonl"),
     )  # fmt: skip
-    result = train(config)
+    result = train_policy(config)
     best = min(result.evaluations, key=lambda row: row["eval_length"])["step"]
     assert {p.name for p in config.output_dir.glob("checkpoint-*")} == {"checkpoint-4", f"checkpoint-{best}"}
     assert_same_weights(weights(config.output_dir), weights(config.output_dir / f"checkpoint-{best}"))
@@ -225,7 +225,7 @@ def test_evaluation_leaves_training_as_it_was(tmp_path):
         tmp_path, output_dir=str(tmp_path / "evaluated"), train__max_steps=3, train__eval_steps=1,
         data__eval_prompts=str(tmp_path / "prompts.jsonl"),
     )  # fmt: skip
-    first, second = train(plain), train(evaluated)
+    first, second = train_policy(plain), train_policy(evaluated)
     assert len(second.evaluations) == 4
     assert [r for r in reproducible(evaluated.output_dir) if "lr" in r] == reproducible(plain.output_dir)
     assert_same_weights(weights(first.output_dir), weights(second.output_dir))
@@ -234,8 +234,8 @@ def test_evaluation_leaves_training_as_it_was(tmp_path):
 @pytest.mark.parametrize("micro", [1, 2, 8])
 def test_micro_batch_size_changes_nothing(tmp_path, micro):
     common = {"train__learning_rate": 1e-3, "ppo__num_ppo_epochs": 1, "train__max_steps": 1}
-    one = train(tiny_run(tmp_path, output_dir=str(tmp_path / "4"), train__micro_batch_size=4, **common))
-    other = train(tiny_run(tmp_path, output_dir=str(tmp_path / "n"), train__micro_batch_size=micro, **common))
+    one = train_policy(tiny_run(tmp_path, output_dir=str(tmp_path / "4"), train__micro_batch_size=4, **common))
+    other = train_policy(tiny_run(tmp_path, output_dir=str(tmp_path / "n"), train__micro_batch_size=micro, **common))
     start = weights(tmp_path / "llama-tied")
     expected, got = weights(one.output_dir), weights(other.output_dir)
     assert max(float((expected[k] - start[k]).abs().max()) for k in start) > 5e-4
@@ -258,7 +258,7 @@ def test_every_prompt_is_seen_each_epoch_and_few_prompts_are_cycled(tmp_path):
         def table(self, title, columns, rows): ...
         def close(self): ...
 
-    result = train(tiny_run(tmp_path, train__num_train_epochs=3, train__log_samples=8), display=Listener())
+    result = train_policy(tiny_run(tmp_path, train__num_train_epochs=3, train__log_samples=8), display=Listener())
     assert len(result.updates) == math.ceil(3 * len(PROMPTS) / 8)
     rows = [s["row"] for s in read_jsonl(result.output_dir / "samples.jsonl")]
     for epoch in range(3):
@@ -271,7 +271,7 @@ def test_bad_reward_never_reaches_the_optimizer(tmp_path):
     config = tiny_run(tmp_path)
     (tmp_path / "rewards.py").write_text("def letters(prompts, completions):\n    return [float('nan')] * len(prompts)\n")
     with pytest.raises(RewardResponseError, match="letters"):
-        train(config)
+        train_policy(config)
     assert not (config.output_dir / "model.safetensors").exists()
     assert read_jsonl(config.output_dir / "metrics.jsonl") == []
 
@@ -287,7 +287,7 @@ def test_value_that_is_not_finite_stops_the_run_and_is_written_down(tmp_path):
     config = tiny_run(tmp_path, value__kind="head")
     poison = Poison()
     with pytest.raises((TrainingError, Exception)) as caught:
-        train(config, callbacks=[poison])
+        train_policy(config, callbacks=[poison])
     assert "finite" in str(caught.value)
     assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
 
@@ -321,7 +321,7 @@ def test_callbacks_stop_save_and_are_told_everything(tmp_path):
 
     recorder = Recorder()
     config = tiny_run(tmp_path, train__max_steps=5, data__eval_prompts=str(tmp_path / "prompts.jsonl"))
-    result = train(config, callbacks=[recorder])
+    result = train_policy(config, callbacks=[recorder])
     assert recorder.events == [
         "train_begin", ("evaluate", True), "step_end", ("log", True), "save", "step_end", ("log", True),
         ("evaluate", True), "train_end",
@@ -335,7 +335,7 @@ def test_early_stopping_of_transformers_works(tmp_path):
         train__metric_for_best_model="eval_scores", train__load_best_model_at_end=True,
         data__eval_prompts=str(tmp_path / "prompts.jsonl"),
     )  # fmt: skip
-    result = train(config, callbacks=[EarlyStoppingCallback(early_stopping_patience=2)])
+    result = train_policy(config, callbacks=[EarlyStoppingCallback(early_stopping_patience=2)])
     assert [row["step"] for row in result.updates] == [1, 2]
 
 
@@ -345,7 +345,7 @@ def test_missing_eos_rules_are_judged_on_the_answer_alone(tmp_path):
         config = tiny_run(
             tmp_path, train__max_steps=1, train__log_samples=8, overwrite_output_dir=True, **changes
         )  # fmt: skip
-        result = train(config)
+        result = train_policy(config)
         for s in read_jsonl(result.output_dir / "samples.jsonl"):
             own = s["rewards"]["letters"]
             replaced = expected if "missing_eos_score" in rule else own + expected
@@ -359,7 +359,7 @@ def test_saved_run_is_evaluated_and_answers(tmp_path):
             tmp_path, output_dir=str(tmp_path / sharing.replace(", ", "-")), train__max_steps=3,
             data__eval_prompts=str(tmp_path / "prompts.jsonl"), **SHARINGS[sharing],
         )  # fmt: skip
-        last = train(config).evaluations[-1]
+        last = train_policy(config).evaluations[-1]
         again = evaluate_path(config.output_dir, output=config.output_dir / "again.jsonl")
         assert {k: v for k, v in last.items() if k != "step"} == pytest.approx(again.metrics, abs=1e-5)
         assert read_jsonl(config.output_dir / "again.jsonl") == json.loads(json.dumps(again.samples))

@@ -33,10 +33,10 @@ def ppo(arguments: Sequence[str]) -> int:
     config = load_config(file, overrides)
 
     from tether.cli.display import RunDisplay
-    from tether.train.run import train
+    from tether.train.run import train_policy
 
     with RunDisplay() as display:
-        result = train(config, display=display)
+        result = train_policy(config, display=display)
         if result.interrupted is not None:
             display.message(f"stopped by {result.interrupted}; the same command with --resume goes on from here")
             return INTERRUPTED

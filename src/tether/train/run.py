@@ -51,7 +51,7 @@ class RunResult:
     """Why the run stopped before its end with its state saved, or None."""
 
 
-def train(
+def train_policy(
     config: RunConfig,
     *,
     rewards: RewardSource | None = None,

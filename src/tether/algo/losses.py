@@ -89,7 +89,7 @@ def value_clipped(
 def _policy_branches(
     new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor]:
-    rho, advantages = ratio(new_logprobs, logprobs), wide(advantages)
+    rho = ratio(new_logprobs, logprobs)
     return -advantages * rho, -advantages * rho.clamp(1 - cliprange, 1 + cliprange)
 
 

@@ -4,6 +4,6 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(1)

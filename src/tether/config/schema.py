@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, NonNegativeFloat, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from tether.config.base import Section
 
@@ -85,7 +85,7 @@ class ModelReward(_Reward):
     batch_size: PositiveInt = 16
     """Answers scored in one forward."""
     max_length: PositiveInt | None = None
-    """Longest prompt plus answer in the reward model's tokens. Longer ones are an error; left out: the model's own limit."""
+    """Longest prompt plus answer in the reward model's tokens. Longer ones are an error. Left out: the model's limit."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -130,7 +130,7 @@ class DataConfig(Section):
     max_prompt_length: PositiveInt = 512
     """Longest query in tokens, chat template included. Longer prompts are dropped and counted."""
     chat_template: Literal["auto", "none"] = "auto"
-    """``auto``: text for a tokenizer that has a chat template is wrapped as a user turn. ``none``: text is taken as it is."""
+    """``auto``: text for a tokenizer that has a chat template becomes a user turn. ``none``: text is taken as it is."""
     system_prompt: str | None = None
     """System message put before prompts that bring none; needs a chat template."""
 
@@ -169,7 +169,8 @@ class PPOConfig(Section):
     cliprange_value: PositiveFloat | None = 0.2
     """New values are clipped to within this of the old ones; null turns it off."""
     vf_coef: PositiveFloat = 0.1
-    """Weight of the value loss where policy and critic share an optimizer (``value.kind: head``); without effect otherwise."""
+    """Weight of the value loss where policy and critic share an optimizer (``value.kind: head``). Other kinds have one of
+    their own, and no weight."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Discount a token."""
     lam: Fraction = 0.95
@@ -235,7 +236,7 @@ class TrainConfig(Section):
     log_samples: NonNegativeInt = 8
     """Training answers an update that are written to samples.jsonl."""
     eval_steps: PositiveInt | None = None
-    """Updates between two evaluations on ``data.eval_prompts``; left out: only before the first and after the last update."""
+    """Updates between two evaluations on ``data.eval_prompts``. Left out: before the first and after the last one only."""
     save_steps: PositiveInt | None = None
     """Updates between two checkpoints; left out: only the final model is saved."""
     save_total_limit: PositiveInt | None = None
@@ -322,36 +323,65 @@ class RunConfig(Section):
         episodes = self.train.total_episodes or self.train.num_train_epochs * num_prompts
         return math.ceil(episodes / self.train.rollout_batch_size)
 
-    def _eval_metrics(self) -> list[str]:
-        known = ["eval_scores", "eval_length", "eval_eos_rate", *(f"eval_rewards/{name}" for name in self.reward_names)]
-        return known + (["eval_kl"] if self.ppo.kl_coef > 0 else [])
-
     @model_validator(mode="after")
-    def _cross_checks(self) -> RunConfig:
+    def _check_batches(self) -> RunConfig:
         rollout, minis, micro = self.train.rollout_batch_size, self.ppo.num_mini_batches, self.train.micro_batch_size
         if rollout % minis:
             raise ValueError(_divide("ppo.num_mini_batches", minis, "train.rollout_batch_size", rollout))
         if self.mini_batch_size % micro:
             raise ValueError(_divide("train.micro_batch_size", micro, "the mini-batch size", self.mini_batch_size))
+        horizon = self.ppo.kl_horizon
+        if self.ppo.kl_target is not None and 5 * horizon <= rollout:
+            raise ValueError(
+                f"ppo.kl_horizon {horizon} is too short for train.rollout_batch_size {rollout}: one update could take "
+                f"all of kl_coef away. Set it to at least {rollout // 5 + 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sharing(self) -> RunConfig:
+        kind, value = self.value_kind, self.value
+        if kind == "adapter" and self.model.lora is None:
+            raise ValueError(
+                "value.kind adapter needs model.lora: add `lora: {}` under model, or set value.kind to model or head"
+            )
+        if kind == "head" and value.learning_rate is not None:
+            raise ValueError(
+                "value.learning_rate: kind head shares the policy's optimizer; set value.kind to model or adapter, or "
+                "leave it out"
+            )
+        if kind == "head" and value.init not in (None, "policy"):
+            raise ValueError(
+                f"value.init {value.init}: kind head starts from the policy; set value.kind to model or adapter"
+            )
+        if value.detach and kind != "head":
+            raise ValueError(f"value.detach is for value.kind head; kind {kind} never touches the policy's weights")
         if len(set(self.reward_names)) != len(self.reward_names):
             raise ValueError(f"rewards: names must be unique, got {', '.join(self.reward_names)}")
-        if self.value_kind == "adapter" and self.model.lora is None:
-            raise ValueError("value.kind adapter needs model.lora: add `lora: {}` under model, or set value.kind to model or head")
-        if self.value_kind == "head" and self.value.learning_rate is not None:
-            raise ValueError("value.learning_rate: kind head shares the policy's optimizer; set value.kind to model or adapter, or leave it out")
-        if self.value_kind == "head" and self.value.init not in (None, "policy"):
-            raise ValueError(f"value.init {self.value.init}: kind head starts from the policy; set value.kind to model or adapter")
-        if self.value.detach and self.value_kind != "head":
-            raise ValueError(f"value.detach is for value.kind head; kind {self.value_kind} never touches the policy's weights")
-        if any(r.type == "adapter" for r in self.rewards) and self.model.lora is None:
-            raise ValueError("rewards: type adapter shares the policy's base, which full fine-tuning changes: add `lora: {}` under model, or use type model")
-        needs_eval = [k for k in ("eval_steps", "metric_for_best_model") if getattr(self.train, k) is not None]
-        if needs_eval and self.data.eval_prompts is None:
-            raise ValueError(f"train.{needs_eval[0]} needs data.eval_prompts")
-        metric, known = self.train.metric_for_best_model, self._eval_metrics()
+        if any(reward.type == "adapter" for reward in self.rewards) and self.model.lora is None:
+            raise ValueError(
+                "rewards: type adapter shares the policy's base, which full fine-tuning changes: add `lora: {}` under "
+                "model, or use type model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> RunConfig:
+        metric = self.train.metric_for_best_model
+        asked = {"eval_steps": self.train.eval_steps, "metric_for_best_model": metric}
+        without = next((key for key, value in asked.items() if value is not None), None)
+        if without is not None and self.data.eval_prompts is None:
+            raise ValueError(f"train.{without} needs data.eval_prompts")
+        known = ["eval_scores", "eval_length", "eval_eos_rate", *(f"eval_rewards/{name}" for name in self.reward_names)]
+        known += ["eval_kl"] if self.ppo.kl_coef > 0 else []
         if metric is not None and metric not in known:
             raise ValueError(f"train.metric_for_best_model: got {metric}, wanted one of {', '.join(known)}")
-        if (self.ppo.missing_eos_penalty or self.ppo.missing_eos_score is not None) and self.sampling.stop_token is None:
+        return self
+
+    @model_validator(mode="after")
+    def _check_ends(self) -> RunConfig:
+        rule = self.ppo.missing_eos_penalty or self.ppo.missing_eos_score
+        if rule is not None and self.sampling.stop_token is None:
             raise ValueError("ppo.missing_eos_*: with sampling.stop_token null no answer can end; set stop_token to eos")
         return self
 

@@ -78,13 +78,13 @@ def train_policy(
         check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
     tokenizer, prompts, eval_prompts = load_data(config)
     tell_data(config, prompts, eval_prompts, display)
+    prepare_folder(config, checkpoint)
     trackers = Trackers(
         config.train.report_to,
         run_name=config.train.run_name or config.output_dir.name,
-        logging_dir=config.output_dir,
+        logging_dir=config.output_dir / "logs",
         config=config.model_dump(mode="json"),
     )
-    prepare_folder(config, checkpoint)
     log = RunLog(config.output_dir, display, trackers, logging_steps=config.train.logging_steps)
     try:
         trainer = build_trainer(config, tokenizer, prompts, eval_prompts, rewards, log, callbacks)

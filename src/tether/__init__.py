@@ -53,7 +53,7 @@ _HOMES = {
     "train_policy": "tether.train.run",
 }
 
-__all__ = [  # noqa: RUF022 (the order of sorted(), which a test checks)
+__all__ = [
     "Completion",
     "FakeGenerator",
     "FakeRewards",

@@ -140,7 +140,7 @@ class MicroBatch:
     """True on response tokens, the end token included."""
 
     @property
-    def lengths(self) -> Int[Tensor, "M"]:
+    def lengths(self) -> Int[Tensor, " M"]:
         """Response lengths, the end token included."""
         return self.response_mask.sum(dim=1)
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import warnings
 
 import pytest
 import torch
@@ -68,10 +67,7 @@ def test_every_kind_of_model_and_sharing_trains_and_loads_in_plain_libraries(tmp
 
     start = AutoModelForCausalLM.from_pretrained(config.model.path).eval()
     if config.model.lora:
-        with warnings.catch_warnings():
-            # PEFT asks for a property that transformers 5.24 renamed.
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            trained = AutoPeftModelForCausalLM.from_pretrained(config.output_dir).eval()
+        trained = AutoPeftModelForCausalLM.from_pretrained(config.output_dir).eval()
         assert all("lora_" in key for key in weights(config.output_dir))
     else:
         trained, info = AutoModelForCausalLM.from_pretrained(config.output_dir, output_loading_info=True)

@@ -85,7 +85,7 @@ class ModelReward(_Reward):
     batch_size: PositiveInt = 16
     """Answers scored in one forward."""
     max_length: PositiveInt | None = None
-    """Longest prompt plus answer in the reward model's tokens. Longer ones are an error. Left out: the model's limit."""
+    """Longest prompt plus answer in the reward model's tokens. Longer ones are an error. Left out: its limit."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -169,8 +169,8 @@ class PPOConfig(Section):
     cliprange_value: PositiveFloat | None = 0.2
     """New values are clipped to within this of the old ones; null turns it off."""
     vf_coef: PositiveFloat = 0.1
-    """Weight of the value loss where policy and critic share an optimizer (``value.kind: head``). Other kinds have one of
-    their own, and no weight."""
+    """Weight of the value loss where policy and critic share an optimizer (``value.kind: head``); other critics have an
+    optimizer of their own."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Discount a token."""
     lam: Fraction = 0.95
@@ -236,7 +236,7 @@ class TrainConfig(Section):
     log_samples: NonNegativeInt = 8
     """Training answers an update that are written to samples.jsonl."""
     eval_steps: PositiveInt | None = None
-    """Updates between two evaluations on ``data.eval_prompts``. Left out: before the first and after the last one only."""
+    """Updates between two evaluations on ``data.eval_prompts``. Left out: only before the first and after the last."""
     save_steps: PositiveInt | None = None
     """Updates between two checkpoints; left out: only the final model is saved."""
     save_total_limit: PositiveInt | None = None
@@ -382,7 +382,7 @@ class RunConfig(Section):
     def _check_ends(self) -> RunConfig:
         rule = self.ppo.missing_eos_penalty or self.ppo.missing_eos_score
         if rule is not None and self.sampling.stop_token is None:
-            raise ValueError("ppo.missing_eos_*: with sampling.stop_token null no answer can end; set stop_token to eos")
+            raise ValueError("ppo.missing_eos_*: with sampling.stop_token null no answer ends; set stop_token to eos")
         return self
 
 

@@ -19,6 +19,8 @@ from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers, check_report_to
 from tether.metrics.writers import truncate_after
 from tether.models.loading import bf16_supported, check_model_path, load_tokenizer, stop_token_ids
+from tether.models.loading import load_config as load_model_config
+from tether.models.paths import adapter_base, is_adapter
 from tether.models.roles import ModelRoles, build_roles
 from tether.models.saving import atomic_folder, save_policy
 from tether.report.html import write_report
@@ -77,6 +79,7 @@ def train_policy(
         saved = parse_config(read_state(checkpoint)["config"], RunConfig)
         check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
     tokenizer, prompts, eval_prompts = load_data(config)
+    check_lengths(config, prompts, eval_prompts)
     tell_data(config, prompts, eval_prompts, display)
     prepare_folder(config, checkpoint)
     trackers = Trackers(
@@ -149,12 +152,28 @@ def load_data(config: RunConfig) -> tuple[PreTrainedTokenizerBase, PromptData, P
     )
 
 
+def check_lengths(config: RunConfig, *datasets: PromptData | None) -> None:
+    """Raises ``ConfigError`` if the longest query with the longest answer does not fit into the policy's positions."""
+    path = config.model.path
+    base = adapter_base(path, config.model.revision) if is_adapter(path, config.model.revision) else path
+    revision = config.model.revision if base == path else None
+    shape = load_model_config(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
+    limit = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(prompt.token_ids) for data in datasets if data for prompt in data.prompts)
+    if limit is not None and longest + config.sampling.response_length > limit:
+        raise ConfigError(
+            f"sampling.response_length {config.sampling.response_length} after the longest query of {longest} tokens "
+            f"needs {longest + config.sampling.response_length} positions, the model has {limit}: lower it, or "
+            "data.max_prompt_length"
+        )
+
+
 def tell_data(config: RunConfig, prompts: PromptData, eval_prompts: PromptData | None, display: Display) -> None:
     """Says how many prompts there are, which were dropped, and how they fill the updates."""
     for name, data in (("prompts", prompts), ("held-out prompts", eval_prompts)):
         if data is not None:
-            dropped = f", {data.num_too_long} longer than {config.data.max_prompt_length} tokens dropped"
-            display.message(f"{len(data.prompts)} {name}{dropped if data.num_too_long else ''}")
+            display.message(f"{name}: {data.note}")
+    display.message(f"the first query as the policy reads it: {prompts.prompts[0].text!r}")
     size, updates = config.train.rollout_batch_size, config.num_updates(len(prompts.prompts))
     if len(prompts.prompts) < size:
         display.message(

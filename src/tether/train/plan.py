@@ -109,7 +109,7 @@ def plan_roles(config: RunConfig, *, bf16: bool) -> list[RolePlan]:
         if has_reference:
             roles.append(_role("reference", config.model.path, size, 0, dtype, "frozen copy"))
     else:
-        adapted = get_peft_model(base, peft_lora_config(lora), autocast_adapter_dtype=False)
+        adapted = get_peft_model(base, peft_lora_config(lora, base), autocast_adapter_dtype=False)
         adapter = sum(p.numel() for n, p in adapted.named_parameters() if "lora_" in n)
         roles = [
             _role("base", config.model.path, size, 0, dtype, "shared by the roles below"),

@@ -1,0 +1,49 @@
+"""What ``tether plan`` says of a run is what the run then is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiny import KINDS, save_tiny
+from tests.train.runs import tiny_run
+from tests.train.test_run import SHARINGS
+from tether.models.roles import build_roles
+from tether.train.plan import plan
+from tether.train.run import load_data, train_policy
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.05])
+@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_roles_have_the_parameters_that_were_planned(tmp_path, kind, sharing, kl_coef):
+    config = tiny_run(tmp_path, kind=kind, ppo__kl_coef=kl_coef, **SHARINGS[sharing])
+    planned = {role.role: role for role in plan(config).roles}
+    roles = build_roles(config, load_data(config)[0], device="cpu", mixed_precision=False)
+    for row in roles.table():
+        assert planned[row.role].trainable == row.trainable, row.role
+    built = sum(row.bytes for row in roles.table())
+    if config.value_kind == "model":  # a critic is counted with its input embedding alone, as it is loaded
+        assert abs(sum(role.weight_bytes for role in planned.values()) - built) <= 0.02 * built
+    else:
+        assert sum(role.weight_bytes for role in planned.values()) == built
+    assert ("reference" in planned) == (kl_coef > 0) == roles.has_reference
+
+
+def test_updates_and_memory_follow_the_batch(tmp_path):
+    save_tiny(tmp_path / "judge", num_labels=1)
+    judge = [{"type": "model", "path": str(tmp_path / "judge")}]
+    config = tiny_run(tmp_path, train__total_episodes=20, rewards=judge)
+    small = plan(config)
+    assert small.num_updates == 3
+    assert small.num_updates == len(train_policy(config).updates)
+    assert dict(small.arithmetic)["updates"] == "3 of 8 answers = 24 episodes"
+    assert {role.role for role in small.roles} == {"policy", "reference", "value", "reward model"}
+    large = plan(tiny_run(tmp_path, train__total_episodes=20, train__micro_batch_size=8, overwrite_output_dir=True))
+    assert large.memory["update"] > small.memory["update"]
+    assert large.memory["rollout"] <= small.memory["rollout"]
+
+
+def test_a_plan_writes_nothing(tmp_path):
+    config = tiny_run(tmp_path)
+    plan(config)
+    assert not config.output_dir.exists()

@@ -51,8 +51,8 @@ def test_old_new_and_reference_are_bitwise_equal_at_the_start(folders, kind, nam
             assert new.logprobs.requires_grad
             assert torch.equal(new.logprobs, old.logprobs)
             assert torch.equal(new.values, old.values)
-            new.logprobs.sum().backward()
-    assert all(torch.isfinite(p.grad).all() for p in pass_.parameters() if p.grad is not None)
+            (new.logprobs.sum() + new.values.sum()).backward()
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in pass_.parameters())
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -82,3 +82,25 @@ def test_weights_of_policy_and_reference_share_their_type(folders, name):
         assert kinds["policy"] == kinds["reference"]
         assert kinds["policy"] == ({torch.float32} if name == "full" else {base, torch.float32})
         assert {p.dtype for p in roles.role("policy").trained.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["full", "fresh"])
+def test_gradients_under_autocast_are_those_of_float32_up_to_rounding(folders, name):
+    gradients = []
+    for precision in ("fp32", "autocast"):
+        roles = start(folders, "llama", name, precision, value={"kind": "head"}, model={"dtype": "float32"})
+        (pass_,) = roles.passes
+        with pass_(micro_batch(), temperature=1.0) as out:
+            (out.logprobs.sum() + out.values.sum()).backward()
+        assert {p.grad.dtype for p in pass_.parameters()} == {torch.float32}
+        gradients.append(torch.cat([p.grad.flatten() for p in pass_.parameters()]))
+    assert 0.99 < torch.cosine_similarity(*gradients, dim=0) < 1.0
+
+
+def test_backward_runs_outside_of_autocast(folders):
+    roles = start(folders, "llama", "full", "autocast")
+    (pass_,) = roles.passes
+    with roles.use("policy"):
+        assert torch.is_autocast_enabled("cpu")
+    with pass_(micro_batch(), temperature=1.0):
+        assert not torch.is_autocast_enabled("cpu")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from tests.models.build import (
     checksums,
@@ -15,7 +15,7 @@ from tests.models.build import (
     save_adapter,
     save_model,
 )
-from tests.tiny import EOS, KINDS
+from tests.tiny import EOS, KINDS, VOCAB_SIZE, tiny_tokenizer
 from tether.errors import CheckpointError, ConfigError, ModelError
 from tether.models.loading import load_tokenizer
 from tether.models.roles import build_roles
@@ -201,6 +201,21 @@ def test_a_critic_model_from_a_reward_adapter_is_merged(folders):
     assert roles.role("value").source == str(judge)
     assert roles.role("value").model is not roles.role("policy").model
     assert roles.score_pass(micro_batch(), 1.0).values.any()
+
+
+def test_a_critic_reads_the_states_that_the_output_embedding_reads(tmp_path):
+    """OPT-350m's kind: states are projected to another size than the trunk's before they meet the output embedding."""
+    config = OPTConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, word_embed_proj_dim=8, do_layer_norm_before=False,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    for lora, value in ((None, "head"), (None, "model"), ({}, "head"), ({}, "model"), ({}, "adapter")):
+        roles = roles_of(run_config(tmp_path, lora=lora, value={"kind": value}))
+        for pass_ in roles.passes:
+            step(pass_)
+        assert roles.score_pass(micro_batch(), 1.0).values.any()
 
 
 # Starts of the policy

@@ -22,7 +22,7 @@ from tests.tiny import BOS, EOS, KINDS, PAD
 from tether.data.collate import pad_left
 from tether.errors import CheckpointError, ConfigError, ModelError
 from tether.models.loading import load_causal_lm, load_tokenizer
-from tether.models.saving import atomic_folder, merge_adapter, save_critic, save_policy, verify_manifest
+from tether.models.saving import atomic_folder, load_policy, merge_adapter, save_critic, save_policy, verify_manifest
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
 
@@ -158,6 +158,38 @@ def test_a_saved_adapter_can_be_the_start_of_a_run_with_kl_0(tmp_path):
     batch = micro_batch()
     assert torch.equal(second.score_pass(batch, 1.0).logprobs, first.score_pass(batch, 1.0).logprobs)
     assert torch.equal(second.ref_logprobs(batch, 1.0), second.score_pass(batch, 1.0).logprobs)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4}])
+def test_a_saved_policy_is_loaded_back_into_roles(tmp_path, lora):
+    source = save_model(tmp_path / "source")
+    config = run_config(source, lora=lora, value={"kind": "head"})
+    roles, other = trained(config), roles_of(config)
+    save_policy(roles, load_tokenizer(str(source)), tmp_path / "saved")
+    batch = micro_batch()
+    reference = other.ref_logprobs(batch, 1.0)
+    load_policy(other, tmp_path / "saved")
+    assert torch.equal(other.score_pass(batch, 1.0).logprobs, roles.score_pass(batch, 1.0).logprobs)
+    assert torch.equal(other.ref_logprobs(batch, 1.0), reference)
+    assert all(p.requires_grad for pass_ in other.passes for p in pass_.parameters())
+    foreign = save_adapter(tmp_path / "foreign", source) if lora is None else source
+    wide = save_model(tmp_path / "wide", hidden=32)
+    misfit = wide if lora is None else save_adapter(tmp_path / "misfit", wide)
+    for folder, message in ((foreign, r"got an adapter|got a full model"), (misfit, r"size mismatch|has shape")):
+        with pytest.raises(ModelError, match=message):
+            load_policy(other, folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|no longer tied):UserWarning")
+def test_a_tied_model_whose_adapter_trained_lm_head_is_saved_untied_after_merging(tmp_path):
+    base = save_model(tmp_path / "base", tied=True)
+    adapter = save_adapter(tmp_path / "adapter", base, tokenizer=True, modules_to_save=["lm_head"])
+    roles = trained(run_config(adapter, value={"kind": "head"}))
+    save_policy(roles, load_tokenizer(str(adapter)), tmp_path / "saved")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert (logits(model.eval()) - live_logits(roles)).abs().max() < 1e-6
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize("lora", [None, {}])

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tether.config.schema import LoraConfig
 from tether.errors import ConfigError, ModelError
-from tether.models.heads import ScalarHead, head_from, is_head_key
+from tether.models.heads import ScalarHead, head_from, is_head_key, state_size
 from tether.models.paths import ADAPTER_CONFIG, is_same_model, model_errors, some_of
 
 DEFAULT = "default"
@@ -133,7 +133,7 @@ def peft_lora_config(lora: LoraConfig, model: PreTrainedModel) -> peft.LoraConfi
 
 def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
     """The parameters of one adapter by name, copies of whole modules included."""
-    with flags_kept(model):
+    with flags_kept(model.parameters()):
         model.requires_grad_(False)
         model.set_requires_grad(adapter)
         return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -154,7 +154,7 @@ def add_reward(model: PeftModel, name: str, path: str, base_source: str, *, floa
             f"{base_source}. Adapters share one base: train the reward adapter on that base, or use it as a reward of "
             f"type model. If both are the same model, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         )
-    head = head_from(adapter.head, model.config.get_text_config().hidden_size, path)
+    head = head_from(adapter.head, state_size(model.get_base_model()), path)
     model.add_adapter(name, changed_config(adapter.config, task_type="CAUSAL_LM", inference_mode=False))
     fill_adapter(model, name, adapter, float32=float32)
     return head
@@ -238,9 +238,9 @@ def changed_config(config: Config, **changes: Any) -> Config:
 
 
 @contextmanager
-def flags_kept(model: nn.Module) -> Iterator[None]:
+def flags_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Puts ``requires_grad`` of every parameter back at the end."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    flags = [(parameter, parameter.requires_grad) for parameter in parameters]
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tether.errors import ModelError
 
@@ -71,6 +72,11 @@ def head_from(tensors: Mapping[str, Tensor], hidden_size: int, source: str) -> S
 def is_head_key(name: str) -> bool:
     """Whether ``name`` is that of a head's weight or bias."""
     return name.rpartition(".")[0] in HEAD_NAMES
+
+
+def state_size(model: PreTrainedModel) -> int:
+    """Size of the hidden states that the output embedding of a causal language model reads."""
+    return model.get_output_embeddings().weight.shape[-1]
 
 
 def save_head(head: ScalarHead, folder: Path | str) -> None:

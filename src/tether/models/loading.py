@@ -29,7 +29,6 @@ from transformers.utils import logging
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import Adapter, changed_config, merged, read_adapter
 from tether.models.heads import ScalarHead, head_from, is_head_key
-from tether.models.paths import ADAPTER_CONFIG as ADAPTER_CONFIG
 from tether.models.paths import (
     MODEL_WEIGHTS,
     adapter_base,
@@ -38,8 +37,6 @@ from tether.models.paths import (
     some_of,
     weight_files,
 )
-from tether.models.paths import absolute_source as absolute_source
-from tether.models.paths import check_model_path as check_model_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -140,7 +137,8 @@ def load_causal_lm(
         if adapter.head:
             raise ModelError(f"{path}: got a reward adapter (it holds a head); wanted the adapter of a language model")
         base = adapter_base(path, revision)
-        model = merged(load_causal_lm(base, dtype=torch.float32, **options), adapter)
+        of_base = {"dtype": torch.float32, "revision": adapter.config.revision}
+        model = merged(load_causal_lm(base, **of_base, **options), adapter)
         return model.to(dtype or _saved_dtype(base, trust_remote_code))
     if _is_classifier(load_config(path, revision=revision, trust_remote_code=trust_remote_code)):
         raise ModelError(f"{path}: got a sequence classifier; wanted a causal language model")
@@ -194,7 +192,12 @@ def _adapted_classifier(adapter: Adapter, dtype: torch.dtype | None, options: Ma
     """The classifier that a reward adapter makes of its base; merged in float32, then cast."""
     base = adapter_base(adapter.path)
     model, info = _from_pretrained(
-        AutoModelForSequenceClassification, base, dtype=torch.float32, num_labels=1, **options
+        AutoModelForSequenceClassification,
+        base,
+        dtype=torch.float32,
+        revision=adapter.config.revision,
+        num_labels=1,
+        **options,
     )
     _check_complete(info, base, but={"score.weight"})
     _check_decoder(model, base)

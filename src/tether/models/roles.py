@@ -45,7 +45,7 @@ from tether.models.forward import (
     response_outputs,
     response_values,
 )
-from tether.models.heads import ScalarHead
+from tether.models.heads import ScalarHead, state_size
 from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, adapter_base, is_adapter
 from tether.models.recompute import recomputed_layers
@@ -137,6 +137,27 @@ class Pass:
         )
 
 
+class _Parts:
+    """The modules and parameters of a model, gathered once: to walk a large model takes longer than to switch it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = list(model.modules())
+        self.parameters = list(model.parameters())
+
+    @contextmanager
+    def in_eval_mode(self) -> Iterator[None]:
+        """Inside, every module is in eval mode; training modes and ``requires_grad`` come back at the end."""
+        modes = [module.training for module in self.modules]
+        try:
+            for module in self.modules:
+                module.training = False
+            with flags_kept(self.parameters):
+                yield
+        finally:
+            for module, mode in zip(self.modules, modes, strict=True):
+                module.training = mode
+
+
 class ModelRoles:
     """The models of a run and who shares what. Made by ``build_roles``.
 
@@ -162,6 +183,7 @@ class ModelRoles:
         self._by_name = {role.name: role for role in roles}
         self._adapted = adapted
         self._adapters_off = False
+        self._parts: dict[nn.Module, _Parts] = {}
         self._recompute = False
         self.base_source = base_source
         """Absolute path or hub id of the model that adapters sit on; the policy's own where there are none."""
@@ -264,12 +286,16 @@ class ModelRoles:
         played = self.role(role)
         with_gradients = self._recompute and torch.is_grad_enabled()
         with (
-            _modes_kept(played.model if played.adapter is None else self._adapted),
+            self._parts_of(played.model if played.adapter is None else self._adapted).in_eval_mode(),
             self._switched(played.adapter),
             recomputed_layers(played.model) if with_gradients else nullcontext(),
         ):
-            played.model.eval()
             yield
+
+    def _parts_of(self, model: nn.Module) -> _Parts:
+        if model not in self._parts:
+            self._parts[model] = _Parts(model)
+        return self._parts[model]
 
     def autocast(self) -> AbstractContextManager[None]:
         """bfloat16 autocast, if mixed precision is on."""
@@ -291,15 +317,15 @@ class ModelRoles:
 
     def _switch(self, adapter: str) -> None:
         """Makes ``adapter`` answer. PEFT also sets ``requires_grad`` then, which is put back at once."""
-        with flags_kept(self._adapted):
-            if adapter == OFF:
-                self._adapted.set_adapter(DEFAULT)
+        wanted, is_off = adapter or DEFAULT, adapter == OFF
+        with flags_kept(self._parts_of(self._adapted).parameters):
+            if self._adapters_off and not is_off:
+                self._adapted.base_model.enable_adapter_layers()
+            if self._adapted.active_adapter != wanted:
+                self._adapted.set_adapter(wanted)
+            if is_off and not self._adapters_off:
                 self._adapted.base_model.disable_adapter_layers()
-            else:
-                if self._adapters_off:
-                    self._adapted.base_model.enable_adapter_layers()
-                self._adapted.set_adapter(adapter)
-        self._adapters_off = adapter == OFF
+        self._adapters_off = is_off
 
     # What roles say
 
@@ -338,11 +364,12 @@ class ModelRoles:
         assert self._adapted is not None, "reward adapters need an adapted policy; the configuration checks that"
         number = sum(role.startswith("reward/") for role in self._by_name)
         adapter = f"reward_{number}" if number else "reward"
-        with flags_kept(self._adapted):
+        with flags_kept(self._adapted.parameters()):
             head = add_reward(self._adapted, adapter, path, self.base_source, float32=self.mixed_precision)
         for parameter in adapter_parameters(self._adapted, adapter).values():
             parameter.requires_grad_(False)
         self._adapted.eval().to(self.device)
+        self._parts.pop(self._adapted, None)
         role = Role(
             f"reward/{name}",
             self.role(POLICY).model,
@@ -390,6 +417,18 @@ class ModelRoles:
 # Building
 
 
+@dataclass(frozen=True)
+class CriticSource:
+    """A sequence classifier or a reward adapter that a critic is copied from."""
+
+    path: str
+    """Folder or hub id."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with it."""
+
+
 def build_roles(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device | str, mixed_precision: bool
 ) -> ModelRoles:
@@ -404,7 +443,7 @@ def build_roles(
     Raises:
         ConfigError, ModelError: a path does not hold what its role needs, or two settings do not fit together.
     """
-    critic_source = value_source(config, tokenizer)
+    source = critic_source(config, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         if config.model.lora is None:
@@ -414,11 +453,11 @@ def build_roles(
         policy = roles[0]
         check_token_ids(policy.model, tokenizer)
         if config.value_kind == "adapter":
-            roles.append(_adapter_critic(config, critic_source, adapted, policy, mixed_precision=mixed_precision))
+            roles.append(_adapter_critic(config, source, adapted, policy, mixed_precision=mixed_precision))
         elif config.value_kind == "model":
-            roles.append(_model_critic(config, critic_source, policy, tokenizer))
+            roles.append(_model_critic(config, source, policy, tokenizer))
         else:
-            head = ScalarHead(_hidden_size(policy.model))
+            head = ScalarHead(state_size(policy.model))
             own = _head_parameters(head)
             roles.append(Role(VALUE, policy.model, "new head", "head on the policy", policy.adapter, head, own))
     models = ModelRoles(
@@ -438,7 +477,7 @@ def build_roles(
 
 def _full_roles(config: RunConfig) -> list[Role]:
     path = config.model.path
-    model = _load_policy(config, path, _dtype(config, torch.float32))
+    model = _load_policy(config, path, _dtype(config, torch.float32), config.model.revision)
     roles = [Role(POLICY, model, path, "own weights", trained=dict(model.named_parameters()))]
     if config.ppo.kl_coef > 0:
         roles.append(Role(REFERENCE, copy.deepcopy(model), path, "frozen copy"))
@@ -454,11 +493,10 @@ def _lora_roles(config: RunConfig, *, mixed_precision: bool) -> tuple[list[Role]
         if start.head:
             raise ModelError(f"model.path: {path} is a reward adapter (it holds a head); wanted a language model's")
     dtype = _dtype(config, torch.bfloat16 if mixed_precision else torch.float32)
-    base = _load_policy(config, base_source, dtype, is_base=start is not None)
+    revision = config.model.revision if start is None else start.config.revision
+    base = _load_policy(config, base_source, dtype, revision)
     if start is None:
-        settings = changed_config(
-            peft_lora_config(lora, base), base_model_name_or_path=base_source, revision=config.model.revision
-        )
+        settings = changed_config(peft_lora_config(lora, base), base_model_name_or_path=base_source, revision=revision)
     else:
         check_continued(lora, start, base)
         settings = changed_config(
@@ -482,7 +520,7 @@ def _lora_roles(config: RunConfig, *, mixed_precision: bool) -> tuple[list[Role]
 
 
 def _adapter_critic(
-    config: RunConfig, source: str | None, adapted: PeftModel, policy: Role, *, mixed_precision: bool
+    config: RunConfig, source: CriticSource | None, adapted: PeftModel, policy: Role, *, mixed_precision: bool
 ) -> Role:
     """A second adapter on the policy's base with a head: a copy of a reward adapter, or a fresh one that says 0."""
     if source is None:
@@ -490,76 +528,82 @@ def _adapter_critic(
             adapted.peft_config[DEFAULT], modules_to_save=None, init_lora_weights=True, inference_mode=False
         )
         adapted.add_adapter(VALUE, settings)
-        head = ScalarHead(_hidden_size(policy.model))
+        head = ScalarHead(state_size(policy.model))
     else:
-        head = add_reward(adapted, VALUE, source, _base_source(config), float32=mixed_precision)
+        head = add_reward(adapted, VALUE, source.path, _base_source(config), float32=mixed_precision)
     trained = adapter_parameters(adapted, VALUE) | _head_parameters(head)
-    return Role(VALUE, policy.model, source or "new adapter", "adapter on the policy's base", VALUE, head, trained)
+    where = "new adapter" if source is None else source.path
+    return Role(VALUE, policy.model, where, "adapter on the policy's base", VALUE, head, trained)
 
 
-def _model_critic(config: RunConfig, source: str | None, policy: Role, tokenizer: PreTrainedTokenizerBase) -> Role:
+def _model_critic(
+    config: RunConfig, source: CriticSource | None, policy: Role, tokenizer: PreTrainedTokenizerBase
+) -> Role:
     """A sequence classifier of its own: a copy of a reward model, or of the start policy with a head that says 0."""
     dtype = torch.float32 if config.model.lora else _dtype(config, torch.float32)
-    options = {
-        "attn_implementation": config.model.attn_implementation,
-        "trust_remote_code": config.model.trust_remote_code,
-    }
     if source is not None:
-        model = load_classifier(source, dtype=dtype, **options)
-        if _vocabulary_size(model) < len(tokenizer):
-            size = _vocabulary_size(model)
-            raise ModelError(f"value.init: {source} has {size} tokens, the policy's tokenizer {len(tokenizer)}")
+        model = load_classifier(
+            source.path,
+            dtype=dtype,
+            revision=source.revision,
+            attn_implementation=config.model.attn_implementation,
+            trust_remote_code=source.trust_remote_code,
+        )
     elif config.model.lora is None:
         model = classifier_on(copy.deepcopy(policy.model))
     else:
-        model = classifier_on(_load_policy(config, config.model.path, dtype))
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
-    trained = dict(model.named_parameters())
-    return Role(VALUE, model, source or config.model.path, "own weights", head=model.score, trained=trained)
+        model = classifier_on(_load_policy(config, config.model.path, dtype, config.model.revision))
+    if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
+        model.config.pad_token_id = _padding_id(model, tokenizer)
+    where = config.model.path if source is None else source.path
+    return Role(VALUE, model, where, "own weights", head=model.score, trained=dict(model.named_parameters()))
 
 
-def value_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The path that the critic is copied from, or None where it starts from the policy.
+def _padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The pad token if the model has a row for it, otherwise the end token."""
+    pad = tokenizer.pad_token_id
+    return pad if pad is not None and pad < _vocabulary_size(model) else tokenizer.eos_token_id
+
+
+def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> CriticSource | None:
+    """What the critic is copied from, or None where it starts from the policy.
 
     Raises:
         ConfigError: ``value.init`` names something that this kind of critic cannot be copied from.
     """
-    kind, init, reward = config.value_kind, config.value.init, config.rewards[0]
+    kind, init = config.value_kind, config.value.init
     if kind == "head" or init == "policy":
         return None
-    wanted = {"adapter": ("adapter",), "model": ("model", "adapter")}[kind]
-    fits = reward.type in wanted and (kind == "adapter" or reads_same_tokens(reward.path, tokenizer))
-    if init is None:
-        return reward.path if fits else None
-    if init == "reward":
-        if fits:
-            return reward.path
-        got = (
-            f"the first reward is of type {reward.type}"
-            if reward.type not in wanted
-            else f"the tokenizer of {reward.path} has another vocabulary than the policy's"
-        )
-        raise ConfigError(
-            f"value.init reward: {got}; a critic of kind {kind} is copied from a first reward of type "
-            f"{' or '.join(wanted)} that reads the policy's tokens. Set value.init to policy"
-        )
+    if init in (None, "reward"):
+        reward = config.rewards[0]
+        wanted = ("adapter",) if kind == "adapter" else ("model", "adapter")
+        if reward.type not in wanted:
+            why_not = f"the first reward is of type {reward.type}, wanted {' or '.join(wanted)}"
+        else:
+            source = CriticSource(reward.path, **reward.model_dump(include={"revision", "trust_remote_code"}))
+            why_not = _other_tokens(source, tokenizer) if kind == "model" else None
+        if why_not is None:
+            return source
+        if init is None:
+            return None
+        raise ConfigError(f"value.init reward: {why_not}; set value.init to policy")
     if kind == "adapter" and not is_adapter(init):
         raise ConfigError(
             f"value.init: {init} holds no {ADAPTER_CONFIG}; a critic of kind adapter is copied from a reward "
             "adapter on the policy's base. Set value.kind to model for a sequence classifier"
         )
-    if kind == "model" and not reads_same_tokens(init, tokenizer):
-        raise ConfigError(
-            f"value.init: the tokenizer of {init} has another vocabulary than the policy's, whose tokens the critic "
-            "reads. Set value.init to policy"
-        )
-    return init
+    source = CriticSource(init, trust_remote_code=config.model.trust_remote_code)
+    if kind == "model" and (why_not := _other_tokens(source, tokenizer)):
+        raise ConfigError(f"value.init: {why_not}; set value.init to policy")
+    return source
 
 
-def reads_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the model in ``path`` was trained on the same token ids."""
-    return load_tokenizer(path).get_vocab() == tokenizer.get_vocab()
+def _other_tokens(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Why the model cannot read the policy's token ids, or None if it can."""
+    own = load_tokenizer(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code)
+    if own.get_vocab() == tokenizer.get_vocab():
+        return None
+    return f"the tokenizer of {source.path} has another vocabulary than the policy's, whose token ids the critic reads"
 
 
 def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -574,12 +618,12 @@ def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def _load_policy(config: RunConfig, path: str, dtype: torch.dtype, *, is_base: bool = False) -> PreTrainedModel:
-    """A language model under the options of ``model``; the revision is the adapter's own if ``path`` is its base."""
+def _load_policy(config: RunConfig, path: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
+    """A language model under the options of ``model``."""
     return load_causal_lm(
         path,
         dtype=dtype,
-        revision=None if is_base else config.model.revision,
+        revision=revision,
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,
     )
@@ -594,25 +638,9 @@ def _base_source(config: RunConfig) -> str:
     return absolute_source(adapter_base(path, revision) if is_adapter(path, revision) else path)
 
 
-def _hidden_size(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().hidden_size
-
-
 def _vocabulary_size(model: PreTrainedModel) -> int:
     return model.get_input_embeddings().weight.shape[0]
 
 
 def _head_parameters(head: ScalarHead) -> dict[str, nn.Parameter]:
     return {f"head.{name}": parameter for name, parameter in head.named_parameters()}
-
-
-@contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
-    """Puts training mode and ``requires_grad`` of every module and parameter back at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with flags_kept(model):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from tether.errors import CheckpointError, ConfigError, ModelError
-from tether.models.adapters import DEFAULT, MODULE_PREFIX, changed_config, fill_adapter, read_adapter
+from tether.models.adapters import DEFAULT, MODULE_PREFIX, changed_config, place_adapter, read_adapter
 from tether.models.heads import save_head
 from tether.models.loading import load_causal_lm, load_classifier, load_tokenizer
-from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
+from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
 from tether.models.roles import POLICY, VALUE, ModelRoles
 
 MANIFEST = "manifest.json"
@@ -50,12 +50,13 @@ def load_policy(roles: ModelRoles, folder: Path | str) -> None:
     if isinstance(policy, PeftModel):
         if not is_adapter(path):
             raise ModelError(f"{folder}: got a full model; the run that it belongs to trains an adapter")
-        fill_adapter(policy, DEFAULT, read_adapter(path), float32=roles.mixed_precision)
+        place_adapter(policy, DEFAULT, read_adapter(path))
     elif is_adapter(path):
         raise ModelError(f"{folder}: got an adapter; the run that it belongs to trains a full model")
     else:
         saved = load_causal_lm(path, dtype=policy.dtype)
-        policy.load_state_dict(saved.state_dict())
+        with model_errors(path):
+            policy.load_state_dict(saved.state_dict())
 
 
 def save_critic(roles: ModelRoles, folder: Path | str) -> None:
@@ -125,7 +126,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     Until then ``path`` does not exist, or is the earlier folder of that name, which is replaced. What a killed process
     left unfinished is removed by the next call for the same path.
     """
-    path = Path(path)
+    path = Path(path).absolute()
     partial, replaced = (path.with_name(f".{path.name}.{state}") for state in ("partial", "replaced"))
     path.parent.mkdir(parents=True, exist_ok=True)
     if replaced.exists() and not path.exists():

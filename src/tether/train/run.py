@@ -18,9 +18,9 @@ from tether.errors import ConfigError
 from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers, check_report_to
 from tether.metrics.writers import truncate_after
-from tether.models.loading import bf16_supported, check_model_path, load_tokenizer, stop_token_ids
+from tether.models.loading import bf16_supported, load_tokenizer, stop_token_ids
 from tether.models.loading import load_config as load_model_config
-from tether.models.paths import adapter_base, is_adapter
+from tether.models.paths import adapter_base, check_model_path, is_adapter
 from tether.models.roles import ModelRoles, build_roles
 from tether.models.saving import atomic_folder, save_policy
 from tether.report.html import write_report

@@ -16,7 +16,8 @@ from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.metrics.writers import JsonlWriter
-from tether.models.loading import check_model_path, load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.paths import check_model_path
 from tether.models.saving import load_policy
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist

@@ -15,7 +15,7 @@ from tether.models.adapters import peft_lora_config
 from tether.models.loading import bf16_supported
 from tether.models.paths import adapter_base, is_adapter
 from tether.train.distributed import Dist
-from tether.train.run import check, check_lengths, load_data
+from tether.train.run import check, check_data, load_data
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 ADAM_BYTES = 8
@@ -62,7 +62,7 @@ def plan(config: RunConfig) -> Plan:
     """
     check(config)
     _, prompts, eval_prompts = load_data(config)
-    check_lengths(config, prompts, eval_prompts)
+    check_data(config, prompts, eval_prompts)
     count, longest = len(prompts.prompts), max(len(p.token_ids) for p in prompts.prompts)
     updates, rollout = config.num_updates(count), config.train.rollout_batch_size
     epochs, minis = config.ppo.num_ppo_epochs, config.ppo.num_mini_batches

@@ -79,7 +79,7 @@ def train_policy(
         saved = parse_config(read_state(checkpoint)["config"], RunConfig)
         check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
     tokenizer, prompts, eval_prompts = load_data(config)
-    check_lengths(config, prompts, eval_prompts)
+    check_data(config, prompts, eval_prompts)
     tell_data(config, prompts, eval_prompts, display)
     prepare_folder(config, checkpoint)
     trackers = Trackers(
@@ -152,14 +152,18 @@ def load_data(config: RunConfig) -> tuple[PreTrainedTokenizerBase, PromptData, P
     )
 
 
-def check_lengths(config: RunConfig, *datasets: PromptData | None) -> None:
-    """Raises ``ConfigError`` if the longest query with the longest answer does not fit into the policy's positions."""
+def check_data(config: RunConfig, *datasets: PromptData | None) -> None:
+    """Raises ``ConfigError`` if a reward function asks for a column that is not there, or the longest query with the
+    longest answer does not fit into the policy's positions."""
+    used = [data for data in datasets if data is not None]
+    for data in used:
+        check_rewards(config.rewards, columns=data.columns)
     path = config.model.path
     base = adapter_base(path, config.model.revision) if is_adapter(path, config.model.revision) else path
     revision = config.model.revision if base == path else None
     shape = load_model_config(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
     limit = getattr(shape.get_text_config(), "max_position_embeddings", None)
-    longest = max(len(prompt.token_ids) for data in datasets if data for prompt in data.prompts)
+    longest = max(len(prompt.token_ids) for data in used for prompt in data.prompts)
     if limit is not None and longest + config.sampling.response_length > limit:
         raise ConfigError(
             f"sampling.response_length {config.sampling.response_length} after the longest query of {longest} tokens "

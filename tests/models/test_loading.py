@@ -165,6 +165,18 @@ def test_a_language_model_adapter_is_merged_into_its_base(tmp_path):
     assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
 
 
+@pytest.mark.parametrize("reward", [False, True])
+def test_merged_models_are_as_precise_as_loaded_ones_of_their_type(tmp_path, reward):
+    """Rotary frequencies rounded to bfloat16 would be wrong positions."""
+    base = save_model(tmp_path / "base", num_labels=1 if reward else None)
+    adapter = save_adapter(tmp_path / "adapter", base, reward=reward)
+    load = load_classifier if reward else load_causal_lm
+    plain, merged = (load(str(path), dtype=torch.bfloat16).base_model for path in (base, adapter))
+    for name, buffer in plain.named_buffers():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, merged.get_buffer(name))
+    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -212,9 +212,10 @@ def check_continued(lora: LoraConfig, start: Adapter, base: PreTrainedModel) -> 
     if "target_modules" in lora.model_fields_set:
         wanted, got = (target_names(base, targets) for targets in (lora.target_modules, config.target_modules))
         if wanted != got:
+            own = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)
             raise ConfigError(
                 f"model.lora.target_modules: {lora.target_modules}, but the adapter in {start.path} that is continued "
-                f"targets {sorted(config.target_modules)}; leave the key out"
+                f"targets {own}; leave the key out"
             )
 
 

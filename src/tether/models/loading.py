@@ -139,7 +139,7 @@ def load_causal_lm(
         base = adapter_base(path, revision)
         of_base = {"dtype": torch.float32, "revision": adapter.config.revision}
         model = merged(load_causal_lm(base, **of_base, **options), adapter)
-        return model.to(dtype or _saved_dtype(base, trust_remote_code))
+        return _cast(model, dtype or _saved_dtype(adapter, trust_remote_code))
     if _is_classifier(load_config(path, revision=revision, trust_remote_code=trust_remote_code)):
         raise ModelError(f"{path}: got a sequence classifier; wanted a causal language model")
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype=dtype or "auto", revision=revision, **options)
@@ -202,7 +202,7 @@ def _adapted_classifier(adapter: Adapter, dtype: torch.dtype | None, options: Ma
     _check_complete(info, base, but={"score.weight"})
     _check_decoder(model, base)
     head = head_from(adapter.head, model.score.in_features, adapter.path)
-    model = merged(model, adapter).to(dtype or _saved_dtype(base, options["trust_remote_code"]))
+    model = _cast(merged(model, adapter), dtype or _saved_dtype(adapter, options["trust_remote_code"]))
     model.score = head
     return model
 
@@ -269,8 +269,17 @@ def _from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTr
     return model.eval(), info
 
 
-def _saved_dtype(path: str, trust_remote_code: bool) -> torch.dtype:
-    return load_config(path, trust_remote_code=trust_remote_code).dtype or torch.float32
+def _saved_dtype(adapter: Adapter, trust_remote_code: bool) -> torch.dtype:
+    """The type that the adapter's base was saved in."""
+    base, revision = adapter.config.base_model_name_or_path, adapter.config.revision
+    return load_config(base, revision=revision, trust_remote_code=trust_remote_code).dtype or torch.float32
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """``model`` with its weights in ``dtype``; buffers, such as rotary frequencies, keep their own type."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _is_classifier(config: PreTrainedConfig) -> bool:

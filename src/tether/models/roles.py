@@ -149,12 +149,15 @@ class _Parts:
         """Inside, every module is in eval mode; training modes and ``requires_grad`` come back at the end."""
         modes = [module.training for module in self.modules]
         try:
-            for module in self.modules:
-                module.training = False
+            self._set_modes([False] * len(modes))
             with flags_kept(self.parameters):
                 yield
         finally:
-            for module, mode in zip(self.modules, modes, strict=True):
+            self._set_modes(modes)
+
+    def _set_modes(self, modes: list[bool]) -> None:
+        for module, mode in zip(self.modules, modes, strict=True):
+            if module.training != mode:  # setting costs far more than asking
                 module.training = mode
 
 

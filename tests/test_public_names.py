@@ -13,6 +13,6 @@ def test_public_names_are_sorted_and_exist():
 
 
 def test_subpackages_of_the_same_name_do_not_hide_functions():
-    code = "import tether.train.trainer, tether; assert callable(tether.plan); print(type(tether.train_policy).__name__)"
+    code = "import tether.train.trainer, tether; print(type(tether.train_policy).__name__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "function"

@@ -268,6 +268,12 @@ def test_merging_an_adapter_makes_a_plain_folder(tmp_path, reward):
 # Folders
 
 
+def test_others_may_read_what_the_umask_lets_them_read(tmp_path):
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "a").touch(mode=0o600)
+    assert (tmp_path / "out" / "a").stat().st_mode == (tmp_path / "out" / "manifest.json").stat().st_mode
+
+
 def test_a_folder_appears_whole_with_a_manifest(tmp_path):
     with atomic_folder(tmp_path / "out") as folder:
         (folder / "inner").mkdir()

@@ -265,7 +265,8 @@ def test_every_prompt_is_seen_each_epoch_and_few_prompts_are_cycled(tmp_path):
 
 def test_bad_reward_never_reaches_the_optimizer(tmp_path):
     config = tiny_run(tmp_path)
-    (tmp_path / "rewards.py").write_text("def letters(prompts, completions):\n    return [float('nan')] * len(prompts)\n")
+    nan = "def letters(prompts, completions):\n    return [float('nan')] * len(prompts)\n"
+    (tmp_path / "rewards.py").write_text(nan, encoding="utf-8")
     with pytest.raises(RewardResponseError, match="letters"):
         train_policy(config)
     assert not (config.output_dir / "model.safetensors").exists()

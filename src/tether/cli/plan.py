@@ -8,16 +8,20 @@ from tether.train.plan import Plan
 
 def show_plan(plan: Plan, display: Display) -> None:
     """Shows the resolved configuration, the arithmetic of batches, the roles and the estimated memory."""
-    display.message(plan.config)
+    for line in plan.config.splitlines():
+        display.message(line)
     display.table("batches", ["what", "how many"], plan.arithmetic)
-    header = ["role", "source", "parameters", "trainable", "dtype", "sharing", "weights"]
-    display.table("roles", header, [
-        [role.role, role.source, f"{role.parameters:,}", f"{role.trainable:,}", role.dtype, role.sharing,
-         _gibibytes(role.weight_bytes)]
-        for role in plan.roles
-    ])  # fmt: skip
-    display.table("peak memory, estimated", ["phase", "memory"], [[k, _gibibytes(v)] for k, v in plan.memory.items()])
+    header = ["role", "source", "adds", "trains", "dtype", "memory", "sharing"]
+    rows = []
+    for role in plan.roles:
+        numbers = [f"{role.parameters:,}", f"{role.trainable:,}", role.dtype, size(role.weight_bytes)]
+        rows.append([role.role, role.source, *numbers, role.sharing])
+    display.table("roles, and the parameters that each adds and trains", header, rows)
+    display.table("peak memory, estimated", ["phase", "memory"], [[k, size(v)] for k, v in plan.memory.items()])
 
 
-def _gibibytes(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def size(num_bytes: int) -> str:
+    """Bytes for people: ``512 MiB``."""
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    power = min((max(num_bytes, 1).bit_length() - 1) // 10, len(units) - 1)
+    return f"{num_bytes / 1024**power:.3g} {units[power]}" if power else f"{num_bytes} bytes"

@@ -180,6 +180,8 @@ def _write_manifest(folder: Path) -> None:
     }
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"files": listed}, indent=1) + "\n", encoding="utf-8")
+    for file in files:  # safetensors makes its files readable by their owner alone, whatever the umask
+        file.chmod(manifest.stat().st_mode)
     folders = [folder, *(child for child in folder.rglob("*") if child.is_dir())]
     for entry in [*files, manifest, *folders]:
         _sync(entry)

@@ -1,0 +1,29 @@
+"""What ``tether plan`` shows."""
+
+import pytest
+
+from tests.train.runs import tiny_run
+from tether.cli.main import main
+from tether.cli.plan import size
+from tether.config.load import dump_config
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (1536 * 1024, "1.5 MiB"), (2**34, "16 GiB")],
+)
+def test_sizes_are_for_people(num_bytes, text):
+    assert size(num_bytes) == text
+
+
+def test_a_plan_shows_configuration_arithmetic_roles_and_memory(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    config = tiny_run(tmp_path, model__lora={"r": 4}, train__total_episodes=20)
+    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert main(["plan", str(tmp_path / "run.yaml")]) == 0
+    shown = capsys.readouterr().out
+    for line in dump_config(config).splitlines():
+        assert line.strip()[:40] in shown
+    for text in ("3 of 8 answers = 24 episodes", "base", "reference", "peak memory", "letters", "KiB"):
+        assert text in shown, text
+    assert not config.output_dir.exists()

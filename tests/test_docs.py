@@ -16,5 +16,6 @@ def test_every_metric_of_a_run_is_defined_in_the_docs(tmp_path):
     result = train_policy(config)
     names = {name.replace("letters", "NAME") for row in (*result.updates, *result.evaluations) for name in row}
     assert names - defined == set()
-    logged = {name for name in defined if name.split("/")[0] in ("objective", "policy", "val", "loss", "rollout", "time")}
+    groups = ("objective", "policy", "val", "loss", "rollout", "time")
+    logged = {name for name in defined if name.split("/")[0] in groups}
     assert logged - names == set()

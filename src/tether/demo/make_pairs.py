@@ -5,9 +5,10 @@ and an answer's warmth is how much more likely the warm system prompt makes it,
 
     warmth(y) = log π(y | prompt, warm) − log π(y | prompt, cold)
 
-A pair is the warmest answer of the warm side over the coldest answer of the cold side; only answers that ended by
-themselves are used. The file keeps prompt and answers alone: the reward model is trained under the neutral system
-prompt that PPO runs with. No sentiment lexicon, and no other judge, has a say.
+A pair is the warmest answer of the warm side over the coldest answer of the cold side, each cut after its first
+sentence. The file keeps prompt and answers alone: the reward model is trained under the neutral system prompt that PPO
+runs with. No sentiment lexicon, and no other judge, has a say. The same seed makes the same files on the same kind of
+processor.
 
 Source: Yang et al. 2023 (pairs from contrasting prompts), https://arxiv.org/abs/2307.12950
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,27 +34,29 @@ from tether.demo.prompts import everyday_prompts
 from tether.demo.run import DATA, cache_folder
 from tether.generation.hf import HFGenerator
 from tether.models.forward import response_outputs
-from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.loading import bf16_supported, load_causal_lm, load_tokenizer, stop_token_ids
 from tether.types import Prompt, Request, Sampling, noise_key
 
 WARM = "Answer in one short sentence, full of joy, love and praise."
 COLD = "Answer in one short sentence, full of gloom, anger and blame."
-NUM_PROMPTS, NUM_HELD_OUT = 512, 192
-NUM_SAMPLES = 3
+NUM_PROMPTS, NUM_HELD_OUT = 400, 192
+NUM_SAMPLES = 2
 """Answers to each prompt under each system prompt."""
-MAX_TOKENS, TEMPERATURE, BATCH_SIZE = 32, 0.7, 64
+MAX_TOKENS, TEMPERATURE, BATCH_SIZE = 24, 0.7, 64
+_SENTENCE = re.compile(r"\S[^\n]*?[.!?][\"')]?(?=\s|$)")
+MIN_WORDS = 3
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An answer that ended by itself."""
+    """The first sentence of an answer."""
 
     prompt: int
     """Position of its prompt."""
     token_ids: tuple[int, ...]
-    """The answer, end token included."""
+    """The sentence, closed by an end token."""
     text: str
-    """The answer without special tokens and space around it."""
+    """The sentence."""
 
 
 def main() -> None:
@@ -67,9 +71,8 @@ def main() -> None:
     for name, prompts in (("prompts.jsonl", train), ("held_out.jsonl", held_out)):
         _write(given.output / name, [{"prompt": prompt} for prompt in prompts])
     path = str(given.model or prepare_model(cache_folder()))
-    model = load_causal_lm(
-        path, dtype=torch.float32, revision=None, attn_implementation=None, trust_remote_code=False
-    ).eval()
+    dtype = torch.bfloat16 if bf16_supported("cpu") else torch.float32
+    model = load_causal_lm(path, dtype=dtype)
     pairs = preference_pairs(
         model, load_tokenizer(path), str(given.output / "prompts.jsonl"), num_samples=NUM_SAMPLES, seed=given.seed
     )
@@ -80,7 +83,7 @@ def main() -> None:
 def preference_pairs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: str, *, num_samples: int, seed: int
 ) -> list[dict[str, str]]:
-    """A pair for every prompt that has answers on both sides, the first side warmer, in the order of the prompts.
+    """A pair for every prompt with candidates on both sides whose warm one is the warmer, in the order of the prompts.
 
     Args:
         prompts: file of the prompts.
@@ -88,22 +91,29 @@ def preference_pairs(
         seed: seed of the answers.
     """
     queries = {system: _queries(prompts, tokenizer, system) for system in (WARM, COLD)}
-    best: dict[str, dict[int, tuple[float, Candidate]]] = {}
-    for system, sign in ((WARM, 1.0), (COLD, -1.0)):
-        candidates = _answers(model, tokenizer, queries[system], system, num_samples=num_samples, seed=seed)
-        likelihoods = [_loglikelihoods(model, queries[side], candidates) for side in (WARM, COLD)]
-        best[system] = {}
-        for candidate, warm, cold in zip(candidates, *likelihoods, strict=True):
-            extent = sign * (warm - cold)
-            kept = best[system].get(candidate.prompt)
-            if kept is None or extent > kept[0]:
-                best[system][candidate.prompt] = (extent, candidate)
+    sides = []
+    for system in (WARM, COLD):
+        candidates = _candidates(model, tokenizer, queries[system], system, num_samples=num_samples, seed=seed)
+        warm, cold = (_loglikelihoods(model, queries[side], candidates) for side in (WARM, COLD))
+        sides.append([(candidate, a - b) for candidate, a, b in zip(candidates, warm, cold, strict=True)])
     return [
-        {"prompt": str(prompt.source), "chosen": best[WARM][i][1].text, "rejected": best[COLD][i][1].text}
-        for i, prompt in enumerate(queries[WARM])
-        # extents are warmth and −warmth, so their sum is the gap between the two answers
-        if i in best[WARM] and i in best[COLD] and best[WARM][i][0] + best[COLD][i][0] > 0
+        {"prompt": str(queries[WARM][i].source), "chosen": chosen.text, "rejected": rejected.text}
+        for i, (chosen, rejected) in sorted(warmest_over_coldest(*sides).items())
     ]
+
+
+def warmest_over_coldest(
+    warm: Sequence[tuple[Candidate, float]], cold: Sequence[tuple[Candidate, float]]
+) -> dict[int, tuple[Candidate, Candidate]]:
+    """For each prompt the warmest candidate of ``warm`` and the coldest of ``cold``, where the first is the warmer one.
+
+    Args:
+        warm, cold: candidates with their warmth.
+    """
+    # the last candidate of a prompt stays in the dictionary
+    best = {candidate.prompt: (candidate, warmth) for candidate, warmth in sorted(warm, key=lambda x: x[1])}
+    worst = {candidate.prompt: (candidate, warmth) for candidate, warmth in sorted(cold, key=lambda x: -x[1])}
+    return {i: (best[i][0], worst[i][0]) for i in best.keys() & worst.keys() if best[i][1] > worst[i][1]}
 
 
 def _queries(prompts: str, tokenizer: PreTrainedTokenizerBase, system: str) -> list[Prompt]:
@@ -118,7 +128,7 @@ def _queries(prompts: str, tokenizer: PreTrainedTokenizerBase, system: str) -> l
     ).prompts
 
 
-def _answers(
+def _candidates(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     queries: Sequence[Prompt],
@@ -127,7 +137,7 @@ def _answers(
     num_samples: int,
     seed: int,
 ) -> list[Candidate]:
-    """Sampled answers that ended by themselves and say something."""
+    """First sentences of sampled answers, of those that have a whole one."""
 
     @contextmanager
     def scope() -> Iterator[PreTrainedModel]:
@@ -140,10 +150,17 @@ def _answers(
     answers = dict(generator.generate(requests, Sampling(MAX_TOKENS, TEMPERATURE, stops)))
     candidates = []
     for position, (i, _) in enumerate(slots):
-        text = tokenizer.decode(answers[position].token_ids, skip_special_tokens=True).strip()
-        if answers[position].finish_reason == "stop" and text:
-            candidates.append(Candidate(i, tuple(answers[position].token_ids), text))
+        text = first_sentence(tokenizer.decode(answers[position].token_ids, skip_special_tokens=True))
+        if text is not None:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            candidates.append(Candidate(i, (*ids, tokenizer.eos_token_id), text))
     return candidates
+
+
+def first_sentence(text: str) -> str | None:
+    """What ``text`` begins with up to the first full stop, or None if that is missing or under three words."""
+    found = _SENTENCE.match(text.strip())
+    return found.group() if found and len(found.group().split()) >= MIN_WORDS else None
 
 
 @torch.no_grad()

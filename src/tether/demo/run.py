@@ -21,7 +21,7 @@ from tether.metrics.writers import read_jsonl
 from tether.stages.reward import train_reward_model
 from tether.train.display import Display, NullDisplay
 from tether.train.log import SAMPLES
-from tether.train.run import train
+from tether.train.run import train_policy
 
 DATA = Path(__file__).parent / "data"
 REWARD_FOLDER, POLICY_FOLDER, RESULT = "reward_model", "policy", "demo.json"
@@ -82,7 +82,7 @@ def run_demo(
     accuracy = judge.metrics["eval_accuracy"]
     display.message(f"reward model: {accuracy:.0%} of the held-out pairs in the right order")
     with _timed(seconds, "PPO and evaluation"):
-        run = train(ppo_config, display=display)
+        run = train_policy(ppo_config, display=display)
     if run.interrupted is not None:
         display.message(f"stopped by {run.interrupted}: tether ppo {run.output_dir / 'config.yaml'} --resume goes on")
         return None

@@ -84,13 +84,21 @@ def test_damage_elsewhere_is_an_error_that_names_the_line(path, line, word):
 def test_truncate_after_keeps_bytes_and_the_step_itself(path):
     JsonlWriter(path)
     path.write_bytes(b'{"step": 0, "x":  1e-3}\n{"step":1}\n{"step": 2}\n{"step": 1, "eval_scores": 2}\n{"step": 3')
-    truncate_after(path, 1)
+    truncate_after(path, 1, 1)
     assert path.read_bytes() == b'{"step": 0, "x":  1e-3}\n{"step":1}\n{"step": 1, "eval_scores": 2}\n'
     assert [p.name for p in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
+def test_truncate_after_drops_the_evaluation_that_followed_the_checkpoint(path):
+    evaluations = [{"step": step, "eval_scores": 2} for step in (0, 1)] + [{"step": 1, "split": "eval", "row": 0}]
+    kept = [{"step": 1}, {"step": 1, "split": "train", "row": 0}]
+    JsonlWriter(path).write_all([*evaluations, *kept])
+    truncate_after(path, 1, 0)
+    assert read_jsonl(path) == [evaluations[0], *kept]
+
+
 def test_truncate_after_leaves_a_missing_file_missing(path):
-    truncate_after(path, 1)
+    truncate_after(path, 1, 1)
     assert not path.exists()
 
 
@@ -103,5 +111,5 @@ def test_truncate_after_changes_nothing_if_it_fails(path, monkeypatch):
 
     monkeypatch.setattr("tether.metrics.writers.os.fsync", full_disk)
     with pytest.raises(OSError, match="no space"):
-        truncate_after(path, 1)
+        truncate_after(path, 1, 1)
     assert path.read_bytes() == before

@@ -60,8 +60,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _records(Path(path))]
 
 
-def truncate_after(path: Path, step: int) -> None:
-    """Drops the records whose ``step`` is larger, in one atomic replacement, so that a resumed run repeats none.
+def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
+    """Drops what came after a checkpoint, in one atomic replacement, so that a resumed run repeats none of it.
+
+    That is every record whose ``step`` is larger than the checkpoint's, and larger than ``evaluated_step`` where the
+    record is an evaluation's: the last evaluation can follow the checkpoint of the same update.
 
     The other lines keep their bytes. A missing file stays missing.
 
@@ -71,8 +74,14 @@ def truncate_after(path: Path, step: int) -> None:
     path = Path(path)
     if not path.exists():
         return
-    kept = b"".join(line + b"\n" for line, record in _records(path) if record["step"] <= step)
-    _replace(path, kept)
+    last = {False: step, True: evaluated_step}
+    kept = [line + b"\n" for line, record in _records(path) if record["step"] <= last[_is_evaluation(record)]]
+    _replace(path, b"".join(kept))
+
+
+def _is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Whether it is a line of metrics.jsonl or samples.jsonl about an evaluation."""
+    return "eval_scores" in record or record.get("split") == "eval"
 
 
 def _strict(value: Any, name: str, not_finite: list[str]) -> Any:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
@@ -156,13 +157,9 @@ def verify_manifest(folder: Path | str) -> None:
         CheckpointError: the manifest or a file is missing, or a file is not what was written.
     """
     folder = Path(folder)
-    try:
-        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: {MANIFEST} is missing, so the folder was not written to its end") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error}") from error
-    for name, wanted in listed.items():
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"{folder}: {MANIFEST} is missing, so the folder was not written to its end")
+    for name, wanted in _listed(folder).items():
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
@@ -170,6 +167,24 @@ def verify_manifest(folder: Path | str) -> None:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, its manifest says {wanted['bytes']}")
         if _sha256(file) != wanted["sha256"]:
             raise CheckpointError(f"{file} is damaged: its content is not what was written (SHA-256 differs)")
+
+
+def files_written(folder: Path | str) -> list[str]:
+    """Names of the files that the folder's manifest lists, and its own; none if it has no manifest.
+
+    Raises:
+        CheckpointError: the manifest cannot be read.
+    """
+    folder = Path(folder)
+    return [*_listed(folder), MANIFEST] if (folder / MANIFEST).is_file() else []
+
+
+def _listed(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash by the name of each file, from the folder's manifest."""
+    try:
+        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error}") from error
 
 
 def _write_manifest(folder: Path) -> None:

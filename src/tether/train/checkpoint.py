@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from tether.config.load import dump_config
+from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import CheckpointError
 from tether.models.roles import ModelRoles
@@ -112,8 +112,12 @@ class Checkpoints:
             raise CheckpointError(f"{path}: optimizer state does not fit the run's roles: {', '.join(sorted(missing))}")
         for optimizer in self.optimizers:
             optimizer.load_state_dict(states[optimizer.name])
-        record.pop("config")
-        return RunState(**record)
+        saved = parse_config(record.pop("config"), RunConfig).train
+        state = RunState(**record)
+        criterion = (self.config.train.metric_for_best_model, self.config.train.greater_is_better)
+        if criterion != (saved.metric_for_best_model, saved.greater_is_better) or not self._has_best(state):
+            state.best_metric = state.best_step = None  # measured by something else, or not there to come back to
+        return state
 
     def restore_roles(self, step: int) -> None:
         """Brings the weights of policy and critic back to those after ``step`` updates."""
@@ -122,6 +126,9 @@ class Checkpoints:
     def restore_roles_from(self, path: Path) -> None:
         """Brings the weights of policy and critic to those saved in ``path``."""
         self.roles.load_state_dict(load_file(path / STATE_DIR / "roles.safetensors"))
+
+    def _has_best(self, state: RunState) -> bool:
+        return state.best_step is not None and self.path(state.best_step).is_dir()
 
     def _drop_old(self, state: RunState) -> None:
         limit = self.config.train.save_total_limit
@@ -135,8 +142,13 @@ class Checkpoints:
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Finished checkpoints in ``output_dir``, oldest first."""
-    named = ((path, re.fullmatch(r"checkpoint-(\d+)", path.name)) for path in output_dir.glob("checkpoint-*"))
-    return [path for _, path in sorted((int(match[1]), path) for path, match in named if match)]
+    named = (path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
+    return sorted(named, key=checkpoint_step)
+
+
+def checkpoint_step(path: Path) -> int:
+    """Updates that were finished when the checkpoint was written."""
+    return int(path.name.removeprefix("checkpoint-"))
 
 
 def find_checkpoint(config: RunConfig, *, tell: Any) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,11 +22,11 @@ from tether.models.loading import bf16_supported, load_tokenizer, stop_token_ids
 from tether.models.loading import load_config as load_model_config
 from tether.models.paths import adapter_base, check_model_path, is_adapter
 from tether.models.roles import ModelRoles, build_roles
-from tether.models.saving import atomic_folder, save_policy
-from tether.report.html import write_report
+from tether.models.saving import atomic_folder, files_written, save_policy
+from tether.report.html import REPORT, write_report
 from tether.rewards.build import build_rewards, check_rewards
 from tether.train.callbacks import Callbacks
-from tether.train.checkpoint import check_same_run, find_checkpoint, read_state
+from tether.train.checkpoint import check_same_run, checkpoint_step, find_checkpoint, list_checkpoints, read_state
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.log import METRICS, SAMPLES, RunLog
@@ -81,7 +81,7 @@ def train_policy(
     tokenizer, prompts, eval_prompts = load_data(config)
     check_data(config, prompts, eval_prompts)
     tell_data(config, prompts, eval_prompts, display)
-    prepare_folder(config, checkpoint)
+    prepare_folder(config, checkpoint, tell=display.message)
     trackers = Trackers(
         config.train.report_to,
         run_name=config.train.run_name or config.output_dir.name,
@@ -243,18 +243,24 @@ def role_table(roles: ModelRoles) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def prepare_folder(config: RunConfig, checkpoint: Path | None) -> None:
+def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable[[str], None]) -> None:
     """Makes ``output_dir`` ready: empty of an earlier run, or cut back to the checkpoint that the run goes on from."""
     folder = config.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     if checkpoint is not None:
-        step = read_state(checkpoint)["step"]
+        state = read_state(checkpoint)
+        for path in list_checkpoints(folder)[::-1]:
+            if checkpoint_step(path) > state["step"]:  # its updates are made anew, and so is it
+                tell(f"removing {path}, as the run goes on from {checkpoint}")
+                shutil.rmtree(path)
+        evaluated = -1 if state["evaluated_step"] is None else state["evaluated_step"]
         for name in (METRICS, SAMPLES):
-            truncate_after(folder / name, step)
+            truncate_after(folder / name, state["step"], evaluated)
     elif config.overwrite_output_dir:
-        for path in folder.glob("checkpoint-*"):
+        for path in list_checkpoints(folder):
             shutil.rmtree(path)
-        for name in (METRICS, SAMPLES):
+        # the policy too: an adapter beside another run's full model would be loaded together with it
+        for name in (METRICS, SAMPLES, REPORT, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
     text = dump_config(config)
     temporary = folder / f".{CONFIG}.tmp"

@@ -66,8 +66,8 @@ class PPOTrainer:
         self.log.display.update(self.state.step, self.num_updates, {})
         try:
             with self.stop:
-                if self.state.step == 0:
-                    self.evaluate()
+                if self.state.evaluated_step != self.state.step and self.evaluation_due():
+                    self.evaluate()  # before the first update, or where the run that goes on was stopped
                 while self.state.step < self.num_updates and not self.callbacks.stop_requested:
                     self.train_one_update()
                 if self.state.evaluated_step != self.state.step:
@@ -87,10 +87,14 @@ class PPOTrainer:
         self.state.step += 1
         self.log.update(self.state.step, self.num_updates, metrics)
         self.callbacks.step_end(metrics)
-        if self.callbacks.due("evaluate", self.config.train.eval_steps):
+        if self.evaluation_due():
             self.evaluate()
         if self.callbacks.due("save", self.config.train.save_steps) and self.state.saved_step != self.state.step:
             self.save()
+
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation belongs here: before the first update, by schedule, or asked for by a callback."""
+        return self.state.step == 0 or self.callbacks.due("evaluate", self.config.train.eval_steps)
 
     def evaluate(self) -> None:
         """Answers and scores the held-out prompts; the best result so far is saved if the run keeps the best."""

@@ -136,6 +136,8 @@ REFUSED = {
     "no role": ({"prompt": [{"content": "cat"}]}, r"message 0: role is None, wanted text"),
     "parts": ({"prompt": [user("cat"), user([{"type": "image"}])]}, r"message 1: content is \[.*\], wanted text"),
     "empty turn": ({"prompt": [user(" ")]}, r"has no prompt: the content of its last message is empty"),
+    "half a surrogate pair": ({"prompt": "a \ud800 cat"}, r"holds '\\ud800' at character 2, half of a surrogate pair"),
+    "the same in a turn": ({"prompt": [user("\udfff")]}, r"message 0: the prompt holds '\\udfff' at character 0"),
     "answered": ({"prompt": [user("cat"), {"role": "assistant", "content": "is"}]}, r"ends its answer: .*assistant's"),
 }
 
@@ -174,6 +176,9 @@ def test_a_template_that_refuses_the_row(load):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('wants user and assistant') }}"
     with pytest.raises(DataError, match=r"row 0 \(line 1\): .*refuses .* roles user: wants user and assistant"):
+        load([{"prompt": "cat"}], tokenizer)
+    tokenizer.chat_template = "{{ 1 // 0 }}"
+    with pytest.raises(DataError, match=r"row 0 \(line 1\): .*refuses .* roles user: .*division"):
         load([{"prompt": "cat"}], tokenizer)
 
 

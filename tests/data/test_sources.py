@@ -63,6 +63,14 @@ def test_all_forms_hold_the_same_rows(tmp_path, name):
     assert read_rows(str(tmp_path / name), split="train", key="data.prompts").rows == ROWS
 
 
+def test_csv_holds_chat_messages_as_json(tmp_path):
+    messages = [{"role": "user", "content": "the, \"cat\""}]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["messages"], [json.dumps(messages)], ["a dog"]])
+    rows = read_rows(str(tmp_path / "rows.csv"), split="train", key="k").rows
+    assert rows == [{"messages": messages}, {"messages": "a dog"}]
+
+
 def test_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_jsonl(tmp_path / "rows.jsonl")
@@ -88,6 +96,7 @@ BROKEN = {
     "rows.json": ('[\n  {"prompt": "a"},\n  {"prompt": b}\n]', "line 3: not JSON: .* at column 14"),
     "text.json": ('[{"prompt": "a"}, "b"]', "row 1: got str, wanted an object"),
     "rows.csv": ('prompt,answer\n"a\nb",c\nd\n', "line 4: got 1 cells, the header has 2"),
+    "messages.csv": ("messages\n\"[{'role': 'user'}]\"\n", "line 2: messages is not JSON: .*a JSON list of chat"),
     "open.csv": ('prompt,answer\n"a\nb,c\nd\n', "line 2: not CSV: "),
     "rows.parquet": ("prompt", "not a parquet file: "),
     "empty.jsonl": ("", "is empty"),

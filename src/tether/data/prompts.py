@@ -106,7 +106,7 @@ def checked_prompt(value: Any, where: str) -> str | list[Message]:
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         raise DataError(f"{where} has no prompt: got {value!r}, wanted text or a list of chat messages")
     if isinstance(value, str):
-        return value
+        return _encodable(value, where)
     if not isinstance(value, Sequence):
         raise DataError(f"{where}: the prompt is a {type(value).__name__}, wanted text or a list of chat messages")
     messages = [_message(message, f"{where}, message {j}") for j, message in enumerate(value)]
@@ -127,7 +127,20 @@ def _message(message: Any, where: str) -> Message:
     for name in ("role", "content"):
         if not isinstance(message.get(name), str):
             raise DataError(f"{where}: {name} is {message.get(name)!r}, wanted text")
+    _encodable(message["content"], where)
     return {name: value for name, value in message.items() if value is not None}
+
+
+def _encodable(text: str, where: str) -> str:
+    """``text``, if it can be written as UTF-8, which tokenizers read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: the prompt holds {text[error.start]!r} at character {error.start}, half of a surrogate pair, "
+            "which is no text. Mend the row"
+        ) from error
+    return text
 
 
 def encoded_queries(
@@ -171,8 +184,6 @@ def _rendered(
     source: str | list[Message], tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, where: str
 ) -> str:
     """The chat template's text up to where the assistant's turn begins."""
-    from jinja2 import TemplateError
-
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template. "
@@ -183,7 +194,7 @@ def _rendered(
         messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # templates raise whatever their authors chose
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"{where}: the chat template refuses messages of the roles {roles}: {error}") from error
 

@@ -128,10 +128,24 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
                 if cells:
                     if len(cells) != len(header):
                         raise _RowError(f", line {start}: got {len(cells)} cells, the header has {len(header)}")
-                    yield start, dict(zip(header, cells, strict=True))
+                    row = dict(zip(header, cells, strict=True))
+                    yield start, row | {"messages": _messages(row["messages"], start)} if "messages" in row else row
                 start = reader.line_num + 1
         except csv.Error as error:
             raise _RowError(f", line {start}: not CSV: {error}") from error
+
+
+def _messages(cell: str, line: int) -> Any:
+    """Chat messages that a cell holds as JSON, as CSV has no lists; other text as it is."""
+    if not cell.lstrip().startswith("["):
+        return cell
+    try:
+        return json.loads(cell)
+    except json.JSONDecodeError as error:
+        raise _RowError(
+            f", line {line}: messages is not JSON: {error.msg} at column {error.colno} of the cell; wanted text, or "
+            "a JSON list of chat messages"
+        ) from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[int | None, Row]]:

@@ -44,6 +44,13 @@ def test_names_source_row_and_value_of_what_is_no_finite_number(bad):
     assert type(bad).__name__ in str(caught.value)
 
 
+@pytest.mark.parametrize("size", [1e16, -1e39, 1e300])
+def test_a_score_whose_square_float32_could_not_hold_is_refused(size):
+    assert checked([1e15, -1e15], 2, "judge") == [1e15, -1e15]
+    with pytest.raises(RewardResponseError, match=r"judge returned .*e\+.* for answer 1 of 2 .*between -1e\+15"):
+        checked([0.5, size], 2, "judge")
+
+
 @pytest.mark.parametrize("scores", [[1.0], [1.0, 2.0, 3.0], [], np.zeros(3), torch.zeros(0)])
 def test_counts_must_match(scores):
     with pytest.raises(RewardResponseError, match=f"judge returned {len(scores)} scores for 2 answers"):

@@ -57,6 +57,6 @@ def test_a_part_that_answers_wrongly_is_named():
 
 
 def test_a_sum_beyond_floats_is_refused():
-    parts = [Part("a", 1e308, Answers(RewardOutput([1e300])))]
+    parts = [Part("a", 1e308, Answers(RewardOutput([1e10])))]
     with pytest.raises(RewardError, match="weighted sum"):
         WeightedSum(parts).score(text_batch("x"))

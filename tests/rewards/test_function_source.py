@@ -179,3 +179,15 @@ def test_a_file_that_fails_leaves_no_module_behind(tmp_path):
     with pytest.raises(ConfigError, match="ValueError: on purpose"):
         load_function(str(file), "f", "rewards.0")
     assert not [name for name in sys.modules if "broken_judge" in name]
+
+
+def test_a_function_that_ends_the_process_is_an_error(tmp_path):
+    def gives_up(prompts, completions):
+        sys.exit(0)
+
+    with pytest.raises(RewardError, match="reward function judge raised SystemExit: 0"):
+        FunctionSource(gives_up, "judge").score(text_batch("one", "two"))
+    file = tmp_path / "exits.py"
+    file.write_text("import sys\nsys.exit(0)")
+    with pytest.raises(ConfigError, match="does not run: SystemExit: 0"):
+        load_function(str(file), "f", "rewards.0")

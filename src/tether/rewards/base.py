@@ -17,6 +17,10 @@ ScoreBatch = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(ids [M T], mask [M T], position_ids [M T]) → scores [M]."""
 
 
+LARGEST = 1e15
+"""Largest size of a score: beyond it the value loss, a square, comes near the end of float32."""
+
+
 def checked(scores: Any, n: int, source: str) -> list[float]:
     """The scores as ``n`` finite floats, in their order.
 
@@ -28,8 +32,8 @@ def checked(scores: Any, n: int, source: str) -> list[float]:
         source: how messages name the source.
 
     Raises:
-        RewardResponseError: it is no list, has another length, or holds something that is no finite number; a missing
-            score is never taken for 0.
+        RewardResponseError: it is no list, has another length, or holds something that is no finite number of a
+            usable size; a missing score is never taken for 0.
     """
     values = _as_list(scores)
     if values is None:
@@ -72,8 +76,13 @@ def _number(value: Any, row: int, n: int, source: str) -> float:
             number = float(plain)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number):
+        if abs(number) <= LARGEST:
             return number
+        if math.isfinite(number):
+            raise RewardResponseError(
+                f"{source} returned {number:g} for answer {row} of {n} (counted from 0); wanted a number between "
+                f"-{LARGEST:g} and {LARGEST:g}, as its square has to fit into float32"
+            )
     raise RewardResponseError(
         f"{source} returned {_shown(value)} for answer {row} of {n} (counted from 0); wanted one finite number"
     )

@@ -54,7 +54,7 @@ class FunctionSource:
         rows = range(len(batch))
         try:
             scores = self._call(batch, rows)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(
                 f"reward function {self.name} raised {type(error).__name__}: {error} ({self._where(batch, rows)})"
             ) from error
@@ -85,7 +85,7 @@ class FunctionSource:
                 break
             try:
                 self._call(batch, [row])
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 return f"answer {row} of {len(rows)}, counted from 0, fails alone too, with {type(error).__name__}"
         return f"answers 0 to {len(rows) - 1} of one batch"
 
@@ -183,7 +183,7 @@ def _file_module(path: str, key: str) -> ModuleType:
         raise ConfigError(f"{key}.path: there is no file {file}")
     try:
         return _run_file(file, file.read_bytes())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}.path: {path} does not run: {type(error).__name__}: {error}") from error
 
 
@@ -205,7 +205,7 @@ def _run_file(file: Path, source: bytes) -> ModuleType:
 def _import(path: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{key}.path: cannot import {path}: {type(error).__name__}: {error}; "
             "wanted a .py file or the import path of an installed module"

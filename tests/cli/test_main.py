@@ -129,6 +129,11 @@ class TestExitCode:
         assert main(["ppo"]) == 1
         assert capsys.readouterr().err == "tether: the loss is not finite\n"
 
+    def test_what_a_model_wrote_cannot_act_on_the_terminal(self, ending_with, capsys):
+        ending_with(errors.RewardError("reward f raised ValueError: \x1b]0;title\x07 \u202e"))
+        assert main(["ppo"]) == 1
+        assert capsys.readouterr().err == "tether: reward f raised ValueError: \\x1b]0;title\\x07 \\u202e\n"
+
     def test_anything_else_is_1_and_names_its_kind(self, ending_with, capsys):
         ending_with(ValueError("odd"))
         assert main(["ppo"]) == 1

@@ -1,5 +1,6 @@
 """Files and overrides to a configuration, the messages about their mistakes, and the way back to text."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,13 @@ class TestProblems:
         ]
 
 
+def test_lora_targets_that_can_match_nothing(file):
+    whats = {"q_proj(": r"is no regular expression: missing \)", "[]": "an empty list names no module"}
+    for targets, what in whats.items():
+        with pytest.raises(ConfigError, match=rf"--model\.lora\.target_modules: .*{what}"):
+            load_config(file, [f"--model.lora.target_modules={targets}"])
+
+
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
 NUMBERS = st.floats(min_value=1e-300, max_value=1e300)
 
@@ -251,7 +259,7 @@ NUMBERS = st.floats(min_value=1e-300, max_value=1e300)
     episodes=st.integers(1, 10**12),
     seed=st.integers(),
     clip=st.none() | NUMBERS,
-    modules=WORDS | st.lists(WORDS),
+    modules=WORDS.map(re.escape) | st.lists(WORDS, min_size=1),
     resume=st.booleans() | WORDS,
     weight=st.floats(-1e300, 1e300),
 )

@@ -315,7 +315,11 @@ def test_an_earlier_folder_is_replaced_when_asked(tmp_path):
     config = stage_config(tmp_path, num_train_epochs=0.1)
     config.output_dir.mkdir()
     (config.output_dir / "old.txt").touch()
-    train_reward_model(config.model_copy(update={"overwrite_output_dir": True}))
+    config = config.model_copy(update={"overwrite_output_dir": True})
+    with pytest.raises(ConfigError, match=r"output_dir: .* holds something else than a reward model of ours"):
+        train_reward_model(config)
+    (config.output_dir / "reward_eval.json").touch()
+    train_reward_model(config)
     assert not (config.output_dir / "old.txt").exists()
     assert (config.output_dir / "model.safetensors").exists()
 

@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        print(_message(error, debug=debug), file=sys.stderr)
+        from tether.report.text import visible  # a reward function's error can hold what the model wrote
+
+        print(visible(_message(error, debug=debug)), file=sys.stderr)
         return 2 if isinstance(error, USER_ERRORS) else 1
 
 

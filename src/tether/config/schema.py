@@ -6,10 +6,19 @@ This package imports neither torch nor transformers: a mistake in a configuratio
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from tether.config.base import Section
 
@@ -27,6 +36,18 @@ class LoraConfig(Section):
     """Dropout on the adapter's input. PPO runs with all dropout off, so this is only written into the saved adapter."""
     target_modules: str | list[str] = "all-linear"
     """Modules that get an adapter: ``all-linear``, a regular expression, or a list of names."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _compiles(cls, targets: str | list[str]) -> str | list[str]:
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(f"{targets!r} is no regular expression: {error}") from error
+        elif not targets:
+            raise ValueError("an empty list names no module; wanted all-linear, a regular expression, or names")
+        return targets
 
 
 class ModelConfig(Section):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import peft
+import torch
 from peft import (
     PeftConfig,
     PeftModel,
@@ -20,7 +21,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tether.config.schema import LoraConfig
@@ -32,6 +33,8 @@ DEFAULT = "default"
 """PEFT's name of the policy's adapter: the one that it saves at a folder's root."""
 MODULE_PREFIX = "base_model.model."
 """What PEFT puts before the names of the adapted model's modules."""
+LINEAR = nn.Linear | Conv1D
+"""Modules that ``all-linear`` means."""
 
 Config = TypeVar("Config", PeftConfig, PreTrainedConfig)
 
@@ -219,11 +222,23 @@ def check_continued(lora: LoraConfig, start: Adapter, base: PreTrainedModel) -> 
             )
 
 
+def check_targets(lora: LoraConfig, shape: PreTrainedConfig, *, trust_remote_code: bool) -> None:
+    """Raises ``ConfigError`` if ``target_modules`` names no module of a model of this shape; loads no weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=trust_remote_code)
+    if not target_names(model, lora.target_modules):
+        leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LINEAR)}
+        raise ConfigError(
+            f"model.lora.target_modules: {lora.target_modules} names no module of {type(model).__name__}; "
+            f"its linear modules are {', '.join(sorted(leaves))}"
+        )
+
+
 def target_names(model: PreTrainedModel, targets: str | Iterable[str]) -> set[str]:
     """Modules of the bare model that a PEFT ``target_modules`` names."""
     if targets == "all-linear":
         output = model.get_output_embeddings()
-        return {n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not output}
+        return {n for n, m in model.named_modules() if isinstance(m, LINEAR) and m is not output}
     names = {name for name, _ in model.named_modules()}
     if isinstance(targets, str):
         return {name for name in names if re.fullmatch(targets, name)}

@@ -6,6 +6,7 @@ names and merged into it; adapters that stay adapters are the business of ``role
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,34 @@ def _adapted_classifier(adapter: Adapter, dtype: torch.dtype | None, options: Ma
     model = _cast(merged(model, adapter), dtype or _saved_dtype(adapter, options["trust_remote_code"]))
     model.score = head
     return model
+
+
+def check_classifier(path: str, key: str) -> None:
+    """Raises ``ModelError`` if a local folder holds a full model that is no classifier with one label.
+
+    Args:
+        key: the configuration key that named it, for the message.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file() or is_adapter(path):
+        return
+    with model_errors(path):
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    labels = settings.get("num_labels") or len(settings.get("id2label", range(2)))  # 2 is left out
+    if labels != 1 and any(kind.endswith("ForSequenceClassification") for kind in settings.get("architectures") or ()):
+        raise ModelError(f"{key}: {path} is a classifier with {labels} labels; wanted one label (num_labels=1)")
+    files = [file for file in weight_files(folder) if file.suffix == ".safetensors"]
+    with model_errors(path):
+        names = [name for file in files for name in _tensor_names(file)]
+    if names and not any(is_head_key(name) for name in names):
+        raise ModelError(
+            f"{key}: {path} holds no scalar head; wanted a model trained as a sequence classifier with num_labels=1"
+        )
+
+
+def _tensor_names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
 
 
 def classifier_on(model: PreTrainedModel) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.config.schema import AdapterReward, FunctionReward, ModelReward, RewardConfig
 from tether.errors import ModelError
-from tether.models.loading import load_classifier, load_tokenizer
+from tether.models.loading import check_classifier, load_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, check_model_path
 from tether.models.roles import ModelRoles
 from tether.rewards.adapter import AdapterSource
@@ -45,7 +45,7 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
                 _check_reward_adapter(config.path, f"{key}.path")
             case ModelReward():
                 check_model_path(config.path, f"{key}.path")
-                _check_one_label(config.path, f"{key}.path")
+                check_classifier(config.path, f"{key}.path")
 
 
 def build_rewards(
@@ -109,16 +109,6 @@ def _check_reward_adapter(path: str, key: str) -> None:
             f"{key}: {path} is an adapter for {settings['task_type']}; wanted a reward adapter, which is trained as a "
             "sequence classifier (SEQ_CLS) and brings its head"
         )
-
-
-def _check_one_label(path: str, key: str) -> None:
-    """Raises ``ModelError`` if a local folder holds a classifier of several labels."""
-    settings = _json(Path(path) / "config.json")
-    if settings is None or (Path(path) / ADAPTER_CONFIG).exists():
-        return
-    labels = settings.get("num_labels") or len(settings.get("id2label", range(2)))  # 2 is left out
-    if labels != 1 and any(kind.endswith("ForSequenceClassification") for kind in settings.get("architectures") or []):
-        raise ModelError(f"{key}: {path} is a classifier with {labels} labels; wanted one label (num_labels=1)")
 
 
 def _json(file: Path) -> dict | None:

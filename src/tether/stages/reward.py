@@ -147,6 +147,10 @@ def check(config: RewardStageConfig) -> None:
         raise ConfigError(
             f"output_dir: {folder} is not empty. Name another, or add --overwrite_output_dir=true to replace it"
         )
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / EVAL_FILE).is_file():
+        raise ConfigError(f"output_dir: {folder} holds something else than a reward model of ours; name another")
+    if Path(config.model.path).resolve() == folder.resolve():
+        raise ConfigError(f"output_dir: this run would write over {folder}, which model.path names; choose another")
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ def plan(config: RunConfig) -> Plan:
         ConfigError, DataError, ModelError: whatever would stop the run before its models load.
     """
     check(config)
-    _, prompts, eval_prompts = load_data(config)
-    check_data(config, prompts, eval_prompts)
+    tokenizer, prompts, eval_prompts = load_data(config)
+    check_data(config, tokenizer, prompts, eval_prompts)
     count, longest = len(prompts.prompts), max(len(p.token_ids) for p in prompts.prompts)
     updates, rollout = config.num_updates(count), config.train.rollout_batch_size
     epochs, minis = config.ppo.num_ppo_epochs, config.ppo.num_mini_batches

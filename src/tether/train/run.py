@@ -18,15 +18,17 @@ from tether.errors import ConfigError
 from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers, check_report_to
 from tether.metrics.writers import truncate_after
-from tether.models.loading import bf16_supported, load_tokenizer, stop_token_ids
+from tether.models.adapters import check_targets
+from tether.models.loading import bf16_supported, check_classifier, load_tokenizer, stop_token_ids
 from tether.models.loading import load_config as load_model_config
-from tether.models.paths import adapter_base, check_model_path, is_adapter
+from tether.models.paths import ADAPTER_CONFIG, adapter_base, check_model_path, is_adapter
 from tether.models.roles import ModelRoles, build_roles
 from tether.models.saving import atomic_folder, files_written, save_policy
 from tether.report.html import REPORT, write_report
 from tether.rewards.build import build_rewards, check_rewards
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import check_same_run, checkpoint_step, find_checkpoint, list_checkpoints, read_state
+from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.log import METRICS, SAMPLES, RunLog
@@ -79,30 +81,32 @@ def train_policy(
         saved = parse_config(read_state(checkpoint)["config"], RunConfig)
         check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
     tokenizer, prompts, eval_prompts = load_data(config)
-    check_data(config, prompts, eval_prompts)
+    check_data(config, tokenizer, prompts, eval_prompts)
     tell_data(config, prompts, eval_prompts, display)
-    prepare_folder(config, checkpoint, tell=display.message)
-    trackers = Trackers(
-        config.train.report_to,
-        run_name=config.train.run_name or config.output_dir.name,
-        logging_dir=config.output_dir / "logs",
-        config=config.model_dump(mode="json"),
-    )
-    log = RunLog(config.output_dir, display, trackers, logging_steps=config.train.logging_steps)
-    try:
-        trainer = build_trainer(config, tokenizer, prompts, eval_prompts, rewards, log, callbacks)
-        if checkpoint is not None:
-            trainer.state = trainer.checkpoints.restore(checkpoint)
-            trainer.callbacks.resume(trainer.state.step, trainer.state.best_metric)
-            display.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
-        interrupted = trainer.fit()
-        if interrupted is None:
-            save_final(config.output_dir, trainer.roles, tokenizer)
-        trainer.parts.generator.close()
-    finally:
-        log.close()
-    report = write_report(config.output_dir)
-    return RunResult(config.output_dir, log.updates, log.evaluations, report, interrupted)
+    with claimed(config.output_dir):
+        check_folder(config)  # once more: another run may have begun there meanwhile
+        prepare_folder(config, checkpoint, tell=display.message)
+        trackers = Trackers(
+            config.train.report_to,
+            run_name=config.train.run_name or config.output_dir.name,
+            logging_dir=config.output_dir / "logs",
+            config=config.model_dump(mode="json"),
+        )
+        log = RunLog(config.output_dir, display, trackers, logging_steps=config.train.logging_steps)
+        try:
+            trainer = build_trainer(config, tokenizer, prompts, eval_prompts, rewards, log, callbacks)
+            if checkpoint is not None:
+                trainer.state = trainer.checkpoints.restore(checkpoint)
+                trainer.callbacks.resume(trainer.state.step, trainer.state.best_metric)
+                display.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
+            interrupted = trainer.fit()
+            if interrupted is None:
+                save_final(config.output_dir, trainer.roles, tokenizer)
+            trainer.parts.generator.close()
+        finally:
+            log.close()
+        report = write_report(config.output_dir)
+        return RunResult(config.output_dir, log.updates, log.evaluations, report, interrupted)
 
 
 def check(config: RunConfig) -> None:
@@ -115,22 +119,39 @@ def check(config: RunConfig) -> None:
     check_report_to(config.train.report_to)
     if config.value.init not in (None, "reward", "policy"):
         check_model_path(config.value.init, "value.init")
+        if config.value_kind == "model":
+            check_classifier(config.value.init, "value.init")
     check_folder(config)
 
 
 def check_folder(config: RunConfig) -> None:
     """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds another run."""
     folder = config.output_dir
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir: {folder} is a file; name a folder")
-    if not config.resume and not config.overwrite_output_dir and (folder / METRICS).exists():
+    holds_run = (folder / METRICS).exists() or bool(list_checkpoints(folder))
+    goes_on = config.resume is True or (config.resume and Path(config.resume).resolve().parent == folder.resolve())
+    if holds_run and not goes_on and not config.overwrite_output_dir:
         raise ConfigError(
             f"output_dir: {folder} holds an earlier run. Add --resume to go on with it, choose another output_dir, "
             "or add --overwrite to replace it"
         )
+    if not holds_run and any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise ConfigError(f"output_dir: {folder} holds a model, which the trained policy would replace; name another")
+    replaced = {path.resolve() for path in (folder, *list_checkpoints(folder))}
+    for key, path in model_paths(config).items():
+        if Path(path).resolve() in replaced:
+            raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"output_dir: {nearest} is a file; name a folder")
     if not os.access(nearest, os.W_OK):
         raise ConfigError(f"output_dir: {nearest} is not writable")
+
+
+def model_paths(config: RunConfig) -> dict[str, str]:
+    """Key and path of every model that the run reads."""
+    rewards = {f"rewards.{i}.path": reward.path for i, reward in enumerate(config.rewards) if reward.type != "function"}
+    critic = {"value.init": config.value.init} if config.value.init not in (None, "reward", "policy") else {}
+    return {"model.path": config.model.path} | rewards | critic
 
 
 def load_data(config: RunConfig) -> tuple[PreTrainedTokenizerBase, PromptData, PromptData | None]:
@@ -152,9 +173,10 @@ def load_data(config: RunConfig) -> tuple[PreTrainedTokenizerBase, PromptData, P
     )
 
 
-def check_data(config: RunConfig, *datasets: PromptData | None) -> None:
-    """Raises ``ConfigError`` if a reward function asks for a column that is not there, or the longest query with the
-    longest answer does not fit into the policy's positions."""
+def check_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *datasets: PromptData | None) -> None:
+    """Raises ``ConfigError`` for what only the prompts and the policy's own configuration show: a column that a reward
+    function asks for and that is not there, tokens without an embedding, a stop token that is none, LoRA targets that
+    the policy has not, answers that do not fit into its positions."""
     used = [data for data in datasets if data is not None]
     for data in used:
         check_rewards(config.rewards, columns=data.columns)
@@ -162,8 +184,25 @@ def check_data(config: RunConfig, *datasets: PromptData | None) -> None:
     base = adapter_base(path, config.model.revision) if is_adapter(path, config.model.revision) else path
     revision = config.model.revision if base == path else None
     shape = load_model_config(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
-    limit = getattr(shape.get_text_config(), "max_position_embeddings", None)
-    longest = max(len(prompt.token_ids) for data in used for prompt in data.prompts)
+    text, prompts = shape.get_text_config(), [prompt for data in used for prompt in data.prompts]
+    for prompt in prompts:
+        if (highest := max(prompt.token_ids)) >= text.vocab_size:
+            raise ConfigError(
+                f"model.path: {path} knows {text.vocab_size} tokens, its tokenizer more: token {highest}, "
+                f"{tokenizer.decode([highest])!r}, of the prompt in row {prompt.row} has no embedding. One of the two "
+                "belongs to another model"
+            )
+    if config.sampling.stop_token not in (None, "eos"):
+        (stop,) = stop_token_ids(tokenizer, None, config.sampling.stop_token)
+        if stop >= text.vocab_size:
+            raise ConfigError(
+                f"sampling.stop_token {config.sampling.stop_token} is token {stop}, but the model knows only "
+                f"{text.vocab_size} tokens"
+            )
+    if config.model.lora is not None and base == path:
+        check_targets(config.model.lora, shape, trust_remote_code=config.model.trust_remote_code)
+    limit = getattr(text, "max_position_embeddings", None)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
     if limit is not None and longest + config.sampling.response_length > limit:
         raise ConfigError(
             f"sampling.response_length {config.sampling.response_length} after the longest query of {longest} tokens "
@@ -246,7 +285,6 @@ def role_table(roles: ModelRoles) -> tuple[list[str], list[list[str]]]:
 def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable[[str], None]) -> None:
     """Makes ``output_dir`` ready: empty of an earlier run, or cut back to the checkpoint that the run goes on from."""
     folder = config.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
     if checkpoint is not None:
         state = read_state(checkpoint)
         for path in list_checkpoints(folder)[::-1]:

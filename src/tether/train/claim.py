@@ -1,0 +1,41 @@
+"""One run at a time in a folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tether.errors import ConfigError
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Makes ``folder`` and keeps other runs out of it until the end; the end of the process, too, gives it free.
+
+    Raises:
+        ConfigError: it cannot be made, or another run writes to it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"output_dir: {folder} cannot be made: {error.strerror}") from error
+    try:
+        _lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"output_dir: another run is writing to {folder}; wait for it, or choose another") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # a file system without locks
+            raise

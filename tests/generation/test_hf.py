@@ -190,8 +190,8 @@ class OldNames(LlamaForCausalLM):
     """As models were before ``past_key_values`` was called ``cache``, and as those without position ids are."""
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None):
-        output = super().forward(input_ids, attention_mask, cache=past_key_values, use_cache=use_cache)
-        return type("Output", (), {"logits": output.logits, "past_key_values": output.cache})()
+        output = super().forward(input_ids, attention_mask, None, past_key_values, use_cache=use_cache)
+        return type("Output", (), dict(zip(("logits", "past_key_values"), output.to_tuple(), strict=True)))()
 
 
 def test_models_with_the_older_cache_argument():

@@ -107,3 +107,14 @@ def test_half_precision_is_done_in_float32():
     assert torch.equal(policy_loss(new, old, advantages, cliprange=EPS), single)
     single = value_loss(new.float(), old.float(), advantages.float(), cliprange_value=EPS)
     assert torch.equal(value_loss(new, old, advantages, cliprange_value=EPS), single)
+
+
+@pytest.mark.parametrize("gap", [200.0, -200.0])
+@pytest.mark.parametrize("advantage", [3.0, -3.0])
+def test_a_ratio_beyond_all_measure_stays_finite(gap, advantage):
+    old = torch.zeros(1, 1)
+    new = (old + gap).requires_grad_()
+    loss = policy_loss(new, old, torch.full((1, 1), advantage), cliprange=EPS)
+    loss.sum().backward()
+    assert torch.isfinite(loss).all() and torch.isfinite(new.grad).all()
+    assert ratio(new, old).item() == pytest.approx(math.exp(math.copysign(20, gap)), rel=1e-5)

@@ -7,6 +7,7 @@ import pytest
 from tests.tiny import KINDS, save_tiny
 from tests.train.runs import tiny_run
 from tests.train.test_run import SHARINGS
+from tether.config.load import load_config, parse_config
 from tether.models.roles import build_roles
 from tether.train.plan import plan
 from tether.train.run import load_data, train_policy
@@ -47,3 +48,23 @@ def test_a_plan_writes_nothing(tmp_path):
     config = tiny_run(tmp_path)
     plan(config)
     assert not config.output_dir.exists()
+
+
+def test_a_finished_run_can_be_planned_again_and_its_configuration_is_resolved(tmp_path):
+    config = tiny_run(tmp_path, model__lora={"r": 4}, train__max_steps=1)
+    train_policy(config)
+    written = load_config(config.output_dir / "config.yaml")
+    assert (written.value.kind, written.train.learning_rate, written.train.bf16) == ("adapter", 1e-3, False)
+    assert parse_config(plan(config).config) == written
+
+
+def test_adapters_that_are_continued_or_judge_are_counted_as_they_were_saved(tmp_path):
+    first = tiny_run(tmp_path, model__lora={"r": 2, "target_modules": ["q_proj"]}, train__max_steps=1)
+    train_policy(first)
+    second = tiny_run(
+        tmp_path, model__path=str(first.output_dir), model__lora={}, output_dir=str(tmp_path / "second")
+    )  # fmt: skip
+    planned = {role.role: role for role in plan(second).roles}
+    roles = build_roles(second, load_data(second)[0], device="cpu", mixed_precision=False)
+    assert sum(role.weight_bytes for role in planned.values()) == sum(row.bytes for row in roles.table())
+    assert planned["policy"].trainable == 2 * 2 * (16 + 16)

@@ -12,8 +12,11 @@ from tether.algo.masking import wide
 
 
 def ratio(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:
-    """How much likelier each token is under the new policy: ρ = exp(log π_new − log π_old), in float32 or wider."""
-    return (wide(new_logprobs) - wide(logprobs)).exp()
+    """How much likelier each token is under the new policy: ρ = exp(log π_new − log π_old), in float32 or wider.
+
+    The difference is limited to ±20, beyond anything that an update means to do, so that ρ stays finite.
+    """
+    return (wide(new_logprobs) - wide(logprobs)).clamp(-20, 20).exp()
 
 
 def approx_kl(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:

@@ -332,6 +332,16 @@ class RunConfig(Section):
         """The policy's peak learning rate, the default resolved."""
         return self.train.learning_rate or (5e-5 if self.model.lora else 3e-6)
 
+    def resolved(self, *, bf16: bool) -> RunConfig:
+        """The same run with every default filled in that depends on other keys or on the machine.
+
+        Args:
+            bf16: whether the machine has bfloat16 arithmetic; used where ``train.bf16`` is left out.
+        """
+        value = self.value.model_copy(update={"kind": self.value_kind})
+        filled = {"learning_rate": self.learning_rate, "bf16": bf16 if self.train.bf16 is None else self.train.bf16}
+        return self.model_copy(update={"value": value, "train": self.train.model_copy(update=filled)})
+
     @property
     def mini_batch_size(self) -> int:
         """Answers an optimizer step."""

@@ -121,6 +121,7 @@ class Checkpoints:
 
     def restore_roles(self, step: int) -> None:
         """Brings the weights of policy and critic back to those after ``step`` updates."""
+        verify_manifest(self.path(step))
         self.restore_roles_from(self.path(step))
 
     def restore_roles_from(self, path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from tether.train.rollout import Answers
 from tether.types import Experience, MicroBatch
 
 BAD_BATCH = "bad_batch.json"
+MOST_FIRST_RATIO_ERROR = 1e-3
+MOST_LOGPROB_GAP = 0.2
+"""Nats a token; bfloat16 decoding differs from its forward by less."""
 
 
 def check_finite(folder: Path, answers: Answers, batch: MicroBatch, **tensors: Tensor | None) -> None:
@@ -38,6 +41,23 @@ def check_gradients(
     """Raises ``TrainingError`` if a gradient is not finite, before any optimizer steps."""
     if not all_finite(optimizers):
         _fail(folder, "gradient", answers, [row for item in mini_batch for row in item.batch.rows])
+
+
+def suspicions(metrics: Mapping[str, float]) -> list[str]:
+    """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on."""
+    found = []
+    if metrics["val/first_ratio_error"] > MOST_FIRST_RATIO_ERROR:
+        found.append(
+            "the policy ratio is not 1 before the first optimizer step of an update (val/first_ratio_error): scoring "
+            "and training compute the same weights differently"
+        )
+    if metrics.get("rollout/logprob_gap", 0.0) > MOST_LOGPROB_GAP:
+        found.append(
+            "answers are not sampled from the distribution that they are trained under (rollout/logprob_gap): this "
+            "model's cached decoding differs from its forward. Recurrent models do so where prompts of unequal length "
+            "share a batch: set sampling.batch_size to 1"
+        )
+    return found
 
 
 def _fail(folder: Path, what: str, answers: Answers, rows: list[int]) -> None:

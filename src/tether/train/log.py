@@ -28,6 +28,7 @@ class RunLog:
     def __init__(self, folder: Path, display: Display, trackers: Trackers, *, logging_steps: int) -> None:
         self.display, self.trackers, self.logging_steps = display, trackers, logging_steps
         self._metrics, self._samples = JsonlWriter(folder / METRICS), JsonlWriter(folder / SAMPLES)
+        self._warned: set[str] = set()
         self.updates: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
 
@@ -62,6 +63,12 @@ class RunLog:
     def message(self, text: str) -> None:
         """Shows one line."""
         self.display.message(text)
+
+    def warn_once(self, text: str) -> None:
+        """Shows a warning, unless it was shown before."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.display.message(f"warning: {text}")
 
     def close(self) -> None:
         """Ends trackers and display."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
-from peft import get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from tether.config.load import dump_config
-from tether.config.schema import RunConfig
-from tether.models.adapters import peft_lora_config
-from tether.models.loading import bf16_supported
+from tether.config.schema import AdapterReward, FunctionReward, ModelReward, RewardConfig, RunConfig
+from tether.models.adapters import DEFAULT, adapter_parameters, peft_lora_config, read_adapter, with_adapter
+from tether.models.heads import state_size
+from tether.models.loading import load_config
 from tether.models.paths import adapter_base, is_adapter
-from tether.train.distributed import Dist
-from tether.train.run import check, check_data, load_data
+from tether.models.roles import critic_source
+from tether.train.run import check, check_data, load_data, resolved
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 ADAM_BYTES = 8
@@ -61,6 +68,7 @@ def plan(config: RunConfig) -> Plan:
         ConfigError, DataError, ModelError: whatever would stop the run before its models load.
     """
     check(config)
+    config = resolved(config)
     tokenizer, prompts, eval_prompts = load_data(config)
     check_data(config, tokenizer, prompts, eval_prompts)
     count, longest = len(prompts.prompts), max(len(p.token_ids) for p in prompts.prompts)
@@ -77,83 +85,111 @@ def plan(config: RunConfig) -> Plan:
         ),
         ("micro-batches", f"{rollout // config.train.micro_batch_size} of {config.train.micro_batch_size} answers"),
     ]
-    device = Dist().device
-    bf16 = config.train.bf16 if config.train.bf16 is not None else bf16_supported(device)
-    roles = plan_roles(config, bf16=bf16)
+    roles = plan_roles(config, tokenizer)
     shape = model_config(config.model.path, config)
-    memory = estimate_memory(config, roles, shape, longest, bf16=bf16)
+    memory = estimate_memory(config, roles, shape, longest)
     return Plan(dump_config(config), arithmetic, updates, roles, memory)
 
 
-def model_config(path: str, config: RunConfig) -> PretrainedConfig:
-    """Configuration of the model in ``path``, or of an adapter's base."""
-    base = adapter_base(path) if is_adapter(path) else path
-    return AutoConfig.from_pretrained(base, trust_remote_code=config.model.trust_remote_code)
+def model_config(path: str, config: RunConfig) -> PreTrainedConfig:
+    """Configuration of the model in ``path``, or of the base of the adapter there."""
+    revision = config.model.revision if path == config.model.path else None
+    base = adapter_base(path, revision) if is_adapter(path, revision) else path
+    return load_config(
+        base, revision=revision if base == path else None, trust_remote_code=config.model.trust_remote_code
+    )
 
 
-def plan_roles(config: RunConfig, *, bf16: bool) -> list[RolePlan]:
-    """The roles of a run with what each adds to memory."""
-    lora, shape = config.model.lora, model_config(config.model.path, config)
+def plan_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[RolePlan]:
+    """The roles of a run with what each adds to memory; ``config`` is resolved."""
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(shape)
-    size = _count(base)
-    auto = torch.bfloat16 if lora and bf16 else torch.float32
-    dtype = auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
-    name = str(dtype).removeprefix("torch.")
-    backbone = _count(base.base_model)
-    hidden = shape.get_text_config().hidden_size
-    head, has_reference = hidden, config.ppo.kl_coef > 0
-    value, source = config.value_kind, config.value.init or "reward or policy"
-    if lora is None:
-        roles = [_role("policy", config.model.path, size, size, dtype, "own weights")]
-        if has_reference:
-            roles.append(_role("reference", config.model.path, size, 0, dtype, "frozen copy"))
-    else:
-        adapted = get_peft_model(base, peft_lora_config(lora, base), autocast_adapter_dtype=False)
-        adapter = sum(p.numel() for n, p in adapted.named_parameters() if "lora_" in n)
-        roles = [
-            _role("base", config.model.path, size, 0, dtype, "shared by the roles below"),
-            _role("policy", config.model.path, adapter, adapter, torch.float32, "adapter on the base"),
-        ]
-        if has_reference and is_adapter(config.model.path):
-            roles.append(_role("reference", config.model.path, adapter, 0, torch.float32, "frozen adapter on the base"))
-        elif has_reference:
-            roles.append(RolePlan("reference", config.model.path, 0, 0, name, "the base, adapters off", 0))
-    if value == "head":
-        roles.append(_role("value", "new head", head, head, torch.float32, "head on the policy"))
-    elif value == "model":
-        roles.append(_role("value", source, backbone + head, backbone + head, torch.float32, "own weights"))
-    else:
-        roles.append(_role("value", source, adapter + head, adapter + head, torch.float32, "adapter on the base"))
-    for reward_name, reward in zip(config.reward_names, config.rewards, strict=True):
-        label = f"reward {reward_name}"
-        if reward.type == "model":
-            of = AutoConfig.from_pretrained(
-                adapter_base(reward.path) if is_adapter(reward.path) else reward.path,
-                trust_remote_code=reward.trust_remote_code,
-                num_labels=1,
-            )
+        base = AutoModelForCausalLM.from_config(model_config(config.model.path, config))
+    policy = _adapted_policy(config, base) if config.model.lora else _full_policy(config, base)
+    rewards = [
+        _reward(f"reward {name}", reward) for name, reward in zip(config.reward_names, config.rewards, strict=True)
+    ]
+    source = critic_source(config, tokenizer)
+    return [*policy, _critic(config, base, source and source.path), *rewards]
+
+
+def _full_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
+    path, size, dtype = config.model.path, _count(base), _dtype(config, torch.float32)
+    roles = [_role("policy", path, size, size, dtype, "own weights")]
+    return roles + ([_role("reference", path, size, 0, dtype, "frozen copy")] if config.ppo.kl_coef > 0 else [])
+
+
+def _adapted_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
+    path = config.model.path
+    dtype = _dtype(config, torch.bfloat16 if config.train.bf16 else torch.float32)
+    adapter = _adapter_size(config, base)
+    roles = [
+        _role("base", path, _count(base), 0, dtype, "shared by the roles below"),
+        _role("policy", path, adapter, adapter, torch.float32, "adapter on the base"),
+    ]
+    if config.ppo.kl_coef == 0:
+        return roles
+    if is_adapter(path, config.model.revision):
+        return [*roles, _role("reference", path, adapter, 0, torch.float32, "frozen adapter on the base")]
+    return [*roles, _role("reference", path, 0, 0, dtype, "the base, adapters off")]
+
+
+def _critic(config: RunConfig, base: PreTrainedModel, source: str | None) -> RolePlan:
+    head = state_size(base)
+    if config.value_kind == "head":
+        return _role("value", "new head", head, head, torch.float32, "head on the policy")
+    if config.value_kind == "model":
+        size = _count(base.base_model) + head
+        return _role("value", source or config.model.path, size, size, torch.float32, "own weights")
+    size = head + (_adapter_size(config, base) if source is None else _saved_adapter_size(source))
+    return _role("value", source or "new adapter", size, size, torch.float32, "adapter on the base")
+
+
+def _reward(label: str, reward: RewardConfig) -> RolePlan:
+    match reward:
+        case FunctionReward():
+            return RolePlan(label, f"{reward.path}:{reward.name}", 0, 0, "", "Python function", 0)
+        case AdapterReward():
+            adapter = read_adapter(reward.path)
+            size = _saved_adapter_size(reward.path) + sum(tensor.numel() for tensor in adapter.head.values())
+            return _role(label, reward.path, size, 0, torch.float32, "adapter on the base")
+        case ModelReward():
+            base = adapter_base(reward.path, reward.revision) if is_adapter(reward.path, reward.revision) else None
+            revision = None if base else reward.revision
+            of = load_config(base or reward.path, revision=revision, trust_remote_code=reward.trust_remote_code)
+            of.num_labels = 1
             with torch.device("meta"):
                 classifier = AutoModelForSequenceClassification.from_config(of)
-            kept = getattr(of, "dtype", None) or torch.float32
-            kept = kept if reward.dtype == "auto" else getattr(torch, reward.dtype)
-            roles.append(_role(label, reward.path, _count(classifier), 0, kept, "own weights"))
-        elif reward.type == "adapter":
-            roles.append(_role(label, reward.path, adapter + head, 0, torch.float32, "adapter on the base"))
-        else:
-            roles.append(RolePlan(label, f"{reward.path}:{reward.name}", 0, 0, "", "Python function", 0))
-    return roles
+            saved = getattr(of, "dtype", None) or torch.float32
+            dtype = saved if reward.dtype == "auto" else getattr(torch, reward.dtype)
+            return _role(label, reward.path, _count(classifier), 0, dtype, "own weights")
+
+
+def _adapter_size(config: RunConfig, base: PreTrainedModel) -> int:
+    """Parameters of the policy's adapter: those of the one that is continued, or of a fresh one."""
+    if is_adapter(config.model.path, config.model.revision):
+        return _saved_adapter_size(config.model.path, config.model.revision)
+    with torch.device("meta"):
+        fresh = with_adapter(copy.deepcopy(base), peft_lora_config(config.model.lora, base))
+    return sum(p.numel() for p in adapter_parameters(fresh, DEFAULT).values())
+
+
+def _saved_adapter_size(path: str, revision: str | None = None) -> int:
+    return sum(tensor.numel() for tensor in read_adapter(path, revision).tensors.values())
+
+
+def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:
+    return auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
 
 
 def estimate_memory(
-    config: RunConfig, roles: list[RolePlan], shape: PretrainedConfig, longest: int, *, bf16: bool
+    config: RunConfig, roles: list[RolePlan], shape: PreTrainedConfig, longest: int
 ) -> dict[str, int]:
     """Estimated peak bytes while answering, scoring and updating, for queries of at most ``longest`` tokens."""
     text = shape.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = longest + config.sampling.response_length
-    unit = 2 if bf16 else 4
+    unit = 2 if config.train.bf16 else 4
     weights = sum(role.weight_bytes for role in roles)
     trainable = sum(role.trainable for role in roles)
     kept = weights + ADAM_BYTES * trainable

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.config.load import dump_config, parse_config
@@ -76,6 +77,8 @@ def train_policy(
     """
     display = display or NullDisplay()
     check(config)
+    check_folder(config)
+    config = resolved(config)
     checkpoint = find_checkpoint(config, tell=display.message)
     if checkpoint is not None:
         saved = parse_config(read_state(checkpoint)["config"], RunConfig)
@@ -121,7 +124,11 @@ def check(config: RunConfig) -> None:
         check_model_path(config.value.init, "value.init")
         if config.value_kind == "model":
             check_classifier(config.value.init, "value.init")
-    check_folder(config)
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """The configuration with the defaults filled in that depend on this machine."""
+    return config.resolved(bf16=bf16_supported("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def check_folder(config: RunConfig) -> None:
@@ -255,9 +262,8 @@ def build_parts(
     rewards: RewardSource | None,
     dist: Dist,
 ) -> Parts:
-    """Models, generator and reward sources as the configuration asks for them."""
-    bf16 = config.train.bf16 if config.train.bf16 is not None else bf16_supported(dist.device)
-    roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=bf16)
+    """Models, generator and reward sources as the resolved configuration asks for them."""
+    roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=config.train.bf16)
     if rewards is None:
         names = config.reward_names
         rewards = build_rewards(config.rewards, names, roles=roles, tokenizer=tokenizer, device=dist.device)

@@ -22,7 +22,7 @@ from tether.models.saving import load_policy
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.evaluate import evaluate
-from tether.train.run import CONFIG, build_parts
+from tether.train.run import CONFIG, build_parts, resolved
 from tether.types import Request, Sampling, noise_key
 
 
@@ -73,6 +73,7 @@ def evaluate_path(
     check_model_path(str(run), str(run))
     check_output(output)
     # The trained policy brings its own weights; the critic is not asked.
+    config = resolved(config)
     config = config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
     tokenizer = load_tokenizer(str(run))
     data = load_prompts(

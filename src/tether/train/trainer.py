@@ -27,7 +27,7 @@ from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState
 from tether.train.distributed import Dist
 from tether.train.evaluate import evaluate
-from tether.train.guard import check_finite, check_gradients
+from tether.train.guard import check_finite, check_gradients, suspicions
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import RunLog
 from tether.train.optim import build_optimizers
@@ -85,6 +85,8 @@ class PPOTrainer:
         self.callbacks.step_begin()
         metrics = self.step()
         self.state.step += 1
+        for text in suspicions(metrics):
+            self.log.warn_once(text)
         self.log.update(self.state.step, self.num_updates, metrics)
         self.callbacks.step_end(metrics)
         if self.evaluation_due():
@@ -124,7 +126,9 @@ class PPOTrainer:
             experience = self.experience(answers, scores, metrics)
             self.update(experience, answers, metrics)
             self.parts.generator.sync_weights(self.roles.policy)
-        return self.finish_metrics(metrics)
+        values = self.summary(metrics)
+        self.steer_kl(values)
+        return values
 
     def rollout(self, metrics: Metrics) -> Answers:
         """The policy's answers to this update's prompts."""
@@ -219,8 +223,8 @@ class PPOTrainer:
             with pass_(item.batch, temperature=self.config.sampling.temperature) as new:
                 losses = self.losses(new, item, metrics, is_first=is_first)
                 check_finite(self.config.output_dir, answers, item.batch, **losses)
-                shared = len(losses) > 1
-                weights = {"policy_loss": 1.0, "value_loss": self.config.ppo.vf_coef if shared else 1.0}
+                is_shared = len(pass_.trains) > 1
+                weights = {"policy_loss": 1.0, "value_loss": self.config.ppo.vf_coef if is_shared else 1.0}
                 total = sum(weights[name] * algo.masked_sum(x, item.batch.response_mask) for name, x in losses.items())
                 self.dist.backward(total / num_tokens.to(total.device))
 
@@ -308,9 +312,9 @@ class PPOTrainer:
         if is_first:
             metrics.max("val/first_ratio_error", (ratio - 1).abs(), mask)
 
-    def finish_metrics(self, metrics: Metrics) -> dict[str, float]:
-        """The update's metrics as numbers, with what follows from them; moves the KL coefficient."""
-        ppo, batch_size = self.config.ppo, self.config.train.rollout_batch_size
+    def summary(self, metrics: Metrics) -> dict[str, float]:
+        """The update's metrics as numbers, with what follows from them."""
+        batch_size = self.config.train.rollout_batch_size
         values = metrics.compute()
         values["episode"] = float((self.state.step + 1) * batch_size)
         values["eps"] = batch_size / values["time/step_s"]
@@ -318,15 +322,19 @@ class PPOTrainer:
         values["objective/scores_std"] = values.pop("objective/scores_var") ** 0.5
         returns_var, residual_var = values.pop("val/returns_var"), values.pop("val/residual_var")
         values["val/explained_variance"] = 1 - residual_var / returns_var if returns_var > 0 else 0.0
-        if ppo.kl_target is not None and "objective/kl" in values:
+        return values
+
+    def steer_kl(self, metrics: dict[str, float]) -> None:
+        """Moves the KL coefficient towards ``kl_target``, if there is one."""
+        ppo = self.config.ppo
+        if ppo.kl_target is not None and "objective/kl" in metrics:
             self.state.kl_coef = algo.adaptive_kl_coef(
                 self.state.kl_coef,
-                values["objective/kl"],
+                metrics["objective/kl"],
                 target=ppo.kl_target,
                 horizon=ppo.kl_horizon,
-                num_episodes=batch_size,
+                num_episodes=self.config.train.rollout_batch_size,
             )
-        return values
 
 
 def whiten_together(parts: list[Tensor], masks: list[Tensor], *, keep_mean: bool) -> list[Tensor]:

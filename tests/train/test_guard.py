@@ -1,0 +1,17 @@
+"""What is noticed in an update's metrics."""
+
+from tether.train.guard import suspicions
+
+GOOD = {"val/first_ratio_error": 0.0, "rollout/logprob_gap": 0.01}
+
+
+def test_sound_metrics_raise_no_suspicion():
+    assert suspicions(GOOD) == []
+    assert suspicions({"val/first_ratio_error": 1e-4}) == []
+
+
+def test_each_mismatch_is_told_with_its_metric():
+    (ratio,) = suspicions(GOOD | {"val/first_ratio_error": 0.01})
+    assert "val/first_ratio_error" in ratio
+    (gap,) = suspicions(GOOD | {"rollout/logprob_gap": 0.5})
+    assert "rollout/logprob_gap" in gap and "sampling.batch_size" in gap

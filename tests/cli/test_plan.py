@@ -22,7 +22,7 @@ def test_a_plan_shows_configuration_arithmetic_roles_and_memory(tmp_path, capsys
     (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0
     shown = capsys.readouterr().out
-    for line in dump_config(config).splitlines():
+    for line in dump_config(config.resolved(bf16=False)).splitlines():
         assert line.strip()[:40] in shown
     for text in ("3 of 8 answers = 24 episodes", "base", "reference", "peak memory", "letters", "KiB"):
         assert text in shown, text

@@ -39,7 +39,7 @@ from tether.types import Prompt, Request, Sampling, noise_key
 
 WARM = "Answer in one short sentence, full of joy, love and praise."
 COLD = "Answer in one short sentence, full of gloom, anger and blame."
-NUM_PROMPTS, NUM_HELD_OUT = 400, 192
+NUM_PROMPTS, NUM_HELD_OUT = 400, 128
 NUM_SAMPLES = 2
 """Answers to each prompt under each system prompt."""
 MAX_TOKENS, TEMPERATURE, BATCH_SIZE = 24, 0.7, 64

@@ -76,7 +76,10 @@ def test_commands_of_the_readme_run(folder, capsys):
 def test_programs_of_the_readme_run(folder):
     train, load = blocks("python")
     exec(compile(smaller(train), "README.md", "exec"), {})
-    exec(compile(load, "README.md", "exec"), {})
+    loaded: dict[str, object] = {}
+    exec(compile(load, "README.md", "exec"), loaded)
+    assert "lora_" in " ".join(name for name, _ in loaded["model"].named_parameters())
+    assert (folder / "runs/first/report.html").is_file()
 
 
 def test_paths_that_the_readme_links_to_exist():

@@ -190,7 +190,7 @@ def test_any_cut_of_the_files_gives_a_report(tmp_path):
         write(folder)
         (folder / "metrics.jsonl").write_bytes(metrics[: len(metrics) * k // 11 - k % 2 * 7])
         (folder / "samples.jsonl").write_bytes(samples[: len(samples) * k // 11 - k % 3 * 5])
-        report(folder)
+        assert report(folder).text
 
 
 def test_an_earlier_report_is_replaced_and_nothing_else_is_left(tmp_path):

@@ -94,6 +94,9 @@ def test_checks_pass_what_can_be_built(tmp_path, function_file):
     )
     check_rewards(sources)
     check_rewards(sources, columns=["answer"])
+    (tmp_path / "judge" / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"rewards\.0\.path"):
+        check_rewards(sources)
 
 
 def test_mistakes_are_found_before_a_model_is_loaded(tmp_path, function_file):

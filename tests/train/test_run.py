@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 from tests.tiny import KINDS
 from tests.train.runs import PROMPTS, tiny_run
+from tests.train.test_whole_step import trainer_for
 from tether.errors import CheckpointError, ConfigError, RewardResponseError, TrainingError
 from tether.metrics.writers import read_jsonl
 from tether.train.run import train_policy
@@ -274,19 +275,17 @@ def test_bad_reward_never_reaches_the_optimizer(tmp_path):
 
 
 def test_value_that_is_not_finite_stops_the_run_and_is_written_down(tmp_path):
-    class Poison(TrainerCallback):
-        def on_step_begin(self, args, state, control, model, **kwargs):
-            self.model = model
-            if state.global_step == 1:
-                with torch.no_grad():
-                    next(model.parameters())[5:, :] *= 1e38
-
-    config = tiny_run(tmp_path, value__kind="head")
-    poison = Poison()
-    with pytest.raises((TrainingError, Exception)) as caught:
-        train_policy(config, callbacks=[poison])
-    assert "finite" in str(caught.value)
-    assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
+    trainer = trainer_for(tiny_run(tmp_path, value__kind="model"), tmp_path)
+    with torch.no_grad():
+        trainer.roles.role("value").head.weight[0, 3] = float("nan")
+    before = {name: p.detach().clone() for name, p in trainer.roles.role("policy").trained.items()}
+    with pytest.raises(TrainingError, match=r"values is not finite .* no optimizer step"):
+        trainer.step()
+    written = json.loads((trainer.config.output_dir / "bad_batch.json").read_text(encoding="utf-8"))
+    assert written["not_finite"] == "values"
+    assert all(rollout["query"] and rollout["response_ids"] for rollout in written["rollouts"])
+    for name, p in trainer.roles.role("policy").trained.items():
+        assert torch.equal(p, before[name]), name
 
 
 def test_callbacks_stop_save_and_are_told_everything(tmp_path):

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from tether.config.schema import RunConfig
+from tether.train.checkpoint import improves
 
 
 def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments:
@@ -106,9 +107,8 @@ class Callbacks:
         self._call("on_evaluate", metrics=dict(metrics))
         name = self._config.train.metric_for_best_model
         if name is not None:
-            value, best = metrics[name], self.state.best_metric
-            better = best is None or (value > best if self._config.train.greater_is_better else value < best)
-            if better:
+            value = metrics[name]
+            if improves(value, self.state.best_metric, greater_is_better=self._config.train.greater_is_better):
                 self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
     def saved(self, path: Path) -> None:

@@ -64,11 +64,15 @@ class RunState:
         if name is None:
             return False
         value = metrics[name]
-        sign = 1.0 if train.greater_is_better else -1.0
-        if self.best_metric is not None and sign * value <= sign * self.best_metric:
+        if not improves(value, self.best_metric, greater_is_better=train.greater_is_better):
             return False
         self.best_metric, self.best_step = value, self.step
         return True
+
+
+def improves(value: float, best: float | None, *, greater_is_better: bool) -> bool:
+    """Whether an evaluation's metric is better than the best before it; the first one is."""
+    return best is None or (value > best if greater_is_better else value < best)
 
 
 class Checkpoints:

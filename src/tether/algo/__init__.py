@@ -1,26 +1,47 @@
 """The algorithm as pure tensor functions. Imports torch and jaxtyping only."""
 
-from tether.algo.advantages import gae, token_rewards
-from tether.algo.kl import adaptive_kl_coef, kl_estimate
+from tether.algo.advantages import gae, grpo, length_adaptive_lam, reinforce_pp, rloo, token_rewards
+from tether.algo.kl import adaptive_kl_coef, approx_kl, kl_estimate, kl_loss
 from tether.algo.logprobs import logprobs_from_logits, selected_logprobs
-from tether.algo.losses import approx_kl, clipped, policy_loss, ratio, value_clipped, value_loss
+from tether.algo.losses import clipped, clipped_sides, dual_clipped, policy_loss, ratio, value_clipped, value_loss
 from tether.algo.masking import length_mask, masked_mean, masked_sum, masked_var, whiten
-from tether.algo.scores import missing_eos_scores
+from tether.algo.reduction import LossReduction, normaliser, reduced
+from tether.algo.scores import (
+    ScoreMoments,
+    merged_moments,
+    missing_eos_scores,
+    normalised_scores,
+    overlong_penalties,
+)
 
 __all__ = [
+    "LossReduction",
+    "ScoreMoments",
     "adaptive_kl_coef",
     "approx_kl",
     "clipped",
+    "clipped_sides",
+    "dual_clipped",
     "gae",
+    "grpo",
     "kl_estimate",
+    "kl_loss",
+    "length_adaptive_lam",
     "length_mask",
     "logprobs_from_logits",
     "masked_mean",
     "masked_sum",
     "masked_var",
+    "merged_moments",
     "missing_eos_scores",
+    "normalised_scores",
+    "normaliser",
+    "overlong_penalties",
     "policy_loss",
     "ratio",
+    "reduced",
+    "reinforce_pp",
+    "rloo",
     "selected_logprobs",
     "token_rewards",
     "value_clipped",

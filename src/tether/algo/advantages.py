@@ -1,10 +1,13 @@
 """From scores to token rewards to advantages."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tether.algo.masking import wide
+from tether.algo.masking import masked_sum, wide
+
+GROUP_EPSILON = 1e-4
+"""Added to the standard deviation of a prompt's returns, so that equal ones have advantages of 0."""
 
 
 def token_rewards(
@@ -32,7 +35,7 @@ def gae(
     mask: Bool[Tensor, "B R"],
     *,
     gamma: float,
-    lam: float,
+    lam: float | Float[Tensor, " B"],
 ) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
     """Generalized advantage estimation over right-padded responses that end inside the batch, in float32 or wider.
 
@@ -43,6 +46,7 @@ def gae(
     Args:
         values: value of the state each response token was sampled in, from the rollout.
         mask: True on response tokens, the end-of-sequence token included.
+        lam: λ, of all answers or of each.
 
     Returns:
         Advantages and returns, 0 outside ``mask``.
@@ -58,3 +62,86 @@ def gae(
         advantage = deltas[:, t] + gamma * lam * advantage
         advantages[:, t] = advantage
     return advantages, advantages + values
+
+
+def length_adaptive_lam(lengths: Int[Tensor, " B"], *, alpha: float) -> Float[Tensor, " B"]:
+    """The λ of each answer under which the weights of its TD errors add up to ``alpha`` times its length.
+
+        λ = max(0, 1 − 1 / (α l))        as Σ_k λ^k = 1 / (1 − λ) = α l
+
+    Args:
+        lengths: l, response tokens.
+        alpha: α, above 0.
+
+    Source: Yue et al. 2025, section 4.2, https://arxiv.org/abs/2504.05118
+    """
+    return (1 - 1 / (alpha * lengths)).clamp(min=0.0)
+
+
+def rloo(
+    rewards: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], *, num_generations: int
+) -> Float[Tensor, "B R"]:
+    """Each answer's return less the mean return of the other answers to its prompt, on every token, 0 outside ``mask``.
+
+        R_i = Σ_t r_it
+        A_it = R_i − Σ_{j≠i} R_j / (n − 1)        over the n answers to the prompt of i
+
+    Args:
+        mask: True on response tokens, the end-of-sequence token included.
+        num_generations: n, at least 2. The rows of a prompt lie together.
+
+    Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
+    """
+    assert num_generations > 1
+    gaps = _return_gaps(rewards, mask, num_generations)
+    return _on_tokens(gaps.sum(dim=2) / (num_generations - 1), mask)
+
+
+def grpo(
+    rewards: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], *, num_generations: int
+) -> Float[Tensor, "B R"]:
+    """Each answer's return in standard deviations of those to its prompt, on every token, 0 outside ``mask``.
+
+        R_i = Σ_t r_it
+        A_it = (R_i − mean) / (std + 1e-4)        mean and std over the n answers to the prompt of i
+
+    The std is that of a sample, its sum of squares divided by n − 1. Dividing by it weighs each prompt by the inverse
+    of how far its answers differ: the expected gradient is not that of the mean return, unlike that of ``rloo``.
+
+    Args:
+        mask: True on response tokens, the end-of-sequence token included.
+        num_generations: n, at least 2. The rows of a prompt lie together.
+
+    Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
+    """
+    assert num_generations > 1
+    gaps = _return_gaps(rewards, mask, num_generations)
+    centred = gaps.sum(dim=2) / num_generations
+    std = (centred.square().sum(dim=1, keepdim=True) / (num_generations - 1)).sqrt()
+    return _on_tokens(centred / (std + GROUP_EPSILON), mask)
+
+
+def reinforce_pp(rewards: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], *, gamma: float) -> Float[Tensor, "B R"]:
+    """The return from each token on, 0 outside ``mask``; REINFORCE++ whitens it over the whole batch.
+
+        A_t = r_t + γ A_{t+1}        with A_t = 0 past the last response token
+
+    Args:
+        mask: True on response tokens, the end-of-sequence token included.
+
+    Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262
+    """
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
+    return advantages
+
+
+def _return_gaps(
+    rewards: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], num_generations: int
+) -> Float[Tensor, "G n n"]:
+    """R_i − R_j of every pair of answers to the same prompt: exactly 0 where they are equal."""
+    returns = masked_sum(wide(rewards), mask, dim=1).reshape(-1, num_generations)
+    return returns.unsqueeze(2) - returns.unsqueeze(1)
+
+
+def _on_tokens(advantages: Float[Tensor, "G n"], mask: Bool[Tensor, "B R"]) -> Float[Tensor, "B R"]:
+    return torch.where(mask, advantages.reshape(-1, 1), 0.0)

@@ -7,14 +7,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tether.algo.losses import ratio
 from tether.algo.masking import wide
+
+Estimator = Literal["k1", "k2", "k3"]
 
 MAX_ERROR = 0.2
 """Largest relative error that the adaptive controller acts on."""
 
 
 def kl_estimate(
-    logprobs: Float[Tensor, "B R"], ref_logprobs: Float[Tensor, "B R"], estimator: Literal["k1", "k2", "k3"]
+    logprobs: Float[Tensor, "B R"], ref_logprobs: Float[Tensor, "B R"], estimator: Estimator
 ) -> Float[Tensor, "B R"]:
     """Estimate of KL(π ‖ ref) from each token sampled by π, in nats, in float32 or wider.
 
@@ -23,7 +26,7 @@ def kl_estimate(
         k2 = r² / 2          biased, at least 0
         k3 = exp r − 1 − r   unbiased, at least 0
 
-    In the reward only k1 gives the gradient of the sequence KL; k2 and k3 are for looking at.
+    In the reward only k1 gives the gradient of the sequence KL. For a KL in the loss there is ``kl_loss``.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html
     """
@@ -35,6 +38,39 @@ def kl_estimate(
             return log_ratio.square() / 2
         case "k3":
             return torch.expm1(log_ratio) - log_ratio
+
+
+def kl_loss(
+    new_logprobs: Float[Tensor, "B R"],
+    logprobs: Float[Tensor, "B R"],
+    ref_logprobs: Float[Tensor, "B R"],
+    estimator: Estimator,
+) -> Float[Tensor, "B R"]:
+    """KL(π_new ‖ ref) of each token as a loss, from tokens sampled by π_old, in nats, in float32 or wider.
+
+        ρ = π_new / π_old
+        L = ρ · k1(π_new, ref)           its mean over tokens is the KL, the gradient of its mean that of the KL
+        L = ρ · k3(π_new, ref)           the same, with less variance
+        L = stop(ρ) · k2(π_new, ref)     its gradient is that of k3, its mean is not the KL
+
+    The KL is that of one token given those before it: what a token does to the KL of later ones has no gradient here.
+    It has one if k1 is in the reward.
+
+    Args:
+        logprobs: log π_old, which the tokens were sampled with.
+
+    Source: Liu et al. 2025, https://arxiv.org/abs/2510.01555
+    """
+    rho = ratio(new_logprobs, logprobs)
+    return (rho.detach() if estimator == "k2" else rho) * kl_estimate(new_logprobs, ref_logprobs, estimator)
+
+
+def approx_kl(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:
+    """Estimate (k3) of KL(π_old ‖ π_new) from each token sampled by π_old, in nats: the drift within an update.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html
+    """
+    return kl_estimate(logprobs, new_logprobs, "k3")
 
 
 def adaptive_kl_coef(

@@ -1,13 +1,12 @@
 """Per-token losses of policy and critic, and statistics of how far an update has gone.
 
-Losses are not reduced here: the trainer divides their sum by the token count of the whole optimizer step.
+Losses are not reduced here, but by ``reduction``, over all micro-batches of an optimizer step.
 """
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tether.algo.kl import kl_estimate
 from tether.algo.masking import wide
 
 
@@ -19,31 +18,73 @@ def ratio(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]) ->
     return (wide(new_logprobs) - wide(logprobs)).clamp(-20, 20).exp()
 
 
-def approx_kl(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:
-    """Estimate (k3) of KL(π_old ‖ π_new) from each token sampled by π_old, in nats: the drift within an update.
-
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html
-    """
-    return kl_estimate(logprobs, new_logprobs, "k3")
-
-
 def policy_loss(
     new_logprobs: Float[Tensor, "B R"],
     logprobs: Float[Tensor, "B R"],
     advantages: Float[Tensor, "B R"],
     *,
     cliprange: float,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> Float[Tensor, "B R"]:
     """The clipped surrogate of each token, negated to be minimised, in float32 or wider.
 
         ρ = exp(log π_new − log π_old)
-        L = max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε))    ε = cliprange
+        L = max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε_high))    ε = cliprange
+        L = min(L, −A dual_clip)                        where A < 0, if ``dual_clip`` is set
 
-    Its gradient is 0 where A > 0 and ρ > 1 + ε, and where A < 0 and ρ < 1 − ε.
+    Its gradient is 0 where A > 0 and ρ > 1 + ε_high, where A < 0 and ρ < 1 − ε, and where A < 0 and ρ > dual_clip.
 
-    Source: Schulman et al. 2017, eq. 7, https://arxiv.org/abs/1707.06347
+    Args:
+        cliprange_high: ε_high, the range upwards; ``cliprange`` if left out.
+        dual_clip: above 1 + ε_high; how many times its advantage a bad token may weigh that the policy made likelier.
+
+    Source: Schulman et al. 2017, eq. 7, https://arxiv.org/abs/1707.06347; ε_high: Yu et al. 2025, eq. 10,
+        https://arxiv.org/abs/2503.14476; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729
     """
-    return torch.maximum(*_policy_branches(new_logprobs, logprobs, advantages, cliprange))
+    rho, advantages = ratio(new_logprobs, logprobs), wide(advantages)
+    high = cliprange if cliprange_high is None else cliprange_high
+    loss = torch.maximum(-advantages * rho, -advantages * rho.clamp(1 - cliprange, 1 + high))
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+
+
+def clipped_sides(
+    new_logprobs: Float[Tensor, "B R"],
+    logprobs: Float[Tensor, "B R"],
+    advantages: Float[Tensor, "B R"],
+    *,
+    cliprange: float,
+    cliprange_high: float | None = None,
+) -> tuple[Bool[Tensor, "B R"], Bool[Tensor, "B R"]]:
+    """Where ``policy_loss`` is clipped, on the low side and on the high one: tokens that no longer move the policy.
+
+        low:   A < 0 and ρ < 1 − cliprange
+        high:  A > 0 and ρ > 1 + cliprange_high
+
+    Args:
+        cliprange_high: ``cliprange`` if left out.
+
+    Source: as ``policy_loss``
+    """
+    rho = ratio(new_logprobs, logprobs)
+    high = cliprange if cliprange_high is None else cliprange_high
+    return (advantages < 0) & (rho < 1 - cliprange), (advantages > 0) & (rho > 1 + high)
+
+
+def dual_clipped(
+    new_logprobs: Float[Tensor, "B R"],
+    logprobs: Float[Tensor, "B R"],
+    advantages: Float[Tensor, "B R"],
+    *,
+    dual_clip: float,
+) -> Bool[Tensor, "B R"]:
+    """True where the dual clip of ``policy_loss`` holds: A < 0 and ρ > dual_clip.
+
+    Source: as ``policy_loss``
+    """
+    return (advantages < 0) & (ratio(new_logprobs, logprobs) > dual_clip)
 
 
 def clipped(

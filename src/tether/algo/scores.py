@@ -1,8 +1,13 @@
 """What becomes of a score before it is a reward."""
 
+import math
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from tether.algo.masking import WHITEN_EPSILON, wide
 
 
 def missing_eos_scores(
@@ -27,3 +32,68 @@ def missing_eos_scores(
     if replacement is not None:
         return torch.where(ended, scores, torch.full_like(scores, replacement))
     return torch.where(ended, scores, scores - (penalty or 0.0))
+
+
+def overlong_penalties(lengths: Int[Tensor, " B"], *, max_length: int, buffer: int) -> Float[Tensor, " B"]:
+    """What each answer loses for coming close to the longest length: from 0 down to −1 over the last tokens.
+
+        p = 0                                    l ≤ max_length − buffer
+        p = (max_length − buffer − l) / buffer   between
+        p = −1                                   l ≥ max_length
+
+    Args:
+        lengths: l, response tokens.
+        buffer: tokens over which the penalty grows, from 1 to ``max_length``.
+
+    Source: Yu et al. 2025, eq. 13, https://arxiv.org/abs/2503.14476
+    """
+    assert 0 < buffer <= max_length
+    return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class ScoreMoments:
+    """Count, mean and biased variance of the scores seen so far; without arguments, of none."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    var: float = 0.0
+
+
+def merged_moments(moments: ScoreMoments, scores: Float[Tensor, " B"]) -> ScoreMoments:
+    """The moments of all scores so far and of these, in float64, whatever the parts in which they came.
+
+        n = n_a + n_b
+        δ = mean_b − mean_a
+        mean = mean_a + δ n_b / n
+        var = (n_a var_a + n_b var_b + δ² n_a n_b / n) / n
+
+    Args:
+        moments: a, those of the scores so far.
+        scores: b, finite.
+
+    Source: Chan et al. 1983, https://doi.org/10.1080/00031305.1983.10483115
+    """
+    values = scores.tolist()
+    if not values:
+        return moments
+    mean = math.fsum(values) / len(values)
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    count = moments.count + len(values)
+    gap = mean - moments.mean
+    squares += moments.count * moments.var + gap**2 * moments.count * len(values) / count
+    return ScoreMoments(count, moments.mean + gap * len(values) / count, squares / count)
+
+
+def normalised_scores(scores: Float[Tensor, " B"], moments: ScoreMoments) -> Float[Tensor, " B"]:
+    """Scores in standard deviations from the mean of ``moments``, in float32 or wider.
+
+        s'_i = (s_i − mean) / √(var + 1e-8)
+
+    Args:
+        moments: of the reference's scores, frozen, or of all scores so far. Not of the batch: as its spread falls, the
+            reward would weigh more against the KL.
+
+    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593
+    """
+    return (wide(scores) - moments.mean) / math.sqrt(moments.var + WHITEN_EPSILON)

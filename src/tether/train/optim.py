@@ -1,18 +1,61 @@
-"""Optimizers: one for each pass of the update, stepped together."""
+"""Optimizers: one for each pass of the update, stepped together, each with its schedule of the learning rate."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from transformers import GreedyLR, get_scheduler
 
-from tether.config.schema import RunConfig
+from tether.config.schema import RunConfig, TrainConfig
+from tether.errors import ConfigError
 from tether.models.roles import ModelRoles
+
+Schedule = LambdaLR | ReduceLROnPlateau | GreedyLR
+"""Every schedule of transformers: a function of the number of steps, or one of the two that follow a metric."""
+
+_COSINE, _WITH_MIN_LR = ("num_cycles",), ("num_cycles", "min_lr", "min_lr_rate")
+_FOLLOWING = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": _COSINE,
+    "cosine_with_restarts": _COSINE,
+    "polynomial": ("lr_end", "power"),
+    "constant": (),
+    "constant_with_warmup": (),
+    "inverse_sqrt": ("timescale",),
+    "reduce_lr_on_plateau": _FOLLOWING,
+    "cosine_with_min_lr": _WITH_MIN_LR,
+    "cosine_warmup_with_min_lr": (*_WITH_MIN_LR, "warmup_lr_rate"),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+    ),
+    "greedy": (*_FOLLOWING, "warmup", "max_lr", "smooth", "window_size", "reset_start"),
+}
+"""Schedules of transformers, and what ``train.lr_scheduler_kwargs`` may hold for each."""
+
+_NEEDED = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+"""Options of which a schedule needs exactly one."""
+_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "mode": ("max", "min"),
+    "threshold_mode": ("rel", "abs"),
+    "warmup_type": ("linear", "cosine", "1-sqrt"),
+    "decay_type": ("linear", "cosine", "1-sqrt"),
+    "smooth": (True, False),
+}
+"""Options that are no numbers."""
 
 
 @dataclass
@@ -22,24 +65,49 @@ class PassOptimizer:
     name: str
     parameters: list[nn.Parameter]
     optimizer: Optimizer
-    scheduler: LRScheduler
+    scheduler: Schedule
     max_grad_norm: float | None
 
     def clip(self) -> float:
-        """Scales the gradients down to ``max_grad_norm``; returns their norm before that."""
+        """Scales the gradients down to ``max_grad_norm``; returns their norm before that, 0 where there are none."""
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         return float(nn.utils.clip_grad_norm_(self.parameters, limit))
 
     def step(self) -> None:
-        """Applies the gradients, moves the schedule on, and clears the gradients."""
+        """Applies the gradients, moves the schedule on, and clears the gradients.
+
+        Parameters without a gradient stay as they are, and so do their moments.
+        """
         self.optimizer.step()
-        self.scheduler.step()
+        self._move_on()
+
+    def skip(self) -> None:
+        """Moves the schedule on and clears the gradients, as ``step`` does, and leaves the parameters as they are.
+
+        For steps that are left out, so that the schedule ends where it would have ended with them.
+        """
+        with warnings.catch_warnings():  # torch takes it for a mistake in the order of calls
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
+            self._move_on()
+
+    def _move_on(self) -> None:
+        if isinstance(self.scheduler, LambdaLR):
+            self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def note(self, metric: float) -> None:
+        """Tells a schedule that follows a metric how an update went; other schedules do not heed it.
+
+        Args:
+            metric: larger is better, unless ``lr_scheduler_kwargs`` says ``mode: min``.
+        """
+        if not isinstance(self.scheduler, LambdaLR):
+            self.scheduler.step(metric)
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
-        return self.scheduler.get_last_lr()[0]
+        return self.optimizer.param_groups[0]["lr"]
 
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` needs to go on exactly."""
@@ -53,28 +121,146 @@ class PassOptimizer:
 
 def build_optimizers(config: RunConfig, roles: ModelRoles, num_updates: int) -> list[PassOptimizer]:
     """One AdamW for each pass: policy and critic apart, or both in one where they share a trunk."""
-    train = config.train
-    total_steps = num_updates * config.ppo.num_ppo_epochs * config.ppo.num_mini_batches
     optimizers = []
     for pass_ in roles.passes:
         critic_only = "policy" not in pass_.trains
         rate = (config.value.learning_rate if critic_only else None) or config.learning_rate
-        parameters = pass_.parameters()
-        optimizer = AdamW(
-            parameters,
-            lr=rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_epsilon,
-            weight_decay=train.weight_decay,
-        )
-        scheduler = get_scheduler(
+        optimizers.append(build_optimizer(config, pass_.name, pass_.parameters(), rate, num_updates))
+    return optimizers
+
+
+def build_optimizer(
+    config: RunConfig, name: str, parameters: Sequence[nn.Parameter], rate: float, num_updates: int
+) -> PassOptimizer:
+    """AdamW over ``parameters`` whose learning rate peaks at ``rate`` and follows the run's schedule.
+
+        m_t = β₁ m_{t−1} + (1 − β₁) g_t
+        v_t = β₂ v_{t−1} + (1 − β₂) g_t²
+        θ_t = (1 − η_t w) θ_{t−1} − η_t m̂_t / (√v̂_t + ε)      with m̂_t = m_t / (1 − β₁ᵗ), v̂_t = v_t / (1 − β₂ᵗ)
+
+    Source: Loshchilov and Hutter 2019, algorithm 2, https://arxiv.org/abs/1711.05101
+    """
+    train = config.train
+    optimizer = AdamW(
+        parameters,
+        lr=rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+        weight_decay=train.weight_decay,
+    )
+    scheduler = _schedule(train, optimizer, _total_steps(config, num_updates))
+    return PassOptimizer(name, list(parameters), optimizer, scheduler, train.max_grad_norm)
+
+
+def _total_steps(config: RunConfig, num_updates: int) -> int:
+    return num_updates * config.ppo.num_ppo_epochs * config.ppo.num_mini_batches
+
+
+def _warmup_steps(train: TrainConfig, total_steps: int) -> int:
+    return round(train.warmup_ratio * total_steps)
+
+
+def _schedule(train: TrainConfig, optimizer: Optimizer, total_steps: int) -> Schedule:
+    options = dict(train.lr_scheduler_kwargs)
+    if "mode" in _OPTIONS[train.lr_scheduler_type]:
+        options.setdefault("mode", "max")
+    with warnings.catch_warnings():  # the length of the run is always known, and num_stable_steps goes before it
+        warnings.filterwarnings("ignore", "Both num_training_steps and num_stable_steps", UserWarning)
+        return get_scheduler(
             train.lr_scheduler_type,
             optimizer,
-            num_warmup_steps=round(train.warmup_ratio * total_steps),
+            num_warmup_steps=_warmup_steps(train, total_steps),
             num_training_steps=total_steps,
+            scheduler_specific_kwargs=options,
         )
-        optimizers.append(PassOptimizer(pass_.name, parameters, optimizer, scheduler, train.max_grad_norm))
-    return optimizers
+
+
+def check_schedule(config: RunConfig, num_updates: int) -> None:
+    """Checks the schedule of the learning rate over a run of ``num_updates`` updates; needs no model.
+
+    Raises:
+        ConfigError: ``train.lr_scheduler_kwargs`` holds what the schedule does not take or lacks what it needs, or the
+            learning rate would leave the range from 0 to its peak.
+    """
+    train, total_steps = config.train, _total_steps(config, num_updates)
+    _check_options(train)
+    _check_stages(train, total_steps)
+    rates = {"train.learning_rate": config.learning_rate, "value.learning_rate": config.value.learning_rate}
+    for key, rate in rates.items():
+        if rate is not None:
+            _check_rates(train, total_steps, key, rate)
+
+
+def _check_options(train: TrainConfig) -> None:
+    """Raises ``ConfigError`` for an option that the schedule does not take, or lacks, or of another kind."""
+    name, given, key = train.lr_scheduler_type, train.lr_scheduler_kwargs, "train.lr_scheduler_kwargs"
+    for option, value in given.items():
+        if option not in _OPTIONS[name]:
+            raise ConfigError(f"{key}: got {option}, wanted {_listed(_OPTIONS[name]) or 'none'} for schedule {name}")
+        if (wanted := _unmet(option, value)) is not None:
+            raise ConfigError(f"{key}.{option}: got {value!r}, wanted {wanted}")
+    needed = _NEEDED.get(name, ())
+    chosen = [option for option in needed if option in given]
+    if needed and len(chosen) != 1:
+        raise ConfigError(f"{key}: got {_listed(chosen) or 'none'}, wanted {' or '.join(needed)} for schedule {name}")
+
+
+def _unmet(option: str, value: Any) -> str | None:
+    """What is wanted of an option, where ``value`` is not that."""
+    if option in _CHOICES:
+        return None if value in _CHOICES[option] else f"one of {_listed(_CHOICES[option])}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if option == "factor":
+        return None if is_number and 0 < value < 1 else "a number above 0 and below 1"
+    return None if is_number and value >= 0 else "a number of at least 0"
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(str(name).lower() for name in names)
+
+
+def _check_stages(train: TrainConfig, total_steps: int) -> None:
+    """Raises ``ConfigError`` for a warm-up that the schedule does not have, or stages longer than the run."""
+    name, options = train.lr_scheduler_type, train.lr_scheduler_kwargs
+    if train.warmup_ratio > 0 and name in _WITHOUT_WARMUP:
+        raise ConfigError(
+            f"train.warmup_ratio: got {train.warmup_ratio}, wanted 0: schedule {name} has no warm-up. Leave it out, or "
+            "choose another train.lr_scheduler_type"
+        )
+    warmup = _warmup_steps(train, total_steps)
+    stable, decay = options.get("num_stable_steps", 0), options.get("num_decay_steps", 0)
+    if warmup + stable + decay > total_steps:
+        raise ConfigError(
+            f"train.lr_scheduler_kwargs: got {stable} stable and {decay} decay steps after {warmup} of warm-up, wanted "
+            f"at most the {total_steps} optimizer steps of the run"
+        )
+
+
+def _check_rates(train: TrainConfig, total_steps: int, key: str, rate: float) -> None:
+    """Raises ``ConfigError`` if the schedule cannot start from ``rate``, or leaves the range from 0 to it."""
+    name, warmup, options = train.lr_scheduler_type, _warmup_steps(train, total_steps), train.lr_scheduler_kwargs
+    settings = f"schedule {name} with options {options} over {total_steps} optimizer steps, {warmup} of them warm-up,"
+    try:
+        scheduler = _schedule(train, AdamW([nn.Parameter(torch.zeros(1))], lr=rate), total_steps)
+        if isinstance(scheduler, LambdaLR):
+            steps = sorted({0, warmup, (warmup + total_steps) // 2, total_steps - 1, total_steps})
+            factors = [scheduler.lr_lambdas[0](step) for step in steps]
+        else:
+            scheduler.step(0.0)
+    except (ValueError, ArithmeticError) as error:
+        raise ConfigError(f"train.lr_scheduler_kwargs: {settings} does not fit {key} {rate}: {error}") from error
+    if isinstance(scheduler, LambdaLR):
+        for step, factor in zip(steps, factors, strict=True):
+            if not 0 <= factor <= 1 + 1e-9:
+                raise ConfigError(
+                    f"train.lr_scheduler_kwargs: {settings} comes to learning rate {factor * rate:g} at step {step}, "
+                    f"wanted from 0 to {key} {rate}"
+                )
+    elif scheduler.min_lrs[0] >= rate:
+        default = "" if "min_lr" in options else ", the default"
+        raise ConfigError(
+            f"train.lr_scheduler_kwargs.min_lr: got {scheduler.min_lrs[0]}{default}, wanted below {key} {rate}"
+        )
 
 
 def all_finite(optimizers: list[PassOptimizer]) -> bool:

@@ -57,6 +57,57 @@ def test_gradient_is_one_hot_minus_softmax_over_temperature(case, chunk_size):
     assert weight.grad.sum(0).abs().max() < 1e-12  # a softmax does not feel a shift of all logits
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_expectations_over_the_vocabulary(temperature):
+    """Probabilities add up to 1, the mean surprise is the entropy, the mean gradient of a log-probability is 0."""
+    logits = torch.tensor([[0.3, -2.0, 1.1, 0.0]] * 4, dtype=torch.float64, requires_grad=True)
+    logprobs, entropy = logprobs_from_logits(logits, torch.arange(4), temperature=temperature, with_entropy=True)
+    probs = logprobs.detach().exp()
+    assert probs.sum().item() == pytest.approx(1.0, abs=1e-14)
+    assert entropy.tolist() == pytest.approx([-(probs * logprobs).sum().item()] * 4, abs=1e-14)
+    score = torch.autograd.grad((probs * logprobs).sum(), logits, retain_graph=True)[0].sum(0)
+    assert score.tolist() == pytest.approx([0.0] * 4, abs=1e-14)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradient_of_the_entropy_by_its_definition(temperature):
+    """∂H / ∂z_v = −π_v (log π_v + H) / temperature"""
+    row = [0.3, -2.0, 1.1, 0.0]
+    logits = torch.tensor([row], dtype=torch.float64, requires_grad=True)
+    _, entropy = logprobs_from_logits(logits, torch.tensor([0]), temperature=temperature, with_entropy=True)
+    entropy.sum().backward()
+    probs = softmax(row, temperature)
+    total = -sum(p * math.log(p) for p in probs)
+    wanted = [-p * (math.log(p) + total) / temperature for p in probs]
+    assert logits.grad[0].tolist() == pytest.approx(wanted, abs=1e-14)
+
+
+def test_temperature_1_of_divided_logits_and_shifts_of_all_change_nothing(case):
+    hidden, weight, targets = case
+    logits = hidden @ weight.T
+    wanted = logprobs_from_logits(logits, targets, temperature=0.7, with_entropy=True)
+    for same in (logits / 0.7, logits / 0.7 + 30):
+        got = logprobs_from_logits(same, targets, temperature=1.0, with_entropy=True)
+        assert all(torch.allclose(a, b, atol=1e-13, rtol=0) for a, b in zip(got, wanted, strict=True))
+
+
+def test_a_uniform_row_by_hand():
+    logprobs, entropy = logprobs_from_logits(
+        torch.full((1, 8), 3.0, dtype=torch.float64), torch.tensor([5]), temperature=0.5, with_entropy=True
+    )
+    assert [logprobs.item(), entropy.item()] == pytest.approx([-math.log(8), math.log(8)], abs=1e-14)
+
+
+def test_a_row_that_is_not_a_number_stays_alone(case):
+    hidden, weight, targets = case
+    clean = selected_logprobs(hidden, lambda h: h @ weight.T, targets, temperature=1.0, with_entropy=True)
+    dirty = hidden.clone()
+    dirty[2] = math.nan
+    got = selected_logprobs(dirty, lambda h: h @ weight.T, targets, temperature=1.0, with_entropy=True)
+    others = [0, 1, 3, 4, 5, 6]
+    assert all(torch.equal(a[others], b[others]) for a, b in zip(got, clean, strict=True))
+
+
 def test_gradient_of_the_entropy_by_finite_differences(case):
     hidden, weight, targets = case
 

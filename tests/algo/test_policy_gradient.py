@@ -2,7 +2,7 @@
 
 The language has a stop token and two others, answers of at most three tokens, and one logit table a prefix. The
 objective E[score] − β KL(π ‖ ref) is enumerated in one expression and differentiated by autograd; the update is the
-probability-weighted sum of what ``token_rewards``, ``gae`` and ``policy_loss`` give for each answer.
+probability-weighted sum of what ``token_rewards``, an advantage and ``policy_loss`` give for each answer.
 """
 
 import itertools
@@ -10,7 +10,19 @@ import itertools
 import pytest
 import torch
 
-from tether.algo import gae, kl_estimate, length_mask, policy_loss, token_rewards
+from tether.algo import (
+    gae,
+    grpo,
+    kl_estimate,
+    kl_loss,
+    length_mask,
+    normaliser,
+    policy_loss,
+    reduced,
+    reinforce_pp,
+    rloo,
+    token_rewards,
+)
 
 STOP, MAX_LENGTH, BETA = 0, 3, 0.3
 ANSWERS = [
@@ -90,3 +102,80 @@ def test_k3_in_the_reward_does_not(case):
     values = torch.zeros(len(PREFIXES), dtype=torch.float64)[STATES]
     update = expected_update(*case, values=values, lam=1.0, estimator="k3")
     assert not torch.allclose(update, exact_gradient(*case), atol=1e-2, rtol=0)
+
+
+def cosine(a, b):
+    return ((a * b).sum() / (a.norm() * b.norm())).item()
+
+
+def test_returns_to_go_without_a_critic_give_the_exact_gradient(case):
+    policy, ref_logprobs, scores = case
+    new = token_logprobs(policy)
+    old = new.detach()
+    rewards = token_rewards(scores, kl_estimate(old, ref_logprobs, "k1"), MASK, kl_coef=BETA)
+    loss = policy_loss(new, old, reinforce_pp(rewards, MASK, gamma=1.0), cliprange=0.2).sum(1)
+    update = -torch.autograd.grad((old.sum(1).exp() * loss).sum(), policy)[0]
+    assert torch.allclose(update, exact_gradient(*case), atol=1e-12, rtol=0)
+
+
+def expected_update_of_pairs(policy, ref_logprobs, scores, estimator):
+    """The expectation over every two answers that the policy may give to the prompt."""
+    pairs = torch.cartesian_prod(torch.arange(len(ANSWERS)), torch.arange(len(ANSWERS))).reshape(-1)
+    new = token_logprobs(policy)[pairs]
+    old = new.detach()
+    rewards = token_rewards(scores[pairs], kl_estimate(old, ref_logprobs[pairs], "k1"), MASK[pairs], kl_coef=BETA)
+    loss = policy_loss(new, old, estimator(rewards, MASK[pairs], num_generations=2), cliprange=0.2)
+    weights = old.sum(1).reshape(-1, 2).sum(1).exp()
+    return -torch.autograd.grad((weights * loss.sum(1).reshape(-1, 2).sum(1) / 2).sum(), policy)[0]
+
+
+def test_rloo_gives_the_exact_gradient(case):
+    assert torch.allclose(expected_update_of_pairs(*case, rloo), exact_gradient(*case), atol=1e-12, rtol=0)
+
+
+def test_grpo_does_not(case):
+    assert cosine(expected_update_of_pairs(*case, grpo), exact_gradient(*case)) < 0.99
+
+
+def test_a_token_mean_keeps_the_direction_and_a_sequence_mean_does_not(case):
+    """Enough answers of a batch for every chance: each one weighs by its probability, as in an endless batch."""
+    policy, ref_logprobs, scores = case
+    wanted, updates = exact_gradient(*case), {}
+    for how in ("token_mean", "sequence_mean", "fixed_length"):
+        new = token_logprobs(policy)
+        old = new.detach()
+        rewards = token_rewards(scores, kl_estimate(old, ref_logprobs, "k1"), MASK, kl_coef=BETA)
+        losses = policy_loss(new, old, reinforce_pp(rewards, MASK, gamma=1.0), cliprange=0.2)
+        weights = old.sum(1).exp().tolist()
+        rows = [(losses[i : i + 1], MASK[i : i + 1]) for i in range(len(ANSWERS))]
+        total = sum(w * reduced(*row, how=how) for w, row in zip(weights, rows, strict=True))
+        count = sum(w * normaliser(m, how=how, max_length=5) for w, (_, m) in zip(weights, rows, strict=True))
+        updates[how] = -torch.autograd.grad(total / count, policy)[0]
+    length = sum(w * len(a) for w, a in zip(weights, ANSWERS, strict=True))
+    assert torch.allclose(updates["token_mean"] * length, wanted, atol=1e-6, rtol=0)
+    assert torch.allclose(updates["fixed_length"] * 5, wanted, atol=1e-6, rtol=0)
+    assert cosine(updates["sequence_mean"], wanted) < 0.99
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_as_a_loss_gives_the_gradient_of_each_tokens_kl_and_not_of_the_sequences(case, estimator):
+    """Off policy: states are those of π_old, what is measured in them is π_new."""
+    policy, ref_logprobs, _ = case
+    ref = torch.randn(2, len(PREFIXES), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[1]
+    shift = torch.randn(len(PREFIXES), 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    old, new = token_logprobs(policy + shift).detach(), token_logprobs(policy)
+    weights = old.sum(1).exp()
+    loss = torch.where(MASK, kl_loss(new, old, ref_logprobs, estimator), 0.0).sum(1)
+    got = torch.autograd.grad((weights * loss).sum(), policy)[0]
+
+    visits = torch.zeros(len(PREFIXES), dtype=torch.float64)
+    for answer, weight in zip(ANSWERS, weights, strict=True):
+        for t in range(len(answer)):
+            visits[PREFIXES.index(answer[:t])] += weight
+    logs, ref_logs = policy.log_softmax(-1), ref.log_softmax(-1)
+    of_tokens = (visits * (logs.exp() * (logs - ref_logs)).sum(-1)).sum()
+    assert torch.allclose(got, torch.autograd.grad(of_tokens, policy)[0], atol=1e-12, rtol=0)
+
+    sequence = token_logprobs(policy).sum(1)
+    of_sequences = (sequence.exp() * (sequence - ref_logprobs.sum(1))).sum()
+    assert cosine(got, torch.autograd.grad(of_sequences, policy)[0]) < 0.99

@@ -16,7 +16,7 @@ from transformers import GreedyLR, get_scheduler
 
 from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import ConfigError
-from tether.models.roles import ModelRoles
+from tether.models.roles import POLICY, VALUE, ModelRoles
 
 Schedule = LambdaLR | ReduceLROnPlateau | GreedyLR
 """Every schedule of transformers: a function of the number of steps, or one of the two that follow a metric."""
@@ -120,12 +120,15 @@ class PassOptimizer:
 
 
 def build_optimizers(config: RunConfig, roles: ModelRoles, num_updates: int) -> list[PassOptimizer]:
-    """One AdamW for each pass: policy and critic apart, or both in one where they share a trunk."""
+    """One AdamW for each pass: policy and critic apart, or both in one where they share a trunk.
+
+    The schedule of a policy that trains apart begins when the critic has warmed up.
+    """
     optimizers = []
     for pass_ in roles.passes:
-        critic_only = "policy" not in pass_.trains
-        rate = (config.value.learning_rate if critic_only else None) or config.learning_rate
-        optimizers.append(build_optimizer(config, pass_.name, pass_.parameters(), rate, num_updates))
+        rate = (config.value.learning_rate if POLICY not in pass_.trains else None) or config.learning_rate
+        updates = num_updates if VALUE in pass_.trains else num_updates - config.value.warmup_steps
+        optimizers.append(build_optimizer(config, pass_.name, pass_.parameters(), rate, updates))
     return optimizers
 
 
@@ -243,7 +246,7 @@ def _check_rates(train: TrainConfig, total_steps: int, key: str, rate: float) ->
     try:
         scheduler = _schedule(train, AdamW([nn.Parameter(torch.zeros(1))], lr=rate), total_steps)
         if isinstance(scheduler, LambdaLR):
-            steps = sorted({0, warmup, (warmup + total_steps) // 2, total_steps - 1, total_steps})
+            steps = sorted({0, warmup, (warmup + total_steps) // 2, total_steps - 1})
             factors = [scheduler.lr_lambdas[0](step) for step in steps]
         else:
             scheduler.step(0.0)

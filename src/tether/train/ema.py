@@ -1,0 +1,88 @@
+"""A moving average of the policy's weights, to evaluate and to save in the policy's place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from tether.algo.masking import wide
+from tether.errors import CheckpointError
+
+
+class PolicyAverage:
+    """Exponential moving average of parameters, kept beside them in float32, or in float64 where they are.
+
+        θ̄_0 = θ_0
+        θ̄_t = d θ̄_{t−1} + (1 − d) θ_t
+
+    Args:
+        parameters: θ by name; they go on being trained.
+        decay: d, from 0 (the parameters themselves) to below 1.
+
+    Source: Ouyang et al. 2022, appendix C.4, https://arxiv.org/abs/2203.02155 (d = .992)
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        assert 0 <= decay < 1, decay
+        self._parameters = dict(parameters)
+        self._averages = {name: wide(p.detach()).clone() for name, p in parameters.items()}
+        self._decay = decay
+        self._is_applied = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the present parameters into the average."""
+        assert not self._is_applied, "the parameters are the average now"
+        for name, p in self._parameters.items():
+            average = self._averages[name]
+            average.lerp_(p.to(average.dtype), 1 - self._decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the parameters are the average, rounded to their own type; afterwards they are what they were.
+
+        Bitwise, and also after an exception. May not be nested.
+        """
+        assert not self._is_applied, "the parameters are the average already"
+        trained = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self._is_applied = True
+        try:
+            self._fill(self._averages)
+            yield
+        finally:
+            self._fill(trained)
+            self._is_applied = False
+
+    @torch.no_grad()
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, p in self._parameters.items():
+            p.copy_(tensors[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The average by the names of the parameters."""
+        return dict(self._averages)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over the tensors of ``state_dict``.
+
+        Raises:
+            CheckpointError: names or shapes are not those of this run.
+        """
+        own = self._averages
+        if own.keys() != state.keys():
+            odd = sorted(own.keys() ^ state.keys())
+            where = "the checkpoint" if odd[0] in own else "this run's configuration"
+            raise CheckpointError(
+                f"{len(odd)} averaged tensors do not match, the first is missing in {where}: {odd[0]}"
+            )
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                raise CheckpointError(
+                    f"{name}: the checkpoint's average has shape {list(state[name].shape)}, this run's "
+                    f"{list(tensor.shape)}"
+                )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])

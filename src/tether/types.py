@@ -163,12 +163,18 @@ class Experience:
     """The rollouts."""
     logprobs: Float[Tensor, "M R"]
     """log π_old of each response token, from the policy's own forward at rollout."""
-    values: Float[Tensor, "M R"]
-    """Value of the state each response token was sampled in, at rollout."""
     advantages: Float[Tensor, "M R"]
     """Advantages, whitened over the whole rollout batch if that is on."""
-    returns: Float[Tensor, "M R"]
-    """Targets of the critic."""
+    loss_mask: Bool[Tensor, "M R"]
+    """True on the response tokens that take part in the losses."""
+    values: Float[Tensor, "M R"] | None = None
+    """Value of the state each response token was sampled in, at rollout; None without a critic."""
+    returns: Float[Tensor, "M R"] | None = None
+    """Targets of the critic; None without one."""
+    ref_logprobs: Float[Tensor, "M R"] | None = None
+    """log π_ref of each response token; None where the loss does not hold the KL."""
+    kl_loss_coef: float = 0.0
+    """Weight of the KL in the loss."""
 
 
 @runtime_checkable

@@ -64,7 +64,8 @@ def test_a_row_says_what_its_field_says():
         "ppo.cliprange",
         "number above 0 and below 1",
         "0.2",
-        "Policy ratio is clipped to [1 − cliprange, 1 + cliprange].",
+        "Policy ratio is clipped to [1 − cliprange, 1 + cliprange]. Source: Schulman et al. 2017, "
+        "https://arxiv.org/abs/1707.06347, eq. 7.",
         "ppo: The algorithm.",
     )
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tether.demo.make_pairs import COLD, NUM_HELD_OUT, NUM_PROMPTS, WARM
+from tether.demo.make_pairs import COLD, NUM_HELD_OUT, NUM_PAIRS, NUM_PROMPTS, WARM
 from tether.demo.prompts import everyday_prompts
 from tether.demo.run import DATA, recipe
 
@@ -51,7 +51,7 @@ def test_pairs_hold_two_answers_and_nothing_of_a_judge():
         assert pair["prompt"] in prompts
         assert pair["chosen"].strip() and pair["rejected"].strip() and pair["chosen"] != pair["rejected"]
         assert not any(text in pair[side] for text in (WARM, COLD, "<|im_") for side in pair)
-    assert max(Counter(pair["prompt"] for pair in pairs).values()) == 1
+    assert max(Counter(pair["prompt"] for pair in pairs).values()) == NUM_PAIRS
 
 
 def test_recipes_load_and_agree(tmp_path):

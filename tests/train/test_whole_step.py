@@ -103,7 +103,7 @@ def test_parameters_equal_an_update_written_a_second_time(tmp_path, kind, tied, 
         kl_coef=0.3, kl_estimator=config.ppo.kl_estimator, epochs=3, cliprange=config.ppo.cliprange,
         cliprange_value=config.ppo.cliprange_value, vf_coef=config.ppo.vf_coef, gamma=config.ppo.gamma,
         lam=config.ppo.lam, temperature=config.sampling.temperature,
-        whiten_advantages=config.ppo.whiten_advantages, whiten_rewards=config.ppo.whiten_rewards,
+        whiten_advantages=config.ppo.whitens_advantages, whiten_rewards=config.ppo.whiten_rewards,
         learning_rate=config.learning_rate, max_grad_norm=config.train.max_grad_norm,
     )  # fmt: skip
     rollouts = list(zip(queries, RESPONSES, strict=True))

@@ -118,6 +118,8 @@ def wanted(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         many = f"a list of {_plural(wanted(*get_args(base)))}"
         least = next((m.min_length for m in metadata if hasattr(m, "min_length")), 0)
         return f"{many}, at least {least}" if least else many
+    if get_origin(base) is dict:
+        return "a mapping of names to values"
     if _is_section(base):
         return "a group of keys"
     words = {

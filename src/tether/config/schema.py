@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -81,6 +81,9 @@ class ValueConfig(Section):
     copied, policy otherwise. A head that starts from the policy starts at zero."""
     learning_rate: PositiveFloat | None = None
     """Learning rate of the critic; the policy's if left out. Not for kind head, which shares the policy's optimizer."""
+    warmup_steps: NonNegativeInt = 0
+    """First updates, in which only the critic trains and the policy stays as it is. Source: VC-PPO,
+    https://arxiv.org/abs/2503.01491 (value pretraining)."""
     detach: bool = False
     """Kind head only: keep the value loss out of the policy's weights."""
 
@@ -154,6 +157,13 @@ class DataConfig(Section):
     """``auto``: text for a tokenizer that has a chat template becomes a user turn. ``none``: text is taken as it is."""
     system_prompt: str | None = None
     """System message put before prompts that bring none; needs a chat template."""
+    ptx: str | None = None
+    """Demonstrations for ``ppo.ptx_coef``, in the same forms as ``prompts``: rows of ``prompt`` and ``completion``, of
+    ``messages`` that end with the assistant's, or of plain ``text``."""
+    ptx_split: str = "train"
+    """Split that is read where the source has several, for ``ptx``."""
+    max_ptx_length: PositiveInt = 1024
+    """Longest demonstration in tokens. Longer ones are dropped and counted."""
 
 
 class SamplingConfig(Section):
@@ -168,42 +178,123 @@ class SamplingConfig(Section):
     answer. null: only the length ends it."""
     batch_size: PositiveInt = 64
     """Answers decoded side by side; the answers do not depend on it beyond rounding."""
+    num_generations: PositiveInt = 1
+    """Answers to each prompt of a rollout batch, whose size counts answers. rloo and grpo compare them."""
 
 
 class PPOConfig(Section):
     """The algorithm."""
 
     kl_coef: NonNegativeFloat = 0.05
-    """Coefficient of the KL penalty in the reward. 0 runs no reference forward."""
-    kl_estimator: Literal["k1", "k3"] = "k1"
-    """Estimator of the KL in the reward. k1 gives the exact gradient of the sequence KL; k3 is biased there."""
+    """Coefficient β of the KL penalty. 0 runs no reference forward."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """``reward``: −β·kl is part of each token's reward. ``loss``: β·KL(π ‖ ref) of each token, with its importance
+    weight, is added to the loss; β is divided by the standard deviation of the advantages where those are whitened.
+    Only k1 in the reward has the exact gradient of the sequence KL; a loss leaves out what a token does to later ones.
+    Source: https://arxiv.org/abs/2510.01555."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL: k1 = −r, k2 = r²/2, k3 = eʳ − 1 − r with r = log ref − log π. k2 and k3 are biased in the
+    reward. Source: http://joschu.net/blog/kl-approx.html."""
     kl_target: PositiveFloat | None = None
-    """Adaptive coefficient: nats a sequence that ``kl_coef`` is steered towards; left out: ``kl_coef`` stays fixed."""
+    """Adaptive coefficient: nats a sequence that ``kl_coef`` is steered towards; left out: ``kl_coef`` stays fixed.
+    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593."""
     kl_horizon: PositiveInt = 10_000
     """Episodes over which the adaptive coefficient reacts."""
     num_ppo_epochs: PositiveInt = 4
     """Passes over each rollout batch."""
     num_mini_batches: PositiveInt = 1
     """Optimizer steps in one pass."""
+    max_approx_kl: PositiveFloat | None = None
+    """Early stop: an update ends before the optimizer step of a mini-batch whose mean KL(π_old ‖ π) a token is over it
+    (.02 to .05 is usual). Left out: never."""
+    max_ratio: Annotated[float, Field(gt=1.0)] | None = None
+    """Early stop: the same where the mean over tokens of π/π_old is over it (10 in TRL's older releases). Left out:
+    never."""
     cliprange: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    """Policy ratio is clipped to [1 − cliprange, 1 + cliprange]."""
+    """Policy ratio is clipped to [1 − cliprange, 1 + cliprange]. Source: Schulman et al. 2017,
+    https://arxiv.org/abs/1707.06347, eq. 7."""
+    cliprange_high: PositiveFloat | None = None
+    """Upper side of the clip, 1 + cliprange_high; ``cliprange`` if left out. .28 with a cliprange of .2 keeps entropy.
+    Source: DAPO, https://arxiv.org/abs/2503.14476."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """Limits the loss of a token with negative advantage A to −A·dual_clip; 3 is usual. Left out: no limit. Source: Ye
+    et al. 2020, https://arxiv.org/abs/1912.09729."""
     cliprange_value: PositiveFloat | None = 0.2
     """New values are clipped to within this of the old ones; null turns it off."""
     vf_coef: PositiveFloat = 0.1
     """Weight of the value loss where policy and critic share an optimizer (``value.kind: head``); other critics have an
     optimizer of their own."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus: entropy_coef times the policy's entropy of each token is taken off the loss."""
+    loss_reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """How the losses of tokens become one number. ``token_mean``: mean over the response tokens of the optimizer step.
+    ``sequence_mean``: mean over answers of each one's mean. ``fixed_length``: sum over tokens divided by answers times
+    response_length. Sources: DAPO; GRPO, https://arxiv.org/abs/2402.03300; https://arxiv.org/abs/2503.20783."""
+    ptx_coef: NonNegativeFloat = 0.0
+    """Weight γ of the SFT loss on the demonstrations of ``data.ptx``, added to the policy's loss in every optimizer
+    step (27.8 in InstructGPT, https://arxiv.org/abs/2203.02155, eq. 2)."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Discount a token."""
+    advantage_estimator: Literal["gae", "rloo", "grpo", "reinforce_pp"] = "gae"
+    """``gae``: generalized advantage estimation with a critic. The others have no critic. ``rloo``: return minus the
+    mean return of the prompt's other answers. ``grpo``: return minus the mean of the prompt's answers, over their
+    standard deviation. ``reinforce_pp``: return to go. Sources: https://arxiv.org/abs/1506.02438,
+    https://arxiv.org/abs/2402.14740, https://arxiv.org/abs/2402.03300, https://arxiv.org/abs/2501.03262."""
     lam: Fraction = 0.95
     """λ of generalized advantage estimation. Use 1 for answers much longer than 128 tokens."""
+    value_lam: Fraction | None = None
+    """λ of the critic's targets, if it is to differ from ``lam``; 1 with long answers. Source: VC-PPO."""
+    lam_alpha: PositiveFloat | None = None
+    """Length-adaptive λ for the policy in place of ``lam``: 1 − 1/(lam_alpha · l) for an answer of l tokens, at least
+    0. The critic's targets keep ``value_lam``, or ``lam``. Source: VAPO, https://arxiv.org/abs/2504.05118 (.05)."""
     whiten_rewards: bool = False
     """Scale token rewards to unit variance over the rollout batch, mean kept. Changes the objective."""
-    whiten_advantages: bool = True
-    """Scale advantages to mean 0 and variance 1 over all response tokens of the rollout batch."""
+    whiten_advantages: bool | None = None
+    """Scale advantages to mean 0 and variance 1 over all response tokens of the rollout batch. Left out: on for gae and
+    reinforce_pp, off for rloo and grpo."""
+    advantage_clip: PositiveFloat | None = None
+    """Advantages are clipped to within ±advantage_clip, after whitening. Left out: not."""
+    score_norm: Literal["frozen", "running"] | None = None
+    """``frozen``: scores minus mean, over standard deviation, of the start policy's own scores, measured once before
+    the first update. ``running``: of all scores so far, as in LLaMA-Factory; the objective then moves. Left out: scores
+    stay as they are. Source of frozen: Ziegler et al. 2019; Stiennon et al. 2020."""
+    score_norm_samples: Annotated[int, Field(ge=2)] = 256
+    """Answers of the start policy that ``frozen`` is measured on."""
+    reward_clip: PositiveFloat | None = None
+    """Scores are clipped to within ±reward_clip, after score_norm. Left out: not."""
     missing_eos_penalty: NonNegativeFloat | None = None
-    """Subtracted from the score of an answer that did not end by itself."""
+    """Subtracted from the score of an answer that did not end by itself, after score_norm and reward_clip."""
     missing_eos_score: float | None = None
-    """Replaces the score of an answer that did not end by itself."""
+    """Replaces the score of an answer that did not end by itself, after score_norm and reward_clip."""
+    overlong_buffer: PositiveInt | None = None
+    """Soft penalty on long answers: 0 up to response_length − overlong_buffer tokens, then falling in a line to
+    −overlong_penalty at response_length. Left out: none. Source: DAPO, eq. 13."""
+    overlong_penalty: PositiveFloat = 1.0
+    """Most that the soft penalty takes off."""
+    mask_truncated: bool = False
+    """Answers that did not end by themselves take no part in any loss. Source: DAPO (overlong filtering)."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from a critic."""
+        return self.advantage_estimator == "gae"
+
+    @property
+    def whitens_advantages(self) -> bool:
+        """Whether advantages are whitened, the default resolved."""
+        if self.whiten_advantages is not None:
+            return self.whiten_advantages
+        return self.advantage_estimator in ("gae", "reinforce_pp")
+
+    @model_validator(mode="after")
+    def _needs_a_critic(self) -> PPOConfig:
+        given = [key for key in ("value_lam", "lam_alpha") if getattr(self, key) is not None]
+        if given and not self.has_critic:
+            raise ValueError(
+                f"{given[0]} is a setting of generalized advantage estimation; advantage_estimator is "
+                f"{self.advantage_estimator}: leave it out, or set advantage_estimator to gae"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_eos_rule(self) -> PPOConfig:
@@ -226,14 +317,29 @@ class TrainConfig(Section):
     """Updates, one rollout batch each."""
     rollout_batch_size: PositiveInt = 64
     """Answers an update."""
-    micro_batch_size: PositiveInt = 8
-    """Answers in one forward and backward pass."""
+    micro_batch_size: PositiveInt | None = None
+    """Answers in one forward and backward pass. Left out: 8, unless max_tokens_per_micro_batch is set."""
+    max_tokens_per_micro_batch: PositiveInt | None = None
+    """In place of micro_batch_size: as many answers in one pass as fit into this many tokens, padding included."""
     learning_rate: PositiveFloat | None = None
     """Peak learning rate of the policy. Left out: 5e-5 with LoRA, 3e-6 otherwise."""
     lr_scheduler_type: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "reduce_lr_on_plateau",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+        "greedy",
     ] = "linear"
     """Schedule of the learning rate over the optimizer steps, as transformers names it."""
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the schedule, as transformers names them: ``{min_lr_rate: 0.1}`` for cosine_with_min_lr."""
     warmup_ratio: Fraction = 0.0
     """Share of the optimizer steps over which the learning rate rises from 0."""
     weight_decay: NonNegativeFloat = 0.0
@@ -246,6 +352,9 @@ class TrainConfig(Section):
     """AdamW ε."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradient norm of each role is clipped to it; null turns clipping off."""
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Moving average of the policy's weights, one step an update, that is evaluated and saved in the policy's place
+    (.992 in InstructGPT). Left out: the policy itself is."""
     bf16: bool | None = None
     """bfloat16 autocast of all forwards. Left out: on where the hardware has it."""
     gradient_checkpointing: bool = False
@@ -283,13 +392,23 @@ class TrainConfig(Section):
         if len(given) != 1:
             got = ", ".join(f"{k}={v}" for k, v in given.items()) or "none of them"
             raise ValueError(f"set exactly one of total_episodes, num_train_epochs and max_steps; got {got}")
-        if self.rollout_batch_size % self.micro_batch_size:
+        if self.micro_batch_size is not None and self.max_tokens_per_micro_batch is not None:
             raise ValueError(
-                _divide("micro_batch_size", self.micro_batch_size, "rollout_batch_size", self.rollout_batch_size)
+                f"micro_batch_size ({self.micro_batch_size}) counts answers and max_tokens_per_micro_batch "
+                f"({self.max_tokens_per_micro_batch}) tokens: set one of them"
             )
+        micro = self.max_rows_per_micro_batch
+        if micro is not None and self.rollout_batch_size % micro:
+            raise ValueError(_divide("micro_batch_size", micro, "rollout_batch_size", self.rollout_batch_size))
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise ValueError("load_best_model_at_end needs metric_for_best_model, eval_scores for example")
         return self
+
+
+    @property
+    def max_rows_per_micro_batch(self) -> int | None:
+        """Answers in one forward and backward pass, the default resolved; None with a token budget."""
+        return None if self.max_tokens_per_micro_batch else self.micro_batch_size or 8
 
 
 class RunConfig(Section):
@@ -323,8 +442,10 @@ class RunConfig(Section):
                 for i, reward in enumerate(self.rewards)]
 
     @property
-    def value_kind(self) -> Literal["adapter", "model", "head"]:
-        """The critic's kind, the default resolved."""
+    def value_kind(self) -> Literal["adapter", "model", "head"] | None:
+        """The critic's kind, the default resolved; None where advantages need no critic."""
+        if not self.ppo.has_critic:
+            return None
         return self.value.kind or ("adapter" if self.model.lora else "model")
 
     @property
@@ -338,29 +459,50 @@ class RunConfig(Section):
         Args:
             bf16: whether the machine has bfloat16 arithmetic; used where ``train.bf16`` is left out.
         """
-        value = self.value.model_copy(update={"kind": self.value_kind})
-        filled = {"learning_rate": self.learning_rate, "bf16": bf16 if self.train.bf16 is None else self.train.bf16}
-        return self.model_copy(update={"value": value, "train": self.train.model_copy(update=filled)})
+        value = self.value.model_copy(update={"kind": self.value_kind}) if self.ppo.has_critic else self.value
+        ppo = self.ppo.model_copy(update={"whiten_advantages": self.ppo.whitens_advantages})
+        filled = {
+            "learning_rate": self.learning_rate,
+            "bf16": bf16 if self.train.bf16 is None else self.train.bf16,
+            "micro_batch_size": self.train.max_rows_per_micro_batch,
+        }
+        return self.model_copy(
+            update={"value": value, "ppo": ppo, "train": self.train.model_copy(update=filled)}
+        )
 
     @property
     def mini_batch_size(self) -> int:
         """Answers an optimizer step."""
         return self.train.rollout_batch_size // self.ppo.num_mini_batches
 
+    @property
+    def prompts_per_update(self) -> int:
+        """Prompts of a rollout batch, each answered ``sampling.num_generations`` times."""
+        return self.train.rollout_batch_size // self.sampling.num_generations
+
     def num_updates(self, num_prompts: int) -> int:
         """Updates that the run makes over ``num_prompts`` usable prompts; every prompt is seen in each epoch."""
         if self.train.max_steps is not None:
             return self.train.max_steps
-        episodes = self.train.total_episodes or self.train.num_train_epochs * num_prompts
+        answers = num_prompts * self.sampling.num_generations
+        episodes = self.train.total_episodes or self.train.num_train_epochs * answers
         return math.ceil(episodes / self.train.rollout_batch_size)
 
     @model_validator(mode="after")
     def _check_batches(self) -> RunConfig:
-        rollout, minis, micro = self.train.rollout_batch_size, self.ppo.num_mini_batches, self.train.micro_batch_size
+        rollout, minis = self.train.rollout_batch_size, self.ppo.num_mini_batches
+        micro, answers = self.train.max_rows_per_micro_batch, self.sampling.num_generations
         if rollout % minis:
             raise ValueError(_divide("ppo.num_mini_batches", minis, "train.rollout_batch_size", rollout))
-        if self.mini_batch_size % micro:
+        if micro is not None and self.mini_batch_size % micro:
             raise ValueError(_divide("train.micro_batch_size", micro, "the mini-batch size", self.mini_batch_size))
+        if rollout % answers:
+            raise ValueError(_divide("sampling.num_generations", answers, "train.rollout_batch_size", rollout))
+        if self.ppo.advantage_estimator in ("rloo", "grpo") and answers < 2:
+            raise ValueError(
+                f"ppo.advantage_estimator {self.ppo.advantage_estimator} compares answers to the same prompt: set "
+                f"sampling.num_generations to 2 or more, got {answers}"
+            )
         horizon = self.ppo.kl_horizon
         if self.ppo.kl_target is not None and 5 * horizon <= rollout:
             raise ValueError(
@@ -371,7 +513,25 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_sharing(self) -> RunConfig:
+        if len(set(self.reward_names)) != len(self.reward_names):
+            raise ValueError(f"rewards: names must be unique, got {', '.join(self.reward_names)}")
+        if any(reward.type == "adapter" for reward in self.rewards) and self.model.lora is None:
+            raise ValueError(
+                "rewards: type adapter shares the policy's base, which full fine-tuning changes: add `lora: {}` under "
+                "model, or use type model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> RunConfig:
         kind, value = self.value_kind, self.value
+        if not self.ppo.has_critic:
+            if value != ValueConfig():
+                raise ValueError(
+                    f"value: there is no critic with ppo.advantage_estimator {self.ppo.advantage_estimator}; leave the "
+                    "section out, or set advantage_estimator to gae"
+                )
+            return self
         if kind == "adapter" and self.model.lora is None:
             raise ValueError(
                 "value.kind adapter needs model.lora: add `lora: {}` under model, or set value.kind to model or head"
@@ -387,13 +547,14 @@ class RunConfig(Section):
             )
         if value.detach and kind != "head":
             raise ValueError(f"value.detach is for value.kind head; kind {kind} never touches the policy's weights")
-        if len(set(self.reward_names)) != len(self.reward_names):
-            raise ValueError(f"rewards: names must be unique, got {', '.join(self.reward_names)}")
-        if any(reward.type == "adapter" for reward in self.rewards) and self.model.lora is None:
-            raise ValueError(
-                "rewards: type adapter shares the policy's base, which full fine-tuning changes: add `lora: {}` under "
-                "model, or use type model"
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_demonstrations(self) -> RunConfig:
+        if self.ppo.ptx_coef > 0 and self.data.ptx is None:
+            raise ValueError(f"ppo.ptx_coef {self.ppo.ptx_coef} needs data.ptx, a file of demonstrations")
+        if self.data.ptx is not None and self.ppo.ptx_coef == 0:
+            raise ValueError("data.ptx is not used at ppo.ptx_coef 0: set the coefficient, or leave data.ptx out")
         return self
 
     @model_validator(mode="after")
@@ -411,9 +572,20 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_ends(self) -> RunConfig:
-        rule = self.ppo.missing_eos_penalty or self.ppo.missing_eos_score
+        ppo, longest = self.ppo, self.sampling.response_length
+        rules = {
+            "missing_eos_penalty": bool(ppo.missing_eos_penalty),
+            "missing_eos_score": ppo.missing_eos_score is not None,
+            "mask_truncated": ppo.mask_truncated,
+        }
+        rule = next((key for key, is_set in rules.items() if is_set), None)
         if rule is not None and self.sampling.stop_token is None:
-            raise ValueError("ppo.missing_eos_*: with sampling.stop_token null no answer ends; set stop_token to eos")
+            raise ValueError(f"ppo.{rule}: with sampling.stop_token null no answer ends; set stop_token to eos")
+        if ppo.overlong_buffer is not None and ppo.overlong_buffer > longest:
+            raise ValueError(
+                f"ppo.overlong_buffer {ppo.overlong_buffer} is longer than sampling.response_length {longest}: set it "
+                f"to at most {longest}"
+            )
         return self
 
 

@@ -52,17 +52,32 @@ def pad_left(
 
 
 def plan_micro_batches(
-    query_lengths: Sequence[int], response_lengths: Sequence[int], size: int
+    query_lengths: Sequence[int], response_lengths: Sequence[int], size: int, max_tokens: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Groups of ``size`` rows of similar length, every row in one group; only the last group may be smaller.
+    """Groups of at most ``size`` rows of similar length, every row in one group.
 
     Rows are sorted by their total length, longest first, so that little is padded and memory peaks in the first group.
-    Depends on nothing but the arguments.
+    Without ``max_tokens`` only the last group may be smaller than ``size``. Depends on nothing but the arguments.
+
+    Args:
+        max_tokens: the most tokens of a group, padding included; a row that has more by itself is a group of its own.
     """
     assert len(query_lengths) == len(response_lengths)
     totals = [query + response for query, response in zip(query_lengths, response_lengths, strict=True)]
     order = sorted(range(len(totals)), key=lambda row: (-totals[row], -query_lengths[row], row))
-    return [tuple(order[start : start + size]) for start in range(0, len(order), size)]
+    groups: list[list[int]] = []
+    widest_query = widest_response = 0
+    for row in order:
+        num_rows = len(groups[-1]) + 1 if groups else 1
+        query = max(widest_query, query_lengths[row])
+        response = max(widest_response, response_lengths[row])
+        is_full = num_rows > size or (max_tokens is not None and num_rows * (query + response) > max_tokens)
+        if is_full or not groups:
+            groups.append([])
+            query, response = query_lengths[row], response_lengths[row]
+        groups[-1].append(row)
+        widest_query, widest_response = query, response
+    return [tuple(group) for group in groups]
 
 
 def _padded(

@@ -5,10 +5,10 @@ and an answer's warmth is how much more likely the warm system prompt makes it,
 
     warmth(y) = log π(y | prompt, warm) − log π(y | prompt, cold)
 
-A pair is the warmest answer of the warm side over the coldest answer of the cold side, each cut after its first
-sentence. The file keeps prompt and answers alone: the reward model is trained under the neutral system prompt that PPO
-runs with. No sentiment lexicon, and no other judge, has a say. The same seed makes the same files on the same kind of
-processor.
+A pair is the warmest answer of the warm side over the coldest answer of the cold side, then the second of each, and so
+on, each cut after its first sentence. The file keeps prompt and answers alone: the reward model is trained under the
+neutral system prompt that PPO runs with. No sentiment lexicon, and no other judge, has a say. The same seed makes the
+same files on the same kind of processor.
 
 Source: Yang et al. 2023 (pairs from contrasting prompts), https://arxiv.org/abs/2307.12950
 """
@@ -40,9 +40,9 @@ from tether.types import Prompt, Request, Sampling, noise_key
 WARM = "Answer in one short sentence, full of joy, love and praise."
 COLD = "Answer in one short sentence, full of gloom, anger and blame."
 NUM_PROMPTS, NUM_HELD_OUT = 400, 128
-NUM_SAMPLES = 2
-"""Answers to each prompt under each system prompt."""
-MAX_TOKENS, TEMPERATURE, BATCH_SIZE = 24, 0.7, 64
+NUM_SAMPLES, NUM_PAIRS = 4, 2
+"""Answers to each prompt under each system prompt, and the most pairs that are made of them."""
+MAX_TOKENS, TEMPERATURE, BATCH_SIZE = 32, 0.7, 64
 _SENTENCE = re.compile(r"\S[^\n]*?[.!?][\"')]?(?=\s|$)")
 MIN_WORDS = 3
 
@@ -83,7 +83,7 @@ def main() -> None:
 def preference_pairs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: str, *, num_samples: int, seed: int
 ) -> list[dict[str, str]]:
-    """A pair for every prompt with candidates on both sides whose warm one is the warmer, in the order of the prompts.
+    """Up to ``NUM_PAIRS`` pairs for every prompt with candidates on both sides, in the order of the prompts.
 
     Args:
         prompts: file of the prompts.
@@ -97,23 +97,34 @@ def preference_pairs(
         warm, cold = (_loglikelihoods(model, queries[side], candidates) for side in (WARM, COLD))
         sides.append([(candidate, a - b) for candidate, a, b in zip(candidates, warm, cold, strict=True)])
     return [
-        {"prompt": str(queries[WARM][i].source), "chosen": chosen.text, "rejected": rejected.text}
-        for i, (chosen, rejected) in sorted(warmest_over_coldest(*sides).items())
+        {"prompt": str(queries[WARM][chosen.prompt].source), "chosen": chosen.text, "rejected": rejected.text}
+        for chosen, rejected in warmest_over_coldest(*sides, most=NUM_PAIRS)
     ]
 
 
 def warmest_over_coldest(
-    warm: Sequence[tuple[Candidate, float]], cold: Sequence[tuple[Candidate, float]]
-) -> dict[int, tuple[Candidate, Candidate]]:
-    """For each prompt the warmest candidate of ``warm`` and the coldest of ``cold``, where the first is the warmer one.
+    warm: Sequence[tuple[Candidate, float]], cold: Sequence[tuple[Candidate, float]], *, most: int
+) -> list[tuple[Candidate, Candidate]]:
+    """For each prompt the warmest candidate of ``warm`` with the coldest of ``cold``, the second with the second, …
+
+    No text comes twice on a side of a prompt, and a pair whose first is not the warmer one is left out.
 
     Args:
         warm, cold: candidates with their warmth.
+        most: pairs of one prompt.
     """
-    # the last candidate of a prompt stays in the dictionary
-    best = {candidate.prompt: (candidate, warmth) for candidate, warmth in sorted(warm, key=lambda x: x[1])}
-    worst = {candidate.prompt: (candidate, warmth) for candidate, warmth in sorted(cold, key=lambda x: -x[1])}
-    return {i: (best[i][0], worst[i][0]) for i in best.keys() & worst.keys() if best[i][1] > worst[i][1]}
+    pairs = []
+    for prompt in sorted({candidate.prompt for candidate, _ in warm} & {candidate.prompt for candidate, _ in cold}):
+        best, worst = _ranked(warm, prompt, sign=-1), _ranked(cold, prompt, sign=1)
+        ranks = list(zip(best, worst, strict=False))[:most]
+        pairs += [(a, b) for (a, a_warmth), (b, b_warmth) in ranks if a_warmth > b_warmth and a.text != b.text]
+    return pairs
+
+
+def _ranked(side: Sequence[tuple[Candidate, float]], prompt: int, *, sign: int) -> list[tuple[Candidate, float]]:
+    """The prompt's candidates with different texts, by ``sign`` · warmth, smallest first."""
+    ranked = sorted((pair for pair in side if pair[0].prompt == prompt), key=lambda pair: sign * pair[1])
+    return list({candidate.text: (candidate, warmth) for candidate, warmth in reversed(ranked)}.values())[::-1]
 
 
 def _queries(prompts: str, tokenizer: PreTrainedTokenizerBase, system: str) -> list[Prompt]:

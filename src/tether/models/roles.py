@@ -165,7 +165,7 @@ class ModelRoles:
     """The models of a run and who shares what. Made by ``build_roles``.
 
     Args:
-        roles: policy first, then reference if there is one, then value.
+        roles: policy first, then reference and value if there are such.
         adapted: the PEFT model that the roles with an adapter share, or None.
         base_source: absolute path or hub id of the model that adapters sit on.
         tokenizer: the policy's.
@@ -218,6 +218,11 @@ class ModelRoles:
         """Whether there is a reference: not at ``kl_coef`` 0."""
         return REFERENCE in self._by_name
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether there is a critic: not where advantages come from scores alone."""
+        return VALUE in self._by_name
+
     def role(self, name: str) -> Role:
         """The role of that name."""
         assert name in self._by_name, f"no role {name}; there are {', '.join(self._by_name)}"
@@ -226,6 +231,8 @@ class ModelRoles:
     @property
     def passes(self) -> list[Pass]:
         """What the update runs on each micro-batch: one pass for a shared trunk, otherwise policy, then value."""
+        if not self.has_critic:
+            return [Pass(self, POLICY, (POLICY,))]
         if self._shares_trunk:
             return [Pass(self, POLICY, (POLICY, VALUE))]
         return [Pass(self, POLICY, (POLICY,)), Pass(self, VALUE, (VALUE,))]
@@ -386,7 +393,7 @@ class ModelRoles:
     def gradient_checkpointing(self, enabled: bool) -> None:
         """Whether passes with gradients recompute activations; forwards without gradients are never touched."""
         if enabled:
-            for role in (POLICY, VALUE):
+            for role in (POLICY, VALUE) if self.has_critic else (POLICY,):
                 with recomputed_layers(self.role(role).model):
                     pass
         self._recompute = enabled
@@ -459,7 +466,7 @@ def build_roles(
             roles.append(_adapter_critic(config, source, adapted, policy, mixed_precision=mixed_precision))
         elif config.value_kind == "model":
             roles.append(_model_critic(config, source, policy, tokenizer))
-        else:
+        elif config.value_kind == "head":
             head = ScalarHead(state_size(policy.model))
             own = _head_parameters(head)
             roles.append(Role(VALUE, policy.model, "new head", "head on the policy", policy.adapter, head, own))
@@ -569,13 +576,13 @@ def _padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> i
 
 
 def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> CriticSource | None:
-    """What the critic is copied from, or None where it starts from the policy.
+    """What the critic is copied from, or None where it starts from the policy or there is none.
 
     Raises:
         ConfigError: ``value.init`` names something that this kind of critic cannot be copied from.
     """
     kind, init = config.value_kind, config.value.init
-    if kind == "head" or init == "policy":
+    if kind in (None, "head") or init == "policy":
         return None
     if init in (None, "reward"):
         reward = config.rewards[0]

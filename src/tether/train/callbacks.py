@@ -25,7 +25,7 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
     evaluates = config.data.eval_prompts is not None
     return TrainingArguments(
         output_dir=str(config.output_dir),
-        per_device_train_batch_size=train.micro_batch_size,
+        per_device_train_batch_size=train.max_rows_per_micro_batch or config.mini_batch_size,
         learning_rate=config.learning_rate,
         lr_scheduler_type=train.lr_scheduler_type,
         weight_decay=train.weight_decay,
@@ -95,7 +95,7 @@ class Callbacks:
         """After an update, whose metrics are then in ``state.log_history`` too."""
         self.state.global_step += 1
         episodes = self.state.global_step * self._config.train.rollout_batch_size
-        self.state.epoch = episodes / self._num_prompts
+        self.state.epoch = episodes / (self._num_prompts * self._config.sampling.num_generations)
         self._call("on_step_end")
         self.state.log_history.append({"step": self.state.global_step, **metrics})
         if self.control.should_log or self.state.global_step % self._config.train.logging_steps == 0:

@@ -2,9 +2,10 @@
 
     checkpoint-N/
       config.json, model.safetensors, … or adapter_config.json, …     the policy, for transformers or PEFT
-      tether_state/state.json        counters, KL coefficient, best evaluation, configuration
+      tether_state/state.json        counters, KL coefficient, score statistics, best evaluation, configuration
       tether_state/roles.safetensors trained weights of policy and critic, in the types they train in
       tether_state/optimizers.pt     optimizers and schedules, tensors and numbers only
+      tether_state/average.safetensors    the trained weights under a moving average, which the policy above then is
       manifest.json                  size and SHA-256 of every file
 
 A folder appears complete or not at all. Sampling and shuffling draw from keys made of seed and counters, so the
@@ -16,7 +17,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import CheckpointError
 from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder, save_policy, verify_manifest
+from tether.train.ema import PolicyAverage
 from tether.train.optim import PassOptimizer
 
-STATE_DIR = "tether_state"
+STATE_DIR, AVERAGE = "tether_state", "average.safetensors"
 MAY_CHANGE = frozenset({
     "resume", "overwrite_output_dir", "output_dir", "train.total_episodes", "train.num_train_epochs", "train.max_steps",
     "train.logging_steps", "train.log_samples", "train.eval_steps", "train.save_steps", "train.save_total_limit",
@@ -47,6 +51,8 @@ class RunState:
 
     kl_coef: float
     """Present coefficient of the KL penalty."""
+    score_moments: ScoreMoments = field(default_factory=ScoreMoments)
+    """What scores are normalised by: of the start policy's, or of all scores so far."""
     step: int = 0
     """Finished updates."""
     evaluated_step: int | None = None
@@ -84,8 +90,10 @@ class Checkpoints:
         roles: ModelRoles,
         tokenizer: PreTrainedTokenizerBase,
         optimizers: list[PassOptimizer],
+        average: PolicyAverage | None,
     ) -> None:
-        self.config, self.roles, self.tokenizer, self.optimizers = config, roles, tokenizer, optimizers
+        self.config, self.roles, self.tokenizer = config, roles, tokenizer
+        self.optimizers, self.average = optimizers, average
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint after ``step`` updates."""
@@ -96,12 +104,15 @@ class Checkpoints:
         state.saved_step = state.step
         path = self.path(state.step)
         with atomic_folder(path) as folder:
-            save_policy(self.roles, self.tokenizer, folder)
+            with self.average.applied() if self.average is not None else nullcontext():
+                save_policy(self.roles, self.tokenizer, folder)
             inner = folder / STATE_DIR
             inner.mkdir()
             record = {**asdict(state), "config": dump_config(self.config)}
             (inner / "state.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
             save_file({k: v.contiguous() for k, v in self.roles.state_dict().items()}, inner / "roles.safetensors")
+            if self.average is not None:
+                save_file(self.average.state_dict(), inner / AVERAGE)
             torch.save({o.name: o.state_dict() for o in self.optimizers}, inner / "optimizers.pt")
         self._drop_old(state)
         return path
@@ -109,7 +120,7 @@ class Checkpoints:
     def restore(self, path: Path) -> RunState:
         """Brings roles and optimizers to the state saved in ``path``; returns the counters."""
         record = read_state(path)
-        self.restore_roles_from(path)
+        self.restore_weights_from(path)
         states = torch.load(path / STATE_DIR / "optimizers.pt", weights_only=True, map_location="cpu")
         missing = {o.name for o in self.optimizers} ^ set(states)
         if missing:
@@ -117,20 +128,22 @@ class Checkpoints:
         for optimizer in self.optimizers:
             optimizer.load_state_dict(states[optimizer.name])
         saved = parse_config(record.pop("config"), RunConfig).train
-        state = RunState(**record)
+        state = RunState(**record | {"score_moments": ScoreMoments(**record["score_moments"])})
         criterion = (self.config.train.metric_for_best_model, self.config.train.greater_is_better)
         if criterion != (saved.metric_for_best_model, saved.greater_is_better) or not self._has_best(state):
             state.best_metric = state.best_step = None  # measured by something else, or not there to come back to
         return state
 
-    def restore_roles(self, step: int) -> None:
-        """Brings the weights of policy and critic back to those after ``step`` updates."""
+    def restore_weights(self, step: int) -> None:
+        """Brings the weights of policy and critic, and their average, back to those after ``step`` updates."""
         verify_manifest(self.path(step))
-        self.restore_roles_from(self.path(step))
+        self.restore_weights_from(self.path(step))
 
-    def restore_roles_from(self, path: Path) -> None:
-        """Brings the weights of policy and critic to those saved in ``path``."""
+    def restore_weights_from(self, path: Path) -> None:
+        """Brings the weights of policy and critic, and their average, to those saved in ``path``."""
         self.roles.load_state_dict(load_file(path / STATE_DIR / "roles.safetensors"))
+        if self.average is not None:
+            self.average.load_state_dict(load_file(path / STATE_DIR / AVERAGE))
 
     def _has_best(self, state: RunState) -> bool:
         return state.best_step is not None and self.path(state.best_step).is_dir()

@@ -13,19 +13,27 @@ import torch
 
 from tether import algo
 from tether.config.schema import RunConfig
-from tether.data.collate import collate, plan_micro_batches
+from tether.data.collate import collate
 from tether.metrics.reduce import Metrics
 from tether.models.forward import response_outputs
 from tether.models.roles import ModelRoles
 from tether.train.parts import Parts
-from tether.train.rollout import Answers, PhaseReport, answer, judge
+from tether.train.rollout import Answers, PhaseReport, answer, judge, micro_batch_plan
 from tether.types import Request, noise_key
 
 
 def evaluate(
-    parts: Parts, config: RunConfig, *, phase: PhaseReport, check: Callable[[], None]
+    parts: Parts,
+    config: RunConfig,
+    moments: algo.ScoreMoments,
+    *,
+    phase: PhaseReport,
+    check: Callable[[], None],
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Answers and scores ``parts.eval_prompts`` with the current policy.
+
+    Args:
+        moments: what scores are normalised by, as in training.
 
     Returns:
         ``eval_scores`` and its standard deviation, ``eval_kl`` in nats a sequence (absent without a reference),
@@ -35,7 +43,7 @@ def evaluate(
     prompts = list(parts.eval_prompts)
     requests = [Request(p.token_ids, noise_key(config.train.seed, "eval", p.row, 0)) for p in prompts]
     answers = answer(parts, prompts, requests, phase=phase, check=check, name="evaluation")
-    judged = judge(parts, answers, config.ppo)
+    judged = judge(parts, answers, config, moments)
     kl = sequence_kl(parts.roles, answers, config, phase=phase, check=check)
     metrics = Metrics()
     metrics.mean("eval_scores", judged.scores)
@@ -66,7 +74,7 @@ def sequence_kl(
     temperature = config.sampling.temperature
     queries = [p.token_ids for p in answers.prompts]
     responses = [c.token_ids for c in answers.completions]
-    plan = plan_micro_batches([len(q) for q in queries], [len(r) for r in responses], config.train.micro_batch_size)
+    plan = micro_batch_plan(config, queries, responses)
     kl = [0.0] * len(responses)
     for done, rows in enumerate(plan):
         phase("evaluation KL", done, len(plan))

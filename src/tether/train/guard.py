@@ -46,7 +46,7 @@ def check_gradients(
 def suspicions(metrics: Mapping[str, float]) -> list[str]:
     """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on."""
     found = []
-    if metrics["val/first_ratio_error"] > MOST_FIRST_RATIO_ERROR:
+    if metrics.get("val/first_ratio_error", 0.0) > MOST_FIRST_RATIO_ERROR:
         found.append(
             "the policy ratio is not 1 before the first optimizer step of an update (val/first_ratio_error): scoring "
             "and training compute the same weights differently"

@@ -22,11 +22,11 @@ from tether.models.heads import state_size
 from tether.models.loading import load_config
 from tether.models.paths import adapter_base, is_adapter
 from tether.models.roles import critic_source
-from tether.train.run import check, check_data, load_data, resolved
+from tether.train.run import check, check_data, check_updates, load_data, resolved
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 ADAM_BYTES = 8
-GRAD_BYTES = 4
+AVERAGE_BYTES = GRAD_BYTES = 4
 LOGIT_CHUNK = 256
 ACTIVATION_FACTOR = 34
 """Bytes kept for backward by one transformer layer, for each token and hidden unit, with 16-bit activations and a fused
@@ -71,24 +71,38 @@ def plan(config: RunConfig) -> Plan:
     config = resolved(config)
     tokenizer, prompts, eval_prompts = load_data(config)
     check_data(config, tokenizer, prompts, eval_prompts)
+    check_updates(config, len(prompts.prompts))
     count, longest = len(prompts.prompts), max(len(p.token_ids) for p in prompts.prompts)
     updates, rollout = config.num_updates(count), config.train.rollout_batch_size
     epochs, minis = config.ppo.num_ppo_epochs, config.ppo.num_mini_batches
     arithmetic = [
         ("prompts", f"{count} of {prompts.num_rows} rows ({prompts.num_too_long} too long), longest {longest} tokens"),
         ("held-out prompts", str(len(eval_prompts.prompts)) if eval_prompts else "none"),
-        ("updates", f"{updates} of {rollout} answers = {updates * rollout} episodes"),
-        ("passes over the prompts", f"{updates * rollout / count:.3g}"),
+        ("updates", f"{updates} of {rollout} answers{_each(config)} = {updates * rollout} episodes"),
+        ("passes over the prompts", f"{updates * config.prompts_per_update / count:.3g}"),
         (
             "optimizer steps",
             f"{updates * epochs * minis} ({epochs} epochs × {minis} mini-batches of {config.mini_batch_size})",
         ),
-        ("micro-batches", f"{rollout // config.train.micro_batch_size} of {config.train.micro_batch_size} answers"),
+        ("micro-batches", _micro_batches(config)),
     ]
     roles = plan_roles(config, tokenizer)
     shape = model_config(config.model.path, config)
     memory = estimate_memory(config, roles, shape, longest)
     return Plan(dump_config(config), arithmetic, updates, roles, memory)
+
+
+def _each(config: RunConfig) -> str:
+    """How many answers each prompt gets, where it is more than one."""
+    answers = config.sampling.num_generations
+    return "" if answers == 1 else f" ({config.prompts_per_update} prompts × {answers})"
+
+
+def _micro_batches(config: RunConfig) -> str:
+    train = config.train
+    if train.max_tokens_per_micro_batch is not None:
+        return f"of at most {train.max_tokens_per_micro_batch} tokens"
+    return f"{train.rollout_batch_size // train.micro_batch_size} of {train.micro_batch_size} answers"
 
 
 def model_config(path: str, config: RunConfig) -> PreTrainedConfig:
@@ -109,7 +123,8 @@ def plan_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Ro
         _reward(f"reward {name}", reward) for name, reward in zip(config.reward_names, config.rewards, strict=True)
     ]
     source = critic_source(config, tokenizer)
-    return [*policy, _critic(config, base, source and source.path), *rewards]
+    critic = [_critic(config, base, source and source.path)] if config.ppo.has_critic else []
+    return [*policy, *critic, *rewards]
 
 
 def _full_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
@@ -192,13 +207,15 @@ def estimate_memory(
     unit = 2 if config.train.bf16 else 4
     weights = sum(role.weight_bytes for role in roles)
     trainable = sum(role.trainable for role in roles)
-    kept = weights + ADAM_BYTES * trainable
-    rows, micro = min(config.sampling.batch_size, config.train.rollout_batch_size), config.train.micro_batch_size
+    averaged = sum(role.trainable for role in roles if role.role == "policy") if config.train.ema_decay else 0
+    kept = weights + ADAM_BYTES * trainable + AVERAGE_BYTES * averaged
+    rows = min(config.sampling.batch_size, config.train.rollout_batch_size)
+    tokens = config.train.max_tokens_per_micro_batch or config.train.micro_batch_size * width
     cache = rows * width * text.num_hidden_layers * 2 * heads * head_dim * unit
     chunk = 3 * LOGIT_CHUNK * text.vocab_size * 4
     layers = 2 if config.train.gradient_checkpointing else text.num_hidden_layers
-    activations = micro * width * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
-    one_layer = micro * width * text.hidden_size * ACTIVATION_FACTOR * unit // 2
+    activations = tokens * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
+    one_layer = tokens * text.hidden_size * ACTIVATION_FACTOR * unit // 2
     return {
         "weights and optimizer": kept,
         "rollout": kept + cache + rows * text.vocab_size * 4 * 3,

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tether import algo
-from tether.config.schema import PPOConfig
+from tether.config.schema import RunConfig
+from tether.data.collate import plan_micro_batches
 from tether.train.parts import Parts
 from tether.types import Completion, Prompt, Request, RewardBatch
 
@@ -27,6 +28,16 @@ class Answers:
     completions: Sequence[Completion]
     texts: Sequence[str]
     """The answers without special tokens."""
+
+    @property
+    def ended(self) -> Bool[Tensor, " B"]:
+        """True on answers whose last token is a stop token."""
+        return torch.tensor([completion.finish_reason == "stop" for completion in self.completions])
+
+    @property
+    def lengths(self) -> Int[Tensor, " B"]:
+        """Tokens of each answer, its end token included."""
+        return torch.tensor([len(completion.token_ids) for completion in self.completions])
 
     def reward_batch(self) -> RewardBatch:
         """What the reward sources are given."""
@@ -46,7 +57,7 @@ class Judged:
     """Scores of B answers."""
 
     scores: Float[Tensor, " B"]
-    """The sources' score with the rule for answers that did not end applied: what is trained on."""
+    """What is trained on: the sources' score, normalised and clipped, with the rules for ends and lengths applied."""
     components: Mapping[str, list[float]]
     """The sources' own scores by name, unweighted."""
 
@@ -86,14 +97,52 @@ def answer(
     return Answers(prompts, completions, texts)
 
 
-def judge(parts: Parts, answers: Answers, ppo: PPOConfig) -> Judged:
-    """Scores every answer; the rule for one that did not end by itself is ``ppo.missing_eos_*``."""
+def raw_scores(parts: Parts, answers: Answers) -> tuple[Float[Tensor, " B"], Mapping[str, list[float]]]:
+    """The sources' weighted sum for every answer, and their own scores by name."""
     output = parts.rewards.score(answers.reward_batch())
-    ended = torch.tensor([c.finish_reason == "stop" for c in answers.completions])
+    return torch.tensor(output.scores, dtype=torch.float32), output.components
+
+
+def judge(parts: Parts, answers: Answers, config: RunConfig, moments: algo.ScoreMoments) -> Judged:
+    """Scores every answer.
+
+    Args:
+        moments: what ``ppo.score_norm`` normalises by; not read without it.
+    """
+    raw, components = raw_scores(parts, answers)
+    return Judged(shaped_scores(raw, answers, config, moments), components)
+
+
+def shaped_scores(
+    raw: Float[Tensor, " B"], answers: Answers, config: RunConfig, moments: algo.ScoreMoments
+) -> Float[Tensor, " B"]:
+    """What is trained on: scores normalised, clipped, then changed for answers that did not end or are overlong."""
+    ppo, scores = config.ppo, raw
+    if ppo.score_norm is not None:
+        scores = algo.normalised_scores(scores, moments)
+    if ppo.reward_clip is not None:
+        scores = scores.clamp(-ppo.reward_clip, ppo.reward_clip)
     scores = algo.missing_eos_scores(
-        torch.tensor(output.scores, dtype=torch.float32),
-        ended,
-        penalty=ppo.missing_eos_penalty,
-        replacement=ppo.missing_eos_score,
+        scores, answers.ended, penalty=ppo.missing_eos_penalty, replacement=ppo.missing_eos_score
     )
-    return Judged(scores, output.components)
+    if ppo.overlong_buffer is not None:
+        lengths, longest = answers.lengths, config.sampling.response_length
+        penalties = algo.overlong_penalties(lengths, max_length=longest, buffer=ppo.overlong_buffer)
+        scores = scores + ppo.overlong_penalty * penalties
+    return scores
+
+
+def micro_batch_plan(
+    config: RunConfig, queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Rows of each forward pass over queries with their responses, by ``train.micro_batch_size`` or the token budget.
+
+    No pass holds more rows than a mini-batch, so that every mini-batch gets one at least.
+    """
+    train = config.train
+    return plan_micro_batches(
+        [len(query) for query in queries],
+        [len(response) for response in responses],
+        train.max_rows_per_micro_batch or config.mini_batch_size,
+        train.max_tokens_per_micro_batch,
+    )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
+from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig
 from tether.data.prompts import PromptData, load_prompts
@@ -33,11 +35,12 @@ from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.log import METRICS, SAMPLES, RunLog
+from tether.train.optim import check_schedule
 from tether.train.parts import Parts
 from tether.train.trainer import PPOTrainer
 from tether.types import RewardSource, Sampling
 
-CONFIG = "config.yaml"
+CONFIG, SCORE_NORM = "config.yaml", "score_norm.json"
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ def train_policy(
         check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
     tokenizer, prompts, eval_prompts = load_data(config)
     check_data(config, tokenizer, prompts, eval_prompts)
+    check_updates(config, len(prompts.prompts))
     tell_data(config, prompts, eval_prompts, display)
     with claimed(config.output_dir):
         check_folder(config)  # once more: another run may have begun there meanwhile
@@ -103,8 +107,11 @@ def train_policy(
                 trainer.callbacks.resume(trainer.state.step, trainer.state.best_metric)
                 display.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
             interrupted = trainer.fit()
+            if config.ppo.score_norm is not None:
+                write_moments(config.output_dir / SCORE_NORM, trainer.state.score_moments)
             if interrupted is None:
-                save_final(config.output_dir, trainer.roles, tokenizer)
+                with trainer.policy_to_keep():
+                    save_final(config.output_dir, trainer.roles, tokenizer)
             trainer.parts.generator.close()
         finally:
             log.close()
@@ -210,12 +217,31 @@ def check_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *datasets:
         check_targets(config.model.lora, shape, trust_remote_code=config.model.trust_remote_code)
     limit = getattr(text, "max_position_embeddings", None)
     longest = max(len(prompt.token_ids) for prompt in prompts)
+    budget = config.train.max_tokens_per_micro_batch
+    if budget is not None and longest + config.sampling.response_length > budget:
+        raise ConfigError(
+            f"train.max_tokens_per_micro_batch {budget} is less than one answer may need: the longest query has "
+            f"{longest} tokens, sampling.response_length is {config.sampling.response_length}. Set it to at least "
+            f"{longest + config.sampling.response_length}"
+        )
     if limit is not None and longest + config.sampling.response_length > limit:
         raise ConfigError(
             f"sampling.response_length {config.sampling.response_length} after the longest query of {longest} tokens "
             f"needs {longest + config.sampling.response_length} positions, the model has {limit}: lower it, or "
             "data.max_prompt_length"
         )
+
+
+def check_updates(config: RunConfig, num_prompts: int) -> None:
+    """Raises ``ConfigError`` for what only the number of updates shows: a schedule that does not fit, or a warm-up of
+    the critic that leaves the policy none."""
+    updates = config.num_updates(num_prompts)
+    if config.value.warmup_steps >= updates:
+        raise ConfigError(
+            f"value.warmup_steps {config.value.warmup_steps}: the run makes {updates} updates, so the policy would "
+            f"never train. Set it below {updates}"
+        )
+    check_schedule(config, updates)
 
 
 def tell_data(config: RunConfig, prompts: PromptData, eval_prompts: PromptData | None, display: Display) -> None:
@@ -225,13 +251,12 @@ def tell_data(config: RunConfig, prompts: PromptData, eval_prompts: PromptData |
             display.message(f"{name}: {data.note}")
     display.message(f"the first query as the policy reads it: {prompts.prompts[0].text!r}")
     size, updates = config.train.rollout_batch_size, config.num_updates(len(prompts.prompts))
-    if len(prompts.prompts) < size:
-        display.message(
-            f"{len(prompts.prompts)} prompts are fewer than rollout_batch_size {size}: each update cycles through them"
-        )
+    asked, count = config.prompts_per_update, len(prompts.prompts)
+    if count < asked:
+        display.message(f"{count} prompts are fewer than the {asked} of an update: each update cycles through them")
     display.message(
         f"{updates} updates of {size} answers = {updates * size} episodes, "
-        f"{updates * size / len(prompts.prompts):.3g} passes over the prompts"
+        f"{updates * asked / count:.3g} passes over the prompts"
     )
 
 
@@ -304,12 +329,19 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
         for path in list_checkpoints(folder):
             shutil.rmtree(path)
         # the policy too: an adapter beside another run's full model would be loaded together with it
-        for name in (METRICS, SAMPLES, REPORT, *files_written(folder)):
+        for name in (METRICS, SAMPLES, REPORT, SCORE_NORM, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
     text = dump_config(config)
     temporary = folder / f".{CONFIG}.tmp"
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(folder / CONFIG)
+
+
+def write_moments(path: Path, moments: ScoreMoments) -> None:
+    """Writes what the run's scores were normalised by, for evaluations after it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(asdict(moments)) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def save_final(folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tether.algo import ScoreMoments
 from tether.config.load import load_config
 from tether.config.schema import RunConfig
 from tether.data.prompts import load_prompts
@@ -22,7 +24,7 @@ from tether.models.saving import load_policy
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.evaluate import evaluate
-from tether.train.run import CONFIG, build_parts, resolved
+from tether.train.run import CONFIG, SCORE_NORM, build_parts, resolved
 from tether.types import Request, Sampling, noise_key
 
 
@@ -42,6 +44,18 @@ def run_config(path: Path) -> RunConfig | None:
         if (folder / CONFIG).is_file():
             return load_config(folder / CONFIG)
     return None
+
+
+def read_moments(run: Path) -> ScoreMoments:
+    """What the run's scores were normalised by.
+
+    Raises:
+        ConfigError: the run has not measured it yet.
+    """
+    path = next((folder / SCORE_NORM for folder in (run, run.parent) if (folder / SCORE_NORM).is_file()), None)
+    if path is None:
+        raise ConfigError(f"{run}: no {SCORE_NORM} beside its {CONFIG}; it is written when the run ends or is stopped")
+    return ScoreMoments(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def evaluate_path(
@@ -75,6 +89,7 @@ def evaluate_path(
     # The trained policy brings its own weights; the critic is not asked.
     config = resolved(config)
     config = config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
+    moments = read_moments(run) if config.ppo.score_norm is not None else ScoreMoments()
     tokenizer = load_tokenizer(str(run))
     data = load_prompts(
         source,
@@ -88,7 +103,7 @@ def evaluate_path(
     display.phase("loading models", 0, 1)
     parts = build_parts(config, tokenizer, None, data, None, Dist())
     load_policy(parts.roles, run)
-    metrics, samples = evaluate(parts, config, phase=display.phase, check=lambda: None)
+    metrics, samples = evaluate(parts, config, moments, phase=display.phase, check=lambda: None)
     if output is not None:
         JsonlWriter(output).write_all(samples)
     return Evaluation(metrics, samples)

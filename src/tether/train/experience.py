@@ -1,0 +1,151 @@
+"""From what the models and the judge said of a rollout batch to what the update needs of each micro-batch.
+
+Advantages are worked out over the whole batch at once, [B, R] in the order of the rollouts, so that nothing depends on
+the micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tether import algo
+from tether.algo.masking import WHITEN_EPSILON
+from tether.config.schema import PPOConfig
+from tether.types import Experience, MicroBatch
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the models say of B rollouts, [B, R], 0 outside ``mask``."""
+
+    mask: Bool[Tensor, "B R"]
+    """True on response tokens."""
+    logprobs: Float[Tensor, "B R"]
+    """log π_old of each response token."""
+    entropy: Float[Tensor, "B R"]
+    """Entropy of the distribution that each response token was drawn from, nats."""
+    values: Float[Tensor, "B R"] | None
+    """Value of the state that each response token was sampled in; None without a critic."""
+    ref_logprobs: Float[Tensor, "B R"] | None
+    """log π_ref of each response token; None without a reference."""
+
+    def kl(self, estimator: str) -> Float[Tensor, "B R"]:
+        """Estimate of KL(π_old ‖ π_ref) of each response token; zeros without a reference."""
+        if self.ref_logprobs is None:
+            return torch.zeros_like(self.logprobs)
+        return algo.kl_estimate(self.logprobs, self.ref_logprobs, estimator)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the update learns from, [B, R]."""
+
+    advantages: Float[Tensor, "B R"]
+    """Advantages, whitened and clipped as asked for."""
+    advantage_std: float
+    """What whitening divided them by; 1 without it."""
+    returns: Float[Tensor, "B R"] | None
+    """Targets of the critic; None without one."""
+
+
+def targets(
+    outputs: Outputs,
+    scores: Float[Tensor, " B"],
+    loss_mask: Bool[Tensor, "B R"],
+    ppo: PPOConfig,
+    *,
+    kl_coef: float,
+    num_generations: int,
+) -> Targets:
+    """Advantages and returns of a rollout batch by the configured estimator.
+
+    Args:
+        scores: of each answer, all rules applied.
+        loss_mask: True on the tokens that take part in the losses; whitening is over these.
+        kl_coef: present coefficient of the KL.
+        num_generations: answers to each prompt, in neighbouring rows.
+    """
+    mask = outputs.mask
+    coef = kl_coef if ppo.kl_in == "reward" else 0.0
+    rewards = algo.token_rewards(scores, outputs.kl(ppo.kl_estimator), mask, kl_coef=coef)
+    if ppo.whiten_rewards:
+        rewards = algo.whiten(rewards, mask, keep_mean=True)
+    returns = None
+    match ppo.advantage_estimator:
+        case "gae":
+            advantages, returns = _generalized(rewards, outputs.values, mask, ppo)
+        case "rloo":
+            advantages = algo.rloo(rewards, mask, num_generations=num_generations)
+        case "grpo":
+            advantages = algo.grpo(rewards, mask, num_generations=num_generations)
+        case "reinforce_pp":
+            advantages = algo.reinforce_pp(rewards, mask, gamma=ppo.gamma)
+    std = 1.0
+    if ppo.whitens_advantages and bool(loss_mask.any()):
+        std = math.sqrt(float(algo.masked_var(advantages, loss_mask)) + WHITEN_EPSILON)
+        advantages = algo.whiten(advantages, loss_mask, keep_mean=False)
+    if ppo.advantage_clip is not None:
+        advantages = advantages.clamp(-ppo.advantage_clip, ppo.advantage_clip)
+    return Targets(advantages, std, returns)
+
+
+def _generalized(rewards: Tensor, values: Tensor, mask: Tensor, ppo: PPOConfig) -> tuple[Tensor, Tensor]:
+    """Advantages with the policy's λ and returns with the critic's."""
+    lam = ppo.lam if ppo.lam_alpha is None else algo.length_adaptive_lam(mask.sum(dim=1), alpha=ppo.lam_alpha)
+    advantages, returns = algo.gae(rewards, values, mask, gamma=ppo.gamma, lam=lam)
+    if ppo.value_lam is not None or ppo.lam_alpha is not None:
+        value_lam = ppo.lam if ppo.value_lam is None else ppo.value_lam
+        _, returns = algo.gae(rewards, values, mask, gamma=ppo.gamma, lam=value_lam)
+    return advantages, returns
+
+
+def joined(parts: Sequence[Tensor | None], batches: Sequence[MicroBatch]) -> Tensor | None:
+    """The [M, R] tensors of all micro-batches as one [B, R], rows in the order of the rollouts; None if there are none.
+
+    R is the widest of them; what a narrower one lacks is 0, or False.
+    """
+    if any(part is None for part in parts):
+        return None
+    num_rows, width = sum(len(batch.rows) for batch in batches), max(part.shape[1] for part in parts)
+    whole = parts[0].new_zeros(num_rows, width)
+    for part, batch in zip(parts, batches, strict=True):
+        whole[list(batch.rows), : part.shape[1]] = part
+    return whole
+
+
+def experience(
+    batches: Sequence[MicroBatch],
+    outputs: Outputs,
+    learned: Targets,
+    loss_mask: Bool[Tensor, "B R"],
+    *,
+    kl_loss_coef: float,
+) -> list[Experience]:
+    """Everything the update needs, a record for each micro-batch.
+
+    Args:
+        kl_loss_coef: coefficient of the KL in the loss; 0 where it is in the reward.
+    """
+
+    def of(whole: Tensor | None, batch: MicroBatch) -> Tensor | None:
+        return None if whole is None else whole[list(batch.rows), : batch.response_mask.shape[1]]
+
+    return [
+        Experience(
+            batch=batch,
+            logprobs=of(outputs.logprobs, batch),
+            advantages=of(learned.advantages, batch),
+            loss_mask=of(loss_mask, batch),
+            values=of(outputs.values, batch),
+            returns=of(learned.returns, batch),
+            ref_logprobs=of(outputs.ref_logprobs, batch) if kl_loss_coef > 0 else None,
+            kl_loss_coef=kl_loss_coef / learned.advantage_std,
+        )
+        for batch in batches
+    ]

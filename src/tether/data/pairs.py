@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.data.answers import closing_token, encoded_answers, last_turn, text_start
 from tether.data.prompts import checked_prompt, encoded_queries
 from tether.data.sources import Row, Rows, read_rows
 from tether.errors import ConfigError, DataError
@@ -74,15 +75,14 @@ def load_pairs(
         DataError: the source cannot be read or is empty; a row lacks an answer or has one of another type; no pair is
             left. Names the row.
     """
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("model.path: the tokenizer has no end token (eos_token), which closes every answer; set one")
+    closing_id = closing_token(tokenizer, end_ids)
     table = read_rows(source, split=split, key=key)
     _check_columns(table, key)
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
     texts = [_texts(row, place) for row, place in zip(table.rows, places, strict=True)]
     queries = _encoded_prompts([text.prompt for text in texts], tokenizer, chat_template, system_prompt, places)
     chosen, rejected = (
-        _encoded_answers([getattr(text, name) for text in texts], tokenizer, _closing_id(tokenizer, end_ids))
+        encoded_answers([getattr(text, name) for text in texts], tokenizer, closing_id)
         for name in ("chosen", "rejected")
     )
     pairs = [
@@ -151,14 +151,10 @@ def _split(row: Row, name: str, where: str) -> tuple[Any, str]:
     prompt, value = row.get("prompt"), row.get(name)
     if isinstance(value, str):
         return prompt, value
-    if not isinstance(value, Sequence) or len(value) == 0:
-        raise DataError(f"{where}: got {value!r}, wanted text or a list of chat messages")
-    last = value[-1]
-    if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        raise DataError(f"{where}: the last message is {last!r}, wanted the assistant's, with text as content")
-    if len(value) == 1 and prompt is None:
+    before, answer = last_turn(value, where)
+    if not before and prompt is None:
         raise DataError(f"{where}: one message and no column prompt; wanted the whole conversation")
-    return list(value[:-1]) or prompt, last["content"]
+    return before or prompt, answer
 
 
 def _encoded_prompts(
@@ -180,21 +176,5 @@ def _encoded_prompts(
             [prompts[i] for i in given], tokenizer, chat_template, system_prompt, [places[i] for i in given]
         )
         queries = dict(zip(given, zip(texts, ids, strict=True), strict=True))
-    bos = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
-    return [queries.get(i, ("", bos)) for i in range(len(prompts))]
-
-
-def _encoded_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase, closing_id: int) -> list[list[int]]:
-    """Token ids of answers, each closed by one end token."""
-    bare = [answer.removesuffix(tokenizer.eos_token) for answer in answers]
-    return [[*ids, closing_id] for ids in tokenizer(bare, add_special_tokens=False)["input_ids"]]
-
-
-def _closing_id(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
-    """The token that ends an answer: the end token that the chat template puts after one, else the tokenizer's."""
-    if tokenizer.chat_template is not None:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]
-        if found := [token for token in ids if token in end_ids]:
-            return found[-1]
-    return tokenizer.eos_token_id
+    start = text_start(tokenizer)
+    return [queries.get(i, ("", start)) for i in range(len(prompts))]

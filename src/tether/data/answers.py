@@ -1,0 +1,59 @@
+"""Answers that a dataset brings along: found in its rows, and encoded as the policy would have written them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.errors import ConfigError, DataError
+
+
+def last_turn(conversation: Any, where: str) -> tuple[list[Any], str]:
+    """The messages before a conversation's last one, and the text of that one, the assistant's.
+
+    Raises:
+        DataError: it is no list of messages, or its last one is not the assistant's; ``where`` names the row.
+    """
+    if not isinstance(conversation, Sequence) or isinstance(conversation, str) or len(conversation) == 0:
+        raise DataError(f"{where}: got {conversation!r}, wanted text or a list of chat messages")
+    last = conversation[-1]
+    if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise DataError(f"{where}: the last message is {last!r}, wanted the assistant's, with text as content")
+    return list(conversation[:-1]), last["content"]
+
+
+def encoded_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase, closing_id: int) -> list[list[int]]:
+    """Token ids of answers, each closed by one end token.
+
+    Args:
+        closing_id: as ``closing_token`` returns it.
+    """
+    bare = [answer.removesuffix(tokenizer.eos_token) for answer in answers]
+    return [[*ids, closing_id] for ids in tokenizer(bare, add_special_tokens=False)["input_ids"]]
+
+
+def closing_token(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
+    """The token that ends an answer: the end token that the chat template puts after one, else the tokenizer's.
+
+    Args:
+        end_ids: tokens that end an answer of the policy.
+
+    Raises:
+        ConfigError: the tokenizer has no end token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("model.path: the tokenizer has no end token (eos_token), which closes every answer; set one")
+    if tokenizer.chat_template is not None:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]
+        if found := [token for token in ids if token in end_ids]:
+            return found[-1]
+    return tokenizer.eos_token_id
+
+
+def text_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that the tokenizer puts before text, none where it puts none."""
+    bos = [tokenizer.bos_token_id]
+    return bos if tokenizer("")["input_ids"][:1] == bos else []

@@ -1,0 +1,188 @@
+"""Demonstrations for the SFT loss beside PPO: texts of a second dataset, and which of their tokens are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.data.answers import closing_token, encoded_answers, last_turn, text_start
+from tether.data.collate import collate, plan_micro_batches
+from tether.data.prompts import checked_prompt, encoded_queries
+from tether.data.sources import Row, Rows, read_rows
+from tether.data.stream import PromptStream
+from tether.errors import DataError
+from tether.types import Message, MicroBatch, noise_key
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One text to be imitated."""
+
+    row: int
+    """Number of the row in its dataset, from 0."""
+    query_ids: tuple[int, ...]
+    """What comes before the part that is trained on; at least one token."""
+    response_ids: tuple[int, ...]
+    """The part that is trained on, an answer's end token included; at least one token."""
+
+
+@dataclass(frozen=True)
+class DemonstrationData:
+    """A dataset of demonstrations."""
+
+    demonstrations: list[Demonstration]
+    """Demonstrations within the limit, in the order of the dataset; at least one."""
+    num_rows: int
+    """Rows that the dataset has."""
+    num_too_long: int
+    """Rows that were dropped because they are over the limit."""
+
+
+def load_demonstrations(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str,
+    max_length: int,
+    chat_template: Literal["auto", "none"],
+    system_prompt: str | None,
+    end_ids: Collection[int],
+    key: str,
+) -> DemonstrationData:
+    """Demonstrations of ``source`` as token ids.
+
+    Prompts become the same queries as in ``load_prompts``, and an answer is encoded by itself and closed by the end
+    token, as the policy samples it. Plain text is taken as it is, without chat template, system prompt or end token:
+    after the BOS that the tokenizer puts before text, or else after its own first token, all of it is trained on.
+
+    Args:
+        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, with columns ``prompt`` and
+            ``completion`` (text, or messages that go on from the prompt), else ``messages``, else ``text``. Of a
+            conversation only the last turn, the assistant's, is trained on.
+        max_length: tokens of the longest demonstration that is kept.
+        system_prompt: system message for prompts that bring none.
+        end_ids: tokens that end an answer of the policy.
+        key: the configuration key of ``source``, for messages.
+
+    Raises:
+        ConfigError: ``system_prompt`` without a chat template, or answers for a tokenizer without an end token.
+        DataError: the source cannot be read or is empty; a row lacks its prompt, answer or text, or has one of another
+            type; no demonstration is within the limit. Names the row.
+    """
+    table = read_rows(source, split=split, key=key)
+    if not table.rows:
+        raise DataError(f"{key}: {table.name} has no rows")
+    places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
+    column = _column(table, key)
+    if column == "text":
+        encoded = _encoded_texts(table.rows, tokenizer, places)
+    else:
+        closing_id = closing_token(tokenizer, end_ids)
+        both = [_split(row, column, place) for row, place in zip(table.rows, places, strict=True)]
+        _, queries = encoded_queries([prompt for prompt, _ in both], tokenizer, chat_template, system_prompt, places)
+        answers = encoded_answers([answer for _, answer in both], tokenizer, closing_id)
+        encoded = list(zip(queries, answers, strict=True))
+    kept = [
+        Demonstration(i, tuple(query), tuple(response))
+        for i, (query, response) in enumerate(encoded)
+        if len(query) + len(response) <= max_length
+    ]
+    if not kept:
+        shortest = min(len(query) + len(response) for query, response in encoded)
+        raise DataError(
+            f"{key}: all {len(encoded)} demonstrations of {table.name} are longer than data.max_ptx_length "
+            f"{max_length}; the shortest has {shortest} tokens"
+        )
+    return DemonstrationData(kept, len(encoded), len(encoded) - len(kept))
+
+
+def demonstration_batches(
+    demonstrations: Sequence[Demonstration],
+    step: int,
+    *,
+    batch_size: int,
+    seed: int,
+    max_rows: int,
+    max_tokens: int | None = None,
+) -> list[MicroBatch]:
+    """The demonstrations of one optimizer step as padded micro-batches; depends on nothing but the arguments.
+
+    Each demonstration is drawn once an epoch, in an order of its own for each; batches are full and may straddle
+    epochs, as in ``PromptStream``. What is trained on is the micro-batches' response.
+
+    Args:
+        step: number of the optimizer step in the run, from 0.
+        batch_size: demonstrations a step.
+        seed: the run's seed.
+        max_rows: most demonstrations of a micro-batch.
+        max_tokens: most tokens of a micro-batch, padding included; a longer demonstration has one of its own.
+    """
+    stream = PromptStream(len(demonstrations), batch_size, noise_key(seed, "ptx", 0, 0))
+    drawn = [demonstrations[i] for i, _ in stream.batch(step)]
+    queries, responses = [each.query_ids for each in drawn], [each.response_ids for each in drawn]
+    plan = plan_micro_batches([len(ids) for ids in queries], [len(ids) for ids in responses], max_rows, max_tokens)
+    return [collate([queries[i] for i in rows], [responses[i] for i in rows], rows) for rows in plan]
+
+
+def _column(table: Rows, key: str) -> Literal["completion", "messages", "text"]:
+    """The column that holds what is trained on."""
+    names = list(dict.fromkeys(name for row in table.rows for name in row))
+    if "prompt" in names and "completion" in names:
+        return "completion"
+    for name in ("messages", "text"):
+        if name in names:
+            return name
+    got = ", ".join(names) or "none"
+    raise DataError(
+        f"{key}: {table.name} has neither the columns prompt and completion, nor messages, nor text; its columns are: "
+        f"{got}. Rename them"
+    )
+
+
+def _split(row: Row, column: str, where: str) -> tuple[str | list[Message], str]:
+    """The prompt of a row, and the answer to it."""
+    value, place = row.get(column), f"{where}, {column}"
+    if column == "messages":
+        before, answer = last_turn(value, place)
+        if not before:
+            raise DataError(f"{place}: got the assistant's message alone, wanted the conversation that it ends")
+        return checked_prompt(before, where), _checked(answer, place)
+    prompt = checked_prompt(row.get("prompt"), where)
+    if isinstance(value, str):
+        return prompt, _checked(value, place)
+    before, answer = last_turn(value, place)
+    if before:
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = checked_prompt([*turns, *before], where)
+    return prompt, _checked(answer, place)
+
+
+def _encoded_texts(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, places: Sequence[str]
+) -> list[tuple[list[int], list[int]]]:
+    """Plain texts, cut after the first token of each."""
+    texts = [_checked(row.get("text"), f"{place}, text") for row, place in zip(rows, places, strict=True)]
+    start, encoded = text_start(tokenizer), []
+    for ids, place in zip(tokenizer(texts, add_special_tokens=False)["input_ids"], places, strict=True):
+        if ids[:1] != start:
+            ids = start + ids
+        if len(ids) < 2:
+            raise DataError(f"{place}, text: wanted at least 2 tokens, as the first is not trained on; got {len(ids)}")
+        encoded.append((ids[:1], ids[1:]))
+    return encoded
+
+
+def _checked(text: Any, where: str) -> str:
+    """``text``, if it is text that can be encoded and not empty."""
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"{where}: got {text!r}, wanted text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: got {text[error.start]!r} at character {error.start}, half of a surrogate pair, wanted text"
+        ) from error
+    return text

@@ -62,7 +62,7 @@ class TestHelp:
         main(["ppo", "--help"])
         assert (
             "  --ppo.cliprange  number above 0 and below 1; default 0.2\n"
-            "      Policy ratio is clipped to [1 − cliprange, 1 + cliprange].\n"
+            "      Policy ratio is clipped to [1 − cliprange, 1 + cliprange]. Source:\n"
         ) in capsys.readouterr().out
 
     def test_shortcuts_are_shown_where_they_exist(self, capsys):

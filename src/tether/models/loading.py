@@ -72,6 +72,17 @@ def load_tokenizer(
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
 
 
+def load_generation_config(path: str, *, revision: str | None = None) -> GenerationConfig | None:
+    """What came with the model in ``path`` about generation, or with the base of the adapter there, if anything."""
+    places = [(path, revision)] + ([(adapter_base(path, revision), None)] if is_adapter(path, revision) else [])
+    for place, at in places:
+        try:
+            return GenerationConfig.from_pretrained(place, revision=at)
+        except OSError:
+            continue
+    return None
+
+
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None, stop_token: str | None
 ) -> frozenset[int]:

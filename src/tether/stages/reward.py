@@ -30,7 +30,6 @@ from huggingface_hub import constants as hub_constants
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -56,6 +55,7 @@ from tether.models.loading import (
     load_causal_lm,
     load_classifier,
     load_config,
+    load_generation_config,
     load_tokenizer,
     stop_token_ids,
 )
@@ -182,11 +182,12 @@ class _Data:
 def load_data(config: RewardStageConfig, tokenizer: PreTrainedTokenizerBase) -> _Data:
     """Pairs to train on and held-out pairs, as token ids."""
     data = config.data
+    generation = load_generation_config(config.model.path, revision=config.model.revision)
     same = {
         "max_length": data.max_length,
         "chat_template": data.chat_template,
         "system_prompt": data.system_prompt,
-        "end_ids": stop_token_ids(tokenizer, _generation_config(config.model), "eos"),
+        "end_ids": stop_token_ids(tokenizer, generation, "eos"),
     }
     pairs = load_pairs(data.pairs, tokenizer, split=data.split, key="data.pairs", **same)
     train, held_out = split_pairs(pairs.pairs, data.held_out_fraction, config.train.seed)
@@ -194,14 +195,6 @@ def load_data(config: RewardStageConfig, tokenizer: PreTrainedTokenizerBase) -> 
         return _Data(train, held_out, pairs.num_too_long, pairs.num_equal)
     others = load_pairs(data.eval_pairs, tokenizer, split=data.eval_split, key="data.eval_pairs", **same)
     return _Data(train, others.pairs, pairs.num_too_long + others.num_too_long, pairs.num_equal + others.num_equal)
-
-
-def _generation_config(model: RewardModelConfig) -> GenerationConfig | None:
-    """What came with the model about generation, if anything."""
-    try:
-        return GenerationConfig.from_pretrained(model.path, revision=model.revision)
-    except OSError:
-        return None
 
 
 def _origin(model: RewardModelConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.data.demonstrations import Demonstration
 from tether.models.roles import ModelRoles
 from tether.types import Generator, Prompt, RewardSource, Sampling
 
@@ -29,3 +30,5 @@ class Parts:
     """Prompts to train on."""
     eval_prompts: Sequence[Prompt]
     """Held-out prompts; may be empty."""
+    demonstrations: Sequence[Demonstration] = ()
+    """What the SFT loss beside PPO is on; empty without one."""

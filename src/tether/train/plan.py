@@ -22,7 +22,7 @@ from tether.models.heads import state_size
 from tether.models.loading import load_config
 from tether.models.paths import adapter_base, is_adapter
 from tether.models.roles import critic_source
-from tether.train.run import check, check_data, check_updates, load_data, resolved
+from tether.train.run import check, check_data, check_updates, load_data, load_ptx, resolved
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 ADAM_BYTES = 8
@@ -70,6 +70,7 @@ def plan(config: RunConfig) -> Plan:
     check(config)
     config = resolved(config)
     tokenizer, prompts, eval_prompts = load_data(config)
+    load_ptx(config, tokenizer)
     check_data(config, tokenizer, prompts, eval_prompts)
     check_updates(config, len(prompts.prompts))
     count, longest = len(prompts.prompts), max(len(p.token_ids) for p in prompts.prompts)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig
+from tether.data.demonstrations import DemonstrationData, load_demonstrations
 from tether.data.prompts import PromptData, load_prompts
 from tether.data.sources import check_source
 from tether.errors import ConfigError
@@ -22,7 +23,13 @@ from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers, check_report_to
 from tether.metrics.writers import truncate_after
 from tether.models.adapters import check_targets
-from tether.models.loading import bf16_supported, check_classifier, load_tokenizer, stop_token_ids
+from tether.models.loading import (
+    bf16_supported,
+    check_classifier,
+    load_generation_config,
+    load_tokenizer,
+    stop_token_ids,
+)
 from tether.models.loading import load_config as load_model_config
 from tether.models.paths import ADAPTER_CONFIG, adapter_base, check_model_path, is_adapter
 from tether.models.roles import ModelRoles, build_roles
@@ -87,9 +94,10 @@ def train_policy(
         saved = parse_config(read_state(checkpoint)["config"], RunConfig)
         check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
     tokenizer, prompts, eval_prompts = load_data(config)
+    ptx = load_ptx(config, tokenizer)
     check_data(config, tokenizer, prompts, eval_prompts)
     check_updates(config, len(prompts.prompts))
-    tell_data(config, prompts, eval_prompts, display)
+    tell_data(config, prompts, eval_prompts, ptx, display)
     with claimed(config.output_dir):
         check_folder(config)  # once more: another run may have begun there meanwhile
         prepare_folder(config, checkpoint, tell=display.message)
@@ -101,7 +109,7 @@ def train_policy(
         )
         log = RunLog(config.output_dir, display, trackers, logging_steps=config.train.logging_steps)
         try:
-            trainer = build_trainer(config, tokenizer, prompts, eval_prompts, rewards, log, callbacks)
+            trainer = build_trainer(config, tokenizer, prompts, eval_prompts, ptx, rewards, log, callbacks)
             if checkpoint is not None:
                 trainer.state = trainer.checkpoints.restore(checkpoint)
                 trainer.callbacks.resume(trainer.state.step, trainer.state.best_metric)
@@ -125,6 +133,8 @@ def check(config: RunConfig) -> None:
     check_source(config.data.prompts, "data.prompts")
     if config.data.eval_prompts is not None:
         check_source(config.data.eval_prompts, "data.eval_prompts")
+    if config.data.ptx is not None:
+        check_source(config.data.ptx, "data.ptx")
     check_rewards(config.rewards)
     check_report_to(config.train.report_to)
     if config.value.init not in (None, "reward", "policy"):
@@ -187,6 +197,24 @@ def load_data(config: RunConfig) -> tuple[PreTrainedTokenizerBase, PromptData, P
     )
 
 
+def load_ptx(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DemonstrationData | None:
+    """The demonstrations of the SFT loss, if there is one."""
+    data, model = config.data, config.model
+    if data.ptx is None:
+        return None
+    generation = load_generation_config(model.path, revision=model.revision)
+    return load_demonstrations(
+        data.ptx,
+        tokenizer,
+        split=data.ptx_split,
+        max_length=data.max_ptx_length,
+        chat_template=data.chat_template,
+        system_prompt=data.system_prompt,
+        end_ids=stop_token_ids(tokenizer, generation, "eos"),
+        key="data.ptx",
+    )
+
+
 def check_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *datasets: PromptData | None) -> None:
     """Raises ``ConfigError`` for what only the prompts and the policy's own configuration show: a column that a reward
     function asks for and that is not there, tokens without an embedding, a stop token that is none, LoRA targets that
@@ -244,11 +272,20 @@ def check_updates(config: RunConfig, num_prompts: int) -> None:
     check_schedule(config, updates)
 
 
-def tell_data(config: RunConfig, prompts: PromptData, eval_prompts: PromptData | None, display: Display) -> None:
+def tell_data(
+    config: RunConfig,
+    prompts: PromptData,
+    eval_prompts: PromptData | None,
+    ptx: DemonstrationData | None,
+    display: Display,
+) -> None:
     """Says how many prompts there are, which were dropped, and how they fill the updates."""
     for name, data in (("prompts", prompts), ("held-out prompts", eval_prompts)):
         if data is not None:
             display.message(f"{name}: {data.note}")
+    if ptx is not None:
+        dropped = f", {ptx.num_too_long} of them dropped as too long" if ptx.num_too_long else ""
+        display.message(f"demonstrations: {config.data.ptx}: {ptx.num_rows} rows{dropped}")
     display.message(f"the first query as the policy reads it: {prompts.prompts[0].text!r}")
     size, updates = config.train.rollout_batch_size, config.num_updates(len(prompts.prompts))
     asked, count = config.prompts_per_update, len(prompts.prompts)
@@ -265,6 +302,7 @@ def build_trainer(
     tokenizer: PreTrainedTokenizerBase,
     prompts: PromptData,
     eval_prompts: PromptData | None,
+    ptx: DemonstrationData | None,
     rewards: RewardSource | None,
     log: RunLog,
     callbacks: Sequence[TrainerCallback],
@@ -274,7 +312,7 @@ def build_trainer(
     events = Callbacks(callbacks, config, len(prompts.prompts))
     dist = Dist()
     log.phase("loading models", 0, 1)
-    parts = build_parts(config, tokenizer, prompts, eval_prompts, rewards, dist)
+    parts = build_parts(config, tokenizer, prompts, eval_prompts, rewards, dist, ptx=ptx)
     log.display.table("roles", *role_table(parts.roles))
     return PPOTrainer(config, parts, dist=dist, log=log, callbacks=events)
 
@@ -286,6 +324,8 @@ def build_parts(
     eval_prompts: PromptData | None,
     rewards: RewardSource | None,
     dist: Dist,
+    *,
+    ptx: DemonstrationData | None = None,
 ) -> Parts:
     """Models, generator and reward sources as the resolved configuration asks for them."""
     roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=config.train.bf16)
@@ -301,6 +341,7 @@ def build_parts(
         sampling=Sampling(config.sampling.response_length, config.sampling.temperature, stops),
         prompts=prompts.prompts if prompts else [],
         eval_prompts=eval_prompts.prompts if eval_prompts else [],
+        demonstrations=ptx.demonstrations if ptx else [],
     )
 
 

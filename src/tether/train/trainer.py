@@ -20,6 +20,7 @@ from torch import Tensor
 from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import collate
+from tether.data.demonstrations import demonstration_batches
 from tether.data.stream import PromptStream
 from tether.errors import TrainingError
 from tether.metrics.reduce import Metrics
@@ -282,6 +283,8 @@ class PPOTrainer:
         normaliser = self.dist.sum(torch.stack(parts).sum()).clamp(min=1.0)
         for item in mini_batch:
             self.accumulate(item, normaliser, answers, metrics, drift, is_first=number == 0)
+        if self.parts.demonstrations and not self.is_warming_up:
+            self.imitate(number, metrics)
         if self.is_warming_up:
             for parameter in self.roles.role(POLICY).trained.values():
                 parameter.grad = None  # of a trunk that the critic shares
@@ -316,6 +319,33 @@ class PPOTrainer:
                     for name, x in losses.items()
                 )
                 self.dist.backward(total / normaliser.to(total))
+
+    def imitate(self, number: int, metrics: Metrics) -> None:
+        """Adds the gradient of the SFT loss on as many demonstrations as the mini-batch has answers.
+
+            ptx_coef · mean over their response tokens of −log π
+
+        Args:
+            number: of the mini-batch within the update.
+        """
+        config, ppo = self.config, self.config.ppo
+        step = self.state.step * ppo.num_ppo_epochs * ppo.num_mini_batches + number
+        batches = demonstration_batches(
+            self.parts.demonstrations,
+            step,
+            batch_size=config.mini_batch_size,
+            seed=config.train.seed,
+            max_rows=config.train.max_rows_per_micro_batch or config.mini_batch_size,
+            max_tokens=config.train.max_tokens_per_micro_batch,
+        )
+        num_tokens = self.dist.sum(torch.tensor(float(sum(batch.num_response_tokens for batch in batches))))
+        (policy_pass,) = (pass_ for pass_ in self.roles.passes if POLICY in pass_.trains)
+        for batch in batches:
+            batch = batch.to(self.dist.device)
+            with policy_pass(batch, temperature=1.0) as out:
+                metrics.mean("loss/ptx_avg", -out.logprobs.detach(), batch.response_mask)
+                loss = -algo.masked_sum(out.logprobs, batch.response_mask) / num_tokens.to(out.logprobs)
+                self.dist.backward(ppo.ptx_coef * loss)
 
     def losses(
         self, new: LogprobOutput, old: Experience, metrics: Metrics, drift: Metrics, *, is_first: bool

@@ -20,25 +20,24 @@ from torch import Tensor
 from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import collate
-from tether.data.demonstrations import demonstration_batches
 from tether.data.stream import PromptStream
 from tether.errors import TrainingError
 from tether.metrics.reduce import Metrics
-from tether.models.forward import LogprobOutput
-from tether.models.roles import POLICY, VALUE, Pass
+from tether.models.roles import POLICY
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState
 from tether.train.distributed import Dist
 from tether.train.ema import PolicyAverage
 from tether.train.evaluate import evaluate
 from tether.train.experience import Outputs, experience, joined, targets
-from tether.train.guard import check_finite, check_gradients, suspicions
+from tether.train.guard import check_finite, suspicions
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import RunLog
-from tether.train.measure import derived, measure_answers, measure_critic, measure_objective, measure_policy
-from tether.train.optim import PassOptimizer, build_optimizers
+from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
+from tether.train.optim import build_optimizers
 from tether.train.parts import Parts
 from tether.train.rollout import Answers, Judged, answer, micro_batch_plan, raw_scores, shaped_scores
+from tether.train.update import Update
 from tether.types import Experience, MicroBatch, Request, noise_key
 
 
@@ -179,8 +178,6 @@ class PPOTrainer:
         values = self.summary(metrics)
         self.state.score_moments = moments
         self.steer_kl(values)
-        if self.average is not None and not self.is_warming_up:
-            self.average.update()
         for optimizer in self.optimizers:
             optimizer.note(values["objective/scores"])
         return values
@@ -254,160 +251,22 @@ class PPOTrainer:
         )
 
     def update(self, experience: list[Experience], answers: Answers, metrics: Metrics) -> None:
-        """Several epochs of mini-batches; each is one optimizer step, until the policy has gone too far."""
-        ppo = self.config.ppo
-        total, stopped = ppo.num_ppo_epochs * ppo.num_mini_batches, False
+        """Several epochs of mini-batches, each one optimizer step; see ``tether.train.update``."""
         with timed(metrics, "update"):
-            for done, mini_batch in enumerate(self.mini_batches(experience)):
-                if not stopped:
-                    self.log.phase("update", done, total)
-                    stopped = self.add_gradients(mini_batch, done, answers, metrics)
-                for optimizer in self.training_optimizers():
-                    if stopped:
-                        optimizer.skip()
-                    else:
-                        self.take_step(optimizer, metrics)
-                metrics.sum("update/num_steps", float(not stopped))
-
-    def add_gradients(self, mini_batch: list[Experience], number: int, answers: Answers, metrics: Metrics) -> bool:
-        """Adds up the gradient of one optimizer step. Returns whether the policy went too far to take it.
-
-        Args:
-            number: of the mini-batch within the update.
-        """
-        ppo, drift = self.config.ppo, Metrics()
-        parts = [
-            algo.normaliser(item.loss_mask, how=ppo.loss_reduction, max_length=self.config.sampling.response_length)
-            for item in mini_batch
-        ]
-        normaliser = self.dist.sum(torch.stack(parts).sum()).clamp(min=1.0)
-        for item in mini_batch:
-            self.accumulate(item, normaliser, answers, metrics, drift, is_first=number == 0)
-        if self.parts.demonstrations and not self.is_warming_up:
-            self.imitate(number, metrics)
-        if self.is_warming_up:
-            for parameter in self.roles.role(POLICY).trained.values():
-                parameter.grad = None  # of a trunk that the critic shares
-        check_gradients(self.config.output_dir, self.optimizers, answers, mini_batch)
-        return self.is_too_far(drift)
-
-    def accumulate(
-        self,
-        item: Experience,
-        normaliser: Tensor,
-        answers: Answers,
-        metrics: Metrics,
-        drift: Metrics,
-        *,
-        is_first: bool,
-    ) -> None:
-        """Adds the gradient of one micro-batch's share of the mini-batch loss."""
-        ppo = self.config.ppo
-        for pass_ in self.training_passes():
-            with_entropy = ppo.entropy_coef > 0 and POLICY in pass_.trains
-            with pass_(item.batch, temperature=self.config.sampling.temperature, with_entropy=with_entropy) as new:
-                losses = self.losses(new, item, metrics, drift, is_first=is_first)
-                check_finite(self.config.output_dir, answers, item.batch, **losses)
-                weights = {
-                    "policy_loss": 1.0,
-                    "kl_loss": item.kl_loss_coef,
-                    "entropy": -ppo.entropy_coef,
-                    "value_loss": ppo.vf_coef if len(pass_.trains) > 1 else 1.0,
-                }
-                total = sum(
-                    weights[name] * algo.reduced(x, item.loss_mask, how=ppo.loss_reduction)
-                    for name, x in losses.items()
-                )
-                self.dist.backward(total / normaliser.to(total))
-
-    def imitate(self, number: int, metrics: Metrics) -> None:
-        """Adds the gradient of the SFT loss on as many demonstrations as the mini-batch has answers.
-
-            ptx_coef · mean over their response tokens of −log π
-
-        Args:
-            number: of the mini-batch within the update.
-        """
-        config, ppo = self.config, self.config.ppo
-        step = self.state.step * ppo.num_ppo_epochs * ppo.num_mini_batches + number
-        batches = demonstration_batches(
-            self.parts.demonstrations,
-            step,
-            batch_size=config.mini_batch_size,
-            seed=config.train.seed,
-            max_rows=config.train.max_rows_per_micro_batch or config.mini_batch_size,
-            max_tokens=config.train.max_tokens_per_micro_batch,
-        )
-        num_tokens = self.dist.sum(torch.tensor(float(sum(batch.num_response_tokens for batch in batches))))
-        (policy_pass,) = (pass_ for pass_ in self.roles.passes if POLICY in pass_.trains)
-        for batch in batches:
-            batch = batch.to(self.dist.device)
-            with policy_pass(batch, temperature=1.0) as out:
-                metrics.mean("loss/ptx_avg", -out.logprobs.detach(), batch.response_mask)
-                loss = -algo.masked_sum(out.logprobs, batch.response_mask) / num_tokens.to(out.logprobs)
-                self.dist.backward(ppo.ptx_coef * loss)
-
-    def losses(
-        self, new: LogprobOutput, old: Experience, metrics: Metrics, drift: Metrics, *, is_first: bool
-    ) -> dict[str, Tensor]:
-        """Per-token losses, [M, R], of what this pass computed."""
-        ppo, mask, losses = self.config.ppo, old.loss_mask, {}
-        if new.logprobs is not None and not self.is_warming_up:
-            losses["policy_loss"] = algo.policy_loss(
-                new.logprobs,
-                old.logprobs,
-                old.advantages,
-                cliprange=ppo.cliprange,
-                cliprange_high=ppo.cliprange_high,
-                dual_clip=ppo.dual_clip,
-            )
-            if old.ref_logprobs is not None:
-                losses["kl_loss"] = algo.kl_loss(new.logprobs, old.logprobs, old.ref_logprobs, ppo.kl_estimator)
-                metrics.mean("loss/kl_avg", losses["kl_loss"].detach(), mask)
-            if new.entropy is not None:
-                losses["entropy"] = new.entropy
-            metrics.mean("loss/policy_avg", losses["policy_loss"].detach(), mask)
-            measure_policy(metrics, new.logprobs.detach(), old, ppo, is_first=is_first)
-            drift.mean("approx_kl", algo.approx_kl(new.logprobs.detach(), old.logprobs), mask)
-            drift.mean("ratio", algo.ratio(new.logprobs.detach(), old.logprobs), mask)
-        if new.values is not None:
-            clip = {"cliprange_value": ppo.cliprange_value}
-            losses["value_loss"] = algo.value_loss(new.values, old.values, old.returns, **clip)
-            clipped = algo.value_clipped(new.values.detach(), old.values, old.returns, **clip)
-            metrics.mean("loss/value_avg", losses["value_loss"].detach(), mask)
-            metrics.mean("val/clipfrac_avg", clipped, mask)
-        return losses
-
-    def is_too_far(self, drift: Metrics) -> bool:
-        """Whether the policy left the one that sampled by more than ``max_approx_kl`` or ``max_ratio`` allow."""
-        ppo = self.config.ppo
-        limits = {"approx_kl": ppo.max_approx_kl, "ratio": ppo.max_ratio}
-        if self.is_warming_up or all(limit is None for limit in limits.values()):
-            return False
-        moved = drift.compute()
-        return any(limit is not None and moved[name] > limit for name, limit in limits.items())
-
-    def take_step(self, optimizer: PassOptimizer, metrics: Metrics) -> None:
-        """One optimizer step with its gradient's norm clipped."""
-        metrics.value("lr" if optimizer.name == POLICY else f"{optimizer.name}/lr", optimizer.learning_rate)
-        metrics.mean(f"{optimizer.name}/grad_norm", optimizer.clip())
-        optimizer.step()
+            Update(
+                self.config,
+                self.parts,
+                self.optimizers,
+                self.dist,
+                step=self.state.step,
+                answers=answers,
+                metrics=metrics,
+                phase=self.log.phase,
+            ).run(experience)
+        if self.average is not None and self.state.step >= self.config.value.warmup_steps:
+            self.average.update()
 
     # Parts of an update
-
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether this update trains the critic alone."""
-        return self.state.step < self.config.value.warmup_steps
-
-    def training_passes(self) -> list[Pass]:
-        """The passes of this update: not the policy's own while the critic warms up."""
-        return [p for p in self.roles.passes if VALUE in p.trains or not self.is_warming_up]
-
-    def training_optimizers(self) -> list[PassOptimizer]:
-        """The optimizers of this update's passes."""
-        names = {pass_.name for pass_ in self.training_passes()}
-        return [optimizer for optimizer in self.optimizers if optimizer.name in names]
 
     def micro_batches(self, answers: Answers) -> list[MicroBatch]:
         """The rollout batch in padded micro-batches, formed once: every pass of this update uses the same ones."""
@@ -417,22 +276,6 @@ class PPOTrainer:
             collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(self.dist.device)
             for rows in micro_batch_plan(self.config, queries, responses)
         ]
-
-    def mini_batches(self, experience: list[Experience]) -> Iterator[list[Experience]]:
-        """The micro-batches of every epoch, freshly shuffled, in groups; one group is one optimizer step.
-
-        Groups hold equally many answers, or with a token budget as nearly so as whole micro-batches allow.
-        """
-        for epoch in range(self.config.ppo.num_ppo_epochs):
-            seed = noise_key(self.config.train.seed, "shuffle", self.state.step, epoch)
-            order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed)).tolist()
-            group, answers, number = [], 0, 1
-            for i in order:
-                group.append(experience[i])
-                answers += len(experience[i].batch.rows)
-                if answers >= number * self.config.mini_batch_size:
-                    yield group
-                    group, number = [], number + 1
 
     def summary(self, metrics: Metrics) -> dict[str, float]:
         """The update's metrics as numbers, with what follows from them."""

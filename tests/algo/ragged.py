@@ -40,11 +40,16 @@ def column(rows: Answers, index: int) -> list[list[float]]:
     return [[token[index] for token in row] for row in rows]
 
 
+def on_tokens(x: torch.Tensor, rows: Answers) -> list[list[float]]:
+    """The numbers of ``x`` that belong to tokens."""
+    return [x[b, : len(row)].tolist() for b, row in enumerate(rows)]
+
+
 def unpadded(x: torch.Tensor, rows: Answers) -> list[list[float]]:
-    """The numbers of ``x`` that belong to tokens; those that do not must be exactly 0."""
+    """The same; those that belong to none must be exactly 0."""
     for b, row in enumerate(rows):
         assert x[b, len(row) :].tolist() == [0.0] * (x.shape[1] - len(row))
-    return [x[b, : len(row)].tolist() for b, row in enumerate(rows)]
+    return on_tokens(x, rows)
 
 
 def same(got: list[list[float]], wanted: list[list[float]], tolerance: float = 1e-12) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.algo.ragged import answers, examples, padded, same
+from tests.algo.ragged import answers, examples, on_tokens, padded, same
 from tether.algo import adaptive_kl_coef, approx_kl, kl_estimate, kl_loss
 
 PI = [0.5, 0.3, 0.15, 0.05]
@@ -28,10 +28,6 @@ def test_the_two_directions_differ():
     assert abs(KL - REVERSE_KL) > 0.05  # or the tests below could not tell them apart
 
 
-def of_each_token(x: torch.Tensor, rows) -> list[list[float]]:
-    return [x[b, : len(row)].tolist() for b, row in enumerate(rows)]
-
-
 DEFINITIONS = {
     "k1": lambda pi, ref: math.log(pi / ref),
     "k2": lambda pi, ref: math.log(pi / ref) ** 2 / 2,
@@ -45,9 +41,9 @@ DEFINITIONS = {
 def test_estimates_by_their_definitions(estimator, rows):
     policy, ref, _ = padded(rows)
     wanted = [[DEFINITIONS[estimator](math.exp(p), math.exp(q)) for p, q in row] for row in rows]
-    assert same(of_each_token(kl_estimate(policy, ref, estimator), rows), wanted, tolerance=1e-10)
+    assert same(on_tokens(kl_estimate(policy, ref, estimator), rows), wanted, tolerance=1e-10)
     if estimator == "k3":
-        assert same(of_each_token(approx_kl(ref, policy), rows), wanted, tolerance=1e-10)
+        assert same(on_tokens(approx_kl(ref, policy), rows), wanted, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -100,7 +96,7 @@ def test_kl_loss_by_its_definition(estimator, rows):
         for row in rows
     ]
     new, old, ref, _ = padded(rows)
-    assert same(of_each_token(kl_loss(new, old, ref, estimator), rows), wanted, tolerance=1e-9)
+    assert same(on_tokens(kl_loss(new, old, ref, estimator), rows), wanted, tolerance=1e-9)
 
 
 def expected_kl_loss(estimator: str, old: list[float], new: list[float]) -> tuple[float, list[float]]:
@@ -132,7 +128,7 @@ def test_expected_gradient_of_the_kl_loss_is_that_of_the_kl(estimator, old):
         assert value == pytest.approx(kl, abs=1e-14)
 
 
-def test_gradient_of_each_token_in_the_kl_loss():
+def test_gradient_on_tokens_in_the_kl_loss():
     new, old, ref = (row.log() for row in torch.tensor([[NEW], [PI], [REF]], dtype=torch.float64))
     gaps = [math.log(a / b) for a, b in zip(NEW, REF, strict=True)]
     rho = [a / b for a, b in zip(NEW, PI, strict=True)]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.algo.ragged import answers, examples, padded, same
+from tests.algo.ragged import answers, examples, on_tokens, padded, same
 from tether.algo import clipped_sides, dual_clipped, policy_loss, ratio, value_clipped, value_loss
 
 EPS, EPS_HIGH, DUAL = 0.2, 0.28, 3.0
@@ -23,10 +23,6 @@ def old_and_new(ratios: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
     return old, old + row(*ratios).log()
 
 
-def of_each_token(x: torch.Tensor, rows) -> list[list[float]]:
-    return [x[b, : len(row)].tolist() for b, row in enumerate(rows)]
-
-
 @examples
 @given(answers(3), st.sampled_from([None, 0.28, 0.05]), st.sampled_from([None, 1.5, 3.0]))
 def test_policy_loss_by_its_definition(rows, high, dual_clip):
@@ -38,7 +34,7 @@ def test_policy_loss_by_its_definition(rows, high, dual_clip):
 
     new, old, advantages, _ = padded(rows)
     loss = policy_loss(new, old, advantages, cliprange=EPS, cliprange_high=high, dual_clip=dual_clip)
-    assert same(of_each_token(loss, rows), [[oracle(*token) for token in row] for row in rows])
+    assert same(on_tokens(loss, rows), [[oracle(*token) for token in row] for row in rows])
 
 
 @examples
@@ -173,9 +169,9 @@ def test_value_loss_by_its_definition(rows, cliprange_value):
     new, old, returns, _ = padded(rows)
     wanted = [[branches(*token) for token in row] for row in rows]
     loss = value_loss(new, old, returns, cliprange_value=cliprange_value)
-    assert same(of_each_token(loss, rows), [[max(pair) / 2 for pair in row] for row in wanted])
+    assert same(on_tokens(loss, rows), [[max(pair) / 2 for pair in row] for row in wanted])
     far = value_clipped(new, old, returns, cliprange_value=cliprange_value)
-    assert of_each_token(far, rows) == [[limited > plain for plain, limited in row] for row in wanted]
+    assert on_tokens(far, rows) == [[limited > plain for plain, limited in row] for row in wanted]
 
 
 def test_expected_gradient_of_the_value_loss_leads_to_the_mean_return():
@@ -233,6 +229,8 @@ def test_half_precision_is_done_in_float32():
     for clips in ({}, {"cliprange_high": EPS_HIGH, "dual_clip": 3.3}):
         single = policy_loss(*wide, cliprange=EPS, **clips)
         assert torch.equal(policy_loss(new, old, advantages, cliprange=EPS, **clips), single)
+    new_row, old_row = row(-0.1, -3.3).bfloat16(), row(-3.3, -0.1).bfloat16()  # their difference has more digits
+    assert torch.equal(ratio(new_row, old_row), ratio(new_row.float(), old_row.float()))
     single = value_loss(*wide, cliprange_value=EPS)
     assert torch.equal(value_loss(new, old, advantages, cliprange_value=EPS), single)
 

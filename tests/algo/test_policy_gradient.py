@@ -44,12 +44,17 @@ def token_logprobs(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(MASK, chosen, torch.zeros_like(chosen))
 
 
-@pytest.fixture
-def case():
+def tables():
+    """Logits of the policy and of the reference for every prefix, and a score for every answer."""
     generator = torch.Generator().manual_seed(0)
     policy, ref = torch.randn(2, len(PREFIXES), 3, generator=generator, dtype=torch.float64)
-    scores = torch.randn(len(ANSWERS), generator=generator, dtype=torch.float64)
-    return policy.requires_grad_(), token_logprobs(ref), scores
+    return policy.requires_grad_(), ref, torch.randn(len(ANSWERS), generator=generator, dtype=torch.float64)
+
+
+@pytest.fixture
+def case():
+    policy, ref, scores = tables()
+    return policy, token_logprobs(ref), scores
 
 
 def exact_gradient(policy, ref_logprobs, scores):
@@ -138,7 +143,7 @@ def test_grpo_does_not(case):
 
 
 def test_a_token_mean_keeps_the_direction_and_a_sequence_mean_does_not(case):
-    """Enough answers of a batch for every chance: each one weighs by its probability, as in an endless batch."""
+    """In an endless batch, where each answer is there as often as its probability says."""
     policy, ref_logprobs, scores = case
     wanted, updates = exact_gradient(*case), {}
     for how in ("token_mean", "sequence_mean", "fixed_length"):
@@ -158,10 +163,10 @@ def test_a_token_mean_keeps_the_direction_and_a_sequence_mean_does_not(case):
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_as_a_loss_gives_the_gradient_of_each_tokens_kl_and_not_of_the_sequences(case, estimator):
+def test_kl_as_a_loss_gives_the_gradient_of_each_tokens_kl_and_not_of_the_sequences(estimator):
     """Off policy: states are those of π_old, what is measured in them is π_new."""
-    policy, ref_logprobs, _ = case
-    ref = torch.randn(2, len(PREFIXES), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[1]
+    policy, ref, _ = tables()
+    ref_logprobs = token_logprobs(ref)
     shift = torch.randn(len(PREFIXES), 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     old, new = token_logprobs(policy + shift).detach(), token_logprobs(policy)
     weights = old.sum(1).exp()

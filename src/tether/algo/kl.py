@@ -11,6 +11,7 @@ from tether.algo.losses import ratio
 from tether.algo.masking import wide
 
 Estimator = Literal["k1", "k2", "k3"]
+"""What stands for the KL at a token that was sampled; ``kl_estimate`` has the formulas."""
 
 MAX_ERROR = 0.2
 """Largest relative error that the adaptive controller acts on."""
@@ -57,7 +58,7 @@ def kl_loss(
     It has one if k1 is in the reward.
 
     Args:
-        logprobs: log π_old, which the tokens were sampled with.
+        logprobs: log π_old, of the policy that sampled the tokens.
 
     Source: Liu et al. 2025, https://arxiv.org/abs/2510.01555
     """

@@ -37,7 +37,7 @@ def policy_loss(
 
     Args:
         cliprange_high: ε_high, the range upwards; ``cliprange`` if left out.
-        dual_clip: above 1 + ε_high; how many times its advantage a bad token may weigh that the policy made likelier.
+        dual_clip: above 1; the ratio beyond which a token with A < 0 no longer moves the policy.
 
     Source: Schulman et al. 2017, eq. 7, https://arxiv.org/abs/1707.06347; ε_high: Yu et al. 2025, eq. 10,
         https://arxiv.org/abs/2503.14476; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729

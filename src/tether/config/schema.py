@@ -339,7 +339,9 @@ class TrainConfig(Section):
     ] = "linear"
     """Schedule of the learning rate over the optimizer steps, as transformers names it."""
     lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the schedule, as transformers names them: ``{min_lr_rate: 0.1}`` for cosine_with_min_lr."""
+    """Further arguments of the schedule, as transformers names them: ``{min_lr_rate: 0.1}`` for cosine_with_min_lr.
+    reduce_lr_on_plateau and greedy follow ``objective/scores``, larger being better; greedy needs ``min_lr`` and may
+    raise the rate up to its ``max_lr``."""
     warmup_ratio: Fraction = 0.0
     """Share of the optimizer steps over which the learning rate rises from 0."""
     weight_decay: NonNegativeFloat = 0.0

@@ -15,7 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from tether.config.schema import RunConfig
+from tether.config.schema import RunConfig, TrainConfig
 from tether.train.checkpoint import improves
 
 
@@ -27,7 +27,9 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
         output_dir=str(config.output_dir),
         per_device_train_batch_size=train.max_rows_per_micro_batch or config.mini_batch_size,
         learning_rate=config.learning_rate,
-        lr_scheduler_type=train.lr_scheduler_type,
+        lr_scheduler_type=_named_schedule(train),
+        lr_scheduler_kwargs=train.lr_scheduler_kwargs,
+        warmup_steps=train.warmup_ratio,
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm or 0.0,
         max_steps=num_updates,
@@ -44,6 +46,11 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
         report_to="none",
         disable_tqdm=True,
     )
+
+
+def _named_schedule(train: TrainConfig) -> str:
+    """The schedule, but for those that follow a metric, which ``TrainingArguments`` only takes for ``Trainer``'s own."""
+    return "constant" if train.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") else train.lr_scheduler_type
 
 
 class Callbacks:

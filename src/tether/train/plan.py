@@ -70,8 +70,7 @@ def plan(config: RunConfig) -> Plan:
     check(config)
     config = resolved(config)
     tokenizer, prompts, eval_prompts = load_data(config)
-    load_ptx(config, tokenizer)
-    check_data(config, tokenizer, prompts, eval_prompts)
+    check_data(config, tokenizer, prompts, eval_prompts, ptx=load_ptx(config, tokenizer))
     check_updates(config, len(prompts.prompts))
     count, longest = len(prompts.prompts), max(len(p.token_ids) for p in prompts.prompts)
     updates, rollout = config.num_updates(count), config.train.rollout_batch_size

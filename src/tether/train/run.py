@@ -95,7 +95,7 @@ def train_policy(
         check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
     tokenizer, prompts, eval_prompts = load_data(config)
     ptx = load_ptx(config, tokenizer)
-    check_data(config, tokenizer, prompts, eval_prompts)
+    check_data(config, tokenizer, prompts, eval_prompts, ptx=ptx)
     check_updates(config, len(prompts.prompts))
     tell_data(config, prompts, eval_prompts, ptx, display)
     with claimed(config.output_dir):
@@ -215,10 +215,15 @@ def load_ptx(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Demonstra
     )
 
 
-def check_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *datasets: PromptData | None) -> None:
-    """Raises ``ConfigError`` for what only the prompts and the policy's own configuration show: a column that a reward
+def check_data(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *datasets: PromptData | None,
+    ptx: DemonstrationData | None = None,
+) -> None:
+    """Raises ``ConfigError`` for what only the data and the policy's own configuration show: a column that a reward
     function asks for and that is not there, tokens without an embedding, a stop token that is none, LoRA targets that
-    the policy has not, answers that do not fit into its positions."""
+    the policy has not, texts that do not fit into its positions."""
     used = [data for data in datasets if data is not None]
     for data in used:
         check_rewards(config.rewards, columns=data.columns)
@@ -227,11 +232,14 @@ def check_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *datasets:
     revision = config.model.revision if base == path else None
     shape = load_model_config(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
     text, prompts = shape.get_text_config(), [prompt for data in used for prompt in data.prompts]
-    for prompt in prompts:
-        if (highest := max(prompt.token_ids)) >= text.vocab_size:
+    demonstrations = ptx.demonstrations if ptx is not None else []
+    texts = [("prompt", prompt.row, prompt.token_ids) for prompt in prompts]
+    texts += [("demonstration", each.row, each.query_ids + each.response_ids) for each in demonstrations]
+    for kind, row, ids in texts:
+        if (highest := max(ids)) >= text.vocab_size:
             raise ConfigError(
                 f"model.path: {path} knows {text.vocab_size} tokens, its tokenizer more: token {highest}, "
-                f"{tokenizer.decode([highest])!r}, of the prompt in row {prompt.row} has no embedding. One of the two "
+                f"{tokenizer.decode([highest])!r}, of the {kind} in row {row} has no embedding. One of the two "
                 "belongs to another model"
             )
     if config.sampling.stop_token not in (None, "eos"):
@@ -257,6 +265,12 @@ def check_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *datasets:
             f"sampling.response_length {config.sampling.response_length} after the longest query of {longest} tokens "
             f"needs {longest + config.sampling.response_length} positions, the model has {limit}: lower it, or "
             "data.max_prompt_length"
+        )
+    longest = max((len(each.query_ids) + len(each.response_ids) for each in demonstrations), default=0)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"data.max_ptx_length {config.data.max_ptx_length}: the longest demonstration in {config.data.ptx} has "
+            f"{longest} tokens, the model has {limit} positions. Set it to at most {limit}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The trainer's parameters after an update equal those of an update written a second time, row by row.
+"""The trainer's parameters after its updates equal those of updates written a second time, row by row.
 
 In float64: in float32 Adam turns the rounding of a gradient that is really 0 (GPT-2's key biases) into
 steps. Llama's norms stay in float32 even so.
@@ -7,6 +7,8 @@ steps. Llama's norms stay in float32 even so.
 from __future__ import annotations
 
 import copy
+import json
+from itertools import count
 
 import pytest
 import torch
@@ -20,12 +22,13 @@ from tether.metrics.trackers import Trackers
 from tether.models.heads import ScalarHead
 from tether.models.roles import build_roles
 from tether.rewards.fake import FakeRewards
+from tether.train import update
 from tether.train.callbacks import Callbacks
 from tether.train.display import NullDisplay
 from tether.train.distributed import Dist
 from tether.train.log import RunLog
 from tether.train.parts import Parts
-from tether.train.run import load_data
+from tether.train.run import load_data, load_ptx
 from tether.train.trainer import PPOTrainer
 from tether.types import Sampling
 
@@ -34,92 +37,290 @@ RESPONSES = [
     [EOS], [30, 31, 32, 33, EOS], [12, 12, 12, 12, 12, 12], [25, 26, EOS],
 ]  # fmt: skip
 SCORES = [1.0, -0.5, 0.25, 2.0, -1.5, 0.75, 0.0, 1.25]
+TEXTS = [
+    {"prompt": "the cat sees", "completion": "a good dog"}, {"prompt": "you", "completion": "run"},
+    {"prompt": "is it red", "completion": "it is not red and not blue but green"},
+    {"prompt": "i like", "completion": "the sun"}, {"prompt": "two nice", "completion": "days and nights"},
+]  # fmt: skip
 
 
-def trainer_for(config, tmp_path):
+def scores_of(batch):
+    """Scores of the run's batch of that number: half a point more in each later one."""
+    return [score + batch / 2 for score in SCORES]
+
+
+def parts_for(config):
+    """Models as the configuration has them, answers and scores as above."""
     tokenizer, prompts, _ = load_data(config)
-    log = RunLog(config.output_dir, NullDisplay(), Trackers("none", "t", tmp_path, {}), logging_steps=1)
-    callbacks = Callbacks((), config, len(prompts.prompts))
-    dist = Dist()
-    roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=False)
-    scores = iter(SCORES)
-    parts = Parts(
-        roles=roles,
+    ptx = load_ptx(config, tokenizer)
+    scores = (score for batch in count() for score in scores_of(batch))
+    return Parts(
+        roles=build_roles(config, tokenizer, device=Dist().device, mixed_precision=False),
         generator=FakeGenerator(RESPONSES),
         rewards=FakeRewards(lambda query, response: next(scores)),
         tokenizer=tokenizer,
         sampling=Sampling(config.sampling.response_length, config.sampling.temperature, frozenset({EOS})),
         prompts=prompts.prompts,
         eval_prompts=[],
+        demonstrations=ptx.demonstrations if ptx else [],
     )
-    return PPOTrainer(config, parts, dist=dist, log=log, callbacks=callbacks)
 
 
+def trainer_for(config, tmp_path, parts=None):
+    log = RunLog(config.output_dir, NullDisplay(), Trackers("none", "t", tmp_path, {}), logging_steps=1)
+    parts = parts or parts_for(config)
+    callbacks = Callbacks((), config, len(parts.prompts))
+    return PPOTrainer(config, parts, dist=Dist(), log=log, callbacks=callbacks)
+
+
+def moved_away(roles):
+    """The roles in float64, with a policy that is not the reference and a critic that does not say 0 of everything."""
+    names = [name for name in ("policy", "reference", "value") if name in roles._by_name]
+    for name in names:
+        roles.role(name).model.double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in roles.role("policy").trained.values():
+            p += 0.02 * torch.randn(p.shape, generator=generator)
+        if roles.has_critic:
+            head = roles.role("value").head.double()
+            head.weight += 0.1 * torch.randn(head.weight.shape, generator=generator)
+
+
+def settings(config):
+    known = config.ppo.model_dump(exclude={"score_norm_samples"}) | {"whiten_advantages": config.ppo.whitens_advantages}
+    return reference.Settings(
+        **known,
+        num_generations=config.sampling.num_generations,
+        response_length=config.sampling.response_length,
+        temperature=config.sampling.temperature,
+        learning_rate=config.learning_rate,
+        value_learning_rate=config.value.learning_rate or config.learning_rate,
+        max_grad_norm=config.train.max_grad_norm,
+        ema_decay=config.train.ema_decay,
+        warmup_steps=config.value.warmup_steps,
+        detach=config.value.detach,
+        num_updates=config.train.max_steps,
+    )
+
+
+class Twins:
+    """The trainer and the reference, from the same weights through the same updates."""
+
+    def __init__(self, config, tmp_path, monkeypatch):
+        parts = parts_for(config)
+        moved_away(parts.roles)
+        self.trainer, self.roles = trainer_for(config, tmp_path, parts), parts.roles
+        self.start = {name: p.detach().clone() for name, p in parts.roles.role("policy").trained.items()}
+        policy = copy.deepcopy(parts.roles.role("policy").model)
+        frozen, critic = None, None
+        if config.ppo.kl_coef > 0:
+            frozen = AutoModelForCausalLM.from_pretrained(config.model.path).eval().double()
+        if parts.roles.has_critic:
+            value = parts.roles.role("value")
+            trunk = policy if config.value_kind == "head" else copy.deepcopy(value.model)
+            critic = trunk.base_model, torch.nn.Parameter(value.head.weight.detach().clone())
+        self.reference = reference.Run(policy, frozen, critic, settings(config))
+        self.steps, self.demonstrations = [], []
+        monkeypatch.setattr(update, "mini_batches", self.noting_rows(update.mini_batches))
+        monkeypatch.setattr(update, "demonstration_batches", self.noting_texts(update.demonstration_batches))
+
+    def noting_rows(self, mini_batches):
+        def noted(experience, *args):
+            for mini_batch in mini_batches(experience, *args):
+                self.steps.append([row for item in mini_batch for row in item.batch.rows])
+                yield mini_batch
+
+        return noted
+
+    def noting_texts(self, demonstration_batches):
+        known = {
+            (*each.query_ids, *each.response_ids): (list(each.query_ids), list(each.response_ids))
+            for each in self.trainer.parts.demonstrations
+        }
+
+        def noted(*args, **kwargs):
+            batches = demonstration_batches(*args, **kwargs)
+            ids = [row[mask] for batch in batches for row, mask in zip(batch.token_ids, batch.attention_mask)]
+            self.demonstrations.append([known[tuple(row.tolist())] for row in ids])
+            return batches
+
+        return noted
+
+    @property
+    def batches(self):
+        """What the trainer had scored so far."""
+        return self.trainer.parts.rewards.batches
+
+    def freeze_moments(self):
+        """Measures what scores are normalised by."""
+        self.trainer.freeze_score_moments()
+        self.reference.seen_scores += scores_of(len(self.batches) - 1)
+
+    def update(self):
+        """Runs one update of both; returns the trainer's metrics."""
+        self.steps.clear()
+        self.demonstrations.clear()
+        self.trainer.train_one_update()
+        batch, metrics = self.batches[-1], self.trainer.log.updates[-1]
+        assert batch.response_ids == RESPONSES
+        self.check_order()
+        rollouts = [
+            reference.Rollout(query, response, ended=response[-1] == EOS)
+            for query, response in zip(batch.query_ids, batch.response_ids, strict=True)
+        ]
+        scores = scores_of(len(self.batches) - 1)
+        taken = self.reference.update(rollouts, scores, self.steps, self.demonstrations)
+        assert metrics["update/num_steps"] == taken
+        return metrics
+
+    def check_order(self):
+        """Every answer once an epoch, in steps of equal size."""
+        ppo = self.trainer.config.ppo
+        assert len(self.steps) == ppo.num_ppo_epochs * ppo.num_mini_batches
+        assert {len(step) for step in self.steps} == {len(RESPONSES) // ppo.num_mini_batches}
+        for first in range(0, len(self.steps), ppo.num_mini_batches):
+            epoch = self.steps[first : first + ppo.num_mini_batches]
+            assert sorted(row for step in epoch for row in step) == list(range(len(RESPONSES)))
+
+    def check_equal(self):
+        """Policy, its average, and critic are those of the reference."""
+        policy = dict(self.reference.policy.named_parameters())
+        assert_close(self.roles.role("policy").trained, policy)
+        if self.trainer.average is not None:
+            assert_close(self.trainer.average.state_dict(), self.reference.average)
+        if self.reference.critic is not None:
+            trunk, head_weight = self.reference.critic
+            assert_close({"head": self.roles.role("value").head.weight}, {"head": head_weight})
+            assert_close(dict(self.roles.role("value").model.base_model.named_parameters()), dict(trunk.named_parameters()))
+
+    def moved(self):
+        """How far the policy moved, at most."""
+        trained = self.roles.role("policy").trained
+        return max(float((p.detach() - self.start[name]).abs().max()) for name, p in trained.items())
+
+
+def assert_close(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, p in theirs.items():
+        torch.testing.assert_close(ours[name], p, atol=1e-7, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+OWN_CRITIC = {"kind": "llama", "tied": False, "value__kind": "model"}
+HEAD = {"kind": "gpt2", "tied": True, "value__kind": "head"}
 CASES = {
     "defaults": {},
     "k3, temperature, gamma, lambda": {
         "ppo__kl_estimator": "k3", "sampling__temperature": 0.7, "ppo__gamma": 0.9, "ppo__lam": 0.6,
     },
+    "k2, mini-batches": {
+        "ppo__kl_estimator": "k2", "ppo__num_mini_batches": 4, "train__micro_batch_size": 1,
+    },
     "no whitening, no value clip": {"ppo__whiten_advantages": False, "ppo__cliprange_value": None},
     "rewards whitened, tight clips": {
         "ppo__whiten_rewards": True, "ppo__cliprange": 0.01, "ppo__cliprange_value": 0.001,
     },
-}  # fmt: skip
+    "KL k1 in the loss": {"ppo__kl_in": "loss"},
+    "KL k2 in the loss, temperature": {
+        "ppo__kl_in": "loss", "ppo__kl_estimator": "k2", "sampling__temperature": 1.5,
+    },
+    "KL k3 in the loss, no whitening": {
+        "ppo__kl_in": "loss", "ppo__kl_estimator": "k3", "ppo__whiten_advantages": False,
+    },
+    "lambda of the critic, advantages clipped": {
+        "ppo__lam": 0.7, "ppo__value_lam": 0.9, "ppo__gamma": 0.95, "ppo__advantage_clip": 0.8,
+    },
+    "length-adaptive lambda": {"ppo__lam_alpha": 0.6, "ppo__lam": 0.9},
+    "length-adaptive lambda, lambda of the critic": {"ppo__lam_alpha": 0.6, "ppo__value_lam": 0.5},
+    "running moments, penalty, overlong": {
+        "ppo__score_norm": "running", "ppo__reward_clip": 0.9, "ppo__missing_eos_penalty": 0.6,
+        "ppo__overlong_buffer": 3, "ppo__overlong_penalty": 0.7, "updates": 2,
+    },
+    "frozen moments, fixed score, overlong, cut answers masked": {
+        "ppo__score_norm": "frozen", "ppo__score_norm_samples": 8, "ppo__reward_clip": 1.2,
+        "ppo__missing_eos_score": -2.0, "ppo__overlong_buffer": 4, "ppo__mask_truncated": True, "updates": 2,
+    },
+    "frozen moments, fixed score, overlong": {
+        "ppo__score_norm": "frozen", "ppo__score_norm_samples": 8, "ppo__reward_clip": 1.2,
+        "ppo__missing_eos_score": -2.0, "ppo__overlong_buffer": 4,
+    },
+    "cut answers masked, KL in the loss, mean over answers": {
+        "ppo__mask_truncated": True, "ppo__kl_in": "loss", "ppo__loss_reduction": "sequence_mean",
+        "ppo__num_mini_batches": 2, "ppo__entropy_coef": 0.05,
+    },
+    "upper clip, dual clip": {
+        "ppo__cliprange": 0.05, "ppo__cliprange_high": 0.1, "ppo__dual_clip": 1.05, "train__learning_rate": 5e-3,
+    },
+    "entropy, temperature": {"ppo__entropy_coef": 0.1, "sampling__temperature": 0.6},
+    "fixed length, mini-batches": {
+        "ppo__loss_reduction": "fixed_length", "ppo__num_mini_batches": 2, "ppo__entropy_coef": 0.02,
+    },
+    "mean over answers": {"ppo__loss_reduction": "sequence_mean"},
+    "demonstrations, temperature": {
+        "ppo__ptx_coef": 0.5, "sampling__temperature": 0.7, "ppo__num_mini_batches": 2, "train__micro_batch_size": 2,
+    },
+    "early stop by KL": {
+        "ppo__max_approx_kl": 1e-3, "ppo__num_mini_batches": 2, "updates": 2,
+    },
+    "early stop by ratio": {"ppo__max_ratio": 1.001, "updates": 2},
+    "warm-up of the critic": {
+        "value__warmup_steps": 1, "updates": 3, "ppo__num_ppo_epochs": 2, "ppo__num_mini_batches": 2,
+        "ppo__ptx_coef": 0.2, "ppo__entropy_coef": 0.01, "train__ema_decay": 0.9,
+    },
+    "adaptive coefficient": {"ppo__kl_target": 0.2, "ppo__kl_horizon": 50, "updates": 3, "ppo__num_ppo_epochs": 1},
+    "moving average": {"train__ema_decay": 0.75, "updates": 2},
+}
+"""Options, and the number of updates where it is not 1."""
+ONE_CRITIC = {
+    "own critic, learning rate of its own": OWN_CRITIC | {"value__learning_rate": 3e-3},
+    "head, detached": HEAD | {"value__detach": True},
+}
+CRITIC_FREE = {
+    "rloo, pairs": {"ppo__advantage_estimator": "rloo", "sampling__num_generations": 2},
+    "rloo, fours, whitened": {
+        "ppo__advantage_estimator": "rloo", "sampling__num_generations": 4, "ppo__whiten_advantages": True,
+    },
+    "grpo, KL in the loss": {
+        "ppo__advantage_estimator": "grpo", "sampling__num_generations": 4, "ppo__kl_in": "loss",
+        "ppo__kl_estimator": "k3", "ppo__loss_reduction": "sequence_mean", "ppo__advantage_clip": 1.0,
+    },
+    "reinforce_pp": {"ppo__advantage_estimator": "reinforce_pp", "ppo__gamma": 0.9},
+    "reinforce_pp, several answers": {
+        "ppo__advantage_estimator": "reinforce_pp", "sampling__num_generations": 2, "ppo__whiten_advantages": False,
+    },
+    "no KL": {"ppo__kl_coef": 0.0, "ppo__advantage_estimator": "grpo", "sampling__num_generations": 2},
+}
+ALL = (
+    {f"{name}, {kind}": options | sharing for name, options in CASES.items()
+     for kind, sharing in {"own critic": OWN_CRITIC, "head": HEAD}.items()}
+    | ONE_CRITIC
+    | {name: {"kind": "llama", "tied": False} | options for name, options in CRITIC_FREE.items()}
+)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("kind", "tied", "value"), [("llama", False, "model"), ("gpt2", True, "head")])
-def test_parameters_equal_an_update_written_a_second_time(tmp_path, kind, tied, value, case):
-    config = tiny_run(
-        tmp_path, kind=kind, tied=tied, value__kind=value, ppo__kl_coef=0.3, ppo__num_ppo_epochs=3,
-        train__max_steps=1, **CASES[case],
-    )  # fmt: skip
-    trainer = trainer_for(config, tmp_path)
-    for name in ("policy", "reference", "value"):
-        trainer.roles.role(name).model.double()
-    trainer.roles.role("value").head.double()
-    with torch.no_grad():  # a policy that is not the reference, and a critic that does not say 0 of everything
-        generator = torch.Generator().manual_seed(1)
-        for p in trainer.roles.role("policy").trained.values():
-            p += 0.02 * torch.randn(p.shape, generator=generator)
-        head = trainer.roles.role("value").head
-        head.weight += 0.1 * torch.randn(head.weight.shape, generator=generator)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models that are saved once for all cases, and demonstrations."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "ptx.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    return folder
 
-    policy = copy.deepcopy(trainer.roles.role("policy").model)
-    frozen = AutoModelForCausalLM.from_pretrained(config.model.path).eval().double()
-    shared = value == "head"
-    if shared:
-        backbone = policy.base_model
-    else:
-        critic = copy.deepcopy(trainer.roles.role("value").model)
-        backbone = critic.base_model
-    head_weight = torch.nn.Parameter(head.weight.detach().clone())
 
-    trainer.step()
-
-    draws = trainer.stream.batch(0)
-    queries = [list(trainer.parts.prompts[i].token_ids) for i, _ in draws]
-    settings = reference.Settings(
-        kl_coef=0.3, kl_estimator=config.ppo.kl_estimator, epochs=3, cliprange=config.ppo.cliprange,
-        cliprange_value=config.ppo.cliprange_value, vf_coef=config.ppo.vf_coef, gamma=config.ppo.gamma,
-        lam=config.ppo.lam, temperature=config.sampling.temperature,
-        whiten_advantages=config.ppo.whitens_advantages, whiten_rewards=config.ppo.whiten_rewards,
-        learning_rate=config.learning_rate, max_grad_norm=config.train.max_grad_norm,
-    )  # fmt: skip
-    rollouts = list(zip(queries, RESPONSES, strict=True))
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    reference.update(policy, frozen, backbone, head_weight, rollouts, SCORES, settings, shared=shared)
-
-    trained = trainer.roles.role("policy").trained
-    moved = max(float((p.detach() - before[name]).abs().max()) for name, p in policy.named_parameters())
-    assert moved > 1e-3, "the update is too small for this test to mean anything"
-    for name, p in policy.named_parameters():
-        torch.testing.assert_close(trained[name], p, atol=1e-7, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
-    torch.testing.assert_close(head.weight, head_weight, atol=1e-7, rtol=0)
-    if not shared:
-        ours = dict(trainer.roles.role("value").model.base_model.named_parameters())
-        for name, p in backbone.named_parameters():
-            torch.testing.assert_close(ours[name], p, atol=1e-7, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+@pytest.mark.parametrize("case", ALL)
+def test_parameters_equal_updates_written_a_second_time(folder, tmp_path, monkeypatch, case):
+    options = {"ppo__kl_coef": 0.3, "ppo__num_ppo_epochs": 3} | ALL[case]
+    updates = options.pop("updates", 1)
+    if "ppo__ptx_coef" in options:
+        options["data__ptx"] = str(folder / "ptx.jsonl")
+    config = tiny_run(folder, output_dir=str(tmp_path), train__max_steps=updates, **options)
+    twins = Twins(config, tmp_path, monkeypatch)
+    if config.ppo.score_norm == "frozen":
+        twins.freeze_moments()
+    for _ in range(updates):
+        metrics = twins.update()
+        twins.check_equal()
+        print(case, {k: v for k, v in metrics.items() if not k.startswith("time")})
+    assert twins.moved() > 1e-3, "the updates are too small for this test to mean anything"
 
 
 def test_critic_head_is_a_scalar_head(tmp_path):

@@ -49,7 +49,7 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
 
 
 def _named_schedule(train: TrainConfig) -> str:
-    """The schedule, but for those that follow a metric, which ``TrainingArguments`` only takes for ``Trainer``'s own."""
+    """The schedule; a constant one for those that follow a metric, which ``TrainingArguments`` does not take here."""
     return "constant" if train.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") else train.lr_scheduler_type
 
 

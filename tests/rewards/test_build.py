@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from tests.rewards.batches import chat_batch
 from tests.tiny import save_tiny, tiny_classifier, tiny_tokenizer
-from tether.config.schema import RewardConfig, RunConfig
+from tether.config.rewards import RewardConfig
+from tether.config.schema import RunConfig
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import with_adapter
 from tether.models.loading import classifier_on, load_causal_lm, load_tokenizer

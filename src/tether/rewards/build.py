@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tether.config.schema import AdapterReward, FunctionReward, ModelReward, RewardConfig
+from tether.config.rewards import AdapterReward, FunctionReward, ModelReward, RewardConfig
 from tether.errors import ModelError
 from tether.models.loading import check_classifier, load_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, check_model_path

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from tether.config.load import dump_config
-from tether.config.schema import AdapterReward, FunctionReward, ModelReward, RewardConfig, RunConfig
+from tether.config.rewards import AdapterReward, FunctionReward, ModelReward, RewardConfig
+from tether.config.schema import RunConfig
 from tether.models.adapters import DEFAULT, adapter_parameters, peft_lora_config, read_adapter, with_adapter
 from tether.models.heads import state_size
 from tether.models.loading import load_config

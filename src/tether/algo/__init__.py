@@ -3,7 +3,7 @@
 from tether.algo.advantages import gae, grpo, length_adaptive_lam, reinforce_pp, rloo, token_rewards
 from tether.algo.kl import adaptive_kl_coef, approx_kl, kl_estimate, kl_loss
 from tether.algo.logprobs import logprobs_from_logits, selected_logprobs
-from tether.algo.losses import clipped, clipped_sides, dual_clipped, policy_loss, ratio, value_clipped, value_loss
+from tether.algo.losses import clipped_sides, dual_clipped, policy_loss, ratio, value_clipped, value_loss
 from tether.algo.masking import length_mask, masked_mean, masked_sum, masked_var, whiten
 from tether.algo.reduction import LossReduction, normaliser, reduced
 from tether.algo.scores import (
@@ -19,7 +19,6 @@ __all__ = [
     "ScoreMoments",
     "adaptive_kl_coef",
     "approx_kl",
-    "clipped",
     "clipped_sides",
     "dual_clipped",
     "gae",

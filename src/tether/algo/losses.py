@@ -87,18 +87,6 @@ def dual_clipped(
     return (advantages < 0) & (ratio(new_logprobs, logprobs) > dual_clip)
 
 
-def clipped(
-    new_logprobs: Float[Tensor, "B R"],
-    logprobs: Float[Tensor, "B R"],
-    advantages: Float[Tensor, "B R"],
-    *,
-    cliprange: float,
-) -> Bool[Tensor, "B R"]:
-    """True where the clipped branch of ``policy_loss`` is the larger one: tokens that no longer move the policy."""
-    plain, limited = _policy_branches(new_logprobs, logprobs, advantages, cliprange)
-    return limited > plain
-
-
 def value_loss(
     new_values: Float[Tensor, "B R"],
     values: Float[Tensor, "B R"],
@@ -128,13 +116,6 @@ def value_clipped(
     """True where the clipped branch of ``value_loss`` is the larger one; nowhere if ``cliprange_value`` is None."""
     plain, limited = _value_branches(new_values, values, returns, cliprange_value)
     return limited > plain
-
-
-def _policy_branches(
-    new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, cliprange: float
-) -> tuple[Tensor, Tensor]:
-    rho = ratio(new_logprobs, logprobs)
-    return -advantages * rho, -advantages * rho.clamp(1 - cliprange, 1 + cliprange)
 
 
 def _value_branches(

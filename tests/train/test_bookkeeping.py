@@ -1,0 +1,198 @@
+"""Around the formulas: which prompts, which noise, which order, which weights, and what the judge is given."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+import torch
+
+from tests.tiny import EOS
+from tests.train.runs import PROMPTS, tiny_run
+from tests.train.test_run import CrashAfter, assert_same_weights, reproducible, weights
+from tether.data.collate import collate
+from tether.generation.fake import FakeGenerator
+from tether.rewards.fake import FakeRewards
+from tether.train.run import load_data, train_policy
+from tether.train.update import mini_batches
+from tether.types import Experience, noise_key
+
+ANSWERS = [[10, 11, 12, EOS], [20, EOS], [13, 14, 15, 16, 17, 18], [21, 22, EOS]]
+SEED = 7
+
+
+class Recorder(FakeGenerator):
+    """Keeps the requests of every call, and how often it had been given weights by then."""
+
+    def __init__(self):
+        super().__init__(ANSWERS)
+        self.calls, self.syncs_before = [], []
+
+    def generate(self, requests, sampling):
+        self.calls.append(list(requests))
+        self.syncs_before.append(self.num_syncs)
+        return super().generate(requests, sampling)
+
+
+def recorded(folder, monkeypatch, *, rewards=None, **changes):
+    """A run on answers known beforehand: its configuration, its generator and its result."""
+    generator = Recorder()
+    monkeypatch.setattr("tether.train.run.build_generator", lambda config, roles: generator)
+    config = tiny_run(folder, train__seed=SEED, **changes)
+    return config, generator, train_policy(config, rewards=rewards)
+
+
+def keys_by_prompt(config, requests):
+    """Row of a prompt → keys of its answers, in the order in which they were asked for."""
+    rows = {prompt.token_ids: prompt.row for prompt in load_data(config)[1].prompts}
+    keys = defaultdict(list)
+    for request in requests:
+        keys[rows[tuple(request.token_ids)]].append(request.key)
+    return keys
+
+
+# Prompts and noise
+
+
+def test_no_two_answers_of_a_run_share_their_noise(tmp_path, monkeypatch):
+    """Five prompts in updates of four, two answers each: after five updates every prompt was drawn four times."""
+    config, generator, _ = recorded(tmp_path, monkeypatch, sampling__num_generations=2, train__max_steps=5)
+    assert [len(call) for call in generator.calls] == [8] * 5
+    for call in generator.calls:
+        assert [request.token_ids for request in call[::2]] == [request.token_ids for request in call[1::2]]
+    everything = [request for call in generator.calls for request in call]
+    for epoch in range(4):
+        drawn = [request.token_ids for request in everything[10 * epoch : 10 * epoch + 10 : 2]]
+        assert len(set(drawn)) == 5
+    wanted = {row: [noise_key(SEED, "train", row, sample) for sample in range(8)] for row in range(5)}
+    assert keys_by_prompt(config, everything) == wanted
+
+
+def test_evaluations_share_their_noise_with_each_other_and_with_nothing_else(tmp_path, monkeypatch):
+    config, generator, _ = recorded(
+        tmp_path, monkeypatch, data__eval_prompts=str(tmp_path / "prompts.jsonl"), train__eval_steps=1
+    )
+    assert [len(call) for call in generator.calls] == [5, 8, 5, 8, 5]
+    evaluations = [keys_by_prompt(config, call) for call in generator.calls[::2]]
+    assert evaluations == [{row: [noise_key(SEED, "eval", row, 0)] for row in range(5)}] * 3
+
+
+def test_scores_are_frozen_on_answers_of_their_own(tmp_path, monkeypatch):
+    config, generator, _ = recorded(
+        tmp_path, monkeypatch, ppo__score_norm="frozen", ppo__score_norm_samples=12, train__max_steps=1
+    )
+    assert [len(call) for call in generator.calls] == [12, 8]
+    keys = keys_by_prompt(config, generator.calls[0])
+    assert sorted(keys) == list(range(5)) and {len(own) for own in keys.values()} == {2, 3}
+    for row, own in keys.items():
+        assert own == [noise_key(SEED, "score_norm", row, sample) for sample in range(len(own))]
+
+
+def test_the_engine_has_the_weights_of_the_last_update(tmp_path, monkeypatch):
+    _, generator, _ = recorded(tmp_path, monkeypatch, train__max_steps=3)
+    assert generator.syncs_before == [0, 1, 2] and generator.num_syncs == 3
+
+
+def test_the_engine_has_the_average_in_evaluations_alone(tmp_path, monkeypatch):
+    _, generator, _ = recorded(
+        tmp_path, monkeypatch, train__ema_decay=0.5, train__eval_steps=1,
+        data__eval_prompts=str(tmp_path / "prompts.jsonl"),
+    )  # fmt: skip
+    # the average for an evaluation, the policy after it, the policy after an update
+    assert generator.syncs_before == [1, 2, 4, 5, 7]
+
+
+def test_the_judge_is_given_each_answer_with_its_own_prompt(tmp_path, monkeypatch):
+    path = tmp_path / "numbered.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "number": i}) + "\n" for i, text in enumerate(PROMPTS)))
+    judge = FakeRewards(lambda query, response: len(response))
+    config, generator, _ = recorded(
+        tmp_path, monkeypatch, rewards=judge, data__prompts=str(path), train__max_steps=1
+    )
+    (batch,), (requests,) = judge.batches, generator.calls
+    tokenizer = load_data(config)[0]
+    assert batch.query_ids == [list(request.token_ids) for request in requests]
+    assert batch.response_ids == ANSWERS * 2  # the fake engine finishes the shortest first
+    assert batch.responses == [tokenizer.decode([i for i in ids if i != EOS]) for ids in ANSWERS * 2]
+    assert batch.prompts == [PROMPTS[number] for number in batch.columns["number"]]
+    for query, prompt, ids in zip(batch.queries, batch.prompts, batch.query_ids, strict=True):
+        assert prompt in query and query != prompt and tokenizer(query, add_special_tokens=False)["input_ids"] == ids
+
+
+# The order of an update
+
+
+def orders(folder, *, seed, step):
+    """Rows of every mini-batch of an update of three epochs of two, from micro-batches of one row."""
+    config = tiny_run(
+        folder, ppo__num_ppo_epochs=3, ppo__num_mini_batches=2, train__micro_batch_size=1, train__seed=seed
+    )
+    nothing, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    items = [Experience(collate([[8]], [[EOS]], [row]), nothing, nothing, mask) for row in range(8)]
+    groups = list(mini_batches(items, config, step))
+    return [tuple(row for item in group for row in item.batch.rows) for group in groups]
+
+
+def test_epochs_updates_and_seeds_differ_in_their_order(tmp_path):
+    seen = []
+    for seed, step in ((0, 0), (0, 1), (1, 0)):
+        groups = orders(tmp_path, seed=seed, step=step)
+        assert groups == orders(tmp_path, seed=seed, step=step)
+        assert [len(group) for group in groups] == [4] * 6
+        seen += [first + second for first, second in zip(groups[::2], groups[1::2], strict=True)]
+    assert all(sorted(epoch) == list(range(8)) for epoch in seen)
+    assert len({*seen, tuple(range(8))}) == 10
+
+
+# What goes on over updates
+
+
+@pytest.mark.parametrize(("slope", "rates"), [(1.0, [1.0, 1.0, 1.0, 1.0]), (-1.0, [1.0, 1.0, 0.5, 0.25])])
+def test_a_schedule_that_follows_a_metric_follows_the_score(tmp_path, monkeypatch, slope, rates):
+    judged = iter(range(32))
+    judge = FakeRewards(lambda query, response: slope * (next(judged) // 8))
+    _, _, result = recorded(
+        tmp_path, monkeypatch, rewards=judge, train__max_steps=4, train__learning_rate=1e-3,
+        train__lr_scheduler_type="reduce_lr_on_plateau", train__lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
+    )  # fmt: skip
+    assert [row["objective/scores"] for row in result.updates] == [0.0, slope, 2 * slope, 3 * slope]
+    assert [row["lr"] for row in result.updates] == pytest.approx([1e-3 * rate for rate in rates])
+
+
+def test_evaluations_and_the_result_are_those_of_the_average(tmp_path):
+    changes = {"data__eval_prompts": str(tmp_path / "prompts.jsonl"), "train__learning_rate": 1e-2}
+    changes |= {"train__max_steps": 2, "ppo__num_ppo_epochs": 4}
+    plain = tiny_run(tmp_path, output_dir=str(tmp_path / "plain"), **changes)
+    averaged = tiny_run(tmp_path, output_dir=str(tmp_path / "averaged"), train__ema_decay=1 - 1e-9, **changes)
+    moved, kept = train_policy(plain), train_policy(averaged)
+    assert moved.evaluations[-1]["eval_kl"] > 1e-3
+    assert abs(kept.evaluations[-1]["eval_kl"]) < 1e-6, "an average that has not left the start"
+    start, end = weights(tmp_path / "llama-tied"), weights(averaged.output_dir)
+    assert max(float((end[name] - p).abs().max()) for name, p in start.items()) < 1e-6
+    for name in ("objective/kl", "loss/policy_avg", "loss/value_avg"):  # training does not see it
+        assert [row[name] for row in kept.updates] == [row[name] for row in moved.updates]
+
+
+STATISTICS = {
+    "frozen moments": {"ppo__score_norm": "frozen", "ppo__score_norm_samples": 8},
+    "running moments, adaptive coefficient, average": {
+        "ppo__score_norm": "running", "ppo__kl_target": 0.05, "ppo__kl_horizon": 20, "train__ema_decay": 0.5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STATISTICS)
+def test_a_resumed_run_has_the_statistics_of_the_one_before(tmp_path, case):
+    changes = {"train__max_steps": 3, "train__learning_rate": 1e-2, **STATISTICS[case]}
+    straight = tiny_run(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
+    train_policy(straight)
+    broken = {"output_dir": str(tmp_path / "broken"), "train__save_steps": 1, **changes}
+    with pytest.raises(OSError, match="went away"):
+        train_policy(tiny_run(tmp_path, **broken), callbacks=[CrashAfter(2)])
+    resumed = tiny_run(tmp_path, resume=str(tmp_path / "broken" / "checkpoint-1"), **broken)
+    train_policy(resumed)
+    assert reproducible(resumed.output_dir) == reproducible(straight.output_dir)
+    assert_same_weights(weights(resumed.output_dir), weights(straight.output_dir))
+    coefficients = {row["objective/kl_coef"] for row in reproducible(straight.output_dir)}
+    assert (len(coefficients) == 3) == ("ppo__kl_target" in changes)

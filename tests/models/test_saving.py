@@ -226,12 +226,30 @@ def test_a_critic_adapter_is_a_reward_adapter_that_gives_its_values(tmp_path, ki
     assert torch.equal(again.score_pass(batch, 1.0).values, roles.score_pass(batch, 1.0).values)
 
 
-def test_a_critic_head_is_a_file_of_its_own(tmp_path):
-    roles = trained(run_config(save_model(tmp_path / "source"), value={"kind": "head"}))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_on_the_policy_is_saved_with_its_trunk(tmp_path, kind):
+    roles = trained(run_config(save_model(tmp_path / "source", kind), value={"kind": "head"}))
     save_critic(roles, tmp_path / "critic")
-    assert [f.name for f in (tmp_path / "critic").iterdir()] == ["value_head.safetensors"]
-    with safe_open(tmp_path / "critic" / "value_head.safetensors", framework="pt") as tensors:
-        assert torch.equal(tensors.get_tensor("value_head.weight"), roles.role("value").head.weight.detach())
+    wanted = live_values(roles)
+    assert wanted.abs().max() > 1e-3
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        got = [model.eval()(input_ids=torch.tensor([ids])).logits.item() for ids in ROWS]
+    assert got == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_on_an_adapted_policy_is_saved_as_a_reward_adapter(tmp_path, kind):
+    base = save_model(tmp_path / "base", kind)
+    roles = trained(run_config(base, lora={}, value={"kind": "head"}))
+    save_critic(roles, tmp_path / "critic")
+    wanted = live_values(roles)
+    assert wanted.abs().max() > 1e-3
+    plain = plain_adapted(AutoModelForSequenceClassification, base, tmp_path / "critic", num_labels=1)
+    with torch.no_grad():
+        got = [plain(input_ids=torch.tensor([ids])).logits.item() for ids in ROWS]
+    assert got == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
 def test_saving_leaves_the_roles_as_they_were(tmp_path):

@@ -87,6 +87,9 @@ class ValueConfig(Section):
     https://arxiv.org/abs/2503.01491 (value pretraining)."""
     detach: bool = False
     """Kind head only: keep the value loss out of the policy's weights."""
+    save: bool = False
+    """At the end also write the critic, to ``critic`` in ``output_dir``: a sequence classifier, or with LoRA an adapter
+    of one, that scores texts by its values and can start the critic of another run (``value.init``)."""
 
 
 class DataConfig(Section):

@@ -564,12 +564,12 @@ def _model_critic(
     else:
         model = classifier_on(_load_policy(config, config.model.path, dtype, config.model.revision))
     if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
-        model.config.pad_token_id = _padding_id(model, tokenizer)
+        model.config.pad_token_id = padding_id(model, tokenizer)
     where = config.model.path if source is None else source.path
     return Role(VALUE, model, where, "own weights", head=model.score, trained=dict(model.named_parameters()))
 
 
-def _padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The pad token if the model has a row for it, otherwise the end token."""
     pad = tokenizer.pad_token_id
     return pad if pad is not None and pad < _vocabulary_size(model) else tokenizer.eos_token_id

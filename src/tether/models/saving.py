@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.errors import CheckpointError, ConfigError, ModelError
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, changed_config, place_adapter, read_adapter
-from tether.models.heads import save_head
-from tether.models.loading import load_causal_lm, load_classifier, load_tokenizer
+from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
-from tether.models.roles import POLICY, VALUE, ModelRoles
+from tether.models.roles import POLICY, VALUE, ModelRoles, padding_id
 
 MANIFEST = "manifest.json"
 
@@ -63,19 +62,20 @@ def load_policy(roles: ModelRoles, folder: Path | str) -> None:
 def save_critic(roles: ModelRoles, folder: Path | str) -> None:
     """Writes the critic so that it can start another run's critic, or judge answers as a reward model.
 
-    Kind model: a sequence classifier. Kind adapter: a PEFT adapter of a sequence classifier on the policy's base. Kind
-    head: the head alone, which belongs to the policy saved with it.
+    A critic with an adapter, its own or the policy's: a PEFT adapter of a sequence classifier on the policy's base. Any
+    other: a sequence classifier, with the policy's trunk where it is a head on that.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    critic, policy = roles.role(VALUE), roles.role(POLICY)
-    if critic.model is not policy.model:
-        critic.model.save_pretrained(folder)
-    elif critic.adapter == policy.adapter:
-        save_head(critic.head, folder)
-        return
-    else:
+    critic = roles.role(VALUE)
+    if critic.adapter is not None:
         _save_reward_adapter(roles, folder)
+    elif critic.model is roles.role(POLICY).model:
+        classifier = classifier_on(critic.model)
+        classifier.score, classifier.config.pad_token_id = critic.head, padding_id(critic.model, roles.tokenizer)
+        classifier.save_pretrained(folder)
+    else:
+        critic.model.save_pretrained(folder)
     roles.tokenizer.save_pretrained(folder)
 
 

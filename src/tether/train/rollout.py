@@ -48,6 +48,7 @@ class Answers:
             responses=list(self.texts),
             query_ids=[list(p.token_ids) for p in self.prompts],
             response_ids=[list(c.token_ids) for c in self.completions],
+            conversations=[p.conversation for p in self.prompts],
             columns=columns,
         )
 

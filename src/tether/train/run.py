@@ -33,7 +33,7 @@ from tether.models.loading import (
 from tether.models.loading import load_config as load_model_config
 from tether.models.paths import ADAPTER_CONFIG, adapter_base, check_model_path, is_adapter
 from tether.models.roles import ModelRoles, build_roles
-from tether.models.saving import atomic_folder, files_written, save_policy
+from tether.models.saving import atomic_folder, files_written, save_critic, save_policy
 from tether.report.html import REPORT, write_report
 from tether.rewards.build import build_rewards, check_rewards
 from tether.train.callbacks import Callbacks
@@ -47,7 +47,7 @@ from tether.train.parts import Parts
 from tether.train.trainer import PPOTrainer
 from tether.types import RewardSource, Sampling
 
-CONFIG, SCORE_NORM = "config.yaml", "score_norm.json"
+CONFIG, SCORE_NORM, CRITIC = "config.yaml", "score_norm.json", "critic"
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,9 @@ def train_policy(
             if interrupted is None:
                 with trainer.policy_to_keep():
                     save_final(config.output_dir, trainer.roles, tokenizer)
+                if config.value.save:
+                    with atomic_folder(config.output_dir / CRITIC) as folder:
+                        save_critic(trainer.roles, folder)
             trainer.parts.generator.close()
         finally:
             log.close()
@@ -381,8 +384,8 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
         for name in (METRICS, SAMPLES):
             truncate_after(folder / name, state["step"], evaluated)
     elif config.overwrite_output_dir:
-        for path in list_checkpoints(folder):
-            shutil.rmtree(path)
+        for path in (*list_checkpoints(folder), folder / CRITIC):
+            shutil.rmtree(path, ignore_errors=not path.exists())
         # the policy too: an adapter beside another run's full model would be loaded together with it
         for name in (METRICS, SAMPLES, REPORT, SCORE_NORM, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import importlib
 import inspect
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from types import ModuleType
 from typing import Any
 
 from tether.errors import ConfigError, RewardError
 from tether.rewards.base import checked
+from tether.rewards.loop import awaited
 from tether.types import RewardBatch, RewardOutput
 
 RewardFunction = Callable[..., Any]
@@ -75,7 +74,7 @@ class FunctionSource:
             if name not in _OURS and _accepts(self.function, name)
         }
         result = self.function(prompts=prompts, completions=completions, **columns)
-        return _awaited(result) if inspect.isawaitable(result) else result
+        return awaited(result) if inspect.isawaitable(result) else result
 
     def _where(self, batch: RewardBatch, rows: Sequence[int]) -> str:
         """The first row that fails alone, or all rows if none does within a few seconds."""
@@ -151,23 +150,6 @@ def _missing_message(what: str, missing: Sequence[str], columns: Mapping[str, An
         f"{what} needs {', '.join(missing)}, but the dataset's columns are {', '.join(columns) or 'none'}; "
         "give the argument a default or add the column"
     )
-
-
-def _awaited(result: Awaitable[Any]) -> Any:
-    """What the awaitable gives, also where the calling thread already runs an event loop, as notebooks do."""
-
-    async def main() -> Any:
-        return await result
-
-    return asyncio.run_coroutine_threadsafe(main(), _event_loop()).result()
-
-
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all calls, so that a client that a function keeps between calls stays usable."""
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True, name="tether-rewards").start()
-    return loop
 
 
 def _accepts(function: RewardFunction, name: str) -> bool:

@@ -38,6 +38,8 @@ ALIASES = _table(
     ("torch_dtype model_dtype param_dtype pure_bf16", _to("model.dtype")),
     ("flash_attn attn_impl use_flash_attention_2", _to("model.attn_implementation")),
     ("use_peft use_lora finetuning_type peft_config", _to("model.lora", note="`lora: {}` turns LoRA on")),
+    ("num_layers_unfrozen freeze_trainable_layers",
+     _to("model.freeze_layers", note="it counts the layers that stay as they are, from the first")),
     ("lora_r lora_rank ds.lora.rank", _to("model.lora.r")),
     ("lora_alpha ds.lora.alpha", _to("model.lora.alpha")),
     ("lora_dropout ds.lora.dropout", _to("model.lora.dropout")),

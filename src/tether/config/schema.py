@@ -66,8 +66,20 @@ class ModelConfig(Section):
     """Attention kernel as transformers names it; the model's default if left out."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    freeze_layers: NonNegativeInt = 0
+    """First transformer layers that stay as they are, with the embeddings (and a head that is tied to them). For full
+    fine-tuning; a critic of kind model trains all of its own."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter instead of all weights; ``lora: {}`` takes the defaults."""
+
+    @model_validator(mode="after")
+    def _one_way_to_train_less(self) -> ModelConfig:
+        if self.freeze_layers and self.lora is not None:
+            raise ValueError(
+                f"freeze_layers {self.freeze_layers} is for full fine-tuning; with lora only the adapter trains: leave "
+                "it out, and choose the layers by lora.target_modules"
+            )
+        return self
 
 
 class ValueConfig(Section):

@@ -8,9 +8,9 @@ from functools import partial
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tether.errors import ModelError
+from tether.models.layers import transformer_layers
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def recomputed_layers(model: nn.Module) -> Iterator[None]:
     Raises:
         ModelError: the model has no layers that can be recomputed.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = transformer_layers(model)
     if not layers:
         raise ModelError(f"train.gradient_checkpointing: {type(model).__name__} does not support it; set it to false")
     overridden = {layer: vars(layer)["forward"] for layer in layers if "forward" in vars(layer)}

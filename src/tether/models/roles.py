@@ -46,6 +46,7 @@ from tether.models.forward import (
     response_values,
 )
 from tether.models.heads import ScalarHead, state_size
+from tether.models.layers import parameters_above
 from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, adapter_base, is_adapter
 from tether.models.recompute import recomputed_layers
@@ -488,7 +489,8 @@ def build_roles(
 def _full_roles(config: RunConfig) -> list[Role]:
     path = config.model.path
     model = _load_policy(config, path, _dtype(config, torch.float32), config.model.revision)
-    roles = [Role(POLICY, model, path, "own weights", trained=dict(model.named_parameters()))]
+    trained = parameters_above(model, config.model.freeze_layers)
+    roles = [Role(POLICY, model, path, "own weights", trained=trained)]
     if config.ppo.kl_coef > 0:
         roles.append(Role(REFERENCE, copy.deepcopy(model), path, "frozen copy"))
     return roles

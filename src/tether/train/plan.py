@@ -20,6 +20,7 @@ from tether.config.rewards import AdapterReward, FunctionReward, ModelReward, Re
 from tether.config.schema import RunConfig
 from tether.models.adapters import DEFAULT, adapter_parameters, peft_lora_config, read_adapter, with_adapter
 from tether.models.heads import state_size
+from tether.models.layers import parameters_above
 from tether.models.loading import load_config
 from tether.models.paths import adapter_base, is_adapter
 from tether.models.roles import critic_source
@@ -130,7 +131,8 @@ def plan_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Ro
 
 def _full_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
     path, size, dtype = config.model.path, _count(base), _dtype(config, torch.float32)
-    roles = [_role("policy", path, size, size, dtype, "own weights")]
+    trained = sum(p.numel() for p in parameters_above(base, config.model.freeze_layers).values())
+    roles = [_role("policy", path, size, trained, dtype, "own weights")]
     return roles + ([_role("reference", path, size, 0, dtype, "frozen copy")] if config.ppo.kl_coef > 0 else [])
 
 

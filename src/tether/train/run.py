@@ -252,6 +252,11 @@ def check_data(
                 f"sampling.stop_token {config.sampling.stop_token} is token {stop}, but the model knows only "
                 f"{text.vocab_size} tokens"
             )
+    if config.model.freeze_layers >= text.num_hidden_layers:
+        raise ConfigError(
+            f"model.freeze_layers {config.model.freeze_layers}: the model has {text.num_hidden_layers} layers, so none "
+            f"would train. Set it below {text.num_hidden_layers}"
+        )
     if config.model.lora is not None and base == path:
         check_targets(config.model.lora, shape, trust_remote_code=config.model.trust_remote_code)
     limit = getattr(text, "max_position_embeddings", None)

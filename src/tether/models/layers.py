@@ -1,0 +1,29 @@
+"""The transformer layers of a model, in the order in which hidden states pass them."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def transformer_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers, first to last; none for a model that is not built of such."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def parameters_above(model: nn.Module, num_layers: int) -> dict[str, nn.Parameter]:
+    """The parameters that come after the first ``num_layers`` layers, by name; all of them for 0.
+
+    Embeddings come before the first layer, final norm and language model head after the last. A head that is tied to
+    the embeddings is one with them.
+
+    Args:
+        num_layers: from 0 to one less than the model has.
+    """
+    named = dict(model.named_parameters())
+    if num_layers == 0:
+        return named
+    first = next(transformer_layers(model)[num_layers].parameters())
+    names = list(named)
+    start = next(i for i, name in enumerate(names) if named[name] is first)
+    return {name: named[name] for name in names[start:]}

@@ -53,6 +53,8 @@ class Prompt:
     """The query as token ids, without padding."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns, handed to reward functions."""
+    conversation: Sequence[Message] | None = None
+    """The chat messages that the query was rendered from, the run's system message among them; None for plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,9 @@ class RewardBatch:
     """Prompts as the policy's token ids."""
     response_ids: list[list[int]]
     """Answers as the policy's token ids, the end token included."""
+    conversations: list[Sequence[Message] | None]
+    """The chat messages that each query was rendered from, the run's system message among them; None for plain text.
+    What a judge with a chat template of its own puts into it."""
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
     """The dataset's other columns, one entry an answer."""
 

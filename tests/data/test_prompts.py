@@ -219,3 +219,17 @@ def test_nulls_that_parquet_fills_in_are_no_part_of_a_message(tmp_path):
         key="data.prompts",
     )
     assert [prompt.source for prompt in data.prompts] == [rows[0]["messages"], rows[1]["messages"]]
+
+
+def test_the_conversation_that_the_policy_is_shown_goes_with_the_prompt(load):
+    """What a judge with a template of its own is to be shown: with the run's system message, as the query is."""
+    system = {"role": "system", "content": "be nice"}
+    rows = [{"prompt": "cat"}, {"prompt": [user("dog")]}, {"prompt": [{**system, "content": "own"}, user("sun")]}]
+    data = load(rows, system_prompt="be nice")
+    assert [prompt.conversation for prompt in data.prompts] == [
+        [system, user("cat")], [system, user("dog")], [{**system, "content": "own"}, user("sun")]
+    ]  # fmt: skip
+    assert [prompt.source for prompt in data.prompts] == [row["prompt"] for row in rows]
+    assert [p.conversation for p in load(rows[:2]).prompts] == [[user("cat")], [user("dog")]]
+    assert load(rows[:1], chat_template="none").prompts[0].conversation is None
+    assert load(rows[:1], tokenizer=tiny_tokenizer(chat_template=False)).prompts[0].conversation is None

@@ -16,6 +16,7 @@ def text_batch(*responses: str, prompts: list | None = None, **columns: list) ->
         responses=list(responses),
         query_ids=[[1]] * len(responses),
         response_ids=[[2]] * len(responses),
+        conversations=[None if isinstance(prompt, str) else prompt for prompt in prompts],
         columns=columns,
     )
 
@@ -31,4 +32,5 @@ def chat_batch(tokenizer: PreTrainedTokenizerBase, turns: Sequence[tuple[str, st
         responses=[response for _, response in turns],
         query_ids=[tokenizer(query, add_special_tokens=False)["input_ids"] for query in queries],
         response_ids=[tokenizer(response, add_special_tokens=False)["input_ids"] + end for _, response in turns],
+        conversations=prompts,
     )

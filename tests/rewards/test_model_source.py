@@ -94,6 +94,7 @@ def test_text_that_the_policy_wraps_is_a_user_turn_for_the_judge_too(tmp_path):
         responses=["good"],
         query_ids=[[1]],
         response_ids=[[2]],
+        conversations=[[{"role": "user", "content": "the cat sees"}]],
     )
     ids = encode_messages(
         judge.tokenizer, [{"role": "user", "content": "the cat sees"}, {"role": "assistant", "content": "good"}]
@@ -101,13 +102,10 @@ def test_text_that_the_policy_wraps_is_a_user_turn_for_the_judge_too(tmp_path):
     assert judge.score(batch).scores == pytest.approx([alone(tmp_path, ids)], abs=1e-5)
 
 
-@pytest.mark.parametrize("query", ["the sun ", "<bos>the sun "])
-def test_plain_text_is_the_prompt_followed_by_the_answer(tmp_path, query):
+def test_plain_text_is_the_prompt_followed_by_the_answer(tmp_path):
     save_tiny(tmp_path, num_labels=1)
     permuted_tokenizer().save_pretrained(tmp_path)
-    batch = RewardBatch(
-        prompts=["the sun "], queries=[query], responses=["is good"], query_ids=[[1]], response_ids=[[2]]
-    )
+    batch = text_batch("is good", prompts=["the sun "])
     ids = [VOCABULARY[::-1].index(word) for word in ("the", "sun", "is", "good")]
     score = source(tmp_path, tiny_tokenizer(bos=True)).score(batch).scores
     assert score == pytest.approx([alone(tmp_path, ids)], abs=1e-5)

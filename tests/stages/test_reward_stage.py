@@ -152,6 +152,7 @@ def test_reward_sources_take_it_and_give_the_rewards_of_the_file(trained, kind, 
         responses=[""] * len(sequences),
         query_ids=[ids[:3] for ids in sequences],
         response_ids=[ids[3:] for ids in sequences],
+        conversations=[None] * len(sequences),
     )
     assert rewards.score(batch).scores == pytest.approx(list(expected), abs=1e-5)
 

@@ -12,7 +12,7 @@ from tether.data.sources import Rows, check_source, read_rows
 from tether.errors import ConfigError, DataError
 from tether.types import Message, Prompt
 
-__all__ = ["PromptData", "check_source", "checked_prompt", "encoded_queries", "load_prompts"]
+__all__ = ["PromptData", "check_source", "checked_prompt", "conversation", "encoded_queries", "load_prompts"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,14 @@ def load_prompts(
     texts, queries = encoded_queries(sources, tokenizer, chat_template, system_prompt, places)
 
     prompts = [
-        Prompt(i, prompt, text, tuple(ids), {name: row.get(name) for name in columns})
+        Prompt(
+            i,
+            prompt,
+            text,
+            tuple(ids),
+            {name: row.get(name) for name in columns},
+            conversation(prompt, tokenizer, chat_template, system_prompt),
+        )
         for i, (row, prompt, text, ids) in enumerate(zip(table.rows, sources, texts, queries, strict=True))
         if len(ids) <= max_prompt_length
     ]
@@ -159,8 +166,8 @@ def encoded_queries(
     Raises:
         ConfigError, DataError: as ``load_prompts``.
     """
-    wraps_text = chat_template == "auto" and tokenizer.chat_template is not None
-    plain = [isinstance(source, str) and not wraps_text for source in sources]
+    conversations = [conversation(source, tokenizer, chat_template, system_prompt) for source in sources]
+    plain = [messages is None for messages in conversations]
     if system_prompt is not None and any(plain):
         why = "the tokenizer has none" if tokenizer.chat_template is None else "data.chat_template is none"
         raise ConfigError(
@@ -168,8 +175,8 @@ def encoded_queries(
             "leave it out, or put it into the prompts"
         )
     texts = [
-        source if is_plain else _rendered(source, tokenizer, system_prompt, place)
-        for source, is_plain, place in zip(sources, plain, places, strict=True)
+        source if messages is None else _rendered(messages, tokenizer, place)
+        for source, messages, place in zip(sources, conversations, places, strict=True)
     ]
     bos = _bos_ids(tokenizer)
     queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -180,18 +187,34 @@ def encoded_queries(
     return texts, queries
 
 
-def _rendered(
-    source: str | list[Message], tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, where: str
-) -> str:
+def conversation(
+    source: str | Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: Literal["auto", "none"],
+    system_prompt: str | None,
+) -> list[Message] | None:
+    """The chat messages that a prompt becomes, or None if it is text that is taken as it is.
+
+    Args:
+        tokenizer: the policy's.
+        system_prompt: system message for prompts that bring none.
+    """
+    if isinstance(source, str):
+        if chat_template == "none" or tokenizer.chat_template is None:
+            return None
+        source = [{"role": "user", "content": source}]
+    if system_prompt is not None and all(message["role"] != "system" for message in source):
+        return [{"role": "system", "content": system_prompt}, *source]
+    return list(source)
+
+
+def _rendered(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str) -> str:
     """The chat template's text up to where the assistant's turn begins."""
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template. "
             "Use prompts that are text, or give the model's tokenizer a chat template"
         )
-    messages = [{"role": "user", "content": source}] if isinstance(source, str) else source
-    if system_prompt is not None and all(message["role"] != "system" for message in messages):
-        messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise whatever their authors chose

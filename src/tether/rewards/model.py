@@ -87,8 +87,8 @@ class ModelSource:
         if self.shares_ids:
             return batch.query_ids[row] + batch.response_ids[row]
         prompt, response = batch.prompts[row], batch.responses[row]
-        messages = self._messages(prompt, batch.queries[row])
-        if messages is None:
+        messages = batch.conversations[row]
+        if messages is None or (isinstance(prompt, str) and not self.tokenizer.chat_template):
             return encode_text(self.tokenizer, prompt + response)
         try:
             return encode_messages(self.tokenizer, [*messages, {"role": "assistant", "content": response}])
@@ -97,13 +97,6 @@ class ModelSource:
                 f"reward {self.name}: answer {row} of {len(batch)} (counted from 0) does not fit the reward model's "
                 f"chat template: {type(error).__name__}: {error}"
             ) from error
-
-    def _messages(self, prompt: str | Sequence[Message], query: str) -> Sequence[Message] | None:
-        """The prompt as chat messages, or None if it is plain text to the reward model."""
-        if not isinstance(prompt, str):
-            return prompt
-        was_wrapped = prompt not in (query, query.removeprefix(self.policy_tokenizer.bos_token or ""))
-        return [{"role": "user", "content": prompt}] if was_wrapped and self.tokenizer.chat_template else None
 
     @torch.no_grad()
     def _score_batch(self, ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:

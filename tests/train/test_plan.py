@@ -9,8 +9,9 @@ from tests.train.runs import tiny_run
 from tests.train.test_run import SHARINGS
 from tether.config.load import load_config, parse_config
 from tether.models.roles import build_roles
+from tether.train.inputs import load_data
 from tether.train.plan import plan
-from tether.train.run import load_data, train_policy
+from tether.train.run import train_policy
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
@@ -19,7 +20,7 @@ from tether.train.run import load_data, train_policy
 def test_roles_have_the_parameters_that_were_planned(tmp_path, kind, sharing, kl_coef):
     config = tiny_run(tmp_path, kind=kind, ppo__kl_coef=kl_coef, **SHARINGS[sharing])
     planned = {role.role: role for role in plan(config).roles}
-    roles = build_roles(config, load_data(config)[0], device="cpu", mixed_precision=False)
+    roles = build_roles(config, load_data(config).tokenizer, device="cpu", mixed_precision=False)
     for row in roles.table():
         assert planned[row.role].trainable == row.trainable, row.role
     built = sum(row.bytes for row in roles.table())
@@ -65,6 +66,6 @@ def test_adapters_that_are_continued_or_judge_are_counted_as_they_were_saved(tmp
         tmp_path, model__path=str(first.output_dir), model__lora={}, output_dir=str(tmp_path / "second")
     )  # fmt: skip
     planned = {role.role: role for role in plan(second).roles}
-    roles = build_roles(second, load_data(second)[0], device="cpu", mixed_precision=False)
+    roles = build_roles(second, load_data(second).tokenizer, device="cpu", mixed_precision=False)
     assert sum(role.weight_bytes for role in planned.values()) == sum(row.bytes for row in roles.table())
     assert planned["policy"].trainable == 2 * 2 * (16 + 16)

@@ -24,7 +24,7 @@ from tether.models.layers import parameters_above
 from tether.models.loading import load_config
 from tether.models.paths import adapter_base, is_adapter
 from tether.models.roles import critic_source
-from tether.train.run import check, check_data, check_updates, load_data, load_ptx, resolved
+from tether.train.inputs import check, check_data, load_data, resolved
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 ADAM_BYTES = 8
@@ -71,9 +71,9 @@ def plan(config: RunConfig) -> Plan:
     """
     check(config)
     config = resolved(config)
-    tokenizer, prompts, eval_prompts = load_data(config)
-    check_data(config, tokenizer, prompts, eval_prompts, ptx=load_ptx(config, tokenizer))
-    check_updates(config, len(prompts.prompts))
+    data = load_data(config)
+    check_data(config, data)
+    prompts, eval_prompts = data.prompts, data.eval_prompts
     count, longest = len(prompts.prompts), max(len(p.token_ids) for p in prompts.prompts)
     updates, rollout = config.num_updates(count), config.train.rollout_batch_size
     epochs, minis = config.ppo.num_ppo_epochs, config.ppo.num_mini_batches
@@ -88,7 +88,7 @@ def plan(config: RunConfig) -> Plan:
         ),
         ("micro-batches", _micro_batches(config)),
     ]
-    roles = plan_roles(config, tokenizer)
+    roles = plan_roles(config, data.tokenizer)
     shape = model_config(config.model.path, config)
     memory = estimate_memory(config, roles, shape, longest)
     return Plan(dump_config(config), arithmetic, updates, roles, memory)

@@ -24,7 +24,8 @@ from tether.models.saving import load_policy
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.evaluate import evaluate
-from tether.train.run import CONFIG, SCORE_NORM, build_parts, resolved
+from tether.train.inputs import RunData, resolved
+from tether.train.run import CONFIG, SCORE_NORM, build_parts
 from tether.types import Request, Sampling, noise_key
 
 
@@ -101,7 +102,7 @@ def evaluate_path(
         key="--prompts",
     )
     display.phase("loading models", 0, 1)
-    parts = build_parts(config, tokenizer, None, data, None, Dist())
+    parts = build_parts(config, RunData(tokenizer, data, data, None), None, Dist())
     load_policy(parts.roles, run)
     metrics, samples = evaluate(parts, config, moments, phase=display.phase, check=lambda: None)
     if output is not None:

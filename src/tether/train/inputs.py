@@ -1,0 +1,205 @@
+"""What a run reads, and every mistake in it that shows before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from tether.config.schema import RunConfig
+from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
+from tether.data.prompts import PromptData, load_prompts
+from tether.data.sources import check_source
+from tether.errors import ConfigError
+from tether.metrics.trackers import check_report_to
+from tether.models.adapters import check_targets
+from tether.models.loading import (
+    bf16_supported,
+    check_classifier,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    stop_token_ids,
+)
+from tether.models.paths import adapter_base, check_model_path, is_adapter
+from tether.rewards.build import check_rewards
+from tether.train.display import Display
+from tether.train.optim import check_schedule
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run as token ids."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """The policy's tokenizer."""
+    prompts: PromptData
+    """Prompts to train on."""
+    eval_prompts: PromptData | None
+    """Held-out prompts, if there are any."""
+    ptx: DemonstrationData | None
+    """Demonstrations of the SFT loss, if there is one."""
+
+    @property
+    def prompt_sets(self) -> list[PromptData]:
+        """Prompts and held-out prompts, as far as they are there."""
+        return [data for data in (self.prompts, self.eval_prompts) if data is not None]
+
+    @property
+    def demonstrations(self) -> Sequence[Demonstration]:
+        """The demonstrations; none without the SFT loss."""
+        return self.ptx.demonstrations if self.ptx is not None else ()
+
+
+def check(config: RunConfig) -> None:
+    """Raises for every mistake that shows without loading a tokenizer or a model."""
+    check_model_path(config.model.path, "model.path")
+    check_source(config.data.prompts, "data.prompts")
+    if config.data.eval_prompts is not None:
+        check_source(config.data.eval_prompts, "data.eval_prompts")
+    if config.data.ptx is not None:
+        check_source(config.data.ptx, "data.ptx")
+    check_rewards(config.rewards)
+    check_report_to(config.train.report_to)
+    if config.value.init not in (None, "reward", "policy"):
+        check_model_path(config.value.init, "value.init")
+        if config.value_kind == "model":
+            check_classifier(config.value.init, "value.init")
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """The configuration with the defaults filled in that depend on this machine."""
+    return config.resolved(bf16=bf16_supported("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def load_data(config: RunConfig) -> RunData:
+    """Everything that the run reads, as token ids."""
+    model, data = config.model, config.data
+    tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    same = {"chat_template": data.chat_template, "system_prompt": data.system_prompt}
+
+    def prompts(source: str, split: str, key: str) -> PromptData:
+        return load_prompts(
+            source, tokenizer, split=split, max_prompt_length=data.max_prompt_length, key=key, **same
+        )
+
+    def demonstrations(source: str) -> DemonstrationData:
+        generation = load_generation_config(model.path, revision=model.revision)
+        return load_demonstrations(
+            source,
+            tokenizer,
+            split=data.ptx_split,
+            max_length=data.max_ptx_length,
+            end_ids=stop_token_ids(tokenizer, generation, "eos"),
+            key="data.ptx",
+            **same,
+        )
+
+    return RunData(
+        tokenizer,
+        prompts(data.prompts, data.split, "data.prompts"),
+        None if data.eval_prompts is None else prompts(data.eval_prompts, data.eval_split, "data.eval_prompts"),
+        None if data.ptx is None else demonstrations(data.ptx),
+    )
+
+
+def check_data(config: RunConfig, data: RunData) -> None:
+    """Raises ``ConfigError`` for what only the data and the policy's own configuration show: a column that a reward
+    function asks for and that is not there, tokens without an embedding, a stop token that is none, layers that the
+    policy has not, texts that do not fit into its positions, updates that leave the policy none."""
+    for prompts in data.prompt_sets:
+        check_rewards(config.rewards, columns=prompts.columns)
+    model = config.model
+    base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
+    revision = model.revision if base == model.path else None
+    shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
+    _check_tokens(config, data, shape)
+    _check_layers(config, shape, is_fresh=base == model.path)
+    _check_lengths(config, data, shape)
+    _check_updates(config, len(data.prompts.prompts))
+
+
+def _check_tokens(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:
+    size = shape.get_text_config().vocab_size
+    texts = [("prompt", prompt.row, prompt.token_ids) for each in data.prompt_sets for prompt in each.prompts]
+    texts += [("demonstration", each.row, each.query_ids + each.response_ids) for each in data.demonstrations]
+    for kind, row, ids in texts:
+        if (highest := max(ids)) >= size:
+            raise ConfigError(
+                f"model.path: {config.model.path} knows {size} tokens, its tokenizer more: token {highest}, "
+                f"{data.tokenizer.decode([highest])!r}, of the {kind} in row {row} has no embedding. One of the two "
+                "belongs to another model"
+            )
+    if config.sampling.stop_token not in (None, "eos"):
+        (stop,) = stop_token_ids(data.tokenizer, None, config.sampling.stop_token)
+        if stop >= size:
+            raise ConfigError(
+                f"sampling.stop_token {config.sampling.stop_token} is token {stop}, but the model knows only "
+                f"{size} tokens"
+            )
+
+
+def _check_layers(config: RunConfig, shape: PreTrainedConfig, *, is_fresh: bool) -> None:
+    """``is_fresh``: the policy starts from a full model, so that a LoRA adapter is new."""
+    model, layers = config.model, shape.get_text_config().num_hidden_layers
+    if model.freeze_layers >= layers:
+        raise ConfigError(
+            f"model.freeze_layers {model.freeze_layers}: the model has {layers} layers, so none would train. Set it "
+            f"below {layers}"
+        )
+    if model.lora is not None and is_fresh:
+        check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
+
+
+def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:
+    limit = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(prompt.token_ids) for each in data.prompt_sets for prompt in each.prompts)
+    answer, budget = config.sampling.response_length, config.train.max_tokens_per_micro_batch
+    if budget is not None and longest + answer > budget:
+        raise ConfigError(
+            f"train.max_tokens_per_micro_batch {budget} is less than one answer may need: the longest query has "
+            f"{longest} tokens, sampling.response_length is {answer}. Set it to at least {longest + answer}"
+        )
+    if limit is not None and longest + answer > limit:
+        raise ConfigError(
+            f"sampling.response_length {answer} after the longest query of {longest} tokens needs {longest + answer} "
+            f"positions, the model has {limit}: lower it, or data.max_prompt_length"
+        )
+    longest = max((len(each.query_ids) + len(each.response_ids) for each in data.demonstrations), default=0)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"data.max_ptx_length {config.data.max_ptx_length}: the longest demonstration in {config.data.ptx} has "
+            f"{longest} tokens, the model has {limit} positions. Set it to at most {limit}"
+        )
+
+
+def _check_updates(config: RunConfig, num_prompts: int) -> None:
+    updates = config.num_updates(num_prompts)
+    if config.value.warmup_steps >= updates:
+        raise ConfigError(
+            f"value.warmup_steps {config.value.warmup_steps}: the run makes {updates} updates, so the policy would "
+            f"never train. Set it below {updates}"
+        )
+    check_schedule(config, updates)
+
+
+def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
+    """Says how many prompts there are, which were dropped, and how they fill the updates."""
+    display.message(f"prompts: {data.prompts.note}")
+    if data.eval_prompts is not None:
+        display.message(f"held-out prompts: {data.eval_prompts.note}")
+    if data.ptx is not None:
+        dropped = f", {data.ptx.num_too_long} of them dropped as too long" if data.ptx.num_too_long else ""
+        display.message(f"demonstrations: {config.data.ptx}: {data.ptx.num_rows} rows{dropped}")
+    prompts = data.prompts.prompts
+    display.message(f"the first query as the policy reads it: {prompts[0].text!r}")
+    size, asked = config.train.rollout_batch_size, config.prompts_per_update
+    updates, count = config.num_updates(len(prompts)), len(prompts)
+    if count < asked:
+        display.message(f"{count} prompts are fewer than the {asked} of an update: each update cycles through them")
+    display.message(
+        f"{updates} updates of {size} answers = {updates * size} episodes, "
+        f"{updates * asked / count:.3g} passes over the prompts"
+    )

@@ -11,12 +11,15 @@ import torch
 from tests.tiny import EOS
 from tests.train.runs import PROMPTS, tiny_run
 from tests.train.test_run import CrashAfter, assert_same_weights, reproducible, weights
+from tether.algo import ScoreMoments
 from tether.data.collate import collate
 from tether.generation.fake import FakeGenerator
 from tether.rewards.fake import FakeRewards
-from tether.train.run import load_data, train_policy
+from tether.train.inputs import load_data
+from tether.train.rollout import Answers, micro_batch_plan, shaped_scores
+from tether.train.run import train_policy
 from tether.train.update import mini_batches
-from tether.types import Experience, noise_key
+from tether.types import Completion, Experience, Prompt, noise_key
 
 ANSWERS = [[10, 11, 12, EOS], [20, EOS], [13, 14, 15, 16, 17, 18], [21, 22, EOS]]
 SEED = 7
@@ -45,7 +48,7 @@ def recorded(folder, monkeypatch, *, rewards=None, **changes):
 
 def keys_by_prompt(config, requests):
     """Row of a prompt → keys of its answers, in the order in which they were asked for."""
-    rows = {prompt.token_ids: prompt.row for prompt in load_data(config)[1].prompts}
+    rows = {prompt.token_ids: prompt.row for prompt in load_data(config).prompts.prompts}
     keys = defaultdict(list)
     for request in requests:
         keys[rows[tuple(request.token_ids)]].append(request.key)
@@ -111,13 +114,31 @@ def test_the_judge_is_given_each_answer_with_its_own_prompt(tmp_path, monkeypatc
         tmp_path, monkeypatch, rewards=judge, data__prompts=str(path), train__max_steps=1
     )
     (batch,), (requests,) = judge.batches, generator.calls
-    tokenizer = load_data(config)[0]
+    tokenizer = load_data(config).tokenizer
     assert batch.query_ids == [list(request.token_ids) for request in requests]
     assert batch.response_ids == ANSWERS * 2  # the fake engine finishes the shortest first
     assert batch.responses == [tokenizer.decode([i for i in ids if i != EOS]) for ids in ANSWERS * 2]
     assert batch.prompts == [PROMPTS[number] for number in batch.columns["number"]]
     for query, prompt, ids in zip(batch.queries, batch.prompts, batch.query_ids, strict=True):
         assert prompt in query and query != prompt and tokenizer(query, add_special_tokens=False)["input_ids"] == ids
+
+
+def test_the_overlong_penalty_is_measured_by_the_longest_length_there_may_be(tmp_path):
+    config = tiny_run(tmp_path, ppo__overlong_buffer=4)
+    assert config.sampling.response_length == 6
+    completions = [Completion(ids, "stop") for ids in ([8, 9, EOS], [8, 9, 8, EOS], [EOS])]
+    answers = Answers([Prompt(0, "a", "a", (8,))] * 3, completions, ["", "", ""])
+    shaped = shaped_scores(torch.tensor([1.0, 1.0, 1.0]), answers, config, ScoreMoments())
+    assert shaped.tolist() == [0.75, 0.5, 1.0]
+
+
+def test_micro_batches_keep_to_the_token_budget(tmp_path):
+    config = tiny_run(tmp_path, train__micro_batch_size=None, train__max_tokens_per_micro_batch=12)
+    queries, responses = [[8] * n for n in (1, 2, 3, 4, 5, 6, 2, 2)], [[9] * n for n in (6, 1, 2, 5, 3, 1, 4, 2)]
+    plan = micro_batch_plan(config, queries, responses)
+    sizes = [len(rows) * sum(max(len(ids[i]) for i in rows) for ids in (queries, responses)) for rows in plan]
+    assert sorted(row for rows in plan for row in rows) == list(range(8))
+    assert max(sizes) <= 12 and max(map(len, plan)) > 1
 
 
 # The order of an update

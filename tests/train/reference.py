@@ -56,7 +56,11 @@ class Settings:
     temperature: float
     learning_rate: float
     value_learning_rate: float
-    max_grad_norm: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    max_grad_norm: float | None
     ema_decay: float | None
     warmup_steps: int
     detach: bool
@@ -262,7 +266,8 @@ class LinearAdam:
 
     def __init__(self, parameters, rate, num_steps, s):
         self.parameters, self.rate, self.num_steps, self.s = parameters, rate, num_steps, s
-        self.adam = torch.optim.AdamW(parameters, lr=rate, eps=1e-5, weight_decay=0.0)
+        betas = s.adam_beta1, s.adam_beta2
+        self.adam = torch.optim.AdamW(parameters, rate, betas, s.adam_epsilon, s.weight_decay)
         self.done = 0
 
     def step(self):
@@ -270,7 +275,8 @@ class LinearAdam:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads))
         for grad in grads:
-            grad *= min(1.0, self.s.max_grad_norm / (norm + 1e-6))
+            if self.s.max_grad_norm is not None:
+                grad *= min(1.0, self.s.max_grad_norm / (norm + 1e-6))
         self.adam.step()
         self.skip()
 

@@ -26,9 +26,9 @@ from tether.train import update
 from tether.train.callbacks import Callbacks
 from tether.train.display import NullDisplay
 from tether.train.distributed import Dist
+from tether.train.inputs import load_data
 from tether.train.log import RunLog
 from tether.train.parts import Parts
-from tether.train.run import load_data, load_ptx
 from tether.train.trainer import PPOTrainer
 from tether.types import Sampling
 
@@ -51,8 +51,8 @@ def scores_of(batch):
 
 def parts_for(config):
     """Models as the configuration has them, answers and scores as above."""
-    tokenizer, prompts, _ = load_data(config)
-    ptx = load_ptx(config, tokenizer)
+    data = load_data(config)
+    tokenizer, prompts, ptx = data.tokenizer, data.prompts, data.ptx
     scores = (score for batch in count() for score in scores_of(batch))
     return Parts(
         roles=build_roles(config, tokenizer, device=Dist().device, mixed_precision=False),
@@ -75,8 +75,8 @@ def trainer_for(config, tmp_path, parts=None):
 
 def moved_away(roles):
     """The roles in float64, with a policy that is not the reference and a critic that does not say 0 of everything."""
-    names = [name for name in ("policy", "reference", "value") if name in roles._by_name]
-    for name in names:
+    names = {"policy": True, "reference": roles.has_reference, "value": roles.has_critic}
+    for name in (name for name, is_there in names.items() if is_there):
         roles.role(name).model.double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -88,16 +88,17 @@ def moved_away(roles):
 
 
 def settings(config):
-    known = config.ppo.model_dump(exclude={"score_norm_samples"}) | {"whiten_advantages": config.ppo.whitens_advantages}
+    """What the reference needs of a configuration: every key of ``ppo``, so that a new one has to be in it too."""
+    adam = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "ema_decay")
+    algorithm = config.ppo.model_dump(exclude={"score_norm_samples"})
     return reference.Settings(
-        **known,
+        **algorithm | {"whiten_advantages": config.ppo.whitens_advantages},
+        **{name: getattr(config.train, name) for name in adam},
         num_generations=config.sampling.num_generations,
         response_length=config.sampling.response_length,
         temperature=config.sampling.temperature,
         learning_rate=config.learning_rate,
         value_learning_rate=config.value.learning_rate or config.learning_rate,
-        max_grad_norm=config.train.max_grad_norm,
-        ema_decay=config.train.ema_decay,
         warmup_steps=config.value.warmup_steps,
         detach=config.value.detach,
         num_updates=config.train.max_steps,
@@ -141,7 +142,7 @@ class Twins:
 
         def noted(*args, **kwargs):
             batches = demonstration_batches(*args, **kwargs)
-            ids = [row[mask] for batch in batches for row, mask in zip(batch.token_ids, batch.attention_mask)]
+            ids = [batch.token_ids[i][batch.attention_mask[i]] for batch in batches for i in range(len(batch.rows))]
             self.demonstrations.append([known[tuple(row.tolist())] for row in ids])
             return batches
 
@@ -192,7 +193,8 @@ class Twins:
         if self.reference.critic is not None:
             trunk, head_weight = self.reference.critic
             assert_close({"head": self.roles.role("value").head.weight}, {"head": head_weight})
-            assert_close(dict(self.roles.role("value").model.base_model.named_parameters()), dict(trunk.named_parameters()))
+            ours = self.roles.role("value").model.base_model
+            assert_close(dict(ours.named_parameters()), dict(trunk.named_parameters()))
 
     def moved(self):
         """How far the policy moved, at most."""
@@ -208,8 +210,15 @@ def assert_close(ours, theirs):
 
 OWN_CRITIC = {"kind": "llama", "tied": False, "value__kind": "model"}
 HEAD = {"kind": "gpt2", "tied": True, "value__kind": "head"}
+USUAL = {
+    "ppo__kl_coef": 0.3, "ppo__num_ppo_epochs": 3, "train__max_grad_norm": None, "train__adam_epsilon": 1e-3,
+}  # fmt: skip
+"""What a case does not say otherwise. With gradients clipped, or a small ε, Adam would hide the scale of the loss."""
 CASES = {
-    "defaults": {},
+    "defaults": {"train__max_grad_norm": 1.0, "train__adam_epsilon": 1e-5},
+    "settings of the optimizer": {
+        "train__max_grad_norm": 0.3, "train__weight_decay": 0.1, "train__adam_beta1": 0.8, "train__adam_beta2": 0.95,
+    },
     "k3, temperature, gamma, lambda": {
         "ppo__kl_estimator": "k3", "sampling__temperature": 0.7, "ppo__gamma": 0.9, "ppo__lam": 0.6,
     },
@@ -249,7 +258,8 @@ CASES = {
         "ppo__num_mini_batches": 2, "ppo__entropy_coef": 0.05,
     },
     "upper clip, dual clip": {
-        "ppo__cliprange": 0.05, "ppo__cliprange_high": 0.1, "ppo__dual_clip": 1.05, "train__learning_rate": 5e-3,
+        "ppo__cliprange": 0.05, "ppo__cliprange_high": 0.1, "ppo__dual_clip": 1.05, "ppo__num_mini_batches": 2,
+        "train__learning_rate": 5e-3,
     },
     "entropy, temperature": {"ppo__entropy_coef": 0.1, "sampling__temperature": 0.6},
     "fixed length, mini-batches": {
@@ -259,18 +269,22 @@ CASES = {
     "demonstrations, temperature": {
         "ppo__ptx_coef": 0.5, "sampling__temperature": 0.7, "ppo__num_mini_batches": 2, "train__micro_batch_size": 2,
     },
-    "early stop by KL": {
-        "ppo__max_approx_kl": 1e-3, "ppo__num_mini_batches": 2, "updates": 2,
-    },
-    "early stop by ratio": {"ppo__max_ratio": 1.001, "updates": 2},
+    "early stop by KL": {"ppo__max_approx_kl": 2e-3, "ppo__num_mini_batches": 2, "updates": 2},
+    "early stop by ratio": {"ppo__max_ratio": 1.01, "ppo__num_mini_batches": 2, "updates": 2},
     "warm-up of the critic": {
         "value__warmup_steps": 1, "updates": 3, "ppo__num_ppo_epochs": 2, "ppo__num_mini_batches": 2,
-        "ppo__ptx_coef": 0.2, "ppo__entropy_coef": 0.01, "train__ema_decay": 0.9,
+        "ppo__ptx_coef": 0.2, "ppo__entropy_coef": 0.01, "train__ema_decay": 0.9, "train__weight_decay": 0.1,
     },
-    "adaptive coefficient": {"ppo__kl_target": 0.2, "ppo__kl_horizon": 50, "updates": 3, "ppo__num_ppo_epochs": 1},
+    "adaptive coefficient": {"ppo__kl_target": 0.25, "ppo__kl_horizon": 50, "updates": 3, "ppo__num_ppo_epochs": 1},
     "moving average": {"train__ema_decay": 0.75, "updates": 2},
 }
 """Options, and the number of updates where it is not 1."""
+REACHED = {
+    "defaults": ("policy/clipfrac_low", "policy/clipfrac_high"),
+    "rewards whitened, tight clips": ("policy/clipfrac_low", "policy/clipfrac_high", "val/clipfrac_avg"),
+    "upper clip, dual clip": ("policy/clipfrac_low", "policy/clipfrac_high", "policy/dual_clipfrac"),
+}
+"""Metrics that are above 0 where a case does what it is for."""
 ONE_CRITIC = {
     "own critic, learning rate of its own": OWN_CRITIC | {"value__learning_rate": 3e-3},
     "head, detached": HEAD | {"value__detach": True},
@@ -308,19 +322,25 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("case", ALL)
 def test_parameters_equal_updates_written_a_second_time(folder, tmp_path, monkeypatch, case):
-    options = {"ppo__kl_coef": 0.3, "ppo__num_ppo_epochs": 3} | ALL[case]
+    options = USUAL | ALL[case]
     updates = options.pop("updates", 1)
     if "ppo__ptx_coef" in options:
         options["data__ptx"] = str(folder / "ptx.jsonl")
     config = tiny_run(folder, output_dir=str(tmp_path), train__max_steps=updates, **options)
-    twins = Twins(config, tmp_path, monkeypatch)
+    twins, rows = Twins(config, tmp_path, monkeypatch), []
     if config.ppo.score_norm == "frozen":
         twins.freeze_moments()
-    for _ in range(updates):
-        metrics = twins.update()
+    for number in range(updates):
+        rows.append(twins.update())
         twins.check_equal()
-        print(case, {k: v for k, v in metrics.items() if not k.startswith("time")})
+        if number < config.value.warmup_steps:
+            assert twins.moved() == 0.0
     assert twins.moved() > 1e-3, "the updates are too small for this test to mean anything"
+    for name in REACHED.get(case.rpartition(", ")[0], ()):
+        assert any(row[name] > 0 for row in rows), f"{name}: the case has nothing of what it is for"
+    if case.startswith("early stop"):
+        taken = [row["update/num_steps"] for row in rows]
+        assert all(1 <= number < 6 for number in taken) and max(taken) > 1
 
 
 def test_critic_head_is_a_scalar_head(tmp_path):

@@ -49,13 +49,13 @@ def evaluate(
     metrics.mean("eval_scores", judged.scores)
     metrics.var("eval_scores_var", judged.scores)
     for name, values in judged.components.items():
-        metrics.mean(f"eval_rewards/{name}", torch.tensor(values))
-        metrics.var(f"eval_rewards_var/{name}", torch.tensor(values))
+        metrics.mean(f"eval_rewards/{name}", values)
+        metrics.var(f"eval_rewards_var/{name}", values)
     for completion in answers.completions:
         metrics.mean("eval_length", float(len(completion.token_ids)))
         metrics.mean("eval_eos_rate", float(completion.finish_reason == "stop"))
     if kl is not None:
-        metrics.mean("eval_kl", torch.tensor(kl))
+        metrics.mean("eval_kl", kl)
     numbers = metrics.compute()
     numbers["eval_scores_std"] = numbers.pop("eval_scores_var") ** 0.5
     for name in judged.components:

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
         (Literal["a", "b"], "one of a, b"),
         (list[str] | None, "a list of text or null"),
         (Annotated[list[int], Field(min_length=2)], "a list of whole numbers, at least 2"),
+        (Annotated[list[float], Field(min_length=2, max_length=2)], "a list of numbers, exactly 2"),
         (Path, "a path"),
         (LoraConfig | None, "a group of keys or null"),
     ],

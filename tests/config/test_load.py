@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from tether.config import text
 from tether.config.load import dump_config, load_config, parse_config
 from tether.config.reward_stage import RewardStageConfig
+from tether.config.rewards import RewardConfig
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 
+TYPES = [get_args(member.model_fields["type"].annotation)[0] for member in get_args(get_args(RewardConfig)[0])]
 FILE = """\
 model:
   path: some/model
@@ -183,7 +186,7 @@ class TestProblems:
             "line 1: model.path: got 3, wanted text",
             "line 1: model.lora: got 5, wanted a group of keys or null",
             "line 2: value.kind: got foo, wanted one of adapter, model, head or null",
-            "line 4: rewards.0.type: got modl; wanted one of model, adapter, function",
+            f"line 4: rewards.0.type: got modl; wanted one of {', '.join(TYPES)}",
             "line 5: rewards.1.weight: got true, wanted a number",
             "line 6: rewards.2: got 7, wanted a group of keys",
             "line 8: train.seed: got 1.5, wanted a whole number",

@@ -117,6 +117,9 @@ def wanted(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if get_origin(base) is list:
         many = f"a list of {_plural(wanted(*get_args(base)))}"
         least = next((m.min_length for m in metadata if hasattr(m, "min_length")), 0)
+        most = next((m.max_length for m in metadata if hasattr(m, "max_length")), None)
+        if most is not None and most == least:
+            return f"{many}, exactly {least}"
         return f"{many}, at least {least}" if least else many
     if get_origin(base) is dict:
         return "a mapping of names to values"

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from tether.config.base import Section
+
+
+def _checked_url(url: str) -> str:
+    """The address, if requests can be sent there and it holds no password, which messages would show."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"got an address with a mistake ({error}); wanted http://HOST:PORT/PATH") from error
+    if "@" in parts.netloc:
+        raise ValueError("the address holds a user or password; put the key into an environment variable, api_key_env")
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or re.search(r"[\s#]", url):
+        raise ValueError(f"got {url!r}, wanted an address that begins with http:// or https://")
+    return url
+
+
+Url = Annotated[str, AfterValidator(_checked_url)]
 
 
 class _Reward(Section):
@@ -57,4 +86,116 @@ class FunctionReward(_Reward):
     """Name of the function; also its name in metrics and samples."""
 
 
-RewardConfig = Annotated[ModelReward | AdapterReward | FunctionReward, Field(discriminator="type")]
+class ServiceReward(_Reward):
+    """What all sources that ask a service have."""
+
+    api_key_env: str | None = None
+    """Environment variable that holds the service's key, which is sent as ``Authorization: Bearer`` and written
+    nowhere."""
+    connect_timeout: PositiveFloat = 5.0
+    """Seconds in which a connection must stand."""
+    read_timeout: PositiveFloat = 60.0
+    """Seconds after that in which the whole answer must be there."""
+    retries: NonNegativeInt = 4
+    """How often a request is sent again that timed out, lost its connection, or got status 429 or 5xx."""
+    retry_delay: PositiveFloat = 1.0
+    """Seconds before it is sent again for the first time, doubled each time up to 30; more where the service asks for
+    more by ``Retry-After``, up to 30."""
+    max_concurrency: PositiveInt = 8
+    """Requests in flight at once."""
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and re.fullmatch("[A-Z_][A-Z0-9_]*", name) is None:
+            raise ValueError("wanted the name of an environment variable (A-Z, 0-9 and _), not the key itself")
+        return name
+
+
+class HttpReward(ServiceReward):
+    """A scoring service."""
+
+    type: Literal["http"]
+    """``http``: a service that gives scores for prompts and responses; docs/rewards.md has the protocols."""
+    url: Url
+    """Address that requests are posted to: ``http://127.0.0.1:8000/score``."""
+    protocol: Literal["tether", "llamafactory"] = "tether"
+    """``tether``: prompts, responses and columns, as ``tether serve-reward`` takes them. ``llamafactory``: whole
+    texts, as LLaMA-Factory's reward servers take them."""
+    columns: list[str] | None = None
+    """Columns of the dataset that are sent, protocol tether only. Left out: all."""
+    batch_size: PositiveInt = 32
+    """Most answers of a request."""
+
+    @model_validator(mode="after")
+    def _columns_have_a_place(self) -> HttpReward:
+        if self.columns and self.protocol == "llamafactory":
+            raise ValueError("columns: protocol llamafactory has no place for them; leave them out")
+        return self
+
+
+class JudgeReward(ServiceReward):
+    """A language model that grades answers."""
+
+    type: Literal["judge"]
+    """``judge``: a chat model behind an OpenAI-compatible service, which reads a rubric and replies with a number."""
+    base_url: Url
+    """Address of the service, up to ``/chat/completions``: ``https://api.openai.com/v1``."""
+    model: str
+    """Name of the model, as the service calls it."""
+    rubric: str
+    """What the judge is asked, with ``{response}`` and, where it needs it, ``{prompt}``. The reply's last line must
+    be the number that it asks for: alone, after a label (``Score: 7``), or out of the highest (``7/10``)."""
+    scale: Annotated[list[float], Field(min_length=2, max_length=2, default_factory=lambda: [1.0, 10.0])]
+    """Lowest and highest number. The score is the number itself."""
+    attempts: PositiveInt = 3
+    """How often the judge is asked, at most, until a reply holds a number on the scale."""
+    temperature: NonNegativeFloat | None = 0.0
+    """Temperature of the judge; null leaves it to the service, for models that refuse to be told."""
+    max_tokens: PositiveInt | None = 16
+    """Most tokens of a reply; null leaves it to the service. A rubric that asks for reasons first needs more."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of the request: ``{max_completion_tokens: 2000}``."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_a_base(cls, url: str) -> str:
+        if url.rstrip("/").endswith("/completions"):
+            raise ValueError(f"got {url}, wanted the address before /chat/completions")
+        return url
+
+    @field_validator("rubric")
+    @classmethod
+    def _shows_the_answer(cls, rubric: str) -> str:
+        if "{response}" not in rubric:
+            raise ValueError("wanted text with {response} where the answer goes, and {prompt} where the prompt does")
+        return rubric
+
+    @field_validator("extra_body")
+    @classmethod
+    def _adds_to_the_request(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(extra.keys() & {"model", "messages", "temperature", "max_tokens", "stream"})
+        if taken:
+            raise ValueError(
+                f"holds {', '.join(taken)}, which the source itself sends or cannot use; leave it out here"
+            )
+        return extra
+
+    @field_validator("scale")
+    @classmethod
+    def _rises(cls, scale: list[float]) -> list[float]:
+        if scale[0] >= scale[1]:
+            raise ValueError(f"got {scale[0]:g} to {scale[1]:g}, wanted the lower number first")
+        return scale
+
+
+RewardConfig = Annotated[
+    ModelReward | AdapterReward | FunctionReward | HttpReward | JudgeReward, Field(discriminator="type")
+]
+
+
+def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:
+    """Names of reward sources in metrics and samples: their own, or their type, with a number if there are several."""
+    return [
+        reward.name or (reward.type if len(rewards) == 1 else f"{reward.type}_{i}") for i, reward in enumerate(rewards)
+    ]

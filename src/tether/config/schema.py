@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from tether.config.base import Section
-from tether.config.rewards import RewardConfig
+from tether.config.rewards import RewardConfig, reward_names
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -405,8 +405,7 @@ class RunConfig(Section):
     @property
     def reward_names(self) -> list[str]:
         """Names of the reward sources in metrics and samples, unique."""
-        return [reward.name or (reward.type if len(self.rewards) == 1 else f"{reward.type}_{i}")
-                for i, reward in enumerate(self.rewards)]
+        return reward_names(self.rewards)
 
     @property
     def value_kind(self) -> Literal["adapter", "model", "head"] | None:

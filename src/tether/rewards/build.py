@@ -9,22 +9,33 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tether.config.rewards import AdapterReward, FunctionReward, ModelReward, RewardConfig
-from tether.errors import ModelError
+from tether.config.rewards import (
+    AdapterReward,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    ModelReward,
+    RewardConfig,
+)
+from tether.errors import ConfigError, ModelError, RewardError
 from tether.models.loading import check_classifier, load_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, check_model_path
 from tether.models.roles import ModelRoles
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.function import FunctionSource, check_columns, load_function
+from tether.rewards.http import check_sent_columns, http_source
+from tether.rewards.judge import judge_source
 from tether.rewards.model import ModelSource
-from tether.types import RewardSource
+from tether.rewards.service import service_key
+from tether.types import RewardBatch, RewardSource
 
 
 def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None = None) -> None:
     """Checks everything about reward sources that shows before a model is loaded.
 
-    Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label.
+    Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label,
+    keys of services are set.
 
     Args:
         configs: the sources.
@@ -46,6 +57,12 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
             case ModelReward():
                 check_model_path(config.path, f"{key}.path")
                 check_classifier(config.path, f"{key}.path")
+            case HttpReward():
+                service_key(config, key)
+                if columns is not None:
+                    check_sent_columns(config, columns, key)
+            case JudgeReward():
+                service_key(config, key)
 
 
 def build_rewards(
@@ -77,8 +94,34 @@ def build_rewards(
                 source = AdapterSource(roles, name, batch_size=config.batch_size, device=device)
             case ModelReward():
                 source = _model_source(config, name, tokenizer, device)
+            case HttpReward():
+                source = http_source(config, name, f"rewards.{i}", tokenizer)
+            case JudgeReward():
+                source = judge_source(config, name, f"rewards.{i}")
         parts.append(Part(name, config.weight, source))
     return WeightedSum(parts)
+
+
+def try_services(
+    configs: Sequence[RewardConfig], names: Sequence[str], batch: RewardBatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Asks every service among the sources to score a batch, so that what is wrong with one shows before a run.
+
+    Raises:
+        ConfigError: a service gave no scores; says why.
+    """
+    for i, (config, name) in enumerate(zip(configs, names, strict=True)):
+        key, source = f"rewards.{i}", None
+        match config:
+            case HttpReward():
+                source = http_source(config, name, key, tokenizer)
+            case JudgeReward():
+                source = judge_source(config, name, key)
+        if source is not None:
+            try:
+                source.score(batch)
+            except RewardError as error:
+                raise ConfigError(f"{key}: the service did not score a first answer: {error}") from error
 
 
 def _model_source(

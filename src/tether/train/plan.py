@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tether.config.load import dump_config
-from tether.config.rewards import AdapterReward, FunctionReward, ModelReward, RewardConfig
+from tether.config.rewards import AdapterReward, FunctionReward, HttpReward, JudgeReward, ModelReward, RewardConfig
 from tether.config.schema import RunConfig
 from tether.models.adapters import DEFAULT, adapter_parameters, peft_lora_config, read_adapter, with_adapter
 from tether.models.heads import state_size
@@ -166,6 +166,10 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
     match reward:
         case FunctionReward():
             return RolePlan(label, f"{reward.path}:{reward.name}", 0, 0, "", "Python function", 0)
+        case HttpReward():
+            return RolePlan(label, reward.url, 0, 0, "", "service", 0)
+        case JudgeReward():
+            return RolePlan(label, f"{reward.model} at {reward.base_url}", 0, 0, "", "service", 0)
         case AdapterReward():
             adapter = read_adapter(reward.path)
             size = _saved_adapter_size(reward.path) + sum(tensor.numel() for tensor in adapter.head.values())

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
+from tether.config.rewards import AdapterReward, ModelReward
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
@@ -141,7 +142,11 @@ def check_folder(config: RunConfig) -> None:
 
 def model_paths(config: RunConfig) -> dict[str, str]:
     """Key and path of every model that the run reads."""
-    rewards = {f"rewards.{i}.path": reward.path for i, reward in enumerate(config.rewards) if reward.type != "function"}
+    rewards = {
+        f"rewards.{i}.path": reward.path
+        for i, reward in enumerate(config.rewards)
+        if isinstance(reward, AdapterReward | ModelReward)
+    }
     critic = {"value.init": config.value.init} if config.value.init not in (None, "reward", "policy") else {}
     return {"model.path": config.model.path} | rewards | critic
 

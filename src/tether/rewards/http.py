@@ -1,0 +1,154 @@
+"""A scoring service as a reward source. docs/rewards.md has the protocols."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.config.rewards import HttpReward
+from tether.errors import ConfigError, RewardError, RewardResponseError
+from tether.rewards.base import checked
+from tether.rewards.service import Post, Service, service_of
+from tether.types import RewardBatch, RewardOutput
+
+Payload = Callable[[RewardBatch, Sequence[int]], Mapping[str, Any]]
+"""What is posted for these rows of a batch."""
+WANTED = 'JSON {"scores": [...]} with one number an answer'
+
+
+class HttpSource:
+    """Scores answers by a service, several requests at a time.
+
+    Args:
+        service: where the requests go.
+        payload: makes them.
+        batch_size: most answers of a request.
+    """
+
+    def __init__(self, service: Service, payload: Payload, *, batch_size: int) -> None:
+        self.service = service
+        self.payload = payload
+        self.batch_size = batch_size
+
+    def score(self, batch: RewardBatch) -> RewardOutput:
+        """The service's scores and components.
+
+        Raises:
+            RewardTimeout: the service did not answer in time, and not on any further try.
+            RewardResponseError: it answered anything but one finite number an answer.
+            RewardError: it could not be reached, or the batch cannot be written as JSON.
+        """
+        rows = range(len(batch))
+        requests = [rows[start : start + self.batch_size] for start in rows[:: self.batch_size]]
+        outputs = self.service.run([partial(self._scored, batch, request) for request in requests])
+        names = list(outputs[0].components)
+        for output in outputs:
+            if list(output.components) != names:
+                raise RewardResponseError(
+                    f"{self.service.place} returned the components {', '.join(output.components) or 'none'} in one "
+                    f"answer and {', '.join(names) or 'none'} in another; wanted the same in all"
+                )
+        components = {name: [value for output in outputs for value in output.components[name]] for name in names}
+        return RewardOutput([score for output in outputs for score in output.scores], components)
+
+    async def _scored(self, batch: RewardBatch, rows: Sequence[int], post: Post) -> RewardOutput:
+        """What the service says of these rows."""
+        answer = await post(self.payload(batch, rows))
+        asked = f", asked for answers {rows[0]} to {rows[-1]}," if len(rows) < len(batch) else ""
+        place = self.service.place + asked
+        if not isinstance(answer, dict) or "scores" not in answer:
+            got = f"the keys {', '.join(answer) or 'none'}" if isinstance(answer, dict) else type(answer).__name__
+            raise RewardResponseError(f"{place} returned JSON with {got}; wanted {WANTED}")
+        components = {} if answer.get("components") is None else answer["components"]
+        if not isinstance(components, dict):
+            raise RewardResponseError(
+                f"{place} returned components of type {type(components).__name__}; wanted names with lists of numbers"
+            )
+        return RewardOutput(
+            checked(answer["scores"], len(rows), place),
+            {name: checked(values, len(rows), f"{place}, component {name},") for name, values in components.items()},
+        )
+
+
+def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTokenizerBase) -> HttpSource:
+    """The source that a reward section describes.
+
+    Args:
+        name: of the source.
+        key: the section's configuration key, which messages about it begin with.
+        tokenizer: the policy's.
+
+    Raises:
+        ConfigError: the service's key is not set.
+    """
+    tethers = config.protocol == "tether"
+    return HttpSource(
+        service_of(config, config.url, name=name, key=key, wanted=WANTED),
+        tether_payload(f"reward {name}", config.columns) if tethers else llamafactory_payload(tokenizer),
+        batch_size=config.batch_size,
+    )
+
+
+def check_sent_columns(config: HttpReward, columns: Sequence[str], key: str) -> None:
+    """Checks that the dataset has every column that is to be sent.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    missing = [name for name in config.columns or () if name not in columns]
+    if missing:
+        raise ConfigError(
+            f"{key}.columns: the dataset has no column {', '.join(missing)}; its columns are "
+            f"{', '.join(columns) or 'none'}"
+        )
+
+
+def tether_payload(name: str, columns: Sequence[str] | None) -> Payload:
+    """Requests of Tether's protocol: prompts as the dataset had them, responses as text, and columns.
+
+    Args:
+        name: how messages name the source.
+        columns: those that are sent; all if None.
+    """
+
+    def payload(batch: RewardBatch, rows: Sequence[int]) -> Mapping[str, Any]:
+        sent = {
+            column: [values[row] for row in rows]
+            for column, values in batch.columns.items()
+            if columns is None or column in columns
+        }
+        prompts = [batch.prompts[row] for row in rows]
+        for column, values in {"prompt": prompts, **sent}.items():
+            for row, value in zip(rows, values, strict=True):
+                _check_json(value, f"{name}: column {column} of answer {row} of {len(batch)} (counted from 0)")
+        return {"prompts": prompts, "responses": [batch.responses[row] for row in rows], "columns": sent}
+
+    return payload
+
+
+def llamafactory_payload(tokenizer: PreTrainedTokenizerBase) -> Payload:
+    """Requests of LLaMA-Factory's protocol: prompt and answer as one text, special tokens visible.
+
+    Args:
+        tokenizer: the policy's.
+    """
+
+    def payload(batch: RewardBatch, rows: Sequence[int]) -> Mapping[str, Any]:
+        ids = [batch.query_ids[row] + batch.response_ids[row] for row in rows]
+        return {"model": "model", "messages": tokenizer.batch_decode(ids, skip_special_tokens=False)}
+
+    return payload
+
+
+def _check_json(value: Any, where: str) -> None:
+    """Raises ``RewardError`` if the value cannot be written as JSON; ``where`` names it."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RewardError(
+            f"{where} cannot be sent as JSON: {error}; change the dataset, or name the columns to send in `columns`"
+        ) from error

@@ -1,0 +1,128 @@
+"""A language model as a reward source: it reads a rubric and replies with a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from tether.config.rewards import JudgeReward
+from tether.errors import RewardResponseError
+from tether.report.text import one_line, prompt_text
+from tether.rewards.service import Post, Service, service_of
+from tether.types import RewardBatch, RewardOutput
+
+WANTED = 'JSON {"choices": [{"message": {"content": "..."}}]}'
+
+_NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_LINE = re.compile(rf"(?:[^:=：]{{1,40}}[:=：]\s*)?({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER}))?\s*\.?")
+_MARKS = str.maketrans("", "", "*_`#")
+
+
+class JudgeSource:
+    """Scores answers by what a chat model says of each, several at a time.
+
+    Args:
+        service: the model's address for chat completions.
+        request: the request without its messages.
+        rubric: text with ``{prompt}`` and ``{response}``.
+        scale: lowest and highest number.
+        attempts: how often the judge is asked, at most.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        request: Mapping[str, Any],
+        *,
+        rubric: str,
+        scale: tuple[float, float],
+        attempts: int,
+    ) -> None:
+        self.service = service
+        self.request = request
+        self.rubric = rubric
+        self.scale = scale
+        self.attempts = attempts
+
+    def score(self, batch: RewardBatch) -> RewardOutput:
+        """The numbers that the judge replies with.
+
+        Raises:
+            RewardTimeout: the service did not answer in time, and not on any further try.
+            RewardResponseError: it answered no reply, or the judge never gave a number on the scale.
+            RewardError: it could not be reached.
+        """
+        return RewardOutput(self.service.run([partial(self._graded, batch, row) for row in range(len(batch))]))
+
+    def seen(self, batch: RewardBatch, row: int) -> str:
+        """What the judge is asked about answer ``row``."""
+        texts = {"prompt": prompt_text(batch.prompts[row]), "response": batch.responses[row]}
+        return re.sub(r"\{(prompt|response)\}", lambda match: texts[match[1]], self.rubric)
+
+    async def _graded(self, batch: RewardBatch, row: int, post: Post) -> float:
+        """The judge's number for one answer; asked again, it is reminded of the form."""
+        lowest, highest = self.scale
+        question = self.seen(batch, row)
+        reminder = f"\n\nReply with one number from {lowest:g} to {highest:g} and nothing else."
+        for attempt in range(self.attempts):
+            content = question + (reminder if attempt else "")
+            messages = [{"role": "user", "content": content}]
+            text, was_cut = self._reply(await post({**self.request, "messages": messages}))
+            number = None if was_cut else last_number(text, self.scale)
+            if number is not None:
+                return number
+        cut = ", cut off at max_tokens" if was_cut else ""
+        raise RewardResponseError(
+            f"{self.service.place} gave no number from {lowest:g} to {highest:g} for answer {row} of {len(batch)} "
+            f"(counted from 0), asked {self.attempts} times; the last reply{cut}: {one_line(text, 300)!r}. Wanted the "
+            "number alone on the last line, or after a label as in Score: 7"
+        )
+
+    def _reply(self, answer: Any) -> tuple[str, bool]:
+        """The judge's text, and whether it was cut off."""
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"]
+        except (KeyError, IndexError, TypeError) as error:
+            got = one_line(repr(answer), 300)
+            raise RewardResponseError(f"{self.service.place} returned {got}; wanted {WANTED}") from error
+        return text if isinstance(text, str) else "", choice.get("finish_reason") == "length"
+
+
+def judge_source(config: JudgeReward, name: str, key: str) -> JudgeSource:
+    """The source that a reward section describes.
+
+    Args:
+        name: of the source.
+        key: the section's configuration key, which messages about it begin with.
+
+    Raises:
+        ConfigError: the service's key is not set.
+    """
+    address = urlsplit(config.base_url)
+    url = address._replace(path=f"{address.path.rstrip('/')}/chat/completions").geturl()
+    request = {"model": config.model, "temperature": config.temperature, "max_tokens": config.max_tokens}
+    return JudgeSource(
+        service_of(config, url, name=name, key=key, wanted=WANTED),
+        {field: value for field, value in request.items() if value is not None} | config.extra_body,
+        rubric=config.rubric,
+        scale=(config.scale[0], config.scale[1]),
+        attempts=config.attempts,
+    )
+
+
+def last_number(reply: str, scale: tuple[float, float]) -> float | None:
+    """The number that is all there is on a reply's last line, but for a label, Markdown and "/10"; None if none is.
+
+    Nothing is guessed: a number in a sentence, one that is not on the scale, and one out of another highest number
+    than the scale's do not count.
+    """
+    lines = reply.strip().splitlines()
+    match = _LINE.fullmatch(lines[-1].translate(_MARKS).strip()) if lines else None
+    if match is None or (match[2] is not None and float(match[2]) != scale[1]):
+        return None
+    number = float(match[1])
+    return number if scale[0] <= number <= scale[1] else None

@@ -1,0 +1,220 @@
+"""Requests to scoring services: the one place for time-outs, retries, and what is said when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx2
+
+from tether.config.rewards import ServiceReward
+from tether.errors import ConfigError, RewardError, RewardResponseError, RewardTimeout
+from tether.report.text import one_line
+from tether.rewards.loop import awaited
+
+T = TypeVar("T")
+Post = Callable[[Any], Awaitable[Any]]
+"""Sends a payload; gives the JSON that the service answers."""
+
+LARGEST_BODY = 16 * 2**20
+"""Bytes of an answer beyond which it is not read."""
+LONGEST_DELAY = 30.0
+"""Most seconds between two tries."""
+_SHOWN = 300
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service that is sent JSON and answers with JSON.
+
+    A request takes at most (retries + 1) · (connect_timeout + read_timeout) seconds and the delays between its tries,
+    whatever the service does.
+    """
+
+    url: str
+    """Address that requests are posted to."""
+    name: str
+    """How messages name the source that asks."""
+    wanted: str
+    """The answer that is wanted, in words."""
+    key: str | None = field(repr=False)
+    """Sent as ``Authorization: Bearer``; no message shows it."""
+    connect_timeout: float
+    """Seconds in which a connection must stand."""
+    read_timeout: float
+    """Seconds after that in which the whole answer must be there."""
+    retries: int
+    """How often a request is sent again after a time-out, a lost connection, or status 429 or 5xx."""
+    retry_delay: float
+    """Seconds before the first of these; doubled each time."""
+    max_concurrency: int
+    """Most jobs at work at once."""
+
+    def run(self, jobs: Sequence[Callable[[Post], Awaitable[T]]]) -> list[T]:
+        """What each job returns, in their order; a job posts one payload after the other.
+
+        Raises:
+            RewardError: a job failed for good; the others are given up.
+        """
+        return awaited(self._run(jobs))
+
+    async def _run(self, jobs: Sequence[Callable[[Post], Awaitable[T]]]) -> list[T]:
+        gate = asyncio.Semaphore(self.max_concurrency)
+        headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
+        timeout = httpx2.Timeout(self.read_timeout, connect=self.connect_timeout)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.max_concurrency)
+
+        async def at_work(job: Callable[[Post], Awaitable[T]]) -> T:
+            async with gate:
+                return await job(lambda payload: self._posted(client, payload))
+
+        # redirects are not followed: they would lose the payload, or carry the key elsewhere
+        async with httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits) as client:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(at_work(job)) for job in jobs]
+            except ExceptionGroup as failed:
+                first = failed.exceptions[0]
+                raise first from first.__cause__
+        return [task.result() for task in tasks]
+
+    async def _posted(self, client: httpx2.AsyncClient, payload: Any) -> Any:
+        """The JSON that the service answers, after as many tries as it takes and is allowed."""
+        content = json.dumps(payload, allow_nan=False).encode()
+        for tried in range(1, self.retries + 2):
+            wait, cause = 0.0, None
+            try:
+                status, headers, body = await self._exchanged(client, content)
+            except (TimeoutError, httpx2.TimeoutException) as error:
+                failure, cause = RewardTimeout(self._timed_out(error, tried)), error
+            except (httpx2.NetworkError, httpx2.RemoteProtocolError, httpx2.ProxyError) as error:
+                failure, cause = RewardError(f"{self._place(tried)}: the connection failed: {_told(error)}"), error
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+                raise RewardError(f"{self._place(tried)}: {_told(error)}") from error
+            else:
+                if status == 200:
+                    return self._parsed(body)
+                failure, wait = RewardResponseError(self._refused(status, headers, body, tried)), _asked_delay(headers)
+                if status != 429 and status < 500:
+                    raise failure
+            if tried <= self.retries:
+                await asyncio.sleep(min(max(wait, self.retry_delay * 2 ** (tried - 1)), LONGEST_DELAY))
+        raise failure from cause
+
+    async def _exchanged(self, client: httpx2.AsyncClient, content: bytes) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body of one answer; the body of anything but a success is cut."""
+        body = bytearray()
+        async with (
+            asyncio.timeout(self.connect_timeout + self.read_timeout),
+            client.stream("POST", self.url, content=content) as response,
+        ):
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if response.status_code != 200 and len(body) > _SHOWN:
+                    break
+                if len(body) > LARGEST_BODY:
+                    raise RewardResponseError(
+                        f"{self.place} returned more than {LARGEST_BODY // 2**20} MiB; wanted {self.wanted}"
+                    )
+        return response.status_code, response.headers, bytes(body)
+
+    def _parsed(self, body: bytes) -> Any:
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise RewardResponseError(
+                f"{self.place} returned no JSON ({_told(error)}): {self._shown(body)}; wanted {self.wanted}"
+            ) from error
+
+    @property
+    def place(self) -> str:
+        """Who returned what a message is about, where the status was that of a success."""
+        return f"{self.name}: {self.url} (status 200)"
+
+    def _place(self, tried: int) -> str:
+        return f"{self.name}: POST {self.url}" + (f", tried {tried} times" if tried > 1 else "")
+
+    def _timed_out(self, error: Exception, tried: int) -> str:
+        if isinstance(error, httpx2.ConnectTimeout):
+            return f"{self._place(tried)}: no connection within connect_timeout, {self.connect_timeout:g} s"
+        return (
+            f"{self._place(tried)}: no whole answer within read_timeout, {self.read_timeout:g} s; raise it, or lower "
+            "max_concurrency, if the service needs longer"
+        )
+
+    def _refused(self, status: int, headers: Mapping[str, str], body: bytes, tried: int) -> str:
+        to = f", a redirect to {one_line(headers['location'], _SHOWN)}," if "location" in headers else ""
+        got = f"status {status}{to} and {self._shown(body)}"
+        return f"{self._place(tried)}: got {got}; wanted status 200 and {self.wanted}"
+
+    def _shown(self, body: bytes) -> str:
+        """The beginning of a body, without the key, which some services repeat."""
+        text = body[: 4 * _SHOWN].decode(errors="replace")
+        return repr(one_line(text.replace(self.key, "…") if self.key else text, _SHOWN)) if text else "an empty body"
+
+
+def service_of(config: ServiceReward, url: str, *, name: str, key: str, wanted: str) -> Service:
+    """The service that a reward section describes.
+
+    Args:
+        url: address that requests are posted to.
+        name: of the source.
+        key: the section's configuration key, which messages about it begin with.
+        wanted: the answer that is wanted, in words.
+
+    Raises:
+        ConfigError: the service's key is not set.
+    """
+    return Service(
+        url,
+        name=f"reward {name}",
+        wanted=wanted,
+        key=service_key(config, key),
+        connect_timeout=config.connect_timeout,
+        read_timeout=config.read_timeout,
+        retries=config.retries,
+        retry_delay=config.retry_delay,
+        max_concurrency=config.max_concurrency,
+    )
+
+
+def service_key(config: ServiceReward, key: str) -> str | None:
+    """The service's key from the environment; None if it needs none.
+
+    Args:
+        key: the section's configuration key, which messages begin with.
+
+    Raises:
+        ConfigError: the variable is not set, or holds what no header can carry; its value is not shown.
+    """
+    if config.api_key_env is None:
+        return None
+    value = os.environ.get(config.api_key_env, "")
+    if not value:
+        raise ConfigError(f"{key}.api_key_env: the environment variable {config.api_key_env} is not set, or is empty")
+    if not (value.isascii() and value.isprintable()) or " " in value:
+        raise ConfigError(
+            f"{key}.api_key_env: the value of {config.api_key_env} holds white space or characters that no key has"
+        )
+    return value
+
+
+def _told(error: Exception) -> str:
+    """The error with its kind, as many have no text of their own."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _asked_delay(headers: Mapping[str, str]) -> float:
+    """Seconds that the service asks to wait before the next try; 0 where it does not say, or gives a date."""
+    try:
+        seconds = float(headers.get("retry-after", 0))
+    except ValueError:
+        return 0.0
+    return seconds if math.isfinite(seconds) else 0.0

@@ -1,0 +1,303 @@
+"""Scoring services: what they are sent, and that nothing but one finite number an answer is ever taken for scores."""
+
+import logging
+import math
+import socket
+import time
+from datetime import date
+
+import pytest
+from pydantic import TypeAdapter
+
+from tests.rewards.batches import chat_batch, text_batch
+from tests.rewards.services import Close, Hang, Reply, Trickle, in_turn, lengths, local_service
+from tests.tiny import tiny_tokenizer
+from tether.config.rewards import RewardConfig
+from tether.errors import ConfigError, RewardError, RewardResponseError, RewardTimeout
+from tether.rewards import service
+from tether.rewards.build import check_rewards, try_services
+from tether.rewards.http import http_source
+
+BATCH = text_batch("a", "bb", "ccc")
+SCORES = Reply({"scores": [1, 2.5, -3]})
+
+
+def config(url, **keys):
+    quick = {"connect_timeout": 0.5, "read_timeout": 0.5, "retries": 2, "retry_delay": 0.01}
+    return TypeAdapter(RewardConfig).validate_python({"type": "http", "url": url, **quick, **keys})
+
+
+def source(url, **keys):
+    return http_source(config(url, **keys), "judge", "rewards.0", tiny_tokenizer())
+
+
+def test_a_request_holds_prompts_responses_and_columns_as_the_dataset_had_them():
+    messages = [{"role": "user", "content": "hi"}]
+    batch = text_batch("yes", "no", prompts=["is it?", messages], answer=["yes", None], weight=[1, {"a": [0.5]}])
+    with local_service(lengths) as local:
+        assert source(local.url).score(batch).scores == [3.0, 2.0]
+    assert local.seen == [
+        {
+            "prompts": ["is it?", messages],
+            "responses": ["yes", "no"],
+            "columns": {"answer": ["yes", None], "weight": [1, {"a": [0.5]}]},
+        }
+    ]
+    assert local.headers[0]["Content-Type"] == "application/json"
+    assert "Authorization" not in local.headers[0]
+
+
+def test_a_request_of_llamafactorys_protocol_holds_whole_texts_with_special_tokens():
+    batch = chat_batch(tiny_tokenizer(), [("the cat", "sees"), ("a dog", "runs")])
+    with local_service(in_turn(Reply({"id": "score-1", "model": "rm", "scores": [0.5, -1]}))) as local:
+        assert source(local.url, protocol="llamafactory").score(batch).scores == [0.5, -1.0]
+    assert local.seen == [
+        {
+            "model": "model",
+            "messages": ["<user> the cat <eos> <assistant> sees <eos>", "<user> a dog <eos> <assistant> runs <eos>"],
+        }
+    ]
+
+
+def test_only_the_columns_that_are_named_are_sent():
+    batch = text_batch("yes", answer=["yes"], when=[date(2020, 1, 1)])
+    with local_service(lengths) as local:
+        source(local.url, columns=["answer"]).score(batch)
+        with pytest.raises(RewardError, match=r"column when of answer 0 of 1 .* not JSON serializable.*`columns`"):
+            source(local.url).score(batch)
+        with pytest.raises(RewardError, match=r"column weight of answer 1 of 2 .* not JSON compliant"):
+            source(local.url).score(text_batch("a", "b", weight=[1.0, math.nan]))
+    assert [payload["columns"] for payload in local.seen] == [{"answer": ["yes"]}]
+
+
+def test_text_that_is_no_unicode_is_sent_as_json_escapes():
+    with local_service(lengths) as local:
+        assert source(local.url).score(text_batch("\ud800\u2028")).scores == [2.0]
+
+
+def test_batches_are_put_together_in_order_with_their_components_and_not_too_many_at_once():
+    def slow(payload):
+        time.sleep(0.05 if payload["responses"][0] == "a" else 0.01)  # the first batch comes back last
+        sizes = [len(text) for text in payload["responses"]]
+        return Reply({"scores": sizes, "components": {"half": [size / 2 for size in sizes]}})
+
+    batch = text_batch(*("a" * n for n in range(1, 24)))
+    with local_service(slow) as local:
+        output = source(local.url, batch_size=3, max_concurrency=3).score(batch)
+    assert output.scores == [float(n) for n in range(1, 24)]
+    assert output.components == {"half": [n / 2 for n in range(1, 24)]}
+    assert [len(payload["responses"]) for payload in local.seen].count(3) == 7
+    assert len(local.seen) == 8
+    assert local.most_at_work == 3
+
+
+WRONG = {
+    "too few": (Reply({"scores": [1, 2]}), r"returned 2 scores for 3 answers; wanted one an answer"),
+    "too many": (Reply({"scores": [1, 2, 3, 4]}), r"returned 4 scores for 3 answers"),
+    "NaN": (Reply(b'{"scores": [1, NaN, 3]}'), r"returned nan \(float\) for answer 1 of 3 .* wanted one finite"),
+    "infinite": (Reply(b'{"scores": [1, 2, -Infinity]}'), r"returned -inf \(float\) for answer 2 of 3"),
+    "null": (Reply({"scores": [1, None, 3]}), r"returned None \(NoneType\) for answer 1 of 3"),
+    "text": (Reply({"scores": ["1", "2", "3"]}), r"returned '1' \(str\) for answer 0 of 3"),
+    "nested": (Reply({"scores": [[1], [2], [3]]}), r"returned \[1\] \(list\) for answer 0 of 3"),
+    "one list too many": (Reply({"scores": [[1, 2, 3]]}), r"returned 1 scores for 3 answers"),
+    "a number": (Reply({"scores": 1.0}), r"returned 1.0 \(float\); wanted a list of 3 numbers"),
+    "an object": (Reply({"scores": {"0": 1, "1": 2, "2": 3}}), r"returned \{.*\} \(dict\); wanted a list of 3 numbers"),
+    "huge": (Reply({"scores": [1, 1e30, 3]}), r"returned 1e\+30 for answer 1 of 3"),
+    "no scores": (Reply({"score": [1, 2, 3]}), r"returned JSON with the keys score; wanted JSON \{\"scores\""),
+    "a list": (Reply([1, 2, 3]), r"returned JSON with list; wanted JSON \{\"scores\""),
+    "components": (Reply({"scores": [1, 2, 3], "components": [1]}), r"returned components of type list"),
+    "a component": (
+        Reply({"scores": [1, 2, 3], "components": {"a": [1]}}),
+        r"component a, returned 1 scores for 3 answers",
+    ),
+    "no JSON": (Reply(b"<html>Bad gateway</html>"), r"returned no JSON \(JSONDecodeError.*'<html>Bad gateway</html>'"),
+    "half JSON": (Reply(b'{"scores": [1, 2'), r"returned no JSON .*'\{\"scores\": \[1, 2'"),
+    "nothing": (Reply(b""), r"returned no JSON .* an empty body"),
+    "deep JSON": (Reply(b"[" * 100_000), r"returned no JSON \(RecursionError"),
+    "a number of many digits": (Reply(b'{"scores": [' + b"9" * 10_000 + b"]}"), r"returned no JSON \(ValueError"),
+    "no UTF-8": (Reply(b'{"scores": [1, 2, 3], "note": "\xff"}'), r"returned no JSON \(UnicodeDecodeError"),
+    "false gzip": (Reply(b"no gzip", headers={"Content-Encoding": "gzip"}), r"DecodingError"),
+}
+
+
+@pytest.mark.parametrize(("reply", "message"), WRONG.values(), ids=WRONG)
+def test_an_answer_that_is_not_one_finite_number_an_answer_is_an_error_at_once(reply, message):
+    with local_service(in_turn(reply, SCORES)) as local, pytest.raises(RewardError, match=message) as caught:
+        source(local.url).score(BATCH)
+    assert len(local.seen) == 1
+    assert str(caught.value).startswith("reward judge: ")
+    assert local.url in str(caught.value)
+
+
+def test_an_answer_that_is_too_long_is_not_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(service, "LARGEST_BODY", 2**20)
+    with (
+        local_service(in_turn(Reply(b" " * 2**23), SCORES)) as local,
+        pytest.raises(RewardResponseError, match=r"returned more than 1 MiB; wanted JSON"),
+    ):
+        source(local.url).score(BATCH)
+
+
+@pytest.mark.parametrize("status", [201, 204, 301, 307, 400, 401, 403, 404, 408, 422])
+def test_a_status_that_is_neither_success_nor_for_another_try_is_an_error_at_once(status):
+    headers = {"Location": "http://127.0.0.1:1/elsewhere"} if status // 100 == 3 else {}
+    reply = Reply(b"" if status == 204 else {"scores": [1, 2, 3]}, status, headers)
+    with (
+        local_service(in_turn(reply, SCORES)) as local,
+        pytest.raises(RewardResponseError, match=rf"POST {local.url}: got status {status}.*wanted status 200 and"),
+    ):
+        source(local.url).score(BATCH)
+    assert len(local.seen) == 1
+
+
+def test_a_redirect_is_not_followed():
+    with local_service(lengths) as there:
+        redirect = Reply(b"", 308, {"Location": there.url})
+        message = rf"got status 308, a redirect to {there.url}, and an empty"
+        with local_service(in_turn(redirect)) as local, pytest.raises(RewardResponseError, match=message):
+            source(local.url).score(BATCH)
+    assert there.seen == []
+
+
+PASSING = {
+    "500 with scores": (Reply({"scores": [9, 9, 9]}, 500), RewardResponseError, r"got status 500 and '\{\"scores\""),
+    "503": (Reply(b"busy", 503), RewardResponseError, r"got status 503 and 'busy'; wanted status 200"),
+    "429": (Reply({"error": "slow down"}, 429), RewardResponseError, r"got status 429 and"),
+    "a closed socket": (Close(), RewardError, r"the connection failed: RemoteProtocolError"),
+    "a hang": (Hang(), RewardTimeout, r"no whole answer within read_timeout, 0.1 s"),
+    "an endless answer": (Trickle(), RewardTimeout, r"no whole answer within read_timeout, 0.1 s"),
+}
+
+
+@pytest.mark.parametrize(("reply", "error", "message"), PASSING.values(), ids=PASSING)
+def test_what_may_pass_is_tried_again_and_for_good_it_is_an_error(reply, error, message):
+    quick = {"read_timeout": 0.1, "connect_timeout": 0.1, "retries": 2}
+    with local_service(in_turn(reply, reply, SCORES)) as local:
+        assert source(local.url, **quick).score(BATCH).scores == [1.0, 2.5, -3.0]
+        assert len(local.seen) == 3
+    with local_service(in_turn(reply)) as local:
+        with pytest.raises(error, match=rf"reward judge: POST {local.url}, tried 3 times: .*{message}"):
+            source(local.url, **quick).score(BATCH)
+        assert len(local.seen) == 3
+
+
+def test_without_retries_there_is_one_try():
+    with (
+        local_service(in_turn(Close(), SCORES)) as local,
+        pytest.raises(RewardError, match=rf"reward judge: POST {local.url}: the connection failed: Remote"),
+    ):
+        source(local.url, retries=0).score(BATCH)
+    assert len(local.seen) == 1
+
+
+def test_a_service_that_is_not_there_is_an_error():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
+        with pytest.raises(RewardError, match=rf"POST {url}, tried 3 times: the connection failed: ConnectError"):
+            source(url).score(BATCH)
+
+
+def test_a_host_that_takes_no_connection_is_an_error_within_connect_timeout():
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        waiting = [socket.socket() for _ in range(4)]  # nobody accepts: the queue is full, further ones get no answer
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(address)
+        start = time.monotonic()
+        with pytest.raises(RewardTimeout, match=r"no connection within connect_timeout, 0.1 s"):
+            source(f"http://127.0.0.1:{address[1]}/", connect_timeout=0.1, retries=1).score(BATCH)
+        assert time.monotonic() - start < 1.5
+        for each in waiting:
+            each.close()
+
+
+def test_a_source_ends_in_bounded_time_and_gives_its_other_requests_up():
+    start = time.monotonic()
+    with local_service(lambda payload: Hang()) as local, pytest.raises(RewardTimeout):
+        source(local.url, batch_size=1, max_concurrency=2, read_timeout=0.1, retries=1).score(
+            text_batch(*("a" * n for n in range(1, 200)))
+        )
+    assert time.monotonic() - start < 1.5
+    assert len(local.seen) <= 4
+
+
+def test_delays_between_tries_double_up_to_a_limit_and_follow_the_service(monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(service.asyncio, "sleep", sleep)
+    later = Reply(b"", 503, {"Retry-After": "7"})
+    never = Reply(b"", 429, {"Retry-After": "100000"})
+    dated = Reply(b"", 429, {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"})
+    replies = [Reply(b"", 500), Reply(b"", 500), later, Reply(b"", 500), never, dated, Reply(b"", 500), SCORES]
+    with local_service(in_turn(*replies)) as local:
+        source(local.url, retries=7, retry_delay=1.0).score(BATCH)
+    assert slept == [1.0, 2.0, 7.0, 8.0, 30.0, 30.0, 30.0]
+
+
+def test_answers_in_a_message_are_those_of_the_whole_batch():
+    with (
+        local_service(in_turn(Reply({"scores": [1, 2]}), Reply({"scores": [1]}))) as local,
+        pytest.raises(RewardResponseError, match=r"\(status 200\), asked for answers 2 to 3, returned 1 scores"),
+    ):
+        source(local.url, batch_size=2, max_concurrency=1).score(text_batch("a", "b", "c", "d"))
+
+
+def test_components_that_change_between_requests_are_an_error():
+    replies = Reply({"scores": [1], "components": {"a": [1]}}), Reply({"scores": [1]})
+    with (
+        local_service(in_turn(*replies)) as local,
+        pytest.raises(RewardResponseError, match=r"the components none in one answer and a in another"),
+    ):
+        source(local.url, batch_size=1, max_concurrency=1).score(text_batch("a", "b"))
+
+
+class TestKey:
+    @pytest.fixture(autouse=True)
+    def key(self, monkeypatch):
+        monkeypatch.setenv("JUDGE_KEY", "s3cret-key")
+
+    def test_is_sent_as_a_bearer_token(self):
+        with local_service(lengths) as local:
+            source(local.url, api_key_env="JUDGE_KEY").score(BATCH)
+        assert local.headers[0]["Authorization"] == "Bearer s3cret-key"
+
+    def test_is_in_no_message_log_or_representation(self, caplog):
+        caplog.set_level(logging.DEBUG)
+        reply = Reply({"error": "no such key: s3cret-key"}, 401)
+        with local_service(in_turn(reply, Reply(b"s3cret-key"))) as local:
+            judge = source(local.url, api_key_env="JUDGE_KEY")
+            for _ in range(2):
+                with pytest.raises(RewardResponseError, match="…") as caught:
+                    judge.score(BATCH)
+                assert "s3cret" not in str(caught.value)
+        assert "s3cret" not in caplog.text + repr(judge.service) + config(local.url, api_key_env="JUDGE_KEY").__repr__()
+
+    @pytest.mark.parametrize("value", ["", "two words", "s3cret\n", "schlüssel"])
+    def test_that_is_missing_or_no_key_is_told_before_a_model_loads(self, monkeypatch, value):
+        monkeypatch.setenv("JUDGE_KEY", value)
+        with pytest.raises(ConfigError, match=r"rewards\.0\.api_key_env: .*JUDGE_KEY") as caught:
+            check_rewards([config("http://127.0.0.1:1/", api_key_env="JUDGE_KEY")])
+        assert not value or value.strip() not in str(caught.value)
+
+
+def test_columns_to_send_must_be_there():
+    wanted = config("http://127.0.0.1:1/", columns=["answer", "source"])
+    check_rewards([wanted])
+    check_rewards([wanted], columns=["source", "answer", "more"])
+    with pytest.raises(ConfigError, match=r"rewards\.0\.columns: the dataset has no column answer; .* are source"):
+        check_rewards([wanted], columns=["source"])
+
+
+def test_a_first_request_tells_whether_a_service_works():
+    with local_service(in_turn(SCORES, Reply(b"no such page", 404))) as local:
+        configs = [config(local.url, name="one"), config(local.url, name="other")]
+        with pytest.raises(ConfigError, match=r"rewards\.1: the service did not score a first .*: reward other: .*404"):
+            try_services(configs, ["one", "other"], BATCH, tiny_tokenizer())
+    assert len(local.seen) == 2

@@ -257,6 +257,10 @@ CASES = {
         "ppo__mask_truncated": True, "ppo__kl_in": "loss", "ppo__loss_reduction": "sequence_mean",
         "ppo__num_mini_batches": 2, "ppo__entropy_coef": 0.05,
     },
+    "cut answers masked, steps of one answer": {
+        "ppo__mask_truncated": True, "ppo__num_mini_batches": 8, "train__micro_batch_size": 1,
+        "ppo__max_approx_kl": 10.0, "train__weight_decay": 0.1,
+    },
     "upper clip, dual clip": {
         "ppo__cliprange": 0.05, "ppo__cliprange_high": 0.1, "ppo__dual_clip": 1.05, "ppo__num_mini_batches": 2,
         "train__learning_rate": 5e-3,

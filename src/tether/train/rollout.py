@@ -108,9 +108,12 @@ def judge(parts: Parts, answers: Answers, config: RunConfig, moments: algo.Score
     """Scores every answer.
 
     Args:
-        moments: what ``ppo.score_norm`` normalises by; not read without it.
+        moments: what ``ppo.score_norm`` normalises by; not read without it. Those of the answers themselves where no
+            score was seen before.
     """
     raw, components = raw_scores(parts, answers)
+    if moments.count == 0:
+        moments = algo.merged_moments(moments, raw)
     return Judged(shaped_scores(raw, answers, config, moments), components)
 
 

@@ -81,7 +81,8 @@ class Update:
         ]
         normaliser = self.dist.sum(torch.stack(parts).sum()).clamp(min=1.0)
         for item in mini_batch:
-            self.accumulate(item, normaliser, drift, is_first=number == 0)
+            if bool(item.loss_mask.any()):  # not where all of its answers were cut and are left out
+                self.accumulate(item, normaliser, drift, is_first=number == 0)
         if self.demonstrations and not self.is_warming_up:
             self.imitate(number)
         if self.is_warming_up:
@@ -178,6 +179,8 @@ class Update:
         if self.is_warming_up or all(limit is None for limit in limits.values()):
             return False
         moved = drift.compute()
+        if not moved:  # no token took part
+            return False
         return any(limit is not None and moved[name] > limit for name, limit in limits.items())
 
     def take_step(self, optimizer: PassOptimizer) -> None:

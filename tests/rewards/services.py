@@ -32,7 +32,6 @@ class Close:
     """Closes the connection without a word."""
 
 
-@dataclass
 class Trickle:
     """Sends one byte of an endless answer every few milliseconds."""
 
@@ -41,12 +40,13 @@ Behaviour = Callable[[Any], Any]
 
 
 class Local:
-    """A service at ``url`` that answers each payload by ``behaviour``; what it was sent is in ``seen``."""
+    """A service at ``url`` that answers each payload by ``behaviour`` and keeps what it was sent."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
         self.seen: list[Any] = []
         self.headers: list[Mapping[str, str]] = []
+        self.paths: list[str] = []
         self.over = threading.Event()
         self.lock = threading.Lock()
         self.at_work = self.most_at_work = 0
@@ -69,6 +69,7 @@ class Local:
         with self.lock:
             self.seen.append(payload)
             self.headers.append(dict(handler.headers))
+            self.paths.append(handler.path)
             self.at_work += 1
             self.most_at_work = max(self.most_at_work, self.at_work)
         try:

@@ -11,7 +11,8 @@ breadth first, letters in order, so that with d = V − 1
 
     0 is the empty prefix,      prefix s followed by letter a is prefix d · s + a
 
-Prompt x is written with the letters of prefix x + 1 between two end tokens, which makes queries of unequal length.
+Prompt x is written with the letters of prefix x + 1, an end token and a letter that opens the answer, so that queries
+are of unequal length and hold an end token that no answer wrote.
 
     X  prompts      S  prefixes of fewer than L letters, in which a token is drawn      W  prefixes of up to L letters
 """
@@ -32,6 +33,8 @@ from torch import Tensor
 Numbers = TypeVar("Numbers", int, Tensor)
 END = 0
 """The token that ends an answer."""
+OPEN = 1
+"""The letter that ends a query."""
 
 
 @dataclass(frozen=True)
@@ -103,22 +106,24 @@ class Language:
 
     def query(self, prompt: int) -> tuple[int, ...]:
         """Token ids of a prompt."""
-        return (END, *self.letters(prompt + 1), END)
+        return (*self.letters(prompt + 1), END, OPEN)
 
     def read(self, token_ids: Int[Tensor, "M T"], mask: Bool[Tensor, "M T"]) -> Reading:
         """What was read after each column of queries followed by answers, wherever padding is."""
         is_end = mask & (token_ids == END)
-        is_letter = mask & ~is_end
         ends = is_end.cumsum(dim=1)
+        opens = torch.zeros_like(mask)
+        opens[:, 1:] = is_end[:, :-1] & (ends[:, :-1] == 1)
+        asks, tells = mask & (ends == 0), mask & (ends == 1) & ~is_end & ~opens
         query, text = torch.zeros_like(token_ids[:, 0]), torch.zeros_like(token_ids[:, 0])
         queries, texts = [], []
         for j, letter in enumerate(token_ids.unbind(dim=1)):
-            query = torch.where(is_letter[:, j] & (ends[:, j] == 1), self.extended(query, letter), query)
-            text = torch.where(is_letter[:, j] & (ends[:, j] == 2), self.extended(text, letter), text)
+            query = torch.where(asks[:, j], self.extended(query, letter), query)
+            text = torch.where(tells[:, j], self.extended(text, letter), text)
             queries.append(query)
             texts.append(text)
         prompts = torch.stack(queries, dim=1).clamp(1, self.num_prompts) - 1
-        return Reading(prompts, torch.stack(texts, dim=1), ends > 2)
+        return Reading(prompts, torch.stack(texts, dim=1), ends > 1)
 
     def number(self, letters: Iterable[int]) -> int:
         """Number of a text, by its letters."""

@@ -125,8 +125,8 @@ def test_reading_follows_queries_and_answers_through_padding():
     """Padding left and right is no token, though it has the end token's id."""
     language = random_language(3, 3, 4, seed=0, end_bias=0.0)
     queries = [language.query(x) for x in range(4)]
-    assert queries == [(0, 1, 0), (0, 2, 0), (0, 1, 1, 0), (0, 1, 2, 0)]
-    token_ids = torch.tensor([[0, 0, 2, 0, 1, 2, 0, 0], [0, 1, 2, 0, 2, 2, 2, 0]])
+    assert queries == [(1, 0, 1), (2, 0, 1), (1, 1, 0, 1), (1, 2, 0, 1)]
+    token_ids = torch.tensor([[0, 2, 0, 1, 1, 2, 0, 0], [1, 2, 0, 1, 2, 2, 2, 0]])
     mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1, 0]]).bool()
     reading = language.read(token_ids, mask)
     assert reading.prompts[:, 3:].tolist() == [[1] * 5, [3] * 5]

@@ -87,6 +87,6 @@ def _command_list() -> str:
 
 def _message(error: Exception, *, debug: bool) -> str:
     if isinstance(error, TetherError):
-        return f"tether: {error}"
+        return "\n".join(f"tether: {text}" for text in (error, *getattr(error, "__notes__", ())))
     hint = "" if debug else "\ntether: run it again with --debug for the traceback"
     return f"tether: {type(error).__name__}: {error}{hint}"

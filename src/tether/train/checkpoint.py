@@ -43,6 +43,10 @@ MAY_CHANGE = frozenset({
     "train.load_best_model_at_end", "value.save",
 })
 """Keys that a resumed run may change."""
+SERVICE_MAY_CHANGE = re.compile(
+    r"rewards\.\d+\.(url|base_url|api_key_env|connect_timeout|read_timeout|retries|retry_delay|max_concurrency)"
+)
+"""Also these, of where and how a reward service is asked: services fail, and move."""
 
 
 @dataclass
@@ -207,7 +211,9 @@ def check_same_run(saved: dict[str, Any], config: dict[str, Any], path: Path) ->
     """Raises ``CheckpointError`` naming every key that differs between a checkpoint's run and this one and may not."""
     before, now = _leaves(saved), _leaves(config)
     changed = sorted(
-        key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in MAY_CHANGE
+        key
+        for key in before.keys() | now.keys()
+        if before.get(key) != now.get(key) and key not in MAY_CHANGE and not SERVICE_MAY_CHANGE.fullmatch(key)
     )
     if changed:
         lines = "\n".join(f"  {key}: was {before.get(key)!r}, now {now.get(key)!r}" for key in changed)

@@ -27,6 +27,8 @@ from tether.models.paths import adapter_base, check_model_path, is_adapter
 from tether.rewards.build import check_rewards
 from tether.train.display import Display
 from tether.train.optim import check_schedule
+from tether.train.rollout import Answers
+from tether.types import Completion, RewardBatch
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,13 @@ def check_data(config: RunConfig, data: RunData) -> None:
     _check_layers(config, shape, is_fresh=base == model.path)
     _check_lengths(config, data, shape)
     _check_updates(config, len(data.prompts.prompts))
+
+
+def first_answer(data: RunData) -> RewardBatch:
+    """An answer to the first prompt, with the columns of its row, that reward services can be tried on."""
+    text = "Hello."
+    ids = data.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Answers(data.prompts.prompts[:1], [Completion(ids, "length")], [text]).reward_batch()
 
 
 def _check_tokens(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:

@@ -24,13 +24,13 @@ from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles, build_roles
 from tether.models.saving import atomic_folder, files_written, save_critic, save_policy
 from tether.report.html import REPORT, write_report
-from tether.rewards.build import build_rewards
+from tether.rewards.build import build_rewards, try_services
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import check_same_run, checkpoint_step, find_checkpoint, list_checkpoints, read_state
 from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
-from tether.train.inputs import RunData, check, check_data, load_data, resolved, tell_data
+from tether.train.inputs import RunData, check, check_data, first_answer, load_data, resolved, tell_data
 from tether.train.log import METRICS, SAMPLES, RunLog
 from tether.train.parts import Parts
 from tether.train.trainer import PPOTrainer
@@ -72,7 +72,8 @@ def train_policy(
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can mend; before a model is loaded
             wherever it can be seen by then.
-        RewardError, GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
+        RewardError: answers could not be scored; the state after the last finished update is saved.
+        GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
     """
     display = display or NullDisplay()
     check(config)
@@ -85,6 +86,8 @@ def train_policy(
     data = load_data(config)
     check_data(config, data)
     tell_data(config, data, display)
+    if rewards is None:
+        try_services(config.rewards, config.reward_names, first_answer(data), data.tokenizer)
     with claimed(config.output_dir):
         check_folder(config)  # once more: another run may have begun there meanwhile
         prepare_folder(config, checkpoint, tell=display.message)

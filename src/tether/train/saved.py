@@ -21,10 +21,11 @@ from tether.metrics.writers import JsonlWriter
 from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
 from tether.models.saving import load_policy
+from tether.rewards.build import try_services
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.evaluate import evaluate
-from tether.train.inputs import RunData, resolved
+from tether.train.inputs import RunData, first_answer, resolved
 from tether.train.run import CONFIG, SCORE_NORM, build_parts
 from tether.types import Request, Sampling, noise_key
 
@@ -101,8 +102,10 @@ def evaluate_path(
         system_prompt=config.data.system_prompt,
         key="--prompts",
     )
+    run_data = RunData(tokenizer, data, data, None)
+    try_services(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
     display.phase("loading models", 0, 1)
-    parts = build_parts(config, RunData(tokenizer, data, data, None), None, Dist())
+    parts = build_parts(config, run_data, None, Dist())
     load_policy(parts.roles, run)
     metrics, samples = evaluate(parts, config, moments, phase=display.phase, check=lambda: None)
     if output is not None:

@@ -21,7 +21,7 @@ from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import collate
 from tether.data.stream import PromptStream
-from tether.errors import TrainingError
+from tether.errors import RewardError, TrainingError
 from tether.metrics.reduce import Metrics
 from tether.models.roles import POLICY
 from tether.train.callbacks import Callbacks
@@ -68,7 +68,11 @@ class PPOTrainer:
     # The run
 
     def fit(self) -> str | None:
-        """Trains to the last update. Returns None, or why the run stopped early with its state saved."""
+        """Trains to the last update. Returns None, or why the run stopped early with its state saved.
+
+        Raises:
+            RewardError: answers could not be scored; the state after the last finished update is saved.
+        """
         self.callbacks.train_begin()
         self.log.display.update(self.state.step, self.num_updates, {})
         try:
@@ -84,6 +88,11 @@ class PPOTrainer:
         except Stopped as stopped:
             self.save()
             return str(stopped)
+        except RewardError as error:
+            if self.state.step > 0:
+                self.save()  # scoring comes before anything of an update changes
+                error.add_note(f"the state after {self.state.step} updates is saved; --resume goes on from there")
+            raise
         if self.config.train.load_best_model_at_end and self.state.best_step is not None:
             self.checkpoints.restore_weights(self.state.best_step)
         self.callbacks.train_end()

@@ -1,0 +1,155 @@
+"""Class D of the fault list: reward services that fail. Row numbers are those of reported.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rewards.services import Close, Hang, Reply, lengths, local_service
+from tests.train.runs import tiny_run
+from tests.train.test_run import assert_same_weights, reproducible, weights
+from tether.cli.main import main
+from tether.config.load import dump_config
+from tether.errors import CheckpointError, ConfigError, RewardError, RewardResponseError
+from tether.metrics.writers import read_jsonl
+from tether.train.run import train_policy
+from tether.train.saved import evaluate_path
+
+FAILURES = {
+    "49: 500 with scores": lambda n: Reply({"scores": [0.5] * n}, 500),
+    "49: one score too few": lambda n: Reply({"scores": [0.5] * (n - 1)}),
+    "49: one score too many": lambda n: Reply({"scores": [0.5] * (n + 1)}),
+    "49: NaN": lambda n: Reply(b'{"scores": [' + b", ".join([b"NaN"] * n) + b"]}"),
+    "49: text": lambda n: Reply({"scores": "0.5"}),
+    "49: nested": lambda n: Reply({"scores": [[0.5]] * n}),
+    "49: a hang": lambda n: Hang(),
+    "49: a closed socket": lambda n: Close(),
+    "50: 422": lambda n: Reply({"detail": "unprocessable"}, 422),
+}
+
+
+class Failing:
+    """Scores by length; whatever it is asked while ``fails`` it answers by a failure."""
+
+    def __init__(self, failure):
+        self.failure, self.calls, self.fails = failure, 0, lambda call: False
+
+    def __call__(self, payload):
+        self.calls += 1
+        return self.failure(len(payload["responses"])) if self.fails(self.calls) else lengths(payload)
+
+
+def service_run(folder, url, name="out", **changes):
+    quick = {"connect_timeout": 0.5, "read_timeout": 0.5, "retries": 1, "retry_delay": 0.01, "batch_size": 64}
+    rewards = [{"type": "http", "url": url, "weight": 0.1, **quick}]
+    changes = {"train__max_steps": 3, "ppo__num_ppo_epochs": 1} | changes
+    return tiny_run(folder, rewards=rewards, output_dir=str(folder / name), **changes)
+
+
+@pytest.fixture
+def straight(tmp_path):
+    """The same run with a service that always works."""
+    with local_service(lengths) as local:
+        config = service_run(tmp_path, local.url, "straight")
+        train_policy(config)
+    return config.output_dir
+
+
+def test_50_a_service_down_for_good_ends_the_run_with_its_state_saved_and_it_goes_on_bitwise(
+    tmp_path, straight, capsys
+):
+    behaviour = Failing(lambda n: Reply(b"overloaded", 503))
+    behaviour.fails = lambda call: call > 3  # a first try before the run, and two updates
+    with local_service(behaviour) as local:
+        config = service_run(tmp_path, local.url, "failing")
+        file = tmp_path / "run.yaml"
+        file.write_text(dump_config(config), encoding="utf-8")
+        assert main(["ppo", str(file)]) == 1
+        told = capsys.readouterr().err
+        assert f"tether: reward http: POST {local.url}, tried 2 times: got status 503 and 'overloaded'" in told
+        assert "tether: the state after 2 updates is saved; --resume goes on from there" in told
+        assert [path.name for path in config.output_dir.glob("checkpoint-*")] == ["checkpoint-2"]
+        assert len(read_jsonl(config.output_dir / "metrics.jsonl")) == 2
+    with local_service(lengths) as moved:  # on another port, with more patience
+        assert main(["ppo", str(file), "--resume", f"--rewards.0.url={moved.url}", "--rewards.0.read_timeout=9"]) == 0
+    assert reproducible(config.output_dir) == reproducible(straight)
+    assert_same_weights(weights(config.output_dir), weights(straight))
+
+
+def test_50_what_changes_the_scores_may_not_change_on_the_way(tmp_path):
+    behaviour = Failing(lambda n: Reply(b"", 422))
+    behaviour.fails = lambda call: call > 2
+    with local_service(behaviour) as local:
+        with pytest.raises(RewardResponseError):
+            train_policy(service_run(tmp_path, local.url))
+        with pytest.raises(CheckpointError, match=r"rewards\.0\.weight: was 0\.1, now 0\.2"):
+            changed = {"type": "http", "url": "http://127.0.0.1:1/", "weight": 0.2, "batch_size": 64}
+            train_policy(tiny_run(tmp_path, rewards=[changed], resume=True, train__max_steps=3))
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+def test_no_failure_reaches_the_optimizer(tmp_path, failure):
+    behaviour = Failing(failure)
+    behaviour.fails = lambda call: call > 2
+    with local_service(behaviour) as local:
+        config = service_run(tmp_path, local.url)
+        with pytest.raises(RewardError, match=local.url) as caught:
+            train_policy(config)
+    assert caught.value.__notes__ == ["the state after 1 updates is saved; --resume goes on from there"]
+    assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
+    assert (config.output_dir / "checkpoint-1" / "manifest.json").is_file()
+    assert not (config.output_dir / "model.safetensors").exists()
+
+
+def test_50_a_failure_that_passes_changes_nothing(tmp_path, straight):
+    behaviour = Failing(lambda n: Reply(b"", 503))
+    behaviour.fails = lambda call: call % 2 == 0
+    with local_service(behaviour) as local:
+        config = service_run(tmp_path, local.url)
+        train_policy(config)
+    assert reproducible(config.output_dir) == reproducible(straight)
+
+
+def test_49_a_failure_in_an_evaluation_saves_the_update_before_it(tmp_path):
+    behaviour = Failing(lambda n: Reply({"scores": []}))
+    behaviour.fails = lambda call: call == 4  # a first try, an evaluation, an update, and the evaluation after it
+    changes = {"data__eval_prompts": str(tmp_path / "prompts.jsonl"), "train__eval_steps": 1, "train__max_steps": 2}
+    with local_service(behaviour) as local:
+        config = service_run(tmp_path, local.url, **changes)
+        with pytest.raises(RewardResponseError):
+            train_policy(config)
+        train_policy(service_run(tmp_path, local.url, resume=True, **changes))
+    rows = read_jsonl(config.output_dir / "metrics.jsonl")
+    written = [f"evaluation {row['step']}" if "eval_scores" in row else f"update {row['step']}" for row in rows]
+    assert written == ["evaluation 0", "update 1", "evaluation 1", "update 2", "evaluation 2"]
+
+
+def test_a_service_that_does_not_work_is_told_before_a_model_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr("tether.train.run.build_parts", None)  # what would load models
+    with local_service(lambda payload: Reply({"error": "columns: no answer"}, 400)) as local:
+        config = service_run(tmp_path, local.url)
+        with pytest.raises(ConfigError, match=r"rewards\.0: the service did not score a first answer: .*no answer"):
+            train_policy(config)
+    assert not config.output_dir.exists()
+    assert local.seen == [{"prompts": ["the cat sees"], "responses": ["Hello."], "columns": {}}]
+
+
+def test_a_failure_before_the_first_update_leaves_nothing_to_go_on_from(tmp_path):
+    behaviour = Failing(lambda n: Reply(b"", 422))
+    behaviour.fails = lambda call: call > 1
+    with local_service(behaviour) as local:
+        config = service_run(tmp_path, local.url)
+        with pytest.raises(RewardResponseError) as caught:
+            train_policy(config)
+        assert not hasattr(caught.value, "__notes__")
+        assert list(config.output_dir.glob("checkpoint-*")) == []
+    train_policy(tiny_run(tmp_path, train__max_steps=1))
+
+
+def test_a_saved_policy_is_evaluated_by_the_service_too(tmp_path):
+    with local_service(lengths) as local:
+        config = service_run(tmp_path, local.url, train__max_steps=1)
+        train_policy(config)
+        result = evaluate_path(config.output_dir, str(tmp_path / "prompts.jsonl"))
+        assert [row["rewards"]["http"] for row in result.samples] == [len(row["response"]) for row in result.samples]
+    with pytest.raises(ConfigError, match=r"rewards\.0: .*the connection failed"):
+        evaluate_path(config.output_dir, str(tmp_path / "prompts.jsonl"))

@@ -142,7 +142,7 @@ def test_a_failure_before_the_first_update_leaves_nothing_to_go_on_from(tmp_path
             train_policy(config)
         assert not hasattr(caught.value, "__notes__")
         assert list(config.output_dir.glob("checkpoint-*")) == []
-    train_policy(tiny_run(tmp_path, train__max_steps=1))
+    train_policy(tiny_run(tmp_path, train__max_steps=1, overwrite_output_dir=True))
 
 
 def test_a_saved_policy_is_evaluated_by_the_service_too(tmp_path):

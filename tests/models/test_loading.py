@@ -1,6 +1,7 @@
 """From paths to tokenizers and models: nothing random, nothing dropped, and messages that say what is wrong."""
 
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from tests.models.build import edit_json, plain_adapted, save_adapter, save_model
+from tests.rewards.encoders import ENCODERS, save_encoder
+from tests.rewards.value_heads import HEAD, plain_value, save_value_head
 from tests.tiny import EOS, KINDS, PAD, tiny_tokenizer
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
@@ -16,9 +19,13 @@ from tether.models.forward import last_token_scores
 from tether.models.heads import ScalarHead, load_head, save_head
 from tether.models.loading import (
     bf16_supported,
+    check_classifier,
+    check_value_head,
     load_causal_lm,
     load_classifier,
+    load_reward_model,
     load_tokenizer,
+    load_value_head_model,
     stop_token_ids,
 )
 from tether.models.paths import adapter_base, check_model_path, is_adapter, is_same_model
@@ -149,6 +156,164 @@ def test_as_saved_is_the_default_type(tmp_path):
     assert load_classifier(str(path)).dtype == torch.float32
     assert load_classifier(str(tmp_path / "half")).base_model.dtype == torch.bfloat16
     assert load_classifier(str(tmp_path / "half"), **FP32).base_model.dtype == torch.float32
+
+
+# Classifiers of families that pool otherwise
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_encoder_classifiers_are_those_of_transformers(tmp_path, kind):
+    path = save_encoder(tmp_path, kind)
+    plain, model = AutoModelForSequenceClassification.from_pretrained(path).eval(), load_reward_model(str(path))
+    assert type(model) is type(plain) and not model.training
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())
+    assert load_reward_model(str(path), dtype=torch.bfloat16).dtype == torch.bfloat16
+    check_classifier(str(path), "rewards.0.path")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("bert", lambda t: t.pop("classifier.weight"), r"would be random: classifier\.weight"),
+        ("bert", lambda t: t.pop("classifier.bias"), r"would be random: classifier\.bias"),
+        ("bert", lambda t: t.pop("bert.pooler.dense.weight"), r"would be random: bert\.pooler\.dense\.weight"),
+        ("roberta", lambda t: t.pop("classifier.out_proj.bias"), r"would be random: classifier\.out_proj\.bias"),
+        ("deberta", lambda t: t.pop("pooler.dense.weight"), r"would be random: pooler\.dense\.weight"),
+        ("bert", lambda t: t.update({"score.bias": t.pop("classifier.bias")}), r"no place in Bert.*: score\.bias"),
+        ("roberta", lambda t: t.update({"v_head.bias": torch.ones(1)}), r"no place in Roberta.*: v_head\.bias"),
+        ("bert", lambda t: t.update({"classifier.weight": torch.ones(3, 16)}), r"weight has shape \[3, 16\]"),
+    ],
+)
+def test_an_encoders_head_is_never_random_and_never_dropped(tmp_path, kind, change, message):
+    path = change_weights(save_encoder(tmp_path, kind), change)
+    with pytest.raises(ModelError, match=message):
+        load_reward_model(str(path))
+
+
+def test_what_an_encoder_classifier_never_uses_may_be_there(tmp_path):
+    """RoBERTa's pooler is in many classifiers that transformers itself saved, whose head does without it."""
+    path = save_encoder(tmp_path, "roberta")
+    change_weights(path, lambda t: t.update({"roberta.pooler.dense.weight": torch.ones(16, 16)}))
+    assert type(load_reward_model(str(path))).__name__ == "RobertaForSequenceClassification"
+    edit_json(path / "config.json", lambda config: config.update(architectures=["PooledRewardModel"]))
+    with pytest.raises(ModelError, match=r"no place in .*: roberta\.pooler\.dense\.weight"):
+        load_reward_model(str(path))
+
+
+def test_an_encoder_with_several_labels_is_refused_by_number(tmp_path):
+    path = save_encoder(tmp_path, num_labels=2)
+    for load in (load_reward_model, lambda path: check_classifier(path, "rewards.0.path")):
+        with pytest.raises(ModelError, match="with 2 labels; wanted one"):
+            load(str(path))
+
+
+def test_where_a_decoder_is_needed_an_encoder_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="BertForSequenceClassification has no head called score; wanted a decoder"):
+        load_classifier(str(save_encoder(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_an_adapter_of_an_encoder_classifier_is_merged_with_its_head(tmp_path, kind):
+    base = save_encoder(tmp_path / "base", kind)
+    adapter = save_adapter(tmp_path / "adapter", base, reward=True, target_modules=["query", "value", "dense"])
+    ids = {"input_ids": torch.tensor([[2, 9, 12, 17, 3]])}
+    plain = plain_adapted(AutoModelForSequenceClassification, base, adapter, num_labels=1)
+    with torch.no_grad():
+        wanted, before = plain(**ids).logits.item(), load_reward_model(str(base))(**ids).logits.item()
+        model = load_reward_model(str(adapter))
+        assert model(**ids).logits.item() == pytest.approx(wanted, abs=1e-5)
+    assert abs(wanted - before) > 0.1
+    assert not any("lora" in name or "modules_to_save" in name for name, _ in model.named_parameters())
+
+
+def test_an_adapter_that_lacks_what_its_base_does_not_hold_is_refused(tmp_path):
+    """DeBERTa's pooler is new in a classifier, and PEFT saves none but the head unless it is told to."""
+    base = save_encoder(tmp_path / "base", "deberta")
+    adapter = save_adapter(tmp_path / "adapter", base, reward=True, target_modules=["query_proj"])
+    assert type(load_reward_model(str(adapter))).__name__ == "DebertaV2ForSequenceClassification"
+    change_weights(base, lambda t: (t.pop("pooler.dense.weight"), t.pop("classifier.weight")))
+    with pytest.raises(ModelError, match=r"would be random: pooler\.dense\.weight$"):
+        load_reward_model(str(adapter))
+
+
+# Value heads beside a language model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["full", "adapter"])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_value_heads_give_their_value_at_the_last_token(tmp_path, kind, form, pickled):
+    path = save_value_head(tmp_path, kind, form=form, pickled=pickled)
+    check_value_head(str(path), "rewards.0.path")
+    model, head = load_value_head_model(str(path), **FP32)
+    with torch.no_grad():
+        got = last_token_scores(model.base_model, head, *pad_left(ROWS)).tolist()
+    assert got == pytest.approx([plain_value(path, ids) for ids in ROWS], abs=1e-5)
+
+
+@pytest.mark.parametrize("form", ["full", "adapter"])
+def test_checkpoints_of_the_reward_stage_load_as_its_final_folder_does(tmp_path, form):
+    final = save_value_head(tmp_path, form=form)
+    checkpoint = Path(shutil.copytree(final, tmp_path / "out" / "checkpoint-5"))
+    (checkpoint / "trainer_state.json").write_text("{}")
+    (checkpoint / "optimizer.pt").touch()
+    for path in (final, checkpoint):
+        assert torch.equal(load_value_head_model(str(path), **FP32)[1].weight, HEAD["v_head.summary.weight"])
+
+
+def test_a_missing_value_head_is_named_with_the_command_that_writes_it(tmp_path):
+    path = save_value_head(tmp_path)
+    (path / "value_head.safetensors").unlink()
+    message = r"reward: value_head\.safetensors or value_head\.bin is missing.*llamafactory-cli train .*stage: rm"
+    with pytest.raises(ModelError, match=message):
+        load_value_head_model(str(path), **FP32)
+    with pytest.raises(ModelError, match=rf"^rewards\.1\.path: .*{message}"):
+        check_value_head(str(path), "rewards.1.path")
+
+
+def test_a_head_that_is_elsewhere_is_found_by_name(tmp_path):
+    path = change_weights(save_model(tmp_path / "inside"), lambda t: t.update(HEAD))
+    with pytest.raises(ModelError, match="holds its head among its own weights; use type model"):
+        check_value_head(str(path), "rewards.0.path")
+    assert torch.equal(load_classifier(str(path)).score.weight, HEAD["v_head.summary.weight"])
+    for form in ("full", "adapter"):
+        beside = save_value_head(tmp_path / form, form=form)
+        with pytest.raises(ModelError, match=r"keeps its head in value_head\.safetensors.* is of type value_head"):
+            check_classifier(str(beside), "rewards.0.path")
+
+
+def test_value_heads_that_do_not_fit_are_refused(tmp_path):
+    path = save_value_head(tmp_path)
+    for tensors, message in [
+        ({"v_head.summary.weight": torch.ones(1, 3)}, r"v_head\.summary\.weight has shape \[1, 3\], wanted \[1, 16\]"),
+        ({"weight": torch.ones(1, 16)}, "no head; it holds weight"),
+    ]:
+        save_file(tensors, path / "value_head.safetensors")
+        with pytest.raises(ModelError, match=message):
+            load_value_head_model(str(path), **FP32)
+    (path / "value_head.safetensors").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"value_head\.safetensors: cannot be read"):
+        load_value_head_model(str(path), **FP32)
+
+
+class Runs:
+    """An object whose pickle runs code when it is loaded."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_a_pickle_is_read_for_its_tensors_alone(tmp_path):
+    path = save_value_head(tmp_path, pickled=True)
+    trap = tmp_path / "trap"
+    torch.save(HEAD | {"x": Runs(trap)}, path / "value_head.bin")
+    with pytest.raises(ModelError, match=r"value_head\.bin: cannot be read"):
+        load_value_head_model(str(path), **FP32)
+    assert not trap.exists()
 
 
 # Language models

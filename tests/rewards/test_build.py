@@ -9,6 +9,8 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
 from tests.rewards.batches import chat_batch
+from tests.rewards.encoders import encoder_tokenizer, plain_score, save_encoder
+from tests.rewards.value_heads import plain_value, save_value_head
 from tests.tiny import save_tiny, tiny_classifier, tiny_tokenizer
 from tether.config.rewards import RewardConfig
 from tether.config.schema import RunConfig
@@ -16,8 +18,8 @@ from tether.errors import ConfigError, ModelError
 from tether.models.adapters import with_adapter
 from tether.models.loading import classifier_on, load_causal_lm, load_tokenizer
 from tether.models.roles import ModelRoles, build_roles
-from tether.rewards.build import build_rewards, check_rewards
-from tether.types import RewardSource
+from tether.rewards.build import build_rewards, check_conversations, check_rewards
+from tether.types import Prompt, RewardSource
 
 TURNS = [("the cat sees", "good"), ("it is a very nice day", "the sun and the blue night")]
 
@@ -83,13 +85,61 @@ def test_sources_of_every_kind_add_up(tmp_path, function_file):
     assert output.scores == pytest.approx(sums, abs=1e-5)
 
 
+@pytest.mark.parametrize("form", ["full", "adapter"])
+def test_judges_of_other_families_and_files(tmp_path, form):
+    bert, value_head = save_encoder(tmp_path / "bert"), save_value_head(tmp_path / "llamafactory", "gpt2", form=form)
+    sources = configs(
+        {"type": "model", "path": str(bert), "input_format": "pair"},
+        {"type": "value_head", "path": str(value_head), "weight": -2.0},
+    )
+    check_rewards(sources)
+    tokenizer = load_tokenizer(str(value_head))
+    no_roles = object.__new__(ModelRoles)
+    rewards = build_rewards(sources, ["bert", "value"], roles=no_roles, tokenizer=tokenizer, device="cpu")
+    batch = chat_batch(tokenizer, TURNS)
+    output = rewards.score(batch)
+    by_bert = [plain_score(bert, prompt, answer) for prompt, answer in TURNS]
+    values = [plain_value(value_head, q + r) for q, r in zip(batch.query_ids, batch.response_ids, strict=True)]
+    assert output.components["bert"] == pytest.approx(by_bert, abs=1e-5)
+    assert output.components["value"] == pytest.approx(values, abs=1e-5)
+    assert output.scores == pytest.approx([b - 2 * v for b, v in zip(by_bert, values, strict=True)], abs=1e-5)
+
+
+def test_what_a_judge_can_be_shown_is_tried_before_it_is_loaded(tmp_path):
+    bert, policy = save_encoder(tmp_path / "bert"), tiny_tokenizer()
+    user, system = {"role": "user", "content": "the cat"}, {"role": "system", "content": "be nice"}
+    prompts = [
+        Prompt(3, "the cat", "the cat", (12,)),
+        Prompt(4, "the cat", "<user> the cat", (5, 12), conversation=[user]),
+        Prompt(5, "the cat", "<user> the cat", (5, 12), conversation=[user]),
+        Prompt(7, "the cat", "<user> the cat", (5, 12), conversation=[system, user]),
+    ]
+    judge = {"type": "model", "path": str(bert)}
+    check_conversations(configs(judge), prompts[:1], policy)
+    with pytest.raises(ConfigError, match=r"rewards\.1: .*answer to row 4 of the prompts .* has no chat template"):
+        check_conversations(configs(judge | {"input_format": "pair"}, judge), prompts, policy)
+    for form in ("joined", "pair", "response"):
+        check_conversations(configs(judge | {"input_format": form}), prompts, policy)
+    own = encoder_tokenizer("bert")
+    own.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}x"
+    own.save_pretrained(bert)
+    check_conversations(configs(judge), prompts[:3], policy)
+    with pytest.raises(ConfigError, match=r"rewards\.0: .*row 7 .* refuses messages of the roles system, user"):
+        check_conversations(configs(judge), prompts, policy)
+    check_conversations(configs(judge), prompts, own)
+
+
 def test_checks_pass_what_can_be_built(tmp_path, function_file):
     base = save_tiny(tmp_path / "base")
+    save_encoder(tmp_path / "bert")
+    save_value_head(tmp_path / "value")
     save_tiny(tmp_path / "judge", num_labels=1)
     save_reward_adapter(tmp_path / "adapter", base)
     sources = configs(
         {"type": "model", "path": str(tmp_path / "judge")},
         {"type": "model", "path": str(tmp_path / "adapter")},
+        {"type": "model", "path": str(tmp_path / "bert")},
+        {"type": "value_head", "path": str(tmp_path / "value" / "reward")},
         {"type": "adapter", "path": str(tmp_path / "adapter")},
         {"type": "function", "path": function_file, "name": "words"},
     )
@@ -118,6 +168,11 @@ def test_mistakes_are_found_before_a_model_is_loaded(tmp_path, function_file):
             {"type": "model", "path": str(tmp_path / "two")},
             ModelError,
             r"rewards\.1\.path: .* with 2 labels; wanted one",
+        ),
+        (
+            {"type": "value_head", "path": str(base)},
+            ModelError,
+            r"rewards\.1\.path: .*value_head\.safetensors or value_head\.bin is missing",
         ),
         ({"type": "adapter", "path": str(base)}, ModelError, r"rewards\.1\.path: .* a full model, not an adapter"),
         ({"type": "adapter", "path": str(policy_adapter)}, ModelError, r"is an adapter for CAUSAL_LM; wanted a reward"),

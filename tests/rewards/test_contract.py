@@ -7,13 +7,23 @@ import pytest
 import torch
 
 from tests.rewards.batches import chat_batch
-from tests.tiny import save_tiny
+from tests.rewards.encoders import save_encoder
+from tests.rewards.value_heads import save_value_head
+from tests.tiny import save_tiny, tiny_tokenizer
 from tether.config.schema import RunConfig
 from tether.models.adapters import with_adapter
-from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer
+from tether.models.loading import (
+    classifier_on,
+    load_causal_lm,
+    load_classifier,
+    load_reward_model,
+    load_tokenizer,
+    load_value_head_model,
+)
 from tether.models.roles import build_roles
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
+from tether.rewards.encoder import EncoderSource
 from tether.rewards.fake import FakeRewards
 from tether.rewards.function import FunctionSource
 from tether.rewards.model import ModelSource
@@ -33,8 +43,22 @@ def function(folder):
 def model(folder):
     save_tiny(folder / "judge", num_labels=1)
     tokenizer = load_tokenizer(str(folder / "judge"))
-    options = {"name": "judge", "batch_size": 2, "max_length": None, "device": "cpu"}
-    return ModelSource(load_classifier(str(folder / "judge")), tokenizer, tokenizer, **options)
+    options = {"name": "judge", "input_format": "auto", "batch_size": 2, "max_length": None, "device": "cpu"}
+    model = load_classifier(str(folder / "judge"))
+    return ModelSource(model, model.score, tokenizer, tokenizer, **options)
+
+
+def encoder(folder):
+    save_encoder(folder / "judge", "roberta")
+    options = {"name": "judge", "input_format": "pair", "batch_size": 2, "max_length": None, "device": "cpu"}
+    return EncoderSource(load_reward_model(str(folder / "judge")), load_tokenizer(str(folder / "judge")), **options)
+
+
+def value_head(folder):
+    path = str(save_value_head(folder / "judge", form="adapter"))
+    model, head = load_value_head_model(path, dtype=torch.float32)
+    options = {"name": "judge", "input_format": "joined", "batch_size": 2, "max_length": None, "device": "cpu"}
+    return ModelSource(model, head, load_tokenizer(path), tiny_tokenizer(), **options)
 
 
 def adapter(folder):
@@ -63,7 +87,10 @@ def weighted_sum(folder):
     return WeightedSum([Part("fake", 0.5, fake(folder)), Part("length", -1.0, function(folder))])
 
 
-@pytest.fixture(params=[fake, function, model, adapter, weighted_sum], ids=lambda make: make.__name__)
+SOURCES = [fake, function, model, encoder, value_head, adapter, weighted_sum]
+
+
+@pytest.fixture(params=SOURCES, ids=lambda make: make.__name__)
 def source(request, tmp_path):
     return request.param(tmp_path)
 

@@ -1,23 +1,26 @@
 """Scores of a sequence classifier against the classifier's own forward on each text alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.rewards.batches import chat_batch, text_batch
-from tests.tiny import KINDS, VOCABULARY, save_tiny, tiny_bpe_tokenizer, tiny_classifier, tiny_tokenizer
-from tether.errors import ModelError, RewardError
+from tests.tiny import KINDS, VOCABULARY, save_tiny, tiny_bpe_tokenizer, tiny_tokenizer
+from tether.errors import RewardError
 from tether.models.loading import load_classifier, load_tokenizer
-from tether.rewards.model import ModelSource, encode_messages, encode_text, same_tokenizer
-from tether.types import RewardBatch
+from tether.rewards.model import ModelSource
+from tether.rewards.reading import same_tokenizer
 
 TURNS = [("the cat sees", "good"), ("it is a very nice day", "the sun and the blue night"), ("rain", "bad bad bad")]
 
 
 def source(folder, policy_tokenizer, **options):
-    options = {"name": "judge", "batch_size": 2, "max_length": None, "device": "cpu"} | options
-    return ModelSource(load_classifier(str(folder)), load_tokenizer(str(folder)), policy_tokenizer, **options)
+    options = {"name": "judge", "input_format": "auto", "batch_size": 2, "max_length": None, "device": "cpu"} | options
+    model, tokenizer = load_classifier(str(folder)), load_tokenizer(str(folder))
+    return ModelSource(model, model.score, tokenizer, policy_tokenizer, **options)
 
 
 @torch.no_grad()
@@ -36,6 +39,14 @@ def permuted_tokenizer(**names):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>", **names)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos> {% endfor %}"
     return tokenizer
+
+
+def permuted(text):
+    return [VOCABULARY[::-1].index(word) for word in text.split()]
+
+
+def user(content):
+    return {"role": "user", "content": content}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,10 +88,8 @@ def test_another_vocabulary_of_equal_size_is_scored_as_text_in_the_judges_own_te
     permuted_tokenizer().save_pretrained(tmp_path)
     judge = source(tmp_path, tiny_tokenizer())
     assert not judge.shares_ids
-    expected = []
-    for prompt, response in TURNS:
-        text = f"<user> {prompt} <eos> <assistant> {response} <eos>"
-        expected.append(alone(tmp_path, [VOCABULARY[::-1].index(word) for word in text.split()]))
+    texts = [f"<user> {prompt} <eos> <assistant> {response} <eos>" for prompt, response in TURNS]
+    expected = [alone(tmp_path, permuted(text)) for text in texts]
     assert judge.score(chat_batch(tiny_tokenizer(), TURNS)).scores == pytest.approx(expected, abs=1e-5)
 
 
@@ -88,37 +97,74 @@ def test_text_that_the_policy_wraps_is_a_user_turn_for_the_judge_too(tmp_path):
     save_tiny(tmp_path, num_labels=1)
     permuted_tokenizer().save_pretrained(tmp_path)
     judge = source(tmp_path, tiny_tokenizer(bos=True))
-    batch = RewardBatch(
-        prompts=["the cat sees"],
-        queries=["<bos> <user> the cat sees <eos> <assistant>"],
-        responses=["good"],
-        query_ids=[[1]],
-        response_ids=[[2]],
-        conversations=[[{"role": "user", "content": "the cat sees"}]],
-    )
-    ids = encode_messages(
-        judge.tokenizer, [{"role": "user", "content": "the cat sees"}, {"role": "assistant", "content": "good"}]
-    )
-    assert judge.score(batch).scores == pytest.approx([alone(tmp_path, ids)], abs=1e-5)
+    batch = replace(text_batch("good", prompts=["the cat sees"]), conversations=[[user("the cat sees")]])
+    words = "<user> the cat sees <eos> <assistant> good <eos>"
+    assert judge.score(batch).scores == pytest.approx([alone(tmp_path, permuted(words))], abs=1e-5)
+    system = {"role": "system", "content": "nice"}
+    with_system = replace(batch, conversations=[[system, user("the cat sees")]])
+    expected = alone(tmp_path, permuted(f"<system> nice <eos> {words}"))
+    assert judge.score(with_system).scores == pytest.approx([expected], abs=1e-5)
 
 
 def test_plain_text_is_the_prompt_followed_by_the_answer(tmp_path):
     save_tiny(tmp_path, num_labels=1)
     permuted_tokenizer().save_pretrained(tmp_path)
     batch = text_batch("is good", prompts=["the sun "])
-    ids = [VOCABULARY[::-1].index(word) for word in ("the", "sun", "is", "good")]
     score = source(tmp_path, tiny_tokenizer(bos=True)).score(batch).scores
-    assert score == pytest.approx([alone(tmp_path, ids)], abs=1e-5)
+    assert score == pytest.approx([alone(tmp_path, permuted("the sun is good"))], abs=1e-5)
 
 
-def test_exactly_one_bos():
-    tokenizer = tiny_tokenizer(bos=True)
-    bos = tokenizer.bos_token_id
-    assert encode_text(tokenizer, "good").count(bos) == 1
-    assert encode_text(tokenizer, "<bos> good") == encode_text(tokenizer, "good")
-    ids = encode_messages(tokenizer, [{"role": "user", "content": "good"}])
-    assert ids[0] == bos and ids.count(bos) == 1
-    assert encode_text(tiny_tokenizer(), "good good") == [17, 17]
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by", ["template", "tokenizer", "both", "none"])
+@pytest.mark.parametrize("chat", [True, False])
+def test_exactly_one_bos_whoever_writes_it(tmp_path, kind, by, chat):
+    """Against the model's own forward on the text alone, the BOS counted by hand."""
+    if kind == "qwen2" and by in ("tokenizer", "both"):
+        pytest.skip("Qwen2's tokenizer never writes a BOS")
+    save_tiny(tmp_path, kind, num_labels=1)
+    tokenizer = tiny_bpe_tokenizer() if kind == "qwen2" else tiny_tokenizer(bos=by in ("tokenizer", "both"))
+    words = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos> {% endfor %}"
+    tokenizer.chat_template = ("<bos>" if by in ("template", "both") else "") + words
+    tokenizer.save_pretrained(tmp_path)
+    judge = source(tmp_path, permuted_tokenizer())
+    batch = text_batch("good", "good", prompts=["the cat sees ", "rain "])
+    if chat:
+        batch = replace(batch, conversations=[[user("the cat sees")], [user("rain")]])
+        texts = [f"<user> {turn} <eos> <assistant> good <eos> " for turn in ("the cat sees", "rain")]
+    else:
+        texts = [p + r for p, r in zip(batch.prompts, batch.responses, strict=True)]
+    has_bos = by in ("tokenizer", "both") or (chat and by == "template")
+    expected = []
+    for text in texts:
+        ids = judge.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert 1 not in ids
+        expected.append(alone(tmp_path, [1] * has_bos + ids))
+    assert judge.score(batch).scores == pytest.approx(expected, abs=1e-5)
+    if chat and by != "tokenizer":  # where transformers itself writes one, it is the same text
+        plain = judge.tokenizer.apply_chat_template([user("rain"), {"role": "assistant", "content": "bad"}])
+        text = replace(text_batch("bad"), conversations=[[user("rain")]])
+        assert judge.score(text).scores == pytest.approx([alone(tmp_path, plain["input_ids"])], abs=1e-5)
+
+
+def test_the_forms_that_an_answer_can_be_judged_in(tmp_path):
+    save_tiny(tmp_path, num_labels=1)
+    permuted_tokenizer().save_pretrained(tmp_path)
+    plain, chat = text_batch("good", prompts=["the cat "]), text_batch("good", prompts=["the cat"])
+    chat = replace(chat, conversations=[[{"role": "system", "content": "nice"}, user("the cat")]])
+    for form, batch, words in [
+        ("auto", plain, "the cat good"),
+        ("auto", chat, "<system> nice <eos> <user> the cat <eos> <assistant> good <eos>"),
+        ("joined", plain, "the cat good"),
+        ("joined", chat, "nice the cat good"),
+        ("pair", plain, "the cat good"),
+        ("pair", chat, "nice the cat good"),
+        ("response", plain, "good"),
+        ("response", chat, "good"),
+    ]:
+        score = source(tmp_path, tiny_tokenizer(), input_format=form).score(batch).scores
+        assert score == pytest.approx([alone(tmp_path, permuted(words))], abs=1e-5), (form, words)
+        same = source(tmp_path, permuted_tokenizer(), input_format=form)
+        assert same.shares_ids == (form == "auto"), "another form than the policy's is text"
 
 
 def test_tokenizers_are_the_same_when_they_write_the_same_ids():
@@ -163,8 +209,21 @@ def test_a_conversation_that_the_judge_has_no_template_for_is_refused(tmp_path):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(RewardError, match=r"answer 0 of 3 .* does not fit the reward model's chat template"):
+    with pytest.raises(RewardError, match=r"answer 0 of 3 .* has no chat template. Set the reward's input_format to j"):
         source(tmp_path, tiny_tokenizer()).score(chat_batch(tiny_tokenizer(), TURNS))
+
+
+def test_a_conversation_that_the_judges_template_refuses_is_named_with_its_roles(tmp_path):
+    save_tiny(tmp_path, num_labels=1)
+    tokenizer = permuted_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}x{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    batch = text_batch("a", "b", prompts=["p", "q"])
+    batch = replace(batch, conversations=[[user("p")], [{"role": "system", "content": "s"}, user("q")]])
+    with pytest.raises(RewardError, match=r"answer 1 of 2 .* roles system, user, assistant: TemplateError: no system"):
+        source(tmp_path, tiny_tokenizer()).score(batch)
 
 
 def test_an_empty_text_is_refused(tmp_path):
@@ -172,17 +231,3 @@ def test_an_empty_text_is_refused(tmp_path):
     permuted_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(RewardError, match=r"answer 1 of 2 .* is an empty text"):
         source(tmp_path, tiny_tokenizer()).score(text_batch("good", "", prompts=["a", ""]))
-
-
-def test_a_model_without_a_head_on_a_decoder_is_refused():
-    tokenizer = tiny_tokenizer()
-    with pytest.raises(ModelError, match="reward judge: LlamaModel has no score head"):
-        ModelSource(
-            tiny_classifier().base_model,
-            tokenizer,
-            tokenizer,
-            name="judge",
-            batch_size=1,
-            max_length=None,
-            device="cpu",
-        )

@@ -54,8 +54,9 @@ ALIASES = _table(
      _to("value.warmup_steps", note="updates in which only the critic trains")),
     # rewards
     ("reward_model_path reward_model reward_pretrain reward.model_name_or_path reward.reward_model.model_path",
-     _to("rewards", note="a list: `- {type: model, path: …}`")),
-    ("reward_model_adapters", _to("rewards", note="a list: `- {type: adapter, path: …}`")),
+     _to("rewards", note="a list: `- {type: model, path: …}`, type value_head for LLaMA-Factory's reward models")),
+    ("reward_model_adapters",
+     _to("rewards", note="a list: `- {type: value_head, path: …}`, type adapter for one of a sequence classifier")),
     ("reward_model_type", _to("rewards.N.type")),
     ("reward_funcs compute_score custom_reward_function reward.custom_reward_function.path",
      _to("rewards", note="a list: `- {type: function, path: FILE.py, name: FUNCTION}`")),

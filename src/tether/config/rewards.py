@@ -45,13 +45,9 @@ class _Reward(Section):
     """Name in metrics and samples; must be unique."""
 
 
-class ModelReward(_Reward):
-    """A sequence classifier with one label."""
+class OwnModelReward(_Reward):
+    """What all sources have that are a model of their own."""
 
-    type: Literal["model"]
-    """``model``: a sequence classifier with one label."""
-    path: str
-    """Hub id or folder of the sequence classifier, or of a PEFT adapter of one (loaded on its own base)."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -60,8 +56,34 @@ class ModelReward(_Reward):
     """Answers scored in one forward."""
     max_length: PositiveInt | None = None
     """Longest prompt plus answer in the reward model's tokens. Longer ones are an error. Left out: its limit."""
+    input_format: Literal["auto", "joined", "pair", "response"] = "auto"
+    """What it reads. ``auto``: the policy's token ids where the tokenizers are the same; else conversations in its own
+    chat template, and plain text followed by the answer. ``joined``: a conversation's messages and the answer with
+    blank lines between. ``pair``: prompt and answer as its tokenizer puts two texts together
+    (``[CLS] prompt [SEP] answer [SEP]``). ``response``: the answer alone. A tokenizer without a chat template needs one
+    of the last three for conversations."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+
+
+class ModelReward(OwnModelReward):
+    """A sequence classifier with one label, of any family."""
+
+    type: Literal["model"]
+    """``model``: a sequence classifier with one label."""
+    path: str
+    """Hub id or folder of the sequence classifier, or of a PEFT adapter of one (loaded on its own base)."""
+
+
+class ValueHeadReward(OwnModelReward):
+    """A reward model as LLaMA-Factory saves it."""
+
+    type: Literal["value_head"]
+    """``value_head``: a language model with a value head in a file beside it; the score is the value at the last
+    token."""
+    path: str
+    """Hub id or folder that holds ``value_head.safetensors`` or ``value_head.bin`` and a causal language model, or a
+    PEFT adapter of one; also a checkpoint-N of LLaMA-Factory's reward stage."""
 
 
 class AdapterReward(_Reward):
@@ -190,7 +212,8 @@ class JudgeReward(ServiceReward):
 
 
 RewardConfig = Annotated[
-    ModelReward | AdapterReward | FunctionReward | HttpReward | JudgeReward, Field(discriminator="type")
+    ModelReward | ValueHeadReward | AdapterReward | FunctionReward | HttpReward | JudgeReward,
+    Field(discriminator="type"),
 ]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,6 +17,8 @@ from transformers import PreTrainedModel
 from tether.errors import ModelError
 
 HEAD_FILE = "value_head.safetensors"
+VALUE_HEAD_FILES = (HEAD_FILE, "value_head.bin")
+"""Where LLaMA-Factory puts the head of a reward model, beside the language model or its adapter."""
 HEAD_NAMES = ("score", "v_head", "v_head.summary", "value_head", "value_head.summary", "reward_head")
 """Modules that hold the head in checkpoints of transformers, TRL, LLaMA-Factory, OpenRLHF and others."""
 
@@ -97,6 +101,36 @@ def load_head(folder: Path | str) -> ScalarHead:
     tensors = load_file(path)
     weight = tensors.get("value_head.weight")
     return head_from(tensors, weight.shape[-1] if weight is not None else 0, str(path))
+
+
+def value_head_file(folder: Path | str) -> Path | None:
+    """The file in ``folder`` that holds a value head apart from its model, if there is one."""
+    return next((Path(folder) / name for name in VALUE_HEAD_FILES if (Path(folder) / name).is_file()), None)
+
+
+def read_value_head(folder: Path | str) -> dict[str, Tensor]:
+    """The tensors of the value head beside a model; of a pickle nothing but tensors is read.
+
+    Raises:
+        ModelError: there is no such file, or it cannot be read.
+    """
+    file = value_head_file(folder)
+    if file is None:
+        raise ModelError(no_value_head(folder))
+    try:
+        tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        return dict(tensors)
+    except (OSError, RuntimeError, TypeError, ValueError, UnpicklingError, SafetensorError) as error:
+        raise ModelError(f"{file}: cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def no_value_head(folder: Path | str) -> str:
+    """Says which file is missing, and what writes it."""
+    return (
+        f"{folder}: {' or '.join(VALUE_HEAD_FILES)} is missing, so the reward model has no head. "
+        "`llamafactory-cli train FILE.yaml` with `stage: rm` writes it into its output_dir and into each "
+        "checkpoint-N; name a folder that has it, or train a reward model by `tether reward` and use type model"
+    )
 
 
 def _some(names: Mapping[str, Tensor], limit: int = 4) -> str:

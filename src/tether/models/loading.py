@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,17 @@ from transformers import (
 from transformers.utils import logging
 
 from tether.errors import ConfigError, ModelError
-from tether.models.adapters import Adapter, changed_config, merged, read_adapter
-from tether.models.heads import ScalarHead, head_from, is_head_key
+from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
+from tether.models.heads import (
+    VALUE_HEAD_FILES,
+    ScalarHead,
+    head_from,
+    is_head_key,
+    no_value_head,
+    read_value_head,
+    state_size,
+    value_head_file,
+)
 from tether.models.paths import (
     MODEL_WEIGHTS,
     adapter_base,
@@ -39,6 +49,8 @@ from tether.models.paths import (
     weight_files,
 )
 
+POOLED_HEADS = ("classifier", "classification_head", "logits_proj")
+"""What the heads of classifiers are called whose families pool otherwise than at the last token."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 # Devices
@@ -159,7 +171,18 @@ def load_causal_lm(
     return model
 
 
-def load_classifier(
+def load_classifier(path: str, **options: Any) -> PreTrainedModel:
+    """The decoder with a scalar head in ``path``, as ``load_reward_model`` gives it, for callers that need one.
+
+    Raises:
+        ModelError: as ``load_reward_model``, or it is of a family that pools otherwise than at the last token.
+    """
+    model = load_reward_model(path, **options)
+    _check_decoder(model, path)
+    return model
+
+
+def load_reward_model(
     path: str,
     *,
     dtype: torch.dtype | None = None,
@@ -169,10 +192,11 @@ def load_classifier(
 ) -> PreTrainedModel:
     """The sequence classifier with one label in ``path``, in eval mode; an adapter is merged into its base.
 
-    Its ``score`` is a float32 ``ScalarHead``. A head under another known name, or with a bias, is taken over whole.
+    A decoder's ``score`` is a float32 ``ScalarHead``. A head under another known name, or with a bias, is taken over
+    whole. Other families (BERT, RoBERTa, DeBERTa, …) keep the pooling and the head of their class.
 
     Args:
-        dtype: of the trunk; None: as saved.
+        dtype: of the weights, a decoder's head aside; None: as saved.
 
     Raises:
         ModelError: it is not there, has more labels than one, no head, several, or weights that are missing or that
@@ -187,17 +211,27 @@ def load_classifier(
     model, info = _from_pretrained(
         AutoModelForSequenceClassification, path, dtype=dtype or "auto", revision=revision, num_labels=1, **options
     )
-    heads = {name for name in info["unexpected_keys"] if is_head_key(name)}
-    foreign = sorted(n for n in set(info["unexpected_keys"]) - heads if not n.startswith("lm_head."))
+    heads = {name for name in info["unexpected_keys"] if is_head_key(name) and reads_last_token(model)}
+    foreign = sorted(n for n in set(info["unexpected_keys"]) - heads if not _is_unused(n, model))
     if foreign:
         raise ModelError(f"{path}: holds weights that have no place in {type(model).__name__}: {some_of(foreign)}")
-    _check_complete(info, path, but={"score.weight"})
-    _check_decoder(model, path)
+    _check_complete(info, path, but={"score.weight"} if reads_last_token(model) else ())
+    if not reads_last_token(model):
+        return model
     tensors = read_tensors(path, heads, revision=revision)
     if "score.weight" not in info["missing_keys"]:
         tensors["score.weight"] = model.score.weight
     model.score = head_from(tensors, model.score.in_features, path)
     return model
+
+
+def _is_unused(name: str, model: PreTrainedModel) -> bool:
+    """Whether a weight has no part in the score: of a language model's head, or of a pooler that this very class of
+    transformers saved and does without."""
+    own_pooler = f"{model.base_model_prefix}.pooler."
+    return name.startswith("lm_head.") or (
+        name.startswith(own_pooler) and type(model).__name__ in (model.config.architectures or ())
+    )
 
 
 def _adapted_classifier(adapter: Adapter, dtype: torch.dtype | None, options: Mapping[str, Any]) -> PreTrainedModel:
@@ -211,10 +245,15 @@ def _adapted_classifier(adapter: Adapter, dtype: torch.dtype | None, options: Ma
         num_labels=1,
         **options,
     )
+    dtype = dtype or _saved_dtype(adapter, options["trust_remote_code"])
+    if not reads_last_token(model):
+        _check_complete(info, base, but={name.removeprefix(MODULE_PREFIX) for name in adapter.tensors})
+        kept = [*(adapter.config.modules_to_save or ()), "classifier"]
+        adapter = replace(adapter, config=changed_config(adapter.config, modules_to_save=kept))
+        return _cast(merged(model, adapter), dtype)
     _check_complete(info, base, but={"score.weight"})
-    _check_decoder(model, base)
     head = head_from(adapter.head, model.score.in_features, adapter.path)
-    model = _cast(merged(model, adapter), dtype or _saved_dtype(adapter, options["trust_remote_code"]))
+    model = _cast(merged(model, adapter), dtype)
     model.score = head
     return model
 
@@ -226,6 +265,11 @@ def check_classifier(path: str, key: str) -> None:
         key: the configuration key that named it, for the message.
     """
     folder = Path(path)
+    if (beside := value_head_file(folder)) is not None:
+        raise ModelError(
+            f"{key}: {path} keeps its head in {beside.name}, as LLaMA-Factory does; wanted a model with a head of its "
+            "own. As a reward it is of type value_head"
+        )
     if not (folder / "config.json").is_file() or is_adapter(path):
         return
     with model_errors(path):
@@ -233,18 +277,60 @@ def check_classifier(path: str, key: str) -> None:
     labels = settings.get("num_labels") or len(settings.get("id2label", range(2)))  # 2 is left out
     if labels != 1 and any(kind.endswith("ForSequenceClassification") for kind in settings.get("architectures") or ()):
         raise ModelError(f"{key}: {path} is a classifier with {labels} labels; wanted one label (num_labels=1)")
-    files = [file for file in weight_files(folder) if file.suffix == ".safetensors"]
-    with model_errors(path):
-        names = [name for file in files for name in _tensor_names(file)]
-    if names and not any(is_head_key(name) for name in names):
+    names = _tensor_names(folder)
+    if names and not any(is_head_key(name) or name.partition(".")[0] in POOLED_HEADS for name in names):
         raise ModelError(
             f"{key}: {path} holds no scalar head; wanted a model trained as a sequence classifier with num_labels=1"
         )
 
 
-def _tensor_names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as tensors:
-        return list(tensors.keys())
+def reads_last_token(model: PreTrainedModel) -> bool:
+    """Whether the classifier is a decoder, whose head reads the state of the last token."""
+    return isinstance(getattr(model, "score", None), torch.nn.Linear)
+
+
+def load_value_head_model(
+    path: str, *, revision: str | None = None, **options: Any
+) -> tuple[PreTrainedModel, ScalarHead]:
+    """The language model in ``path`` with the value head beside it, as LLaMA-Factory saves reward models.
+
+    The folder holds a full causal language model, or a PEFT adapter of one, and ``value_head.safetensors`` or
+    ``value_head.bin`` with ``v_head.summary.weight`` and ``v_head.summary.bias``.
+
+    Args:
+        options: as ``load_causal_lm`` takes them.
+
+    Raises:
+        ModelError: the model or its head is not there, or does not fit.
+    """
+    head = read_value_head(_downloaded(path, revision, VALUE_HEAD_FILES))
+    model = load_causal_lm(path, revision=revision, **options)
+    return model, head_from(head, state_size(model), path)
+
+
+def check_value_head(path: str, key: str) -> None:
+    """Raises ``ModelError`` if a local folder has no value head beside its model.
+
+    Args:
+        key: the configuration key that named it, for the message.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or value_head_file(folder) is not None:
+        return
+    if any(is_head_key(name) for name in _tensor_names(folder)):
+        raise ModelError(f"{key}: {path} holds its head among its own weights; use type model")
+    raise ModelError(f"{key}: {no_value_head(folder)}")
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """Names of the weights in a folder, as far as they are in safetensors."""
+    names = []
+    with model_errors(str(folder)):
+        for file in weight_files(folder):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    names += tensors.keys()
+    return names
 
 
 def classifier_on(model: PreTrainedModel) -> PreTrainedModel:
@@ -280,9 +366,7 @@ def read_tensors(path: str, names: Iterable[str], *, revision: str | None = None
     wanted = set(names)
     if not wanted:
         return {}
-    folder = Path(path)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(path, revision=revision, allow_patterns=list(MODEL_WEIGHTS)))
+    folder = _downloaded(path, revision, MODEL_WEIGHTS)
     found: dict[str, Tensor] = {}
     for file in weight_files(folder):
         if file.suffix == ".safetensors":
@@ -292,6 +376,14 @@ def read_tensors(path: str, names: Iterable[str], *, revision: str | None = None
             tensors = torch.load(file, map_location="cpu", weights_only=True)
             found |= {name: tensors[name] for name in wanted & tensors.keys()}
     return found
+
+
+def _downloaded(path: str, revision: str | None, patterns: Iterable[str]) -> Path:
+    """The folder of a model; of one on the hub, with the files that fit the patterns."""
+    if Path(path).is_dir():
+        return Path(path)
+    with model_errors(path):
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
 
 
 def _from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -327,7 +419,7 @@ def _is_classifier(config: PreTrainedConfig) -> bool:
 
 
 def _check_decoder(model: PreTrainedModel, path: str) -> None:
-    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+    if not reads_last_token(model):
         raise ModelError(
             f"{path}: {type(model).__name__} has no head called score; wanted a decoder (GPT-2, Llama, Qwen2, …) "
             "trained as a sequence classifier"

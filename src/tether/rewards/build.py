@@ -15,20 +15,31 @@ from tether.config.rewards import (
     HttpReward,
     JudgeReward,
     ModelReward,
+    OwnModelReward,
     RewardConfig,
+    ValueHeadReward,
 )
 from tether.errors import ConfigError, ModelError, RewardError
-from tether.models.loading import check_classifier, load_classifier, load_tokenizer
+from tether.models.loading import (
+    check_classifier,
+    check_value_head,
+    load_reward_model,
+    load_tokenizer,
+    load_value_head_model,
+    reads_last_token,
+)
 from tether.models.paths import ADAPTER_CONFIG, check_model_path
 from tether.models.roles import ModelRoles
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
+from tether.rewards.encoder import EncoderSource
 from tether.rewards.function import FunctionSource, check_columns, load_function
 from tether.rewards.http import check_sent_columns, http_source
 from tether.rewards.judge import judge_source
 from tether.rewards.model import ModelSource
+from tether.rewards.reading import Reader, same_tokenizer
 from tether.rewards.service import service_key
-from tether.types import RewardBatch, RewardSource
+from tether.types import Prompt, RewardBatch, RewardSource
 
 
 def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None = None) -> None:
@@ -57,12 +68,46 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
             case ModelReward():
                 check_model_path(config.path, f"{key}.path")
                 check_classifier(config.path, f"{key}.path")
+            case ValueHeadReward():
+                check_model_path(config.path, f"{key}.path")
+                check_value_head(config.path, f"{key}.path")
             case HttpReward():
                 service_key(config, key)
                 if columns is not None:
                     check_sent_columns(config, columns, key)
             case JudgeReward():
                 service_key(config, key)
+
+
+def check_conversations(
+    configs: Sequence[RewardConfig], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Checks that judges with another tokenizer than the policy's can be shown the prompts; loads tokenizers only.
+
+    Args:
+        prompts: of these, one conversation is tried for each order of roles.
+        tokenizer: the policy's.
+
+    Raises:
+        ConfigError: a judge has no chat template for conversations, or it refuses one; names the prompt's row.
+    """
+    shapes: dict[tuple[str, ...], Prompt] = {}
+    for prompt in prompts:
+        if prompt.conversation is not None:
+            shapes.setdefault(tuple(message["role"] for message in prompt.conversation), prompt)
+    for i, config in enumerate(configs):
+        if not isinstance(config, OwnModelReward) or config.input_format != "auto":
+            continue
+        own = load_tokenizer(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        if same_tokenizer(own, tokenizer):
+            continue
+        reader = Reader(own, config.input_format, config.name or config.path)
+        for prompt in shapes.values():
+            where = f"an answer to row {prompt.row} of the prompts"
+            try:
+                reader.text(prompt.source, prompt.conversation, "answer", where)
+            except RewardError as error:
+                raise ConfigError(f"rewards.{i}: {error}") from error
 
 
 def build_rewards(
@@ -92,7 +137,7 @@ def build_rewards(
             case AdapterReward():
                 roles.add_reward_adapter(name, config.path)
                 source = AdapterSource(roles, name, batch_size=config.batch_size, device=device)
-            case ModelReward():
+            case OwnModelReward():
                 source = _model_source(config, name, tokenizer, device)
             case HttpReward():
                 source = http_source(config, name, f"rewards.{i}", tokenizer)
@@ -125,19 +170,26 @@ def try_services(
 
 
 def _model_source(
-    config: ModelReward, name: str, policy_tokenizer: PreTrainedTokenizerBase, device: torch.device | str
-) -> ModelSource:
+    config: OwnModelReward, name: str, policy_tokenizer: PreTrainedTokenizerBase, device: torch.device | str
+) -> RewardSource:
     where = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    return ModelSource(
-        load_classifier(config.path, dtype=dtype, **where).to(device),
-        load_tokenizer(config.path, **where),
-        policy_tokenizer,
-        name=name,
-        batch_size=config.batch_size,
-        max_length=config.max_length,
-        device=device,
-    )
+    tokenizer = load_tokenizer(config.path, **where)
+    options = {
+        "name": name,
+        "input_format": config.input_format,
+        "batch_size": config.batch_size,
+        "max_length": config.max_length,
+        "device": device,
+    }
+    if isinstance(config, ValueHeadReward):
+        model, head = load_value_head_model(config.path, dtype=dtype, **where)
+    else:
+        model = load_reward_model(config.path, dtype=dtype, **where).to(device)
+        if not reads_last_token(model):
+            return EncoderSource(model, tokenizer, **options)
+        head = model.score
+    return ModelSource(model.to(device), head.to(device), tokenizer, policy_tokenizer, **options)
 
 
 def _check_reward_adapter(path: str, key: str) -> None:

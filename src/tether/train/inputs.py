@@ -24,7 +24,7 @@ from tether.models.loading import (
     stop_token_ids,
 )
 from tether.models.paths import adapter_base, check_model_path, is_adapter
-from tether.rewards.build import check_rewards
+from tether.rewards.build import check_conversations, check_rewards
 from tether.train.display import Display
 from tether.train.optim import check_schedule
 from tether.train.rollout import Answers
@@ -113,6 +113,7 @@ def check_data(config: RunConfig, data: RunData) -> None:
     policy has not, texts that do not fit into its positions, updates that leave the policy none."""
     for prompts in data.prompt_sets:
         check_rewards(config.rewards, columns=prompts.columns)
+        check_conversations(config.rewards, prompts.prompts, data.tokenizer)
     model = config.model
     base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
     revision = model.revision if base == model.path else None

@@ -16,7 +16,15 @@ from transformers import (
 )
 
 from tether.config.load import dump_config
-from tether.config.rewards import AdapterReward, FunctionReward, HttpReward, JudgeReward, ModelReward, RewardConfig
+from tether.config.rewards import (
+    AdapterReward,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    OwnModelReward,
+    RewardConfig,
+    ValueHeadReward,
+)
 from tether.config.schema import RunConfig
 from tether.models.adapters import DEFAULT, adapter_parameters, peft_lora_config, read_adapter, with_adapter
 from tether.models.heads import state_size
@@ -174,16 +182,19 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
             adapter = read_adapter(reward.path)
             size = _saved_adapter_size(reward.path) + sum(tensor.numel() for tensor in adapter.head.values())
             return _role(label, reward.path, size, 0, torch.float32, "adapter on the base")
-        case ModelReward():
+        case OwnModelReward():
             base = adapter_base(reward.path, reward.revision) if is_adapter(reward.path, reward.revision) else None
             revision = None if base else reward.revision
             of = load_config(base or reward.path, revision=revision, trust_remote_code=reward.trust_remote_code)
             of.num_labels = 1
+            is_beside = isinstance(reward, ValueHeadReward)
             with torch.device("meta"):
-                classifier = AutoModelForSequenceClassification.from_config(of)
+                auto = AutoModelForCausalLM if is_beside else AutoModelForSequenceClassification
+                judge = auto.from_config(of)
             saved = getattr(of, "dtype", None) or torch.float32
             dtype = saved if reward.dtype == "auto" else getattr(torch, reward.dtype)
-            return _role(label, reward.path, _count(classifier), 0, dtype, "own weights")
+            size = _count(judge) + (state_size(judge) if is_beside else 0)
+            return _role(label, reward.path, size, 0, dtype, "own weights")
 
 
 def _adapter_size(config: RunConfig, base: PreTrainedModel) -> int:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
-from tether.config.rewards import AdapterReward, ModelReward
+from tether.config.rewards import AdapterReward, OwnModelReward
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
@@ -148,7 +148,7 @@ def model_paths(config: RunConfig) -> dict[str, str]:
     rewards = {
         f"rewards.{i}.path": reward.path
         for i, reward in enumerate(config.rewards)
-        if isinstance(reward, AdapterReward | ModelReward)
+        if isinstance(reward, AdapterReward | OwnModelReward)
     }
     critic = {"value.init": config.value.init} if config.value.init not in (None, "reward", "policy") else {}
     return {"model.path": config.model.path} | rewards | critic

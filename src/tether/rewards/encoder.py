@@ -1,0 +1,82 @@
+"""Classifiers of families that pool otherwise than at the last token, BERT and its kin, as reward sources."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.data.collate import plan_micro_batches
+from tether.rewards.base import checked
+from tether.rewards.reading import InputFormat, Reader, check_lengths, features
+from tether.types import RewardBatch, RewardOutput
+
+
+class EncoderSource:
+    """Scores prompt and answer, always as text, by the classifier's own forward, with its own pooling.
+
+    Texts are padded as the classifier's tokenizer pads; a tokenizer without a pad token gets them one at a time.
+
+    Args:
+        model: a sequence classifier with one label, in eval mode.
+        tokenizer: the model's own.
+        name: how messages name it.
+        batch_size: answers in one forward.
+        max_length: most tokens of prompt and answer, special tokens included; the model's own limit if None.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        input_format: InputFormat,
+        batch_size: int,
+        max_length: int | None,
+        device: torch.device | str,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.batch_size = batch_size if tokenizer.pad_token is not None else 1
+        self.max_length = max_length or position_limit(model)
+        self.device = device
+        self.reader = Reader(tokenizer, input_format, name)
+
+    def score(self, batch: RewardBatch) -> RewardOutput:
+        """The classifier's scores; each equals what it gives for that text alone.
+
+        Raises:
+            RewardError: an answer with its prompt is too long for the model, or cannot be put in its chat template.
+            RewardResponseError: a score is not finite.
+        """
+        encoded = [features(self.tokenizer, text) for text in self.reader.texts(batch)]
+        lengths = [len(each["input_ids"]) for each in encoded]
+        check_lengths(lengths, self.max_length, self.name)
+        scores = [math.nan] * len(batch)
+        for rows in plan_micro_batches([0] * len(batch), lengths, self.batch_size):
+            for row, score in zip(rows, self._scores([encoded[row] for row in rows]).tolist(), strict=True):
+                scores[row] = score
+        return RewardOutput(checked(scores, len(batch), f"reward {self.name}"))
+
+    @torch.no_grad()
+    def _scores(self, encoded: list[dict[str, Any]]) -> Tensor:
+        """One number for each text."""
+        padded = self.tokenizer.pad(encoded, padding=len(encoded) > 1, return_tensors="pt")
+        return self.model(**padded.to(self.device)).logits.squeeze(-1).float()
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Most tokens that the classifier has positions for, None where it has no limit.
+
+    RoBERTa and its kin number positions from the pad token's id on, so that they have fewer than their table has rows.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.num_embeddings - module.padding_idx - 1
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if limit is not None and limit > 0 else None

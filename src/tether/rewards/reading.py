@@ -1,0 +1,164 @@
+"""How a judge is shown an answer that another tokenizer wrote: as text, in its own chat template or joined.
+
+Where a judge's tokenizer is the policy's, it reads token ids instead, exactly as they were sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.data.answers import text_start
+from tether.errors import RewardError
+from tether.types import Message, RewardBatch
+
+InputFormat = Literal["auto", "joined", "pair", "response"]
+
+_PROBE = "Hello, World!  It's 1234567.89 — naïve café,\n\n\tdef f(x): return x  # 漢字 🙂 <|end|> ."
+
+
+@dataclass(frozen=True)
+class JudgedText:
+    """What a judge reads of one answer, before it is encoded."""
+
+    text: str
+    """The text, or the first of two."""
+    second: str | None = None
+    """The second of two texts that the tokenizer puts together."""
+    is_templated: bool = False
+    """Whether a chat template wrote it, special tokens included."""
+
+
+class Reader:
+    """Puts prompts and answers into the form that a judge was trained on.
+
+        auto      a conversation in the judge's chat template; plain text followed by the answer
+        joined    the contents of a conversation's messages and the answer, blank lines between; plain text as in auto
+        pair      two texts: the prompt, a conversation's messages joined as above, and the answer
+        response  the answer alone
+
+    Args:
+        tokenizer: the judge's.
+        name: how messages name the source.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, input_format: InputFormat, name: str) -> None:
+        self.tokenizer = tokenizer
+        self.input_format = input_format
+        self.name = name
+
+    def texts(self, batch: RewardBatch) -> list[JudgedText]:
+        """What the judge reads of each answer.
+
+        Raises:
+            RewardError: a conversation cannot be put into the judge's chat template.
+        """
+        return [
+            self.text(
+                batch.prompts[row], batch.conversations[row], batch.responses[row], f"answer {row} of {len(batch)}"
+            )
+            for row in range(len(batch))
+        ]
+
+    def text(
+        self, prompt: str | Sequence[Message], conversation: Sequence[Message] | None, response: str, where: str
+    ) -> JudgedText:
+        """What the judge reads of one answer.
+
+        Args:
+            prompt: as the dataset had it; text where there is no conversation.
+            conversation: the chat messages that the policy was shown, None for plain text.
+            where: names the answer in messages.
+
+        Raises:
+            RewardError: the conversation cannot be put into the judge's chat template.
+        """
+        if self.input_format == "response":
+            return JudgedText(response)
+        if self.input_format == "auto" and conversation is not None:
+            return JudgedText(self._rendered(conversation, response, where), is_templated=True)
+        parts = [prompt] if conversation is None else [message["content"] for message in conversation]
+        if self.input_format == "pair":
+            return JudgedText("\n\n".join(parts), response)
+        return JudgedText(prompt + response if conversation is None else "\n\n".join([*parts, response]))
+
+    def _rendered(self, conversation: Sequence[Message], response: str, where: str) -> str:
+        """The whole conversation in the judge's chat template."""
+        if self.tokenizer.chat_template is None:
+            raise RewardError(
+                f"reward {self.name}: {where} (counted from 0) belongs to a conversation, but the reward model's "
+                "tokenizer has no chat template. Set the reward's input_format to joined, pair or response, whichever "
+                "the model was trained on, or give its tokenizer a chat template"
+            )
+        messages = [dict(message) for message in conversation] + [{"role": "assistant", "content": response}]
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception as error:  # templates raise whatever their authors chose
+            roles = ", ".join(message["role"] for message in messages)
+            raise RewardError(
+                f"reward {self.name}: {where} (counted from 0) does not fit the reward model's chat template, which "
+                f"refuses messages of the roles {roles}: {type(error).__name__}: {error}"
+            ) from error
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, judged: JudgedText) -> list[int]:
+    """Token ids for a decoder: the beginning-of-sequence token once, if the tokenizer or the template writes one.
+
+    A template's text gets nothing else; other text gets what the tokenizer puts around text.
+    """
+    if judged.is_templated:
+        ids, start = tokenizer(judged.text, add_special_tokens=False)["input_ids"], text_start(tokenizer)
+        return ids if ids[: len(start)] == start else start + ids
+    ids = tokenizer(judged.text, judged.second)["input_ids"]
+    is_doubled = len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id
+    return ids[1:] if is_doubled else ids
+
+
+def features(tokenizer: PreTrainedTokenizerBase, judged: JudgedText) -> dict[str, list[int]]:
+    """What the tokenizer makes of the text for its own family: token ids, mask and, where it has them, token types.
+
+    Its special tokens stand around the text once, also where a template wrote the first or the last one itself.
+    """
+    encoded = tokenizer(judged.text, judged.second)
+    if not judged.is_templated:
+        return dict(encoded)
+    ids, special = encoded["input_ids"], set(tokenizer.all_special_ids)
+    start = int(ids[0] == ids[1] and ids[0] in special)
+    end = len(ids) - int(ids[-1] == ids[-2] and ids[-1] in special)
+    return {name: values[start:end] for name, values in encoded.items()}
+
+
+def check_lengths(lengths: Sequence[int], limit: int | None, name: str) -> None:
+    """Raises ``RewardError`` naming the first answer that is empty, or longer with its prompt than the judge can read.
+
+    Args:
+        lengths: tokens of each answer with its prompt.
+    """
+    for row, length in enumerate(lengths):
+        where = f"reward {name}: answer {row} of {len(lengths)} (counted from 0)"
+        if length == 0:
+            raise RewardError(f"{where} is an empty text")
+        if limit is not None and length > limit:
+            raise RewardError(
+                f"{where} has {length} tokens with its prompt, the limit is {limit}; shorten data.max_prompt_length or "
+                "sampling.response_length, or raise the reward's max_length if the model can take more"
+            )
+
+
+def same_tokenizer(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether both write the same conversation as the same token ids; pad tokens may differ, as no text holds one."""
+    return _fingerprint(tokenizer) == _fingerprint(other)
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
+    """What decides the token ids of a text."""
+    return {
+        "vocabulary": tokenizer.get_vocab(),
+        "bos": tokenizer.bos_token_id,
+        "eos": tokenizer.eos_token_id,
+        "chat_template": tokenizer.chat_template,
+        "probe": tokenizer(_PROBE)["input_ids"],
+    }

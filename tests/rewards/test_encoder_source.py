@@ -1,0 +1,112 @@
+"""Encoder classifiers as judges, against transformers alone on each text."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.rewards.batches import text_batch
+from tests.rewards.encoders import ENCODERS, POSITIONS, encoder_tokenizer, plain_score, save_encoder
+from tether.errors import RewardError
+from tether.models.loading import load_reward_model, load_tokenizer, reads_last_token
+from tether.rewards.encoder import EncoderSource, position_limit
+
+PROMPTS = ["the cat sees ", "rain ", "it is a very nice day and "]
+ANSWERS = ["good", "bad bad bad bad bad", "the sun"]
+CHAT = [[{"role": "system", "content": "nice"}, {"role": "user", "content": prompt.strip()}] for prompt in PROMPTS]
+
+
+def source(folder, **options):
+    options = {"name": "judge", "input_format": "auto", "batch_size": 2, "max_length": None, "device": "cpu"} | options
+    return EncoderSource(load_reward_model(str(folder)), load_tokenizer(str(folder)), **options)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("form", ["auto", "joined", "pair", "response"])
+def test_scores_are_those_of_the_classifiers_own_forward_on_each_text(tmp_path, kind, batch_size, form):
+    save_encoder(tmp_path, kind)
+    texts = {
+        "auto": [(prompt + answer,) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)],
+        "pair": list(zip(PROMPTS, ANSWERS, strict=True)),
+        "response": [(answer,) for answer in ANSWERS],
+    }
+    texts["joined"] = texts["auto"]
+    expected = [plain_score(tmp_path, *each) for each in texts[form]]
+    assert len({round(score, 3) for score in expected}) == 3
+    judge = source(tmp_path, batch_size=batch_size, input_format=form)
+    assert not reads_last_token(judge.model)
+    assert judge.score(text_batch(*ANSWERS, prompts=PROMPTS)).scores == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_conversations_are_joined_paired_or_left_out_as_asked(tmp_path, kind):
+    save_encoder(tmp_path, kind)
+    batch = replace(text_batch(*ANSWERS, prompts=PROMPTS), conversations=CHAT)
+    prompts = [f"nice\n\n{prompt.strip()}" for prompt in PROMPTS]
+    for form, texts in {
+        "joined": [(f"{prompt}\n\n{answer}",) for prompt, answer in zip(prompts, ANSWERS, strict=True)],
+        "pair": list(zip(prompts, ANSWERS, strict=True)),
+        "response": [(answer,) for answer in ANSWERS],
+    }.items():
+        expected = [plain_score(tmp_path, *each) for each in texts]
+        assert source(tmp_path, input_format=form).score(batch).scores == pytest.approx(expected, abs=1e-5), form
+    with pytest.raises(RewardError, match=r"answer 0 of 3 .* tokenizer has no chat template"):
+        source(tmp_path).score(batch)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize("writes", ["first", "last", "both", "none"])
+def test_a_template_of_its_own_gets_the_familys_special_tokens_once(tmp_path, kind, writes):
+    save_encoder(tmp_path, kind)
+    tokenizer = encoder_tokenizer(kind)
+    first, last = tokenizer.cls_token, tokenizer.sep_token
+    turns = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer.chat_template = (
+        (f"{first} " if writes in ("first", "both") else "") + turns + (last if writes in ("last", "both") else "")
+    )
+    tokenizer.save_pretrained(tmp_path)
+    batch = replace(text_batch(*ANSWERS, prompts=PROMPTS), conversations=CHAT)
+    expected = [plain_score(tmp_path, f"nice {p} {a}") for p, a in zip(PROMPTS, ANSWERS, strict=True)]
+    assert source(tmp_path).score(batch).scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_empty_answer_is_judged_as_the_classifier_judges_it(tmp_path):
+    save_encoder(tmp_path)
+    batch = text_batch("", prompts=["rain"])
+    for form, texts in {"response": ("",), "pair": ("rain", ""), "auto": ("rain",)}.items():
+        expected = plain_score(tmp_path, *texts)
+        assert source(tmp_path, input_format=form).score(batch).scores == pytest.approx([expected], abs=1e-5)
+
+
+def test_a_tokenizer_without_a_pad_token_gets_its_texts_one_at_a_time(tmp_path):
+    save_encoder(tmp_path)
+    judge = source(tmp_path)
+    judge.tokenizer.pad_token = None
+    bare = EncoderSource(
+        judge.model, judge.tokenizer, name="judge", input_format="auto", batch_size=3, max_length=None, device="cpu"
+    )
+    expected = [plain_score(tmp_path, prompt + answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    assert bare.score(text_batch(*ANSWERS, prompts=PROMPTS)).scores == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("bert", POSITIONS), ("roberta", POSITIONS - 2), ("deberta", POSITIONS)])
+def test_an_answer_over_the_limit_is_refused_and_one_at_the_limit_is_not(tmp_path, kind, limit):
+    """RoBERTa's positions begin after its pad token's id, 1, so two of its rows are never reached."""
+    save_encoder(tmp_path, kind)
+    judge = source(tmp_path, input_format="response")
+    assert position_limit(judge.model) == limit
+    fits, long = " ".join(["good"] * (limit - 2)), " ".join(["good"] * (limit - 1))
+    assert judge.score(text_batch(fits)).scores == pytest.approx([plain_score(tmp_path, fits)], abs=1e-5)
+    with pytest.raises(RewardError, match=rf"answer 1 of 2 .* has {limit + 1} tokens .*, the limit is {limit}"):
+        judge.score(text_batch(fits, long))
+    with pytest.raises(RewardError, match="the limit is 5"):
+        source(tmp_path, input_format="response", max_length=5).score(text_batch(fits))
+
+
+def test_weights_in_another_type(tmp_path):
+    save_encoder(tmp_path)
+    judge = source(tmp_path)
+    judge.model.to(torch.bfloat16)
+    expected = [plain_score(tmp_path, prompt + answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    assert judge.score(text_batch(*ANSWERS, prompts=PROMPTS)).scores == pytest.approx(expected, abs=0.05)

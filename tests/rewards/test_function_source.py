@@ -60,6 +60,20 @@ def test_a_required_column_that_is_missing_is_named_with_those_there_are():
     check_columns(judge, ["answer"], "brevity", "rewards.1")
 
 
+def test_no_opinion_is_an_error_unless_it_has_a_score():
+    def judge(prompts, completions):
+        return [None if completion == "?" else 1.0 for completion in completions]
+
+    batch = text_batch("yes", "?", "no", "?")
+    with pytest.raises(RewardResponseError, match=r"returned None for answer 1 of 4 .* set the reward's `missing`"):
+        scores(judge, batch)
+    assert FunctionSource(judge, "brevity", missing=-0.5).score(batch).scores == [1.0, -0.5, 1.0, -0.5]
+    with pytest.raises(RewardResponseError, match=r"returned nan .* for answer 0 of 1"):
+        FunctionSource(lambda prompts, completions: [float("nan")], "brevity", missing=0.0).score(text_batch("a"))
+    with pytest.raises(RewardResponseError, match="returned 1 scores for 2 answers"):
+        FunctionSource(lambda prompts, completions: [None], "brevity", missing=0.0).score(text_batch("a", "b"))
+
+
 @pytest.mark.parametrize("answer", [[1.0, None], [1.0, float("nan")]], ids=repr)
 def test_a_missing_score_is_an_error_that_names_function_and_row(answer):
     with pytest.raises(RewardResponseError, match=r"reward function brevity returned .* for answer 1 of 2"):
@@ -70,7 +84,7 @@ def test_an_exception_names_the_answer_that_causes_it():
     def judge(prompts, completions):
         return [1 / len(completion) for completion in completions]
 
-    with pytest.raises(RewardError, match=r"brevity raised ZeroDivisionError.*answer 2 of 3") as caught:
+    with pytest.raises(RewardError, match=r"brevity raised ZeroDivisionError.*answer 2 of 3.*: 'prompt 2'") as caught:
         scores(judge, text_batch("a", "b", ""))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -81,8 +95,8 @@ def test_an_exception_that_no_answer_causes_alone_names_them_all():
             raise RuntimeError("too many")
         return [0.0]
 
-    with pytest.raises(RewardError, match=r"brevity raised RuntimeError: too many \(answers 0 to 2 of one batch"):
-        scores(judge, text_batch("a", "b", "c"))
+    with pytest.raises(RewardError, match=r"brevity raised RuntimeError: too many \(answers 0 to 2 .*'user: hi.*why"):
+        scores(judge, text_batch("a", "b", "c", prompts=[[MESSAGES[1], {"role": "user", "content": "why"}], "q", "r"]))
 
 
 def test_async_functions_share_one_event_loop():

@@ -101,11 +101,13 @@ class FunctionReward(_Reward):
     """A Python function."""
 
     type: Literal["function"]
-    """``function``: ``f(prompts, completions, **columns) -> list[float]``."""
+    """``function``: ``f(prompts, completions, **columns) -> list[float | None]``, sync or async."""
     path: str
     """File that holds the function (``my_rewards.py``) or an import path (``package.module``)."""
     name: str
     """Name of the function; also its name in metrics and samples."""
+    missing: float | None = None
+    """Score of an answer for which the function returns None, having no opinion. Left out: None is an error."""
 
 
 class ServiceReward(_Reward):

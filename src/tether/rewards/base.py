@@ -35,7 +35,7 @@ def checked(scores: Any, n: int, source: str) -> list[float]:
         RewardResponseError: it is no list, has another length, or holds something that is no finite number of a
             usable size; a missing score is never taken for 0.
     """
-    values = _as_list(scores)
+    values = listed(scores)
     if values is None:
         raise RewardResponseError(f"{source} returned {_shown(scores)}; wanted a list of {n} numbers, one an answer")
     if len(values) != n:
@@ -60,7 +60,7 @@ def score_sequences(
     return scores
 
 
-def _as_list(scores: Any) -> list[Any] | None:
+def listed(scores: Any) -> list[Any] | None:
     """``scores`` as a list, or None if it is not a series of values."""
     if isinstance(scores, str | bytes | Mapping | Set):
         return None

@@ -133,7 +133,8 @@ def build_rewards(
         source: RewardSource
         match config:
             case FunctionReward():
-                source = FunctionSource(load_function(config.path, config.name, f"rewards.{i}"), name)
+                function = load_function(config.path, config.name, f"rewards.{i}")
+                source = FunctionSource(function, name, missing=config.missing)
             case AdapterReward():
                 roles.add_reward_adapter(name, config.path)
                 source = AdapterSource(roles, name, batch_size=config.batch_size, device=device)

@@ -1,4 +1,4 @@
-"""Python functions as reward sources: ``f(prompts, completions, **columns) -> list[float]``."""
+"""Python functions as reward sources: ``f(prompts, completions, **columns) -> list[float | None]``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tether.errors import ConfigError, RewardError
-from tether.rewards.base import checked
+from tether.errors import ConfigError, RewardError, RewardResponseError
+from tether.report.text import one_line, prompt_text
+from tether.rewards.base import checked, listed
 from tether.rewards.loop import awaited
 from tether.types import RewardBatch, RewardOutput
 
@@ -32,13 +33,15 @@ class FunctionSource:
     gets those that its signature names, or all if it takes ``**kwargs``. An ``async`` function is awaited.
 
     Args:
-        function: returns one number an answer, in order.
+        function: returns one number an answer, in order, or None for an answer that it has no opinion on.
         name: how messages name it.
+        missing: score of answers that it has no opinion on; if left out, such an answer is an error.
     """
 
-    def __init__(self, function: RewardFunction, name: str) -> None:
+    def __init__(self, function: RewardFunction, name: str, *, missing: float | None = None) -> None:
         self.function = function
         self.name = name
+        self.missing = missing
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The function's scores.
@@ -57,7 +60,20 @@ class FunctionSource:
             raise RewardError(
                 f"reward function {self.name} raised {type(error).__name__}: {error} ({self._where(batch, rows)})"
             ) from error
-        return RewardOutput(checked(scores, len(batch), f"reward function {self.name}"))
+        return RewardOutput(checked(self._filled(scores, len(batch)), len(batch), f"reward function {self.name}"))
+
+    def _filled(self, scores: Any, n: int) -> Any:
+        """The scores with ``missing`` in place of None."""
+        values = listed(scores)
+        if values is None:
+            return scores
+        row = next((row for row, value in enumerate(values) if value is None), None)
+        if row is not None and self.missing is None:
+            raise RewardResponseError(
+                f"reward function {self.name} returned None for answer {row} of {n} (counted from 0), which is no "
+                "score; wanted a number, or set the reward's `missing` to the score of such answers"
+            )
+        return [self.missing if value is None else value for value in values]
 
     def _call(self, batch: RewardBatch, rows: Sequence[int]) -> Any:
         """What the function returns for these rows of the batch."""
@@ -77,7 +93,7 @@ class FunctionSource:
         return awaited(result) if inspect.isawaitable(result) else result
 
     def _where(self, batch: RewardBatch, rows: Sequence[int]) -> str:
-        """The first row that fails alone, or all rows if none does within a few seconds."""
+        """The first row that fails alone, or all rows if none does within a few seconds; and its prompt."""
         deadline = time.monotonic() + _SEARCH_SECONDS
         for row in rows:
             if time.monotonic() > deadline:
@@ -85,8 +101,14 @@ class FunctionSource:
             try:
                 self._call(batch, [row])
             except (Exception, SystemExit) as error:
-                return f"answer {row} of {len(rows)}, counted from 0, fails alone too, with {type(error).__name__}"
-        return f"answers 0 to {len(rows) - 1} of one batch"
+                found = f"answer {row} of {len(rows)}, counted from 0, fails alone too, with {type(error).__name__}"
+                return f"{found}; its prompt: {_prompt(batch, row)}"
+        return f"answers 0 to {len(rows) - 1} of one batch; the first prompt: {_prompt(batch, 0)}"
+
+
+def _prompt(batch: RewardBatch, row: int) -> str:
+    """The prompt of an answer, short enough for a message."""
+    return repr(one_line(prompt_text(batch.prompts[row]), 80))
 
 
 def load_function(path: str, name: str, key: str) -> RewardFunction:

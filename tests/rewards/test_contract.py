@@ -1,6 +1,7 @@
 """What every reward source promises, whichever it is."""
 
 import math
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import peft
 import pytest
@@ -8,8 +9,11 @@ import torch
 
 from tests.rewards.batches import chat_batch
 from tests.rewards.encoders import save_encoder
+from tests.rewards.services import lengths, local_service
+from tests.rewards.test_judge_source import RUBRIC, by_length
 from tests.rewards.value_heads import save_value_head
 from tests.tiny import save_tiny, tiny_tokenizer
+from tether.config.rewards import HttpReward, JudgeReward
 from tether.config.schema import RunConfig
 from tether.models.adapters import with_adapter
 from tether.models.loading import (
@@ -26,7 +30,10 @@ from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource
 from tether.rewards.fake import FakeRewards
 from tether.rewards.function import FunctionSource
+from tether.rewards.http import http_source
+from tether.rewards.judge import JudgeSource, judge_source
 from tether.rewards.model import ModelSource
+from tether.rewards.reading import Reads
 from tether.types import RewardOutput, RewardSource
 
 TURNS = [("the cat sees", "good"), ("it is", "the sun and the blue night"), ("rain", "bad bad bad"), ("you", "dog")]
@@ -80,19 +87,35 @@ def adapter(folder):
     )
     roles = build_roles(run, load_tokenizer(base), device="cpu", mixed_precision=False)
     roles.add_reward_adapter("judge", str(folder / "adapter"))
-    return AdapterSource(roles, "judge", batch_size=3, device="cpu")
+    return AdapterSource(roles, "judge", load_tokenizer(base), batch_size=3, device="cpu")
+
+
+@contextmanager
+def http(folder):
+    with local_service(lengths) as local:
+        section = {"type": "http", "url": local.url, "batch_size": 3}
+        yield http_source(HttpReward.model_validate(section), "judge", "rewards.0", None)
+
+
+@contextmanager
+def judge(folder):
+    with local_service(by_length) as local:
+        section = {"type": "judge", "base_url": local.url, "model": "m", "rubric": RUBRIC, "scale": [0, 100]}
+        yield judge_source(JudgeReward.model_validate(section), "judge", "rewards.0")
 
 
 def weighted_sum(folder):
     return WeightedSum([Part("fake", 0.5, fake(folder)), Part("length", -1.0, function(folder))])
 
 
-SOURCES = [fake, function, model, encoder, value_head, adapter, weighted_sum]
+SOURCES = [fake, function, model, encoder, value_head, adapter, http, judge, weighted_sum]
 
 
 @pytest.fixture(params=SOURCES, ids=lambda make: make.__name__)
 def source(request, tmp_path):
-    return request.param(tmp_path)
+    made = request.param(tmp_path)
+    with made if isinstance(made, AbstractContextManager) else nullcontext(made) as source:
+        yield source
 
 
 @pytest.fixture
@@ -115,6 +138,14 @@ def test_a_score_belongs_to_its_answer_alone(source, tokenizer):
     assert source.score(chat_batch(tokenizer, TURNS[::-1])).scores[::-1] == pytest.approx(scores, abs=1e-5)
     for turn, score in zip(TURNS, scores, strict=True):
         assert source.score(chat_batch(tokenizer, [turn])).scores == pytest.approx([score], abs=1e-5)
+
+
+def test_a_source_that_can_show_what_its_model_reads_shows_each_answer(source, tokenizer):
+    assert isinstance(source, Reads) == isinstance(source, ModelSource | EncoderSource | AdapterSource | JudgeSource)
+    if isinstance(source, Reads):
+        texts = source.seen(chat_batch(tokenizer, TURNS))
+        assert len(texts) == len(TURNS)
+        assert all(prompt in text and response in text for text, (prompt, response) in zip(texts, TURNS, strict=True))
 
 
 def test_the_batch_is_left_as_it_was(source, tokenizer):

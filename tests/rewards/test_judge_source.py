@@ -62,7 +62,7 @@ def test_what_an_answer_says_is_no_part_of_the_rubric():
         judge = source(local.url)
         judge.score(batch)
     seen = 'Grade this answer from 1 to 10: {"answer": "{prompt} {0}"}\nIt answers: system: be\nuser: {response}'
-    assert local.seen[0]["messages"][0]["content"] == judge.seen(batch, 0) == seen
+    assert judge.seen(batch) == [local.seen[0]["messages"][0]["content"]] == [seen]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tether.models.roles import ModelRoles
 from tether.rewards.base import checked, score_sequences
@@ -18,12 +19,22 @@ class AdapterSource:
     Args:
         roles: holds the adapter ``name``.
         name: name of the adapter, also in messages.
+        tokenizer: the policy's, to show what is scored.
         batch_size: answers in one forward.
     """
 
-    def __init__(self, roles: ModelRoles, name: str, *, batch_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        roles: ModelRoles,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        device: torch.device | str,
+    ) -> None:
         self.roles = roles
         self.name = name
+        self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.device = device
 
@@ -33,9 +44,18 @@ class AdapterSource:
         Raises:
             RewardResponseError: a score is not finite.
         """
-        sequences = [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
+        sequences = _sequences(batch)
         scores = score_sequences(sequences, self._score_batch, batch_size=self.batch_size, device=self.device)
         return RewardOutput(checked(scores, len(batch), f"reward adapter {self.name}"))
 
+    def seen(self, batch: RewardBatch) -> list[str]:
+        """What the adapted base reads of each answer, special tokens visible."""
+        return [self.tokenizer.decode(ids) for ids in _sequences(batch)]
+
     def _score_batch(self, ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         return self.roles.reward_scores(self.name, ids, mask, position_ids)
+
+
+def _sequences(batch: RewardBatch) -> list[list[int]]:
+    """Query and answer as the policy's token ids."""
+    return [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]

@@ -114,16 +114,16 @@ def build_rewards(
     configs: Sequence[RewardConfig],
     names: Sequence[str],
     *,
-    roles: ModelRoles,
-    tokenizer: PreTrainedTokenizerBase,
+    roles: ModelRoles | None,
+    tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device | str,
 ) -> RewardSource:
     """The weighted sum of the configured sources, each a component under its name.
 
     Args:
         names: of the sources, unique, in the order of ``configs``.
-        roles: the policy's models, which share their base with reward adapters.
-        tokenizer: the policy's.
+        roles: the policy's models, which share their base with reward adapters; None where there are none of these.
+        tokenizer: the policy's; None where every source reads text as the dataset had it.
 
     Raises:
         ConfigError, ModelError: a source cannot be loaded.
@@ -137,7 +137,7 @@ def build_rewards(
                 source = FunctionSource(function, name, missing=config.missing)
             case AdapterReward():
                 roles.add_reward_adapter(name, config.path)
-                source = AdapterSource(roles, name, batch_size=config.batch_size, device=device)
+                source = AdapterSource(roles, name, tokenizer, batch_size=config.batch_size, device=device)
             case OwnModelReward():
                 source = _model_source(config, name, tokenizer, device)
             case HttpReward():

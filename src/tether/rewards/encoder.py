@@ -54,7 +54,7 @@ class EncoderSource:
             RewardError: an answer with its prompt is too long for the model, or cannot be put in its chat template.
             RewardResponseError: a score is not finite.
         """
-        encoded = [features(self.tokenizer, text) for text in self.reader.texts(batch)]
+        encoded = self._encoded(batch)
         lengths = [len(each["input_ids"]) for each in encoded]
         check_lengths(lengths, self.max_length, self.name)
         scores = [math.nan] * len(batch)
@@ -62,6 +62,14 @@ class EncoderSource:
             for row, score in zip(rows, self._scores([encoded[row] for row in rows]).tolist(), strict=True):
                 scores[row] = score
         return RewardOutput(checked(scores, len(batch), f"reward {self.name}"))
+
+    def seen(self, batch: RewardBatch) -> list[str]:
+        """What the classifier reads of each answer, special tokens visible."""
+        return [self.tokenizer.decode(each["input_ids"]) for each in self._encoded(batch)]
+
+    def _encoded(self, batch: RewardBatch) -> list[dict[str, list[int]]]:
+        """Prompt and answer as the classifier's tokenizer encodes them."""
+        return [features(self.tokenizer, text) for text in self.reader.texts(batch)]
 
     @torch.no_grad()
     def _scores(self, encoded: list[dict[str, Any]]) -> Tensor:

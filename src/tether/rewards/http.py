@@ -74,13 +74,13 @@ class HttpSource:
         )
 
 
-def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTokenizerBase) -> HttpSource:
+def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTokenizerBase | None) -> HttpSource:
     """The source that a reward section describes.
 
     Args:
         name: of the source.
         key: the section's configuration key, which messages about it begin with.
-        tokenizer: the policy's.
+        tokenizer: the policy's; None will do for protocol tether.
 
     Raises:
         ConfigError: the service's key is not set.

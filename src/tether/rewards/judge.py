@@ -57,15 +57,18 @@ class JudgeSource:
         """
         return RewardOutput(self.service.run([partial(self._graded, batch, row) for row in range(len(batch))]))
 
-    def seen(self, batch: RewardBatch, row: int) -> str:
-        """What the judge is asked about answer ``row``."""
+    def seen(self, batch: RewardBatch) -> list[str]:
+        """What the judge is asked about each answer."""
+        return [self._question(batch, row) for row in range(len(batch))]
+
+    def _question(self, batch: RewardBatch, row: int) -> str:
         texts = {"prompt": prompt_text(batch.prompts[row]), "response": batch.responses[row]}
         return re.sub(r"\{(prompt|response)\}", lambda match: texts[match[1]], self.rubric)
 
     async def _graded(self, batch: RewardBatch, row: int, post: Post) -> float:
         """The judge's number for one answer; asked again, it is reminded of the form."""
         lowest, highest = self.scale
-        question = self.seen(batch, row)
+        question = self._question(batch, row)
         reminder = f"\n\nReply with one number from {lowest:g} to {highest:g} and nothing else."
         for attempt in range(self.attempts):
             content = question + (reminder if attempt else "")

@@ -67,6 +67,10 @@ class ModelSource:
         scores = score_sequences(sequences, self._score_batch, batch_size=self.batch_size, device=self.device)
         return RewardOutput(checked(scores, len(batch), f"reward {self.name}"))
 
+    def seen(self, batch: RewardBatch) -> list[str]:
+        """What the model reads of each answer, special tokens visible."""
+        return [self.tokenizer.decode(ids) for ids in self._sequences(batch)]
+
     def _sequences(self, batch: RewardBatch) -> list[Sequence[int]]:
         """Prompt and answer as the model's token ids."""
         if self.shares_ids:

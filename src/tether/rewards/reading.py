@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +30,15 @@ class JudgedText:
     """The second of two texts that the tokenizer puts together."""
     is_templated: bool = False
     """Whether a chat template wrote it, special tokens included."""
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """A reward source with a model that reads text, which can be looked at."""
+
+    def seen(self, batch: RewardBatch) -> list[str]:
+        """What the model reads of each answer, special tokens visible."""
+        ...
 
 
 class Reader:

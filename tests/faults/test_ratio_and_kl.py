@@ -10,11 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from tests.tiny import save_tiny
+from tests.models.build import save_adapter, save_model
+from tests.tiny import EOS, KINDS, save_tiny
 from tests.train.runs import tiny_run
 from tests.train.test_run import SHARINGS, weights
+from tests.train.trainers import trainer_of
 from tether.errors import TrainingError
+from tether.generation.fake import FakeGenerator
 from tether.metrics.writers import read_jsonl
+from tether.rewards.fake import FakeRewards
+from tether.train.optim import PassOptimizer
 from tether.train.run import train_policy
 
 STILL = {"train__learning_rate": 1e-30, "train__lr_scheduler_type": "constant"}
@@ -45,6 +50,94 @@ def test_20_21_27_nothing_moves_where_nothing_is_learned(tmp_path, kind, bf16, s
         assert (row["objective/kl"], row["objective/kl_k3"]) == (0, 0)
         assert row["policy/grad_norm"] > 0
         assert 0 <= row["rollout/logprob_gap"] < (0.1 if bf16 else 1e-5)
+
+
+RESPONSES = [
+    [10, 11, 12, EOS], [20, EOS], [13, 14, 15, 16, 17, 18], [21, 22, EOS],
+    [EOS], [30, 31, 32, 33, EOS], [12, 12, 12, 12, 12, 12], [25, 26, EOS],
+]  # fmt: skip
+NO_CRITIC = {"ppo__advantage_estimator": "rloo", "sampling__num_generations": 2}
+CRITICS = {kind: {"value__kind": kind} for kind in ("model", "head", "adapter")} | {"no critic": NO_CRITIC}
+STARTS = [
+    (start, critic)
+    for start in ("full", "merged LoRA", "fresh LoRA", "loaded LoRA")
+    for critic in CRITICS
+    if critic != "adapter" or start in ("fresh LoRA", "loaded LoRA")
+]
+SETTINGS = [
+    {"sampling__temperature": temperature, "train__gradient_checkpointing": checkpointing}
+    for temperature in (0.7, 1.3)
+    for checkpointing in (False, True)
+]
+NOWHERE = {
+    "val/ratio": 1, "val/ratio_var": 0, "val/ratio_max": 1, "val/first_ratio_error": 0, "policy/approxkl_avg": 0,
+    "policy/clipfrac_avg": 0, "policy/clipfrac_low": 0, "policy/clipfrac_high": 0,
+}  # fmt: skip
+"""What is logged of a policy that is the one that sampled, exactly."""
+NO_KL = {"objective/kl": 0, "objective/kl_k3": 0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """kind → a model and a trained adapter of it, with dropout in the configurations of both."""
+    made = {}
+    for kind in KINDS:
+        root = tmp_path_factory.mktemp(kind)
+        model = save_model(root / "model", kind, tied=False)
+        made[kind] = (model, save_adapter(root / "adapter", model, tokenizer=True))
+    return made
+
+
+@pytest.fixture
+def trainer_from(tmp_path, folders):
+    """(kind, start, critic, bf16, changes) → a trainer with ``RESPONSES`` for answers, two in a micro-batch."""
+
+    def trainer(kind, start, critic, bf16, **changes):
+        model, adapter = folders[kind]
+        lora = {"r": 4, "dropout": 0.3} if start in ("fresh LoRA", "loaded LoRA") else None
+        path = str(adapter if start in ("merged LoRA", "loaded LoRA") else model)
+        usual = {"model__path": path, "model__lora": lora, "train__micro_batch_size": 2, "train__learning_rate": 1e-2}
+        config = tiny_run(tmp_path, **usual | CRITICS[critic] | changes)
+        judge, generator = FakeRewards(lambda query, response: len(response) / 10), FakeGenerator(RESPONSES)
+        return trainer_of(config, judge, generator, stop_ids={EOS}, mixed_precision=bf16)
+
+    return trainer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize(("start", "critic"), STARTS)
+def test_20_21_27_ratio_is_1_and_kl_0_before_the_first_step(trainer_from, kind, bf16, start, critic):
+    """The four settings in turn. One mini-batch is the whole update, so that every number is of the first."""
+    turn = KINDS.index(kind) + STARTS.index((start, critic)) + 2 * bf16
+    in_loss = {"ppo__kl_in": "loss", "ppo__kl_estimator": "k3", "ppo__entropy_coef": 0.01}
+    changes = SETTINGS[turn % 4] | (in_loss if turn % 3 == 0 else {})
+    trainer = trainer_from(kind, start, critic, bf16, ppo__num_ppo_epochs=1, **changes)
+    no_kl = NO_KL | ({"loss/kl_avg": 0} if turn % 3 == 0 else {})
+    first = trainer.step()
+    assert {name: first[name] for name in NOWHERE | no_kl} == NOWHERE | no_kl
+    assert first["policy/grad_norm"] > 0
+    trainer.state.step += 1
+    second = trainer.step()
+    assert {name: second[name] for name in NOWHERE} == NOWHERE, "equal weights, whatever they are"
+    assert all(second[name] != 0 for name in no_kl), "the case cannot tell a KL from none"
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize(("start", "critic"), STARTS)
+def test_20_21_27_nothing_drifts_where_optimizers_do_nothing(monkeypatch, trainer_from, bf16, start, critic):
+    turn = STARTS.index((start, critic)) + bf16
+    monkeypatch.setattr(PassOptimizer, "step", PassOptimizer.skip)
+    trainer = trainer_from(
+        KINDS[turn % 3], start, critic, bf16, ppo__num_ppo_epochs=3, ppo__num_mini_batches=2, **SETTINGS[turn % 4],
+    )  # fmt: skip
+    before = {name: p.clone() for name, p in trainer.roles.state_dict().items()}
+    for _ in range(2):
+        row = trainer.step()
+        trainer.state.step += 1
+        assert {name: row[name] for name in NOWHERE | NO_KL} == NOWHERE | NO_KL
+        assert row["update/num_steps"] == 6 and row["policy/grad_norm"] > 0
+    assert all(torch.equal(p, before[name]) for name, p in trainer.roles.state_dict().items())
 
 
 def test_24_estimated_kl_is_the_exact_one(tmp_path):

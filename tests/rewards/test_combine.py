@@ -31,6 +31,18 @@ def test_weighted_sum_keeps_the_unweighted_parts():
     assert output.components == {"long": [1.0, 2.0, 4.0], "short": [1.0, 0.5, 0.25]}
 
 
+def test_scores_are_clipped_before_they_are_weighted_and_logged_as_they_are():
+    source = WeightedSum(
+        [
+            Part("long", -2.0, FakeRewards(lambda query, response: float(len(response))), (1.5, 3.0)),
+            Part("one", 1.0, FakeRewards(lambda query, response: 1.0)),
+        ]
+    )
+    output = source.score(text_batch("a", "bb", "dddd"))
+    assert output.scores == [1 - 3.0, 1 - 4.0, 1 - 6.0]
+    assert output.components["long"] == [1.0, 2.0, 4.0]
+
+
 def test_one_source_of_weight_one_passes_through():
     scores = [0.1, -0.30000000000000004, 1e-17]
     output = WeightedSum([Part("judge", 1.0, Answers(RewardOutput(scores)))]).score(text_batch("a", "b", "c"))

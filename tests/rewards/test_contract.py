@@ -13,7 +13,7 @@ from tests.rewards.services import lengths, local_service
 from tests.rewards.test_judge_source import RUBRIC, by_length
 from tests.rewards.value_heads import save_value_head
 from tests.tiny import save_tiny, tiny_tokenizer
-from tether.config.rewards import HttpReward, JudgeReward
+from tether.config.rewards import HttpReward, JudgeReward, LengthTargetReward
 from tether.config.schema import RunConfig
 from tether.models.adapters import with_adapter
 from tether.models.loading import (
@@ -28,12 +28,14 @@ from tether.models.roles import build_roles
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource
+from tether.rewards.ensemble import Ensemble
 from tether.rewards.fake import FakeRewards
 from tether.rewards.function import FunctionSource
 from tether.rewards.http import http_source
 from tether.rewards.judge import JudgeSource, judge_source
 from tether.rewards.model import ModelSource
 from tether.rewards.reading import Reads
+from tether.rewards.ready import ready_source
 from tether.types import RewardOutput, RewardSource
 
 TURNS = [("the cat sees", "good"), ("it is", "the sun and the blue night"), ("rain", "bad bad bad"), ("you", "dog")]
@@ -104,11 +106,19 @@ def judge(folder):
         yield judge_source(JudgeReward.model_validate(section), "judge", "rewards.0")
 
 
+def ready(folder):
+    return ready_source(LengthTargetReward(type="length_target", target=3), "length")
+
+
+def ensemble(folder):
+    return Ensemble([Part("fake", 0.5, fake(folder)), Part("length", -1.0, function(folder))], min, "ensemble")
+
+
 def weighted_sum(folder):
     return WeightedSum([Part("fake", 0.5, fake(folder)), Part("length", -1.0, function(folder))])
 
 
-SOURCES = [fake, function, model, encoder, value_head, adapter, http, judge, weighted_sum]
+SOURCES = [fake, function, model, encoder, value_head, adapter, http, judge, ready, ensemble, weighted_sum]
 
 
 @pytest.fixture(params=SOURCES, ids=lambda make: make.__name__)

@@ -31,16 +31,25 @@ class KeyDoc:
 
 
 def describe(section: type[Section]) -> list[KeyDoc]:
-    """Every key of a configuration, in the order of its fields; a union of sections gives each member's keys."""
-    return list(_documented(section, (), one_line(section.__doc__)))
+    """Every key of a configuration, in the order of its fields; a union of sections gives each member's keys.
+
+    Where a member of a union holds members of the same union, their keys are not told once more.
+    """
+    return list(_documented(section, (), one_line(section.__doc__), ()))
 
 
-def _documented(section: type[Section], path: text.Path, group: str) -> Iterator[KeyDoc]:
-    nested: list[tuple[type[Section], text.Path, str]] = []
+def _documented(
+    section: type[Section], path: text.Path, group: str, siblings: Sequence[type[Section]]
+) -> Iterator[KeyDoc]:
+    nested: list[tuple[type[Section], text.Path, str, list[type[Section]]]] = []
     for name, field in section.model_fields.items():
         here = (*path, name)
         inner, below = _nested(field, here)
-        nested += [(member, below, _heading(member, below, len(inner) > 1)) for member in inner]
+        nested += [
+            (member, below, _heading(member, below, len(inner) > 1), inner)
+            for member in inner
+            if member not in siblings
+        ]
         if not inner or not _always_there(field, inner):
             yield KeyDoc(
                 text.dotted(here),
@@ -49,8 +58,8 @@ def _documented(section: type[Section], path: text.Path, group: str) -> Iterator
                 one_line(field.description),
                 group,
             )
-    for member, below, heading in nested:
-        yield from _documented(member, below, heading)
+    for member, below, heading, union in nested:
+        yield from _documented(member, below, heading, union)
 
 
 def _nested(field: FieldInfo, path: text.Path) -> tuple[list[type[Section]], text.Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -41,8 +41,25 @@ Url = Annotated[str, AfterValidator(_checked_url)]
 class _Reward(Section):
     weight: float = 1.0
     """Factor of this source in the sum."""
+    clip: PositiveFloat | Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Clips the source's scores before they are weighted: a number c to within ±c, a list to ``[low, high]``. What is
+    logged for the source is not clipped. Left out: not."""
     name: str | None = None
     """Name in metrics and samples; must be unique."""
+
+    @field_validator("clip")
+    @classmethod
+    def _leaves_room(cls, clip: float | list[float] | None) -> float | list[float] | None:
+        if isinstance(clip, list) and clip[0] >= clip[1]:
+            raise ValueError(f"got {clip[0]:g} to {clip[1]:g}, wanted the lower number first")
+        return clip
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Lowest and highest score that counts, None without a clip."""
+        if isinstance(self.clip, list):
+            return self.clip[0], self.clip[1]
+        return None if self.clip is None else (-self.clip, self.clip)
 
 
 class OwnModelReward(_Reward):
@@ -108,6 +125,78 @@ class FunctionReward(_Reward):
     """Name of the function; also its name in metrics and samples."""
     missing: float | None = None
     """Score of an answer for which the function returns None, having no opinion. Left out: None is an error."""
+
+
+class ReadyReward(_Reward):
+    """What all ready-made functions are."""
+
+
+class ColumnReward(ReadyReward):
+    """What all ready-made functions have that compare an answer with the dataset."""
+
+    column: str = "answer"
+    """Column of the dataset that holds what is wanted: text or a number in every row."""
+
+
+class LengthTargetReward(ReadyReward):
+    """How near an answer's length is to a target."""
+
+    type: Literal["length_target"]
+    """``length_target``: −|length − target| / target; 0 at the target."""
+    target: PositiveInt
+    """Length that is wanted."""
+    unit: Literal["words", "characters"] = "words"
+    """What is counted; words are what stands between white space."""
+
+
+class RegexReward(ReadyReward):
+    """Whether an answer holds a pattern."""
+
+    type: Literal["regex"]
+    """``regex``: 1 where the pattern is found in the answer, else 0."""
+    pattern: str
+    """Regular expression of Python's re. ``\\A`` and ``\\Z`` around it ask for the whole answer; after ``(?s)`` a dot
+    is a line's end too."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        return pattern
+
+
+class ExactMatchReward(ColumnReward):
+    """Whether an answer is what a column says."""
+
+    type: Literal["exact_match"]
+    """``exact_match``: 1 where the answer is the column's text, white space around both aside, else 0."""
+
+
+class MathMatchReward(ColumnReward):
+    """Whether an answer's result is what a column says."""
+
+    type: Literal["math_match"]
+    """``math_match``: 1 where the boxed or last expression of the answer equals the column's, LaTeX or a number, else
+    0. Needs the package math-verify: ``pip install tether[math]``."""
+
+
+class RepetitionReward(ReadyReward):
+    """How much an answer repeats itself."""
+
+    type: Literal["repetition"]
+    """``repetition``: minus the share of the answer's n-grams that stood in it before; 0 without repetition."""
+    n: PositiveInt = 3
+    """Words of an n-gram."""
+
+
+class JsonValidReward(ReadyReward):
+    """Whether an answer is JSON."""
+
+    type: Literal["json_valid"]
+    """``json_valid``: 1 where the whole answer is one JSON value, else 0."""
 
 
 class ServiceReward(_Reward):
@@ -213,10 +302,55 @@ class JudgeReward(ServiceReward):
         return scale
 
 
-RewardConfig = Annotated[
-    ModelReward | ValueHeadReward | AdapterReward | FunctionReward | HttpReward | JudgeReward,
-    Field(discriminator="type"),
-]
+_Single = (
+    ModelReward
+    | ValueHeadReward
+    | AdapterReward
+    | FunctionReward
+    | LengthTargetReward
+    | RegexReward
+    | ExactMatchReward
+    | MathMatchReward
+    | RepetitionReward
+    | JsonValidReward
+    | HttpReward
+    | JudgeReward
+)
+
+
+class EnsembleReward(_Reward):
+    """Several sources that judge the same thing."""
+
+    type: Literal["ensemble"]
+    """``ensemble``: mean, minimum, or mean less variance of its members' scores, each clipped and weighted first."""
+    members: Annotated[list[Annotated[_Single, Field(discriminator="type")]], Field(min_length=2)]
+    """The sources, with the same keys as others; each is logged as NAME/MEMBER."""
+    reduce: Literal["mean", "min", "uwo"] = "mean"
+    """``mean``; ``min``: the worst case; ``uwo``: mean − coef · variance, so that disagreement costs an answer.
+    Source: Coste et al. 2023, https://arxiv.org/abs/2310.02743."""
+    coef: NonNegativeFloat | None = None
+    """Weight of the variance, for uwo only."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> EnsembleReward:
+        names = reward_names(self.members)
+        if len(set(names)) != len(names):
+            raise ValueError(f"members: names must be unique, got {', '.join(names)}")
+        if (self.coef is None) == (self.reduce == "uwo"):
+            what = "needs coef, the weight of the variance" if self.coef is None else "takes no coef: leave it out"
+            raise ValueError(f"reduce {self.reduce} {what}")
+        return self
+
+
+RewardConfig = Annotated[_Single | EnsembleReward, Field(discriminator="type")]
+
+
+def sources_of(rewards: Sequence[RewardConfig], key: str = "rewards") -> Iterator[tuple[str, RewardConfig]]:
+    """Key and section of every reward source, an ensemble's members after it."""
+    for i, reward in enumerate(rewards):
+        yield f"{key}.{i}", reward
+        if isinstance(reward, EnsembleReward):
+            yield from sources_of(reward.members, f"{key}.{i}.members")
 
 
 def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from tether.config.base import Section
-from tether.config.rewards import RewardConfig, reward_names
+from tether.config.rewards import RewardConfig, reward_names, sources_of
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -481,7 +481,7 @@ class RunConfig(Section):
     def _check_sharing(self) -> RunConfig:
         if len(set(self.reward_names)) != len(self.reward_names):
             raise ValueError(f"rewards: names must be unique, got {', '.join(self.reward_names)}")
-        if any(reward.type == "adapter" for reward in self.rewards) and self.model.lora is None:
+        if any(reward.type == "adapter" for _, reward in sources_of(self.rewards)) and self.model.lora is None:
             raise ValueError(
                 "rewards: type adapter shares the policy's base, which full fine-tuning changes: add `lora: {}` under "
                 "model, or use type model"

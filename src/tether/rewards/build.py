@@ -11,13 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.config.rewards import (
     AdapterReward,
+    EnsembleReward,
     FunctionReward,
     HttpReward,
     JudgeReward,
     ModelReward,
     OwnModelReward,
+    ReadyReward,
     RewardConfig,
     ValueHeadReward,
+    reward_names,
+    sources_of,
 )
 from tether.errors import ConfigError, ModelError, RewardError
 from tether.models.loading import (
@@ -33,11 +37,13 @@ from tether.models.roles import ModelRoles
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource
+from tether.rewards.ensemble import Ensemble, reduction
 from tether.rewards.function import FunctionSource, check_columns, load_function
 from tether.rewards.http import check_sent_columns, http_source
 from tether.rewards.judge import judge_source
 from tether.rewards.model import ModelSource
 from tether.rewards.reading import Reader, same_tokenizer
+from tether.rewards.ready import check_ready, ready_source
 from tether.rewards.service import service_key
 from tether.types import Prompt, RewardBatch, RewardSource
 
@@ -46,17 +52,16 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
     """Checks everything about reward sources that shows before a model is loaded.
 
     Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label,
-    keys of services are set.
+    keys of services are set, packages are installed.
 
     Args:
         configs: the sources.
-        columns: the dataset's other columns, if they are known: then also that functions find those they require.
+        columns: the dataset's other columns, if they are known: then also that sources find those they require.
 
     Raises:
         ConfigError, ModelError: the first mistake, with its key.
     """
-    for i, config in enumerate(configs):
-        key = f"rewards.{i}"
+    for key, config in sources_of(configs):
         match config:
             case FunctionReward():
                 function = load_function(config.path, config.name, key)
@@ -71,6 +76,8 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
             case ValueHeadReward():
                 check_model_path(config.path, f"{key}.path")
                 check_value_head(config.path, f"{key}.path")
+            case ReadyReward():
+                check_ready(config, columns, key)
             case HttpReward():
                 service_key(config, key)
                 if columns is not None:
@@ -95,7 +102,7 @@ def check_conversations(
     for prompt in prompts:
         if prompt.conversation is not None:
             shapes.setdefault(tuple(message["role"] for message in prompt.conversation), prompt)
-    for i, config in enumerate(configs):
+    for key, config in sources_of(configs):
         if not isinstance(config, OwnModelReward) or config.input_format != "auto":
             continue
         own = load_tokenizer(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
@@ -107,7 +114,7 @@ def check_conversations(
             try:
                 reader.text(prompt.source, prompt.conversation, "answer", where)
             except RewardError as error:
-                raise ConfigError(f"rewards.{i}: {error}") from error
+                raise ConfigError(f"{key}: {error}") from error
 
 
 def build_rewards(
@@ -128,37 +135,60 @@ def build_rewards(
     Raises:
         ConfigError, ModelError: a source cannot be loaded.
     """
-    parts = []
-    for i, (config, name) in enumerate(zip(configs, names, strict=True)):
-        source: RewardSource
+
+    def source(config: RewardConfig, name: str, key: str) -> RewardSource:
         match config:
             case FunctionReward():
-                function = load_function(config.path, config.name, f"rewards.{i}")
-                source = FunctionSource(function, name, missing=config.missing)
+                return FunctionSource(load_function(config.path, config.name, key), name, missing=config.missing)
             case AdapterReward():
                 roles.add_reward_adapter(name, config.path)
-                source = AdapterSource(roles, name, tokenizer, batch_size=config.batch_size, device=device)
+                return AdapterSource(roles, name, tokenizer, batch_size=config.batch_size, device=device)
             case OwnModelReward():
-                source = _model_source(config, name, tokenizer, device)
+                return _model_source(config, name, tokenizer, device)
+            case ReadyReward():
+                return ready_source(config, name)
             case HttpReward():
-                source = http_source(config, name, f"rewards.{i}", tokenizer)
+                return http_source(config, name, key, tokenizer)
             case JudgeReward():
-                source = judge_source(config, name, f"rewards.{i}")
-        parts.append(Part(name, config.weight, source))
-    return WeightedSum(parts)
+                return judge_source(config, name, key)
+            case EnsembleReward():
+                members = zip(config.members, reward_names(config.members), strict=True)
+                parts = [
+                    Part(own, member.weight, source(member, f"{name}/{own}", f"{key}.members.{i}"), member.bounds)
+                    for i, (member, own) in enumerate(members)
+                ]
+                return Ensemble(parts, reduction(config), name)
+
+    return WeightedSum(
+        [
+            Part(name, config.weight, source(config, name, f"rewards.{i}"), config.bounds)
+            for i, (config, name) in enumerate(zip(configs, names, strict=True))
+        ]
+    )
 
 
 def try_services(
-    configs: Sequence[RewardConfig], names: Sequence[str], batch: RewardBatch, tokenizer: PreTrainedTokenizerBase
+    configs: Sequence[RewardConfig],
+    names: Sequence[str],
+    batch: RewardBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    under: str = "rewards",
 ) -> None:
     """Asks every service among the sources to score a batch, so that what is wrong with one shows before a run.
+
+    Args:
+        under: configuration key of the sources.
 
     Raises:
         ConfigError: a service gave no scores; says why.
     """
     for i, (config, name) in enumerate(zip(configs, names, strict=True)):
-        key, source = f"rewards.{i}", None
+        key, source = f"{under}.{i}", None
         match config:
+            case EnsembleReward():
+                members = [f"{name}/{own}" for own in reward_names(config.members)]
+                try_services(config.members, members, batch, tokenizer, under=f"{key}.members")
             case HttpReward():
                 source = http_source(config, name, key, tokenizer)
             case JudgeReward():

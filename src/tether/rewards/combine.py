@@ -1,4 +1,4 @@
-"""The weighted sum of reward sources."""
+"""Reward sources put together: parts, clipped and weighted, and their sum."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from tether.types import RewardBatch, RewardOutput, RewardSource
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One term of a sum. Example: ``Part("brevity", 0.2, source)``."""
+    """One of several sources. Example: ``Part("brevity", 0.2, source)``."""
 
     name: str
     """Name of the source in metrics and samples."""
     weight: float
-    """Factor of its score in the sum."""
+    """Factor of its score."""
     source: RewardSource
     """The source."""
+    bounds: tuple[float, float] | None = None
+    """Its score is clipped to these before it is weighted, if there are any."""
+
+    def counted(self, score: float) -> float:
+        """What a score of the source counts: weight · clip(score)."""
+        if self.bounds is not None:
+            score = min(max(score, self.bounds[0]), self.bounds[1])
+        return self.weight * score
 
 
 class WeightedSum:
-    """Σ weight · score over its parts, each part's own scores kept as a component under its name.
+    """Σ weight · clip(score) over its parts, each part's own scores kept as a component under its name.
 
     One part of weight 1 gives that part's scores unchanged. The components of a part are kept as ``name/component``.
 
@@ -31,7 +39,7 @@ class WeightedSum:
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        assert parts and len({part.name for part in parts}) == len(parts), "parts need unique names"
+        check_parts(parts)
         self.parts = tuple(parts)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
@@ -40,12 +48,26 @@ class WeightedSum:
         Raises:
             RewardError: a part could not score an answer.
         """
-        components: dict[str, list[float]] = {}
-        for part in self.parts:
-            output = part.source.score(batch)
-            components[part.name] = checked(output.scores, len(batch), f"reward {part.name}")
-            components |= {f"{part.name}/{name}": list(values) for name, values in output.components.items()}
-        weights = [part.weight for part in self.parts]
-        columns = zip(*(components[part.name] for part in self.parts), strict=True)
-        totals = [sum(weight * score for weight, score in zip(weights, row, strict=True)) for row in columns]
+        rows, components = scored(self.parts, batch)
+        totals = [sum(row) for row in rows]
         return RewardOutput(checked(totals, len(batch), "the weighted sum of the rewards"), components)
+
+
+def check_parts(parts: Sequence[Part]) -> None:
+    """Asserts that there are parts and that their names differ."""
+    assert parts and len({part.name for part in parts}) == len(parts), "parts need unique names"
+
+
+def scored(parts: Sequence[Part], batch: RewardBatch) -> tuple[list[tuple[float, ...]], dict[str, list[float]]]:
+    """For each answer, what each part's score counts; and the parts' own scores and components by name.
+
+    Raises:
+        RewardError: a part could not score an answer.
+    """
+    components: dict[str, list[float]] = {}
+    for part in parts:
+        output = part.source.score(batch)
+        components[part.name] = checked(output.scores, len(batch), f"reward {part.name}")
+        components |= {f"{part.name}/{name}": list(values) for name, values in output.components.items()}
+    columns = [[part.counted(score) for score in components[part.name]] for part in parts]
+    return list(zip(*columns, strict=True)), components

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,15 @@ from transformers import (
 from tether.config.load import dump_config
 from tether.config.rewards import (
     AdapterReward,
+    EnsembleReward,
     FunctionReward,
     HttpReward,
     JudgeReward,
     OwnModelReward,
+    ReadyReward,
     RewardConfig,
     ValueHeadReward,
+    reward_names,
 )
 from tether.config.schema import RunConfig
 from tether.models.adapters import DEFAULT, adapter_parameters, peft_lora_config, read_adapter, with_adapter
@@ -129,9 +133,7 @@ def plan_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Ro
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(model_config(config.model.path, config))
     policy = _adapted_policy(config, base) if config.model.lora else _full_policy(config, base)
-    rewards = [
-        _reward(f"reward {name}", reward) for name, reward in zip(config.reward_names, config.rewards, strict=True)
-    ]
+    rewards = _rewards(config.rewards, [f"reward {name}" for name in config.reward_names])
     source = critic_source(config, tokenizer)
     critic = [_critic(config, base, source and source.path)] if config.ppo.has_critic else []
     return [*policy, *critic, *rewards]
@@ -170,10 +172,23 @@ def _critic(config: RunConfig, base: PreTrainedModel, source: str | None) -> Rol
     return _role("value", source or "new adapter", size, size, torch.float32, "adapter on the base")
 
 
+def _rewards(rewards: Sequence[RewardConfig], labels: Sequence[str]) -> list[RolePlan]:
+    """A line a source; of an ensemble, a line a member."""
+    roles = []
+    for label, reward in zip(labels, rewards, strict=True):
+        if isinstance(reward, EnsembleReward):
+            roles += _rewards(reward.members, [f"{label}/{name}" for name in reward_names(reward.members)])
+        else:
+            roles.append(_reward(label, reward))
+    return roles
+
+
 def _reward(label: str, reward: RewardConfig) -> RolePlan:
     match reward:
         case FunctionReward():
             return RolePlan(label, f"{reward.path}:{reward.name}", 0, 0, "", "Python function", 0)
+        case ReadyReward():
+            return RolePlan(label, reward.type, 0, 0, "", "ready-made function", 0)
         case HttpReward():
             return RolePlan(label, reward.url, 0, 0, "", "service", 0)
         case JudgeReward():

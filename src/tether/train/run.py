@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
-from tether.config.rewards import AdapterReward, OwnModelReward
+from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
@@ -146,8 +146,8 @@ def check_folder(config: RunConfig) -> None:
 def model_paths(config: RunConfig) -> dict[str, str]:
     """Key and path of every model that the run reads."""
     rewards = {
-        f"rewards.{i}.path": reward.path
-        for i, reward in enumerate(config.rewards)
+        f"{key}.path": reward.path
+        for key, reward in sources_of(config.rewards)
         if isinstance(reward, AdapterReward | OwnModelReward)
     }
     critic = {"value.init": config.value.init} if config.value.init not in (None, "reward", "policy") else {}

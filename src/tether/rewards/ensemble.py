@@ -1,0 +1,60 @@
+"""Several sources that judge the same thing, as one source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean, pvariance
+
+from tether.config.rewards import EnsembleReward
+from tether.rewards.base import checked
+from tether.rewards.combine import Part, check_parts, scored
+from tether.types import RewardBatch, RewardOutput
+
+Reduction = Callable[[Sequence[float]], float]
+"""What the members' scores of one answer count together."""
+
+
+class Ensemble:
+    """One number of what its members say of an answer, each member's own scores kept as a component under its name.
+
+    Args:
+        members: at least one, names unique.
+        reduce: makes one number of the members' scores, each clipped and weighted first.
+        name: how messages name it.
+    """
+
+    def __init__(self, members: Sequence[Part], reduce: Reduction, name: str) -> None:
+        check_parts(members)
+        self.members = tuple(members)
+        self.reduce = reduce
+        self.name = name
+
+    def score(self, batch: RewardBatch) -> RewardOutput:
+        """Asks every member and reduces their scores.
+
+        Raises:
+            RewardError: a member could not score an answer.
+        """
+        rows, components = scored(self.members, batch)
+        scores = [self.reduce(row) for row in rows]
+        return RewardOutput(checked(scores, len(batch), f"reward {self.name}"), components)
+
+
+def reduction(config: EnsembleReward) -> Reduction:
+    """The reduction that the configuration asks for."""
+    match config.reduce:
+        case "mean":
+            return fmean
+        case "min":
+            return min
+        case "uwo":
+            return partial(uncertainty_weighted, coef=config.coef)
+
+
+def uncertainty_weighted(scores: Sequence[float], *, coef: float) -> float:
+    """mean − coef · variance, the variance over the members themselves (divided by their number).
+
+    Source: Coste et al. 2023, https://arxiv.org/abs/2310.02743, "uncertainty-weighted optimization".
+    """
+    return fmean(scores) - coef * pvariance(scores)

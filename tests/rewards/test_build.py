@@ -85,6 +85,36 @@ def test_sources_of_every_kind_add_up(tmp_path, function_file):
     assert output.scores == pytest.approx(sums, abs=1e-5)
 
 
+def test_an_ensemble_of_adapters_on_the_policys_base(tmp_path):
+    policy = save_tiny(tmp_path / "policy")
+    classifiers = [save_reward_adapter(tmp_path / str(seed), policy, seed=seed) for seed in (1, 2)]
+    members = [{"type": "adapter", "path": str(tmp_path / str(seed)), "name": f"seed_{seed}"} for seed in (1, 2)]
+    run = RunConfig.model_validate(
+        {
+            "model": {"path": str(policy), "lora": {"r": 2}},
+            "value": {"init": "policy"},
+            "rewards": [{"type": "ensemble", "members": members, "reduce": "uwo", "coef": 0.1}],
+            "data": {"prompts": "prompts.jsonl"},
+            "train": {"max_steps": 1},
+            "output_dir": str(tmp_path / "out"),
+        }
+    )
+    check_rewards(run.rewards)
+    tokenizer = load_tokenizer(str(policy))
+    roles = build_roles(run, tokenizer, device="cpu", mixed_precision=False)
+    rewards = build_rewards(run.rewards, run.reward_names, roles=roles, tokenizer=tokenizer, device="cpu")
+    batch = chat_batch(tokenizer, TURNS)
+    output = rewards.score(batch)
+    ids = [torch.tensor([q + r]) for q, r in zip(batch.query_ids, batch.response_ids, strict=True)]
+    with torch.no_grad():
+        one, two = ([c.score(c.base_model(i).last_hidden_state)[0, -1].item() for i in ids] for c in classifiers)
+    assert output.components["ensemble/seed_1"] == pytest.approx(one, abs=1e-5)
+    assert output.components["ensemble/seed_2"] == pytest.approx(two, abs=1e-5)
+    pairs = zip(one, two, strict=True)
+    assert output.scores == pytest.approx([(a + b) / 2 - 0.1 * ((a - b) / 2) ** 2 for a, b in pairs], abs=1e-4)
+    assert [row.role for row in roles.table()][-2:] == ["reward/ensemble/seed_1", "reward/ensemble/seed_2"]
+
+
 @pytest.mark.parametrize("form", ["full", "adapter"])
 def test_judges_of_other_families_and_files(tmp_path, form):
     bert, value_head = save_encoder(tmp_path / "bert"), save_value_head(tmp_path / "llamafactory", "gpt2", form=form)

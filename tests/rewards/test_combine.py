@@ -31,16 +31,18 @@ def test_weighted_sum_keeps_the_unweighted_parts():
     assert output.components == {"long": [1.0, 2.0, 4.0], "short": [1.0, 0.5, 0.25]}
 
 
-def test_scores_are_clipped_before_they_are_weighted_and_logged_as_they_are():
+def test_scores_are_normalised_then_clipped_then_weighted_and_logged_as_they_are():
     source = WeightedSum(
         [
-            Part("long", -2.0, FakeRewards(lambda query, response: float(len(response))), (1.5, 3.0)),
-            Part("one", 1.0, FakeRewards(lambda query, response: 1.0)),
+            Part("long", -2.0, FakeRewards(lambda query, response: float(len(response))), bounds=(1.5, 3.0)),
+            Part("one", 1.0, FakeRewards(lambda query, response: 5.0), norm=(3.0, 2.0)),
         ]
     )
     output = source.score(text_batch("a", "bb", "dddd"))
     assert output.scores == [1 - 3.0, 1 - 4.0, 1 - 6.0]
-    assert output.components["long"] == [1.0, 2.0, 4.0]
+    assert output.components == {"long": [1.0, 2.0, 4.0], "one": [5.0, 5.0, 5.0]}
+    both = Part("both", 10.0, FakeRewards(lambda query, response: 0.0), norm=(1.0, 0.5), bounds=(-1.0, 3.0))
+    assert [both.counted(score) for score in (0.0, 1.0, 1.5, 9.0)] == [-10.0, 0.0, 10.0, 30.0]
 
 
 def test_one_source_of_weight_one_passes_through():

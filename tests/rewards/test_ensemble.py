@@ -55,17 +55,17 @@ def test_hand_numbers(tmp_path, reduce, wanted):
     assert output.components == {"ensemble/one": [1, -3], "ensemble/two": [2, 0], "ensemble/three": [3, 6]}
 
 
-def test_members_are_clipped_and_weighted_before_they_are_compared_and_logged_as_they_are(tmp_path):
+def test_members_are_normalised_clipped_and_weighted_before_they_are_compared_and_logged_as_they_are(tmp_path):
     file = function_file(tmp_path)
     source = built(
         f"- type: ensemble\n  name: jury\n  reduce: min\n  clip: [-1.5, 4]\n  members:\n"
         f"  - {{type: function, path: {file}, name: one, weight: -1}}\n"
-        f"  - {{type: function, path: {file}, name: two, clip: 1, weight: 10}}\n"
+        f"  - {{type: function, path: {file}, name: two, clip: 1, weight: 10, norm: [0.5, 2]}}\n"
     )
     output = source.score(text_batch("1 2 3", "-3 0.5 6", "2 -5 1"))
-    assert output.components["jury"] == [-1.0, 3.0, -10.0]
+    assert output.components["jury"] == [-1.0, 0.0, -10.0]
     assert output.components["jury/two"] == [2.0, 0.5, -5.0]
-    assert output.scores == [-1.0, 3.0, -1.5]
+    assert output.scores == [-1.0, 0.0, -1.5]
 
 
 def test_the_worst_case_is_never_above_the_mean_nor_below_a_member():

@@ -41,11 +41,21 @@ Url = Annotated[str, AfterValidator(_checked_url)]
 class _Reward(Section):
     weight: float = 1.0
     """Factor of this source in the sum."""
+    norm: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Frozen normalisation, ``[mean, std]``: scores minus mean, over std. For the start policy's own, take
+    ``eval_rewards/NAME`` and ``eval_rewards_std/NAME`` of an evaluation before the first update. Left out: none."""
     clip: PositiveFloat | Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    """Clips the source's scores before they are weighted: a number c to within ±c, a list to ``[low, high]``. What is
-    logged for the source is not clipped. Left out: not."""
+    """Clips the source's scores, after ``norm`` and before ``weight``: a number c to within ±c, a list to
+    ``[low, high]``. What is logged for the source is its own score, as it was before all three. Left out: not."""
     name: str | None = None
     """Name in metrics and samples; must be unique."""
+
+    @field_validator("norm")
+    @classmethod
+    def _has_spread(cls, norm: list[float] | None) -> list[float] | None:
+        if norm is not None and norm[1] <= 0:
+            raise ValueError(f"got a standard deviation of {norm[1]:g}, wanted [mean, std] with std above 0")
+        return norm
 
     @field_validator("clip")
     @classmethod
@@ -322,7 +332,8 @@ class EnsembleReward(_Reward):
     """Several sources that judge the same thing."""
 
     type: Literal["ensemble"]
-    """``ensemble``: mean, minimum, or mean less variance of its members' scores, each clipped and weighted first."""
+    """``ensemble``: mean, minimum, or mean less variance of its members' scores, after their own norm, clip and
+    weight."""
     members: Annotated[list[Annotated[_Single, Field(discriminator="type")]], Field(min_length=2)]
     """The sources, with the same keys as others; each is logged as NAME/MEMBER."""
     reduce: Literal["mean", "min", "uwo"] = "mean"

@@ -152,19 +152,22 @@ def build_rewards(
             case JudgeReward():
                 return judge_source(config, name, key)
             case EnsembleReward():
-                members = zip(config.members, reward_names(config.members), strict=True)
-                parts = [
-                    Part(own, member.weight, source(member, f"{name}/{own}", f"{key}.members.{i}"), member.bounds)
-                    for i, (member, own) in enumerate(members)
-                ]
-                return Ensemble(parts, reduction(config), name)
+                members = parts(config.members, reward_names(config.members), f"{key}.members", f"{name}/")
+                return Ensemble(members, reduction(config), name)
 
-    return WeightedSum(
-        [
-            Part(name, config.weight, source(config, name, f"rewards.{i}"), config.bounds)
+    def parts(configs: Sequence[RewardConfig], names: Sequence[str], key: str, prefix: str = "") -> list[Part]:
+        return [
+            Part(
+                name,
+                config.weight,
+                source(config, prefix + name, f"{key}.{i}"),
+                norm=None if config.norm is None else tuple(config.norm),
+                bounds=config.bounds,
+            )
             for i, (config, name) in enumerate(zip(configs, names, strict=True))
         ]
-    )
+
+    return WeightedSum(parts(configs, names, "rewards"))
 
 
 def try_services(

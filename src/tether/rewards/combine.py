@@ -1,4 +1,4 @@
-"""Reward sources put together: parts, clipped and weighted, and their sum."""
+"""Reward sources put together: what the score of each counts, and their sum."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ class Part:
     """Factor of its score."""
     source: RewardSource
     """The source."""
+    norm: tuple[float, float] | None = None
+    """Mean and standard deviation that its score is normalised by."""
     bounds: tuple[float, float] | None = None
-    """Its score is clipped to these before it is weighted, if there are any."""
+    """What its score is clipped to after that."""
 
     def counted(self, score: float) -> float:
-        """What a score of the source counts: weight · clip(score)."""
+        """What a score of the source counts: weight · clip((score − mean) / std)."""
+        if self.norm is not None:
+            score = (score - self.norm[0]) / self.norm[1]
         if self.bounds is not None:
             score = min(max(score, self.bounds[0]), self.bounds[1])
         return self.weight * score
 
 
 class WeightedSum:
-    """Σ weight · clip(score) over its parts, each part's own scores kept as a component under its name.
+    """Σ of what its parts' scores count, each part's own scores kept as a component under its name.
 
     One part of weight 1 gives that part's scores unchanged. The components of a part are kept as ``name/component``.
 

@@ -20,7 +20,7 @@ class Ensemble:
 
     Args:
         members: at least one, names unique.
-        reduce: makes one number of the members' scores, each clipped and weighted first.
+        reduce: makes one number of what the members' scores of an answer count.
         name: how messages name it.
     """
 
@@ -31,7 +31,7 @@ class Ensemble:
         self.name = name
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """Asks every member and reduces their scores.
+        """Asks every member and reduces what they say.
 
         Raises:
             RewardError: a member could not score an answer.

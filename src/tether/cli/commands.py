@@ -139,6 +139,60 @@ def generate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def score(arguments: Sequence[str]) -> int:
+    """Score pairs or answers with reward sources: tether score SOURCE.yaml FILE"""
+    parser = _parser(
+        "score",
+        "Scores a file of preference pairs, or of prompts with answers, and says how well the sources tell them apart "
+        "and what a model among them reads. Further options override keys of SOURCE.yaml: --rewards.0.path=DIR.",
+    )
+    parser.add_argument("source", metavar="SOURCE.yaml", help="reward sources (the key rewards), or a run's file")
+    parser.add_argument("file", metavar="FILE", help="chosen and rejected, or response, with prompt in each row")
+    parser.add_argument("--split", default="train", help="split to read where FILE has several (default: %(default)s)")
+    parser.add_argument("-o", "--output", type=Path, help="JSONL file for the rows with their scores")
+    given, overrides = parser.parse_known_args(arguments)
+
+    from tether.config.source import load_sources
+
+    config = load_sources(given.source, overrides)
+
+    from tether.cli.display import RunDisplay
+    from tether.train.scoring import score_file
+
+    with RunDisplay() as display:
+        scored = score_file(config, given.file, split=given.split, output=given.output, display=display)
+        for text in scored.seen:
+            display.message(text)
+        for table in scored.tables:
+            display.table(table.title, table.columns, table.rows)
+    return 0
+
+
+def serve_reward(arguments: Sequence[str]) -> int:
+    """Serve reward sources over HTTP: tether serve-reward SOURCE.yaml"""
+    parser = _parser(
+        "serve-reward",
+        "Answers requests for scores until it is interrupted; docs/rewards.md has the protocol. Further options "
+        "override keys of SOURCE.yaml: --rewards.0.path=DIR.",
+    )
+    parser.add_argument("source", metavar="SOURCE.yaml", help="reward sources (the key rewards), or a run's file")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one (default: %(default)s)")
+    given, overrides = parser.parse_known_args(arguments)
+
+    from tether.config.source import load_sources
+
+    config = load_sources(given.source, overrides)
+
+    from tether.cli.display import RunDisplay
+    from tether.train.judges import serve_rewards
+
+    with RunDisplay() as display:
+        reason = serve_rewards(config, host=given.host, port=given.port, display=display)
+        display.message(f"stopped by {reason}")
+    return 0
+
+
 def merge(arguments: Sequence[str]) -> int:
     """Merge an adapter into its base model: tether merge ADAPTER -o DIR"""
     parser = _parser("merge", "Writes the model that a PEFT adapter makes of its base, as a plain model folder.")
@@ -181,7 +235,8 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    run.__name__: run for run in (ppo, plan, reward, evaluate, generate, merge, report, demo)
+    run.__name__.replace("_", "-"): run
+    for run in (ppo, plan, reward, score, serve_reward, evaluate, generate, merge, report, demo)
 }
 
 
@@ -231,6 +286,12 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
 def _positive(word: str) -> int:
     if (number := int(word)) < 1:
         raise argparse.ArgumentTypeError(f"got {word}, wanted a whole number above 0")
+    return number
+
+
+def _port(word: str) -> int:
+    if not 0 <= (number := int(word)) < 2**16:
+        raise argparse.ArgumentTypeError(f"got {word}, wanted a number from 0 to {2**16 - 1}")
     return number
 
 

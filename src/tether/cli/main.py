@@ -82,7 +82,7 @@ def _run(arguments: list[str], *, debug: bool) -> int:
 
 
 def _command_list() -> str:
-    return "\n".join(f"  {name:<10}  {(run.__doc__ or '').splitlines()[0]}" for name, run in commands.COMMANDS.items())
+    return "\n".join(f"  {name:<12}  {(run.__doc__ or '').splitlines()[0]}" for name, run in commands.COMMANDS.items())
 
 
 def _message(error: Exception, *, debug: bool) -> str:

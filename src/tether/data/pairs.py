@@ -79,8 +79,8 @@ def load_pairs(
     table = read_rows(source, split=split, key=key)
     _check_columns(table, key)
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
-    texts = [_texts(row, place) for row, place in zip(table.rows, places, strict=True)]
-    queries = _encoded_prompts([text.prompt for text in texts], tokenizer, chat_template, system_prompt, places)
+    texts = [pair_texts(row, place) for row, place in zip(table.rows, places, strict=True)]
+    queries = encoded_prompts([text.prompt for text in texts], tokenizer, chat_template, system_prompt, places)
     chosen, rejected = (
         encoded_answers([getattr(text, name) for text in texts], tokenizer, closing_id)
         for name in ("chosen", "rejected")
@@ -122,7 +122,7 @@ def _prompt_key(pair: Pair) -> str | int:
     return pair.query or pair.row
 
 
-class _Texts(NamedTuple):
+class PairTexts(NamedTuple):
     """One row before it is encoded; without a prompt, the answers are whole texts."""
 
     prompt: str | list[Message] | None
@@ -138,16 +138,26 @@ def _check_columns(table: Rows, key: str) -> None:
         raise DataError(f"{key}: {table.name} has no column {' and '.join(missing)}; its columns are: {got}")
 
 
-def _texts(row: Row, where: str) -> _Texts:
-    """The prompt and the two answers of a row."""
-    (prompt, chosen), (other, rejected) = (_split(row, name, f"{where}, {name}") for name in ("chosen", "rejected"))
+def pair_texts(row: Row, where: str) -> PairTexts:
+    """The prompt and the two answers of a row.
+
+    Raises:
+        DataError: an answer is missing or of another type, or they answer different prompts; ``where`` names the row.
+    """
+    (prompt, chosen), (other, rejected) = (
+        prompt_and_answer(row, name, f"{where}, {name}") for name in ("chosen", "rejected")
+    )
     if prompt != other:
         raise DataError(f"{where}: chosen and rejected answer different prompts; wanted two answers to one prompt")
-    return _Texts(None if prompt is None else checked_prompt(prompt, where), chosen, rejected)
+    return PairTexts(None if prompt is None else checked_prompt(prompt, where), chosen, rejected)
 
 
-def _split(row: Row, name: str, where: str) -> tuple[Any, str]:
-    """Prompt and answer in column ``name``. A conversation brings its own prompt, with or without a column for it."""
+def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
+    """Prompt and answer in column ``name``. A conversation brings its own prompt, with or without a column for it.
+
+    Raises:
+        DataError: the column holds neither text nor a conversation that ends with the assistant's message.
+    """
     prompt, value = row.get("prompt"), row.get(name)
     if isinstance(value, str):
         return prompt, value
@@ -157,14 +167,22 @@ def _split(row: Row, name: str, where: str) -> tuple[Any, str]:
     return before or prompt, answer
 
 
-def _encoded_prompts(
+def encoded_prompts(
     prompts: Sequence[str | list[Message] | None],
     tokenizer: PreTrainedTokenizerBase,
     chat_template: Literal["auto", "none"],
     system_prompt: str | None,
     places: Sequence[str],
 ) -> list[tuple[str, list[int]]]:
-    """Queries as text and ids; for a whole text an empty one, or the token that the tokenizer puts before text."""
+    """Queries as text and ids; for a whole text an empty one, or the token that the tokenizer puts before text.
+
+    Args:
+        prompts: as ``checked_prompt`` returns them; None where answers are whole texts.
+        places: the row of each prompt, for messages.
+
+    Raises:
+        ConfigError, DataError: as ``load_prompts``.
+    """
     given = [i for i, prompt in enumerate(prompts) if prompt is not None]
     if system_prompt is not None and len(given) < len(prompts):
         raise ConfigError(

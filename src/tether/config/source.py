@@ -1,0 +1,91 @@
+"""Every key of a file of reward sources, which ``tether score`` and ``tether serve-reward`` read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tether.config import text
+from tether.config.base import Section
+from tether.config.load import load_config
+from tether.config.rewards import HttpReward, OwnModelReward, RewardConfig, reward_names
+from tether.config.schema import ModelConfig
+
+
+class QueryConfig(Section):
+    """How prompts become queries, as in a run."""
+
+    chat_template: Literal["auto", "none"] = "auto"
+    """``auto``: text for a tokenizer that has a chat template becomes a user turn. ``none``: text is taken as it is."""
+    system_prompt: str | None = None
+    """System message put before prompts that bring none; needs a chat template."""
+
+
+class SourceConfig(Section):
+    """Reward sources for themselves."""
+
+    rewards: list[RewardConfig] = Field(min_length=1)
+    """Judges of answers; the score is their weighted sum."""
+    model: ModelConfig | None = None
+    """The policy whose answers are judged: its tokenizer and chat template make the queries, and reward adapters share
+    its base. Left out: the tokenizer of the first reward model stands in."""
+    data: QueryConfig = QueryConfig()
+    """How prompts become queries, as in a run."""
+    bf16: bool | None = None
+    """bfloat16 autocast of reward adapters, as ``train.bf16`` of their run. Left out: on where the hardware has it."""
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Names of the reward sources, unique."""
+        return reward_names(self.rewards)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> SourceConfig:
+        if len(set(self.reward_names)) != len(self.reward_names):
+            raise ValueError(f"rewards: names must be unique, got {', '.join(self.reward_names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_policy(self) -> SourceConfig:
+        if self.model is not None:
+            return self
+        for i, reward in enumerate(self.rewards):
+            if reward.type == "adapter":
+                raise ValueError(f"rewards.{i}: type adapter shares the policy's base: name the policy, model.path")
+            if isinstance(reward, HttpReward) and reward.protocol == "llamafactory":
+                raise ValueError(
+                    f"rewards.{i}: protocol llamafactory sends texts in the policy's chat template: name the policy, "
+                    "model.path"
+                )
+        if self.data != QueryConfig() and not any(isinstance(reward, OwnModelReward) for reward in self.rewards):
+            raise ValueError("data: no source brings a tokenizer with a chat template: name the policy, model.path")
+        return self
+
+
+def load_sources(path: str | Path, overrides: Sequence[str] = ()) -> SourceConfig:
+    """The reward sources that a file is about, or those of a run's file.
+
+    Args:
+        path: a file with the keys of ``SourceConfig``, or a run's, whose other keys are not used.
+        overrides: as in ``load_config``.
+
+    Raises:
+        ConfigError: names every problem at once.
+    """
+    if not _is_run(Path(path)):
+        return load_config(path, overrides, SourceConfig)
+    run = load_config(path, overrides)
+    query = QueryConfig(chat_template=run.data.chat_template, system_prompt=run.data.system_prompt)
+    return SourceConfig(rewards=run.rewards, model=run.model, data=query, bf16=run.train.bf16)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a file has the section that every run must have; a file that cannot be read has not."""
+    try:
+        data = text.parse(path.read_text(encoding="utf-8-sig")).data
+    except (OSError, UnicodeDecodeError, text.TextError):
+        return False
+    return isinstance(data, dict) and "train" in data

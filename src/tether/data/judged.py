@@ -1,0 +1,108 @@
+"""Answers that reward sources are to judge: a file of preference pairs, or of prompts with an answer each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tether.data.pairs import pair_texts, prompt_and_answer
+from tether.data.prompts import checked_prompt
+from tether.data.sources import Rows, read_rows
+from tether.errors import DataError
+from tether.types import Message
+
+ANSWER_COLUMNS = ("response", "completion", "messages")
+"""Columns that may hold an answer, in the order in which they are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRow:
+    """One row: a prompt and its answer, or its chosen and its rejected answer."""
+
+    prompt: str | list[Message] | None
+    """The prompt as the dataset had it; None where the answers are whole texts."""
+    answers: tuple[str, ...]
+    """One answer, or the chosen and the rejected one."""
+    columns: Mapping[str, Any]
+    """The row's other columns."""
+    place: str
+    """The row, as messages name it."""
+
+
+@dataclass(frozen=True)
+class JudgedData:
+    """A file of answers."""
+
+    name: str
+    """What messages call it."""
+    is_pairs: bool
+    """Whether each row has a chosen and a rejected answer."""
+    rows: list[JudgedRow]
+    """Every row, in the order of the file; at least one."""
+    columns: list[str]
+    """Names of the other columns; every row has all of them, None where it had none."""
+
+
+def load_judged(source: str, *, split: str, key: str) -> JudgedData:
+    """The answers in ``source``.
+
+    Args:
+        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id. With columns ``chosen`` and ``rejected``
+            it holds pairs: answers to ``prompt``, or whole texts or conversations where there is no ``prompt``. Else it
+            holds answers: ``response`` or ``completion`` to ``prompt``, or ``messages`` that end with the assistant's.
+        split: split to read where the source has several.
+        key: what messages call ``source``.
+
+    Raises:
+        DataError: the source cannot be read, has no rows or no such columns; a row lacks prompt or answer, or has one
+            of another type. Names the row.
+    """
+    table = read_rows(source, split=split, key=key)
+    if not table.rows:
+        raise DataError(f"{key}: {table.name} has no rows")
+    names = list(dict.fromkeys(name for row in table.rows for name in row))
+    is_pairs = {"chosen", "rejected"} <= set(names)
+    column = "" if is_pairs else _answer_column(table, names, key)
+    used = {"prompt", "chosen", "rejected"} if is_pairs else {"prompt", column}
+    columns = [name for name in names if name not in used]
+    rows = []
+    for i, row in enumerate(table.rows):
+        place = f"{key}: {table.where(i)}"
+        if is_pairs:
+            prompt, *answers = pair_texts(row, place)
+        else:
+            given, answer = prompt_and_answer(row, column, f"{place}, {column}")
+            prompt, answers = checked_prompt(given, place), [answer]
+        checked = tuple(checked_answer(answer, place) for answer in answers)
+        rows.append(JudgedRow(prompt, checked, {name: row.get(name) for name in columns}, place))
+    return JudgedData(table.name, is_pairs, rows, columns)
+
+
+def checked_answer(value: Any, where: str) -> str:
+    """An answer, which may be empty.
+
+    Raises:
+        DataError: it is no text, or text that cannot be encoded; ``where`` names it.
+    """
+    if not isinstance(value, str):
+        raise DataError(f"{where}: an answer is a {type(value).__name__}, wanted text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: an answer holds {value[error.start]!r} at character {error.start}, half of a surrogate pair, "
+            "which is no text"
+        ) from error
+    return value
+
+
+def _answer_column(table: Rows, names: list[str], key: str) -> str:
+    """The column that holds the answers."""
+    for name in ANSWER_COLUMNS:
+        if name in names:
+            return name
+    raise DataError(
+        f"{key}: {table.name} has neither chosen and rejected nor {' nor '.join(ANSWER_COLUMNS)}; its columns are: "
+        f"{', '.join(names)}. Rename them"
+    )

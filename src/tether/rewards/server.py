@@ -1,0 +1,196 @@
+"""Reward sources as a service: Tether's protocol over HTTP. docs/rewards.md describes it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tether.data.judged import checked_answer
+from tether.data.prompts import checked_prompt
+from tether.errors import USER_ERRORS, ConfigError, DataError, RewardTimeout, TetherError
+from tether.types import Message, RewardOutput
+
+logger = logging.getLogger(__name__)
+
+PATH = "/score"
+LARGEST_REQUEST = 64 * 2**20
+"""Bytes beyond which a request is refused unread."""
+PATIENCE = 60.0
+"""Seconds in which a client must go on with a request that it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks to score."""
+
+    prompts: Sequence[str | list[Message] | None]
+    """Prompts as the client's dataset had them; None where a response is a whole text."""
+    responses: Sequence[str]
+    """One for each prompt."""
+    columns: Mapping[str, list[Any]]
+    """Further columns, one entry a response."""
+
+
+class RewardServer(ThreadingHTTPServer):
+    """Answers requests for scores one after the other; others wait in their connections meanwhile.
+
+    Args:
+        score: gives the scores; never called twice at a time.
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, score: Callable[[Asked], RewardOutput], host: str, port: int) -> None:
+        self.score = score
+        self.at_work = threading.Lock()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}; choose another") from error
+
+    @property
+    def url(self) -> str:
+        """Where requests are posted to."""
+        host, port = self.server_address[:2]
+        return f"http://{f'[{host}]' if ':' in str(host) else host}:{port}{PATH}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Passes over a connection that broke, as a client may go away at any time."""
+        logger.debug("the connection of %s broke", client_address, exc_info=True)
+
+    def stop(self) -> None:
+        """Takes no more requests and waits for the one at work, whose answer is still sent."""
+        self.shutdown()
+        with self.at_work:
+            self.server_close()
+
+
+def asked(body: bytes) -> Asked:
+    """The request that a body holds.
+
+    Raises:
+        DataError: it is none; says what was got and what is wanted.
+    """
+    try:
+        payload = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the body is no JSON: {error}") from error
+    if not isinstance(payload, dict):
+        raise DataError(f"the body is a JSON {type(payload).__name__}, wanted an object with prompts and responses")
+    unknown = [key for key in payload if key not in ("prompts", "responses", "columns")]
+    if unknown:
+        raise DataError(f"unknown key {', '.join(unknown)}; wanted prompts, responses and columns")
+    prompts, responses = (_list(payload, name) for name in ("prompts", "responses"))
+    columns = payload.get("columns")
+    columns = {} if columns is None else columns
+    if not isinstance(columns, dict):
+        raise DataError(f"columns is a {type(columns).__name__}, wanted names with lists of values")
+    lists = {"responses": responses} | {f"column {name}": values for name, values in columns.items()}
+    for name, values in lists.items():
+        if not isinstance(values, list) or len(values) != len(prompts):
+            got = f"{len(values)} values" if isinstance(values, list) else f"a {type(values).__name__}"
+            raise DataError(f"{name}: got {got} for {len(prompts)} prompts, wanted a list of one for each")
+    return Asked(
+        [None if prompt == "" else checked_prompt(prompt, f"prompts, entry {i}") for i, prompt in enumerate(prompts)],
+        [checked_answer(response, f"responses, entry {i}") for i, response in enumerate(responses)],
+        columns,
+    )
+
+
+def _list(payload: Mapping[str, Any], name: str) -> list[Any]:
+    if not isinstance(payload.get(name), list):
+        got = type(payload[name]).__name__ if name in payload else "nothing"
+        raise DataError(f"{name}: got {got}, wanted a list")
+    return payload[name]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: RewardServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "tether", ""
+    timeout = PATIENCE
+
+    def do_POST(self) -> None:
+        if self.path != PATH:
+            self._refuse(HTTPStatus.NOT_FOUND, f"there is nothing at {self.path}; post to {PATH}")
+        elif self.headers.get_content_type() != "application/json":  # what a web page cannot send unasked
+            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "wanted Content-Type: application/json")
+        elif (length := _number(self.headers.get("Content-Length"))) is None:
+            self._refuse(HTTPStatus.LENGTH_REQUIRED, "wanted a Content-Length")
+        elif length > LARGEST_REQUEST:
+            error = f"the body has {length} bytes, the limit is {LARGEST_REQUEST}"
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, error)
+        else:
+            self._answer(self.rfile.read(length))
+
+    def do_GET(self) -> None:
+        self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, f"wanted POST {PATH}")
+
+    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+    def _answer(self, body: bytes) -> None:
+        """Scores what a request asks to score."""
+        try:
+            request = asked(body)
+        except DataError as error:
+            self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+            return
+        with self.server.at_work:
+            self._send(*_scored(self.server.score, request))
+
+    def _refuse(self, status: HTTPStatus, error: str) -> None:
+        """Answers a request whose body stays unread, so that the connection cannot go on."""
+        self.close_connection = True
+        self._send(status, {"error": error})
+
+    def _send(self, status: HTTPStatus, content: Mapping[str, Any]) -> None:
+        body = json.dumps(content, allow_nan=False).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _scored(score: Callable[[Asked], RewardOutput], request: Asked) -> tuple[HTTPStatus, Mapping[str, Any]]:
+    """Status and content of the answer. No request stops the service."""
+    if not request.prompts:
+        return HTTPStatus.OK, {"scores": [], "components": {}}
+    try:
+        output = score(request)
+    except USER_ERRORS as error:
+        return HTTPStatus.BAD_REQUEST, {"error": str(error)}
+    except TetherError as error:
+        logger.warning("%s", error)
+        is_late = isinstance(error, RewardTimeout)
+        return HTTPStatus.GATEWAY_TIMEOUT if is_late else HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
+    except Exception as error:  # a fault of a model or of ours: told to both sides
+        logger.exception("a request could not be scored")
+        return HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
+    return HTTPStatus.OK, {"scores": output.scores, "components": dict(output.components)}
+
+
+def _number(header: str | None) -> int | None:
+    """A number of bytes, None if it is none."""
+    return int(header) if header is not None and header.isascii() and header.isdecimal() else None

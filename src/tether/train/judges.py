@@ -1,0 +1,172 @@
+"""Reward sources without a run: loaded from a file of theirs, for ``tether score`` and ``tether serve-reward``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.config.rewards import AdapterReward, OwnModelReward
+from tether.config.schema import LoraConfig, RunConfig
+from tether.config.source import QueryConfig, SourceConfig
+from tether.data.answers import closing_token, encoded_answers
+from tether.data.pairs import encoded_prompts
+from tether.data.prompts import conversation
+from tether.models.loading import bf16_supported, load_generation_config, load_tokenizer, stop_token_ids
+from tether.models.paths import check_model_path
+from tether.models.roles import ModelRoles, build_roles
+from tether.report.text import prompt_text
+from tether.rewards.build import build_rewards, check_rewards
+from tether.rewards.server import Asked, RewardServer
+from tether.train.display import Display
+from tether.train.distributed import Dist
+from tether.train.interrupt import StopRequest
+from tether.types import Message, RewardBatch, RewardOutput, RewardSource
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Judges:
+    """Reward sources, and what makes batches for them."""
+
+    rewards: RewardSource
+    """The weighted sum of the sources."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """The policy's, or the one that stands in for it; None where no source brings one."""
+    query: QueryConfig
+    """How prompts become queries."""
+    closing_id: int | None
+    """The token that ends an answer; None where there is none."""
+
+    def batch(
+        self,
+        prompts: Sequence[str | list[Message] | None],
+        responses: Sequence[str],
+        columns: Mapping[str, list[Any]],
+        places: Sequence[str],
+    ) -> RewardBatch:
+        """Answers as a run would hand them to its sources, each of them ended.
+
+        Args:
+            prompts: as the dataset had them; None where a response is a whole text.
+            columns: the dataset's other columns, one entry an answer.
+            places: the row of each answer, for messages.
+
+        Raises:
+            ConfigError, DataError: a prompt cannot be made a query; names the row.
+        """
+        if self.tokenizer is None:
+            texts, query_ids = [prompt_text(prompt) for prompt in prompts], [[] for _ in prompts]
+            response_ids = [[] for _ in prompts]
+            conversations = [prompt if isinstance(prompt, list) else None for prompt in prompts]
+        else:
+            template, system = self.query.chat_template, self.query.system_prompt
+            queries = encoded_prompts(prompts, self.tokenizer, template, system, places)
+            texts, query_ids = [text for text, _ in queries], [ids for _, ids in queries]
+            response_ids = self._answer_ids(responses)
+            conversations = [
+                None if prompt is None else conversation(prompt, self.tokenizer, template, system) for prompt in prompts
+            ]
+        return RewardBatch(
+            prompts=["" if prompt is None else prompt for prompt in prompts],
+            queries=texts,
+            responses=list(responses),
+            query_ids=query_ids,
+            response_ids=response_ids,
+            conversations=conversations,
+            columns=columns,
+        )
+
+    def _answer_ids(self, responses: Sequence[str]) -> list[list[int]]:
+        if self.closing_id is None:
+            return self.tokenizer(list(responses), add_special_tokens=False)["input_ids"]
+        return encoded_answers(responses, self.tokenizer, self.closing_id)
+
+    def score(self, request: Asked) -> RewardOutput:
+        """The scores that a request to the reward server asks for."""
+        places = [f"entry {i}" for i in range(len(request.prompts))]
+        return self.rewards.score(self.batch(request.prompts, request.responses, request.columns, places))
+
+
+def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) -> None:
+    """Raises for every mistake that shows without loading a model.
+
+    Args:
+        columns: the dataset's other columns, if they are known.
+    """
+    if config.model is not None:
+        check_model_path(config.model.path, "model.path")
+    check_rewards(config.rewards, columns)
+
+
+def load_judges(config: SourceConfig) -> Judges:
+    """Loads the sources that a file describes.
+
+    Raises:
+        ConfigError, ModelError: a source cannot be loaded.
+    """
+    device = Dist().device
+    tokenizer, closing_id = _tokenizer(config)
+    roles = None
+    if any(isinstance(reward, AdapterReward) for reward in config.rewards):
+        roles = _roles(config, tokenizer, str(device))
+    rewards = build_rewards(config.rewards, config.reward_names, roles=roles, tokenizer=tokenizer, device=device)
+    return Judges(rewards, tokenizer, config.data, closing_id)
+
+
+def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Display) -> str:
+    """Serves the sources until a signal ends it; returns its name. The request at work is still answered.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+
+    Raises:
+        ConfigError, ModelError: a source cannot be loaded, or the address is taken.
+    """
+    check_sources(config)
+    display.phase("loading models", 0, 1)
+    judges = load_judges(config)
+    server = RewardServer(judges.score, host, port)
+    with StopRequest() as stop:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        display.close()
+        display.message(f"serving {', '.join(config.reward_names)} at {server.url}; Ctrl-C ends it")
+        if host not in LOOPBACK:
+            display.message("whoever reaches this address can ask for scores: the service knows no keys")
+        while stop.reason is None:
+            time.sleep(0.05)
+        server.stop()
+    return stop.reason
+
+
+def _tokenizer(config: SourceConfig) -> tuple[PreTrainedTokenizerBase | None, int | None]:
+    """The policy's tokenizer, or what stands in for it, and the token that ends an answer."""
+    own = next((reward for reward in config.rewards if isinstance(reward, OwnModelReward)), None)
+    model = config.model or own
+    if model is None:
+        return None, None
+    tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    if config.model is None and tokenizer.eos_token_id is None:  # an encoder's, which reads no ids of the policy
+        return tokenizer, None
+    generation = load_generation_config(model.path, revision=model.revision)
+    return tokenizer, closing_token(tokenizer, stop_token_ids(tokenizer, generation, "eos"))
+
+
+def _roles(config: SourceConfig, tokenizer: PreTrainedTokenizerBase, device: str) -> ModelRoles:
+    """The policy's base for reward adapters, with nothing that only training needs."""
+    run = RunConfig(
+        model=config.model.model_copy(update={"lora": config.model.lora or LoraConfig()}),
+        value={"kind": "head"},
+        rewards=config.rewards,
+        data={"prompts": ""},
+        ppo={"kl_coef": 0.0},
+        train={"max_steps": 1},
+        output_dir=".",
+    ).resolved(bf16=bf16_supported(device) if config.bf16 is None else config.bf16)
+    return build_roles(run, tokenizer, device=device, mixed_precision=run.train.bf16)

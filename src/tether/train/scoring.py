@@ -1,0 +1,228 @@
+"""A file of answers scored by reward sources: ``tether score``, the self-test of a judge before it is trusted."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tether.config.source import SourceConfig
+from tether.data.judged import JudgedData, load_judged
+from tether.data.sources import check_source
+from tether.metrics.writers import JsonlWriter
+from tether.rewards.combine import WeightedSum
+from tether.rewards.reading import Reads
+from tether.train.display import Display, NullDisplay
+from tether.train.judges import Judges, check_sources, load_judges
+from tether.train.saved import check_output
+from tether.types import RewardBatch
+
+BATCH = 64
+"""Answers between two signs of progress."""
+SHOWN_ROWS, SHOWN_ENDS = 2, 600
+"""Rows whose text is shown as a model reads it, and characters of it at either end."""
+SCORE = "score"
+"""Name of the weighted sum in tables."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of results."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A file of answers with their scores."""
+
+    rows: list[dict[str, Any]]
+    """Every row of the file with its scores, as written to the output."""
+    tables: list[Table]
+    """What the scores say of the sources."""
+    seen: list[str]
+    """The first rows as models among the sources read them, a line each."""
+
+
+def score_file(
+    config: SourceConfig,
+    file: str,
+    *,
+    split: str = "train",
+    output: Path | None = None,
+    display: Display | None = None,
+) -> Scored:
+    """Scores every answer of a file of pairs or answers.
+
+    Args:
+        file: as ``load_judged`` reads it.
+        split: split to read where ``file`` has several.
+        output: JSONL file for the rows.
+
+    Raises:
+        ConfigError: ``output`` exists, or a source is not usable.
+        DataError, ModelError: the file or a model is not usable.
+        RewardError: an answer could not be scored.
+    """
+    display = display or NullDisplay()
+    check_source(file, "FILE")
+    check_output(output)
+    check_sources(config)
+    data = load_judged(file, split=split, key="FILE")
+    check_sources(config, data.columns)
+    display.phase("loading models", 0, 1)
+    judges = load_judges(config)
+    totals, components = _scored(judges, data, display)
+    rows = _rows(data, totals, components)
+    if output is not None:
+        JsonlWriter(output).write_all(rows)
+    scores = {SCORE: totals} | {name: values for name, values in components.items() if values != totals}
+    lengths = [len(answer) for row in data.rows for answer in row.answers]
+    tables = (pair_tables if data.is_pairs else answer_tables)(scores, lengths, data.name)
+    return Scored(rows, tables, _seen(judges, data, config.reward_names))
+
+
+def pair_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int], name: str) -> list[Table]:
+    """What scores say of pairs: accuracy and means of each source, and the accuracy of the first by length.
+
+    Args:
+        scores: by source; the chosen and the rejected answer of each pair in turn.
+        lengths: characters of each answer.
+        name: of the pairs.
+    """
+    summary = []
+    for source, values in scores.items():
+        chosen, rejected = values[::2], values[1::2]
+        margins = [better - worse for better, worse in zip(chosen, rejected, strict=True)]
+        means = [statistics.fmean(each) for each in (chosen, rejected, margins)]
+        summary.append([source, *accuracy(margins), margins.count(0), *means, correlation(values, lengths)])
+    values = next(iter(scores.values()))
+    margins = [better - worse for better, worse in zip(values[::2], values[1::2], strict=True)]
+    pairs = list(zip(lengths[::2], lengths[1::2], strict=True))
+    groups = {
+        "the chosen answer is longer": [i for i, (chosen, rejected) in enumerate(pairs) if chosen > rejected],
+        "the chosen answer is shorter": [i for i, (chosen, rejected) in enumerate(pairs) if chosen < rejected],
+        "both are as long": [i for i, (chosen, rejected) in enumerate(pairs) if chosen == rejected],
+    } | {f"the longer one has {label}": rows for label, rows in thirds([max(pair) for pair in pairs]).items()}
+    by_length = [[label, len(rows), *accuracy([margins[i] for i in rows])] for label, rows in groups.items() if rows]
+    header = ["source", "accuracy", "±", "ties", "chosen", "rejected", "margin", "r with length"]
+    return [
+        Table(f"{len(pairs)} pairs of {name}: accuracy and mean scores", header, summary),
+        Table("accuracy by length", ["pairs in which", "pairs", "accuracy", "±"], by_length),
+    ]
+
+
+def answer_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int], name: str) -> list[Table]:
+    """What scores say of answers: mean and spread of each source, and the mean of the first by length.
+
+    Args:
+        scores: by source, one an answer.
+        lengths: characters of each answer.
+        name: of the answers.
+    """
+    summary = [
+        [
+            source,
+            statistics.fmean(values),
+            statistics.pstdev(values),
+            min(values),
+            max(values),
+            correlation(values, lengths),
+        ]
+        for source, values in scores.items()
+    ]
+    values = next(iter(scores.values()))
+    by_length = [
+        [label, len(rows), statistics.fmean(values[i] for i in rows)] for label, rows in thirds(lengths).items()
+    ]
+    header = ["source", "mean", "std", "lowest", "highest", "r with length"]
+    return [
+        Table(f"{len(lengths)} answers of {name}: scores", header, summary),
+        Table("score by length", ["answers of", "answers", "mean"], by_length),
+    ]
+
+
+def accuracy(margins: Sequence[float]) -> tuple[float, float]:
+    """Share of margins above 0, those of 0 counted half, and its standard error √(p(1 − p)/n)."""
+    share = sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
+    return share, (share * (1 - share) / len(margins)) ** 0.5
+
+
+def correlation(values: Sequence[float], others: Sequence[float]) -> float | None:
+    """Pearson's r; None where one of the two has no spread."""
+    if len(set(values)) < 2 or len(set(others)) < 2:
+        return None
+    return statistics.correlation(values, others)
+
+
+def thirds(lengths: Sequence[int]) -> dict[str, list[int]]:
+    """Positions of the short, the middle and the long ones, a third each but for equal lengths, by a label."""
+    ordered = sorted(lengths)
+    edges = sorted({ordered[-(-len(ordered) * part // 3) - 1] for part in (1, 2, 3)})
+    groups, below = {}, -1
+    for edge in edges:
+        span = f"{below + 1} to {edge}" if below + 1 < edge else str(edge)
+        groups[f"{span} characters"] = [i for i, length in enumerate(lengths) if below < length <= edge]
+        below = edge
+    return groups
+
+
+def _scored(judges: Judges, data: JudgedData, display: Display) -> tuple[list[float], dict[str, list[float]]]:
+    """The weighted sum for every answer of every row, and each source's own scores by name."""
+    answers = [(row, answer) for row in data.rows for answer in row.answers]
+    totals: list[float] = []
+    components: dict[str, list[float]] = {}
+    for start in range(0, len(answers), BATCH):
+        display.phase("scoring", start, len(answers))
+        output = judges.rewards.score(_batch(judges, answers[start : start + BATCH], data.columns))
+        totals += output.scores
+        for name, values in output.components.items():
+            components.setdefault(name, []).extend(values)
+    display.phase("scoring", len(answers), len(answers))
+    return totals, components
+
+
+def _batch(judges: Judges, answers: Sequence[tuple[Any, str]], columns: Sequence[str]) -> RewardBatch:
+    return judges.batch(
+        [row.prompt for row, _ in answers],
+        [answer for _, answer in answers],
+        {name: [row.columns[name] for row, _ in answers] for name in columns},
+        [row.place for row, _ in answers],
+    )
+
+
+def _rows(data: JudgedData, totals: Sequence[float], components: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Every row with its scores."""
+    names = ("chosen", "rejected") if data.is_pairs else ("response",)
+    rows = []
+    for i, row in enumerate(data.rows):
+        record: dict[str, Any] = {"row": i, "prompt": row.prompt}
+        for offset, (name, answer) in enumerate(zip(names, row.answers, strict=True)):
+            at, prefix = i * len(names) + offset, f"{name}_" if data.is_pairs else ""
+            rewards = {source: values[at] for source, values in components.items()}
+            record |= {name: answer, f"{prefix}score": totals[at], f"{prefix}rewards": rewards}
+        rows.append(record)
+    return rows
+
+
+def _seen(judges: Judges, data: JudgedData, names: Sequence[str]) -> list[str]:
+    """The first rows as the models among the sources read them."""
+    kinds = ("chosen", "rejected") if data.is_pairs else ("answer",)
+    answers = [(row, answer) for row in data.rows[:SHOWN_ROWS] for answer in row.answers]
+    batch = _batch(judges, answers, data.columns)
+    assert isinstance(judges.rewards, WeightedSum), "sources are summed"
+    return [
+        f"row {i // len(kinds)}, {kinds[i % len(kinds)]}, as {name} reads it: {_shortened(text)!r}"
+        for name, part in zip(names, judges.rewards.parts, strict=True)
+        if isinstance(part.source, Reads)
+        for i, text in enumerate(part.source.seen(batch))
+    ]
+
+
+def _shortened(text: str) -> str:
+    """Both ends of a long text."""
+    return text if len(text) <= 2 * SHOWN_ENDS else f"{text[:SHOWN_ENDS]} […] {text[-SHOWN_ENDS:]}"

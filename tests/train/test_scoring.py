@@ -1,0 +1,169 @@
+"""What a file of scores says of a judge, against the same counted by hand."""
+
+import json
+import math
+
+import pytest
+
+from tests.rewards.services import Reply, local_service
+from tests.rewards.test_judge_source import says
+from tests.tiny import save_tiny
+from tether.config.source import SourceConfig
+from tether.errors import ConfigError, DataError, RewardError
+from tether.metrics.writers import read_jsonl
+from tether.rewards.http import WANTED
+from tether.train.scoring import accuracy, answer_tables, correlation, pair_tables, score_file, thirds
+
+FUNCTION = """
+def letters(prompts, completions, bonus=None, **columns):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [len(text) + 10 * (b or 0) for text, b in zip(texts, bonus or [0] * len(texts))]
+"""
+
+
+def config(folder, *more, **keys):
+    (folder / "judge.py").write_text(FUNCTION, encoding="utf-8")
+    letters = {"type": "function", "path": str(folder / "judge.py"), "name": "letters"}
+    return SourceConfig.model_validate({"rewards": [letters, *more], **keys})
+
+
+def written(folder, *rows):
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+def test_pairs_by_hand():
+    scores = {"score": [2.0, 1.0, 0.0, 3.0, 5.0, 5.0, 4.0, 1.0], "other": [1.0] * 8}
+    lengths = [5, 3, 4, 9, 7, 7, 2, 8]
+    summary, by_length = pair_tables(scores, lengths, "pairs.jsonl")
+    assert summary.title == "4 pairs of pairs.jsonl: accuracy and mean scores"
+    error = math.sqrt(0.625 * 0.375 / 4)
+    xs, ys = scores["score"], lengths
+    mx, my = sum(xs) / 8, sum(ys) / 8
+    r = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / math.sqrt(
+        sum((x - mx) ** 2 for x in xs) * sum((y - my) ** 2 for y in ys)
+    )
+    # right, wrong, tied, right
+    assert summary.rows[0] == ["score", 0.625, pytest.approx(error), 1, 2.75, 2.5, 0.25, pytest.approx(r)]
+    assert summary.rows[1] == ["other", 0.5, 0.25, 4, 1.0, 1.0, 0.0, None]
+    assert [row[:3] for row in by_length.rows] == [
+        ["the chosen answer is longer", 1, 1.0],
+        ["the chosen answer is shorter", 2, 0.5],
+        ["both are as long", 1, 0.5],
+        ["the longer one has 0 to 7 characters", 2, 0.75],
+        ["the longer one has 8 characters", 1, 1.0],
+        ["the longer one has 9 characters", 1, 0.0],
+    ]
+
+
+def test_answers_by_hand():
+    summary, by_length = answer_tables({"score": [1.0, 2.0, 6.0]}, [3, 1, 2], "answers.jsonl")
+    assert summary.rows == [["score", 3.0, pytest.approx(math.sqrt(14 / 3)), 1.0, 6.0, pytest.approx(-0.1889822)]]
+    assert by_length.rows == [["0 to 1 characters", 1, 2.0], ["2 characters", 1, 6.0], ["3 characters", 1, 1.0]]
+
+
+def test_accuracy_counts_ties_half():
+    assert accuracy([1.0, -2.0, 0.0, 0.0, 3.0]) == (0.6, pytest.approx(math.sqrt(0.24 / 5)))
+    assert accuracy([1.0]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 2], [5, 5, 5, 5], [3, 1, 2, 9, 4, 4, 7], [0] * 9 + [1000]])
+def test_thirds_hold_every_length_once(lengths):
+    groups = thirds(lengths)
+    assert sorted(i for rows in groups.values() for i in rows) == list(range(len(lengths)))
+    tops = [max(lengths[i] for i in rows) for rows in groups.values()]
+    assert tops == sorted(set(tops))
+    assert all(label.split()[-2] == str(top) for label, top in zip(groups, tops, strict=True))
+    for rows, above in zip(list(groups.values()), list(groups.values())[1:], strict=False):
+        assert max(lengths[i] for i in rows) < min(lengths[i] for i in above)
+
+
+def test_no_spread_no_correlation():
+    assert correlation([1.0, 1.0], [1.0, 2.0]) is None
+    assert correlation([1.0, 3.0], [5, 4]) == pytest.approx(-1.0)
+
+
+def test_rows_keep_their_scores_and_columns_reach_the_sources(tmp_path):
+    file = written(
+        tmp_path,
+        {"prompt": "p", "chosen": "aaa", "rejected": "b", "bonus": 1},
+        {"prompt": [{"role": "user", "content": "p"}], "chosen": "a", "rejected": "bb", "bonus": None},
+    )
+    scored = score_file(config(tmp_path), file, output=tmp_path / "out.jsonl")
+    assert scored.rows == read_jsonl(tmp_path / "out.jsonl")
+    assert [(row["chosen_score"], row["rejected_score"]) for row in scored.rows] == [(13.0, 11.0), (1.0, 2.0)]
+    assert scored.rows[0] == {
+        "row": 0,
+        "prompt": "p",
+        "chosen": "aaa",
+        "chosen_score": 13.0,
+        "chosen_rewards": {"letters": 13.0},
+        "rejected": "b",
+        "rejected_score": 11.0,
+        "rejected_rewards": {"letters": 11.0},
+    }
+    assert scored.tables[0].rows[0][:4] == ["score", 0.5, pytest.approx(math.sqrt(0.125)), 0]
+    assert scored.seen == []
+
+
+def test_answers_of_a_run_can_be_scored_again(tmp_path):
+    rows = [{"row": 0, "prompt": "p", "response": "a" * n, "score": 7.0, "rewards": {"x": 1}} for n in range(1, 150)]
+    scored = score_file(config(tmp_path), written(tmp_path, *rows))
+    assert [row["score"] for row in scored.rows] == [float(n) for n in range(1, 150)]
+    assert scored.tables[0].rows == [["score", 75.0, pytest.approx(math.sqrt((149**2 - 1) / 12)), 1.0, 149.0, 1.0]]
+
+
+def test_several_sources_are_told_apart(tmp_path):
+    save_tiny(tmp_path / "judge", num_labels=1)
+    sources = config(tmp_path, {"type": "model", "path": str(tmp_path / "judge"), "weight": -1.0})
+    file = written(tmp_path, {"prompt": "the cat", "chosen": "good", "rejected": "bad day"})
+    scored = score_file(sources, file)
+    assert [row[0] for row in scored.tables[0].rows] == ["score", "letters", "model_1"]
+    row = scored.rows[0]
+    assert row["chosen_score"] == row["chosen_rewards"]["letters"] - row["chosen_rewards"]["model_1"]
+    assert scored.seen == [
+        "row 0, chosen, as model_1 reads it: '<user> the cat <eos> <assistant> good <eos>'",
+        "row 0, rejected, as model_1 reads it: '<user> the cat <eos> <assistant> bad day <eos>'",
+    ]
+
+
+def test_the_policy_says_how_prompts_become_queries(tmp_path):
+    save_tiny(tmp_path / "judge", num_labels=1, bos=True)
+    save_tiny(tmp_path / "policy", bos=True)
+    judge = {"type": "model", "path": str(tmp_path / "judge")}
+    file = written(tmp_path, {"prompt": "the cat", "response": "sees"}, {"prompt": "you", "response": "not"})
+    seen = {}
+    for template in ("auto", "none"):
+        keys = {"model": {"path": str(tmp_path / "policy")}, "data": {"chat_template": template}}
+        sources = SourceConfig.model_validate({"rewards": [judge], **keys})
+        seen[template] = score_file(sources, file).seen[0].partition("reads it: ")[2]
+    assert seen["auto"] == "'<bos> <user> the cat <eos> <assistant> sees <eos>'"
+    assert seen["none"] == "'<bos> the cat sees <eos>'"
+
+
+def test_long_texts_are_shown_by_their_ends(tmp_path):
+    judge = {"type": "judge", "model": "m", "rubric": "{response}"}
+    file = written(tmp_path, {"prompt": "p", "response": "a" * 700 + "b" * 700 + "c" * 700})
+    with local_service(lambda payload: says("5")) as local:
+        sources = SourceConfig.model_validate({"rewards": [judge | {"base_url": local.url}]})
+        (shown,) = score_file(sources, file).seen
+    assert shown == f"row 0, answer, as judge reads it: '{'a' * 600} […] {'c' * 600}'"
+
+
+def test_a_source_that_cannot_score_is_an_error(tmp_path):
+    file = written(tmp_path, {"prompt": "p", "response": "a"})
+    with local_service(lambda payload: Reply({})) as local, pytest.raises(RewardError, match=WANTED[:4]):
+        score_file(config(tmp_path, {"type": "http", "url": local.url}), file)
+
+
+def test_mistakes_are_told_before_a_model_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr("tether.train.scoring.load_judges", None)
+    file = written(tmp_path, {"prompt": "p", "response": "a"})
+    with pytest.raises(DataError, match=r"FILE: no such file or folder: none\.jsonl"):
+        score_file(config(tmp_path), "none.jsonl")
+    with pytest.raises(ConfigError, match=r"--output: .* exists"):
+        score_file(config(tmp_path), file, output=tmp_path / "rows.jsonl")
+    sent = {"type": "http", "url": "http://127.0.0.1:1/", "columns": ["gone"]}
+    with pytest.raises(ConfigError, match=r"rewards\.1\.columns: the dataset has no column gone"):
+        score_file(config(tmp_path, sent), file)

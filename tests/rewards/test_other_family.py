@@ -13,7 +13,7 @@ from tests.train.runs import tiny_run
 from tether.errors import ConfigError
 from tether.models.loading import load_causal_lm
 from tether.train.plan import plan
-from tether.train.run import train_policy
+from tether.train.run import model_paths, train_policy
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
@@ -55,7 +55,13 @@ def test_the_plan_counts_judges_of_every_kind(tmp_path):
         sum(tensor.numel() for tensor in load_file(paths["model"] / "model.safetensors").values()),
         sum(tensor.numel() for tensor in load_file(paths["value_head"] / "model.safetensors").values()) + 16,
     ]
-    roles = [role for role in plan(tiny_run(tmp_path, rewards=rewards)).roles if role.role.startswith("reward")]
-    assert [(role.source, role.parameters) for role in roles] == [
-        (str(path), size) for path, size in zip(paths.values(), sizes, strict=True)
+    members = [{"type": "json_valid"}, rewards[0] | {"name": "bert"}]
+    config = tiny_run(tmp_path, rewards=[*rewards, {"type": "ensemble", "name": "jury", "members": members}])
+    roles = [role for role in plan(config).roles if role.role.startswith("reward")]
+    assert [(role.role, role.source, role.parameters) for role in roles] == [
+        ("reward model_0", str(paths["model"]), sizes[0]),
+        ("reward value_head_1", str(paths["value_head"]), sizes[1]),
+        ("reward jury/json_valid_0", "json_valid", 0),
+        ("reward jury/bert", str(paths["model"]), sizes[0]),
     ]
+    assert set(model_paths(config)) >= {"rewards.0.path", "rewards.1.path", "rewards.2.members.1.path"}

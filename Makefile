@@ -1,6 +1,7 @@
 # make demo   install, then run the whole pipeline on a real model
 # make test   install, then run every test
 # make test-lowest   the same with the lowest versions that pyproject.toml allows
+# make mutants   plant one defect after the other in a copy of the source: each must make a test fail
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints.txt
 INPUTS := pyproject.toml $(CONSTRAINTS)
 
-.PHONY: demo test test-lowest venv lint docs bench-demo clean
+.PHONY: demo test test-lowest mutants venv lint docs bench-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/tether demo
@@ -18,6 +19,9 @@ test: $(VENV)/.test
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
+
+mutants: $(VENV)/.test
+	$(BIN)/python -m tests.mutants.run
 
 venv: $(VENV)/.test
 

@@ -18,7 +18,7 @@ from tether.rewards.fake import FakeRewards
 from tether.train.inputs import load_data
 from tether.train.rollout import Answers, micro_batch_plan, shaped_scores
 from tether.train.run import train_policy
-from tether.train.update import mini_batches
+from tether.train.update import Update, mini_batches
 from tether.types import Completion, Experience, Prompt, noise_key
 
 ANSWERS = [[10, 11, 12, EOS], [20, EOS], [13, 14, 15, 16, 17, 18], [21, 22, EOS]]
@@ -166,7 +166,42 @@ def test_epochs_updates_and_seeds_differ_in_their_order(tmp_path):
     assert len({*seen, tuple(range(8))}) == 10
 
 
+# Where an update stops
+
+
+def test_no_step_follows_one_that_went_too_far(tmp_path, monkeypatch):
+    said = iter([False, True, False, False])
+    monkeypatch.setattr(Update, "is_too_far", lambda self, drift: next(said, False))
+    _, _, result = recorded(tmp_path, monkeypatch, ppo__num_ppo_epochs=4, train__max_steps=1)
+    assert result.updates[0]["update/num_steps"] == 1.0
+
+
+def test_an_update_stops_where_the_mean_over_its_tokens_is_too_large(tmp_path, monkeypatch):
+    """At the first of two steps the policy has not moved, so at the second the drift is twice the logged mean."""
+
+    def run(**changes):
+        config = {"overwrite_output_dir": True, "train__max_steps": 1, "train__learning_rate": 1e-2, **changes}
+        return recorded(tmp_path, monkeypatch, **config)[2].updates[0]
+
+    free = run()
+    drift = 2 * free["policy/approxkl_avg"]
+    assert free["update/num_steps"] == 2.0 and drift > 1e-4
+    assert run(ppo__max_approx_kl=0.99 * drift)["update/num_steps"] == 1.0
+    assert run(ppo__max_approx_kl=1.01 * drift)["update/num_steps"] == 2.0
+
+
 # What goes on over updates
+
+
+def test_the_coefficient_follows_the_kl_of_whole_answers(tmp_path):
+    changes = {"train__learning_rate": 1e-2, "train__max_steps": 3, "ppo__kl_coef": 0.1, "overwrite_output_dir": True}
+    first, second, _ = (row["objective/kl"] for row in train_policy(tiny_run(tmp_path, **changes)).updates)
+    assert first == 0.0 and second > 1e-3
+    result = train_policy(tiny_run(tmp_path, ppo__kl_target=second / 1.1, ppo__kl_horizon=20, **changes))
+    # 8 answers an update: a KL of 0 is further below the target than the controller heeds, then 1.1 is a tenth above
+    lower, higher = 1 - 0.2 * 8 / 20, 1 + 0.1 * 8 / 20
+    wanted = [0.1, 0.1 * lower, 0.1 * lower * higher]
+    assert [row["objective/kl_coef"] for row in result.updates] == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(("slope", "rates"), [(1.0, [1.0, 1.0, 1.0, 1.0]), (-1.0, [1.0, 1.0, 0.5, 0.25])])

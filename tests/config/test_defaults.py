@@ -1,0 +1,19 @@
+"""The defaults of the algorithm, written down a second time: what is known to matter, and where that is known from."""
+
+from tether.config.schema import PPOConfig, SamplingConfig, TrainConfig
+
+
+def test_defaults_are_those_that_are_known_to_work():
+    ppo, sampling, train = PPOConfig(), SamplingConfig(), TrainConfig(max_steps=1)
+    assert ppo.gamma == 1.0  # less shortens answers: Huang et al. 2024, https://arxiv.org/abs/2403.17031
+    assert ppo.lam == 0.95
+    assert sampling.temperature == 1.0  # anything else trains another distribution than the model's own
+    assert (ppo.kl_in, ppo.kl_estimator) == ("reward", "k1")  # the only pair with the gradient of the sequence KL
+    assert not ppo.whiten_rewards and ppo.whitens_advantages  # whitened rewards are another objective
+    assert ppo.score_norm is None and ppo.reward_clip is None and ppo.advantage_clip is None
+    assert (ppo.cliprange, ppo.cliprange_high, ppo.dual_clip) == (0.2, None, None)  # Schulman et al. 2017
+    assert ppo.cliprange_value == 0.2
+    assert ppo.entropy_coef == ppo.ptx_coef == 0.0
+    assert ppo.loss_reduction == "token_mean"  # one over an answer's length favours long wrong ones: Yu et al. 2025
+    assert train.adam_epsilon == 1e-5  # Huang et al. 2022, detail 3
+    assert train.weight_decay == 0.0 and train.max_grad_norm == 1.0

@@ -1,0 +1,1543 @@
+"""Defects that an implementation of PPO for language models really gets: one-line edits, with tests that should notice.
+
+No edit makes the source fail by itself, and hardly one changes a shape: these are faults that train on and say nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "tether"
+HOLES = "tests/mutants/test_holes.py"
+BOOKKEEPING = "tests/train/test_bookkeeping.py"
+BITWISE = "tests/models/test_roles_bitwise.py::test_old_new_and_reference_are_bitwise_equal_at_the_start"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One edit that makes the source wrong."""
+
+    name: str
+    """The defect in words."""
+    file: str
+    """Where it is, from ``src/tether``."""
+    old: str
+    """Text that occurs once in the file."""
+    new: str
+    """What stands there instead."""
+    tests: tuple[str, ...]
+    """Paths or node ids of tests of which one should fail, the cheapest first."""
+
+    def planted(self, source: str) -> str:
+        """The file's text with the defect in it."""
+        assert source.count(self.old) == 1, f"{self.file}: {self.name}: {source.count(self.old)} places, wanted 1"
+        return source.replace(self.old, self.new)
+
+
+def in_file(file: str, *edits: tuple[str, str, str], tests: tuple[str, ...]) -> tuple[Defect, ...]:
+    """Defects of one file that the same tests should notice, each given as (name, old, new)."""
+    return tuple(Defect(name, file, old, new, tests) for name, old, new in edits)
+
+
+def whole_step(*cases: str) -> tuple[str, ...]:
+    """Tests that hold an update of the trainer against one that is written a second time."""
+    test = "tests/train/test_whole_step.py::test_parameters_equal_updates_written_a_second_time"
+    return tuple(f"{test}[{case}]" for case in cases)
+
+
+def logged(*cases: str) -> tuple[str, ...]:
+    """Tests that hold what an update and an evaluation log against the same worked out by hand."""
+    test = "tests/train/test_metrics.py::test_logged_numbers_are_those_worked_out_by_hand"
+    return tuple(f"{test}[{case}]" for case in cases)
+
+
+ADVANTAGES = in_file(
+    "algo/advantages.py",
+    (
+        "the score lies one token before the last",
+        "== mask.sum(dim=1, keepdim=True))",
+        "== mask.sum(dim=1, keepdim=True) - 1)",
+    ),
+    (
+        "the score lies on the first token",
+        "mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True)",
+        "mask.cumsum(dim=1) == 1",
+    ),
+    ("the score lies in the padding too", "mask & (mask.cumsum", "(mask.cumsum"),
+    ("the KL is rewarded", "-kl_coef * wide(kl)", "kl_coef * wide(kl)"),
+    (
+        "the KL of an answer is a mean over its tokens",
+        "-kl_coef * wide(kl)",
+        "-kl_coef * wide(kl) / mask.sum(dim=1, keepdim=True)",
+    ),
+    ("the KL of the last token is lost", "penalty + scores.unsqueeze(1)", "scores.unsqueeze(1)"),
+    ("token rewards in half precision", "wide(kl)", "kl"),
+    ("γ is missing in the TD error", "gamma * next_values", "next_values"),
+    ("λ discounts the next value instead of γ", "gamma * next_values", "lam * next_values"),
+    ("λ is missing in the sum of TD errors", "gamma * lam * advantage", "gamma * advantage"),
+    ("γ is missing in the sum of TD errors", "gamma * lam * advantage", "lam * advantage"),
+    ("the TD error lacks the value of its own state", "gamma * next_values - values", "gamma * next_values"),
+    ("the last token bootstraps from the first", "torch.zeros_like(values[:, :1])], dim", "values[:, :1]], dim"),
+    (
+        "the last token of a full row bootstraps from itself",
+        "torch.zeros_like(values[:, :1])], dim",
+        "values[:, -1:]], dim",
+    ),
+    ("advantages bootstrap from the padding", "torch.where(mask, wide(x), 0.0) for x", "wide(x) for x"),
+    ("GAE runs forward in time", "in reversed(range(deltas.shape[1]))", "in range(deltas.shape[1])"),
+    ("returns lack the values", "advantages, advantages + values", "advantages, advantages"),
+    ("the length-adaptive λ is not clamped", ".clamp(min=0.0)", ""),
+    ("the length-adaptive λ lacks α", "(alpha * lengths)", "lengths"),
+    (
+        "RLOO's baseline holds the answer itself",
+        "gaps.sum(dim=2) / (num_generations - 1)",
+        "gaps.sum(dim=2) / num_generations",
+    ),
+    (
+        "the rows of a prompt are taken for interleaved",
+        "reshape(-1, num_generations)",
+        "reshape(num_generations, -1).T",
+    ),
+    (
+        "group advantages have the wrong sign",
+        "returns.unsqueeze(2) - returns.unsqueeze(1)",
+        "returns.unsqueeze(1) - returns.unsqueeze(2)",
+    ),
+    ("the return of an answer counts padding", "masked_sum(wide(rewards), mask, dim=1)", "wide(rewards).sum(dim=1)"),
+    ("GRPO divides by the variance", "/ (num_generations - 1)).sqrt()", "/ (num_generations - 1))"),
+    ("GRPO's standard deviation is biased", "keepdim=True) / (num_generations - 1)", "keepdim=True) / num_generations"),
+    ("GRPO's ε is missing", "(std + GROUP_EPSILON)", "std"),
+    ("the return to go is cut short by λ", "gamma=gamma, lam=1.0", "gamma=gamma, lam=0.95"),
+    ("returns are one-step targets", "advantages, advantages + values", "advantages, rewards + gamma * next_values"),
+    tests=("tests/algo/test_advantages.py", "tests/algo/test_critic_free.py", "tests/algo/test_padding.py"),
+)
+
+KL = in_file(
+    "algo/kl.py",
+    ("k1 is the KL's negative", "return -log_ratio", "return log_ratio"),
+    ("k1 is the size of the log-ratio", "return -log_ratio", "return log_ratio.abs()"),
+    ("k2 lacks its half", "log_ratio.square() / 2", "log_ratio.square()"),
+    (
+        "k3 estimates the KL the other way round",
+        "torch.expm1(log_ratio) - log_ratio",
+        "torch.expm1(-log_ratio) + log_ratio",
+    ),
+    ("k3 of a small step loses its digits", "torch.expm1(log_ratio)", "(log_ratio.exp() - 1)"),
+    (
+        "the log-ratio is taken in half precision",
+        "wide(ref_logprobs) - wide(logprobs)",
+        "wide(ref_logprobs - logprobs)",
+    ),
+    (
+        "no gradient flows through the ratio of the KL in the loss",
+        '(rho.detach() if estimator == "k2" else rho)',
+        "rho.detach()",
+    ),
+    ("a gradient flows through the ratio of k2 in the loss", '(rho.detach() if estimator == "k2" else rho)', "rho"),
+    (
+        "the ratio of the KL in the loss is upside down",
+        "rho = ratio(new_logprobs, logprobs)",
+        "rho = ratio(logprobs, new_logprobs)",
+    ),
+    (
+        "the drift within an update is that from new to old",
+        'kl_estimate(logprobs, new_logprobs, "k3")',
+        'kl_estimate(new_logprobs, logprobs, "k3")',
+    ),
+    (
+        "the controller lowers the coefficient of a policy that strayed",
+        "max(sequence_kl / target - 1, -MAX_ERROR)",
+        "max(1 - sequence_kl / target, -MAX_ERROR)",
+    ),
+    (
+        "the controller's error is not clamped from above",
+        "min(max(sequence_kl / target - 1, -MAX_ERROR), MAX_ERROR)",
+        "max(sequence_kl / target - 1, -MAX_ERROR)",
+    ),
+    (
+        "the controller's error is not clamped from below",
+        "max(sequence_kl / target - 1, -MAX_ERROR)",
+        "sequence_kl / target - 1",
+    ),
+    ("the controller ignores how many episodes went by", "error * num_episodes / horizon", "error / horizon"),
+    (
+        "the ratio of the KL in the loss is always 1",
+        "rho = ratio(new_logprobs, logprobs)",
+        "rho = ratio(new_logprobs, new_logprobs.detach())",
+    ),
+    ("the controller's error is not relative to the target", "sequence_kl / target - 1", "sequence_kl - target"),
+    tests=("tests/algo/test_kl.py",),
+)
+
+LOGPROBS = in_file(
+    "algo/logprobs.py",
+    ("the temperature is missing", "wide(logits) / temperature", "wide(logits)"),
+    ("the softmax is taken in half precision", "scaled = wide(logits) / temperature", "scaled = logits / temperature"),
+    ("the entropy is that at temperature 1", "scaled - normaliser.unsqueeze(-1)", "wide(logits).log_softmax(-1)"),
+    ("the entropy is negative", "-(all_logprobs.exp() * finite)", "(all_logprobs.exp() * finite)"),
+    (
+        "the entropy is the surprise of the token that was drawn",
+        "-(all_logprobs.exp() * finite).sum(dim=-1)",
+        "-logprobs",
+    ),
+    (
+        "a token of probability 0 makes the entropy NaN",
+        "all_logprobs.clamp(min=torch.finfo(scaled.dtype).min)",
+        "all_logprobs",
+    ),
+    ("no gradient flows through the normaliser", "scaled.logsumexp(dim=-1)", "scaled.logsumexp(dim=-1).detach()"),
+    ("the normaliser overflows", "scaled.logsumexp(dim=-1)", "scaled.exp().sum(dim=-1).log()"),
+    (
+        "the entropy's gradient lacks that of the probabilities",
+        "(all_logprobs.exp() * finite)",
+        "(all_logprobs.exp().detach() * finite)",
+    ),
+    (
+        "logits of all tokens are kept for the backward pass",
+        "checkpoint(of_chunk, rows, ids, use_reentrant=False)",
+        "of_chunk(rows, ids)",
+    ),
+    tests=("tests/algo/test_logprobs.py",),
+)
+
+LOSSES = in_file(
+    "algo/losses.py",
+    ("the ratio is upside down", "(wide(new_logprobs) - wide(logprobs))", "(wide(logprobs) - wide(new_logprobs))"),
+    ("the ratio is taken in half precision", "(wide(new_logprobs) - wide(logprobs))", "wide(new_logprobs - logprobs)"),
+    ("the ratio overflows", ".clamp(-20, 20).exp()", ".exp()"),
+    ("the ratio carries no gradient", ".clamp(-20, 20).exp()", ".clamp(-20, 20).exp().detach()"),
+    (
+        "the surrogate is maximised",
+        "torch.maximum(-advantages * rho, -advantages * rho.clamp(",
+        "torch.minimum(advantages * rho, advantages * rho.clamp(",
+    ),
+    (
+        "the smaller branch of the surrogate is taken",
+        "torch.maximum(-advantages * rho",
+        "torch.minimum(-advantages * rho",
+    ),
+    ("the surrogate is not clipped below", "rho.clamp(1 - cliprange, 1 + high)", "rho.clamp(max=1 + high)"),
+    ("the surrogate is not clipped above", "rho.clamp(1 - cliprange, 1 + high)", "rho.clamp(min=1 - cliprange)"),
+    ("the clip's two sides are swapped", "rho.clamp(1 - cliprange, 1 + high)", "rho.clamp(1 - high, 1 + cliprange)"),
+    (
+        "the dual clip holds for good tokens",
+        "torch.where(advantages < 0, torch.minimum(loss",
+        "torch.where(advantages > 0, torch.minimum(loss",
+    ),
+    (
+        "the dual clip raises the loss",
+        "torch.minimum(loss, -advantages * dual_clip)",
+        "torch.maximum(loss, -advantages * dual_clip)",
+    ),
+    (
+        "tokens clipped below are those with a good advantage",
+        "(advantages < 0) & (rho < 1 - cliprange)",
+        "(advantages > 0) & (rho < 1 - cliprange)",
+    ),
+    (
+        "tokens clipped above are counted whatever their advantage",
+        "(advantages > 0) & (rho > 1 + high)",
+        "rho > 1 + high",
+    ),
+    ("tokens clipped above are counted by the range below", "(rho > 1 + high)", "(rho > 1 + cliprange)"),
+    ("the value loss lacks its half", "torch.maximum(plain, limited) / 2", "torch.maximum(plain, limited)"),
+    (
+        "the smaller branch of the value loss is taken",
+        "torch.maximum(plain, limited) / 2",
+        "torch.minimum(plain, limited) / 2",
+    ),
+    ("the value loss is clipped alone", "torch.maximum(plain, limited) / 2", "limited / 2"),
+    (
+        "the value clip lies around the return",
+        "new_values.clamp(values - cliprange_value, values + cliprange_value)",
+        "new_values.clamp(returns - cliprange_value, returns + cliprange_value)",
+    ),
+    ("the value loss has no clip", "if cliprange_value is None:", "if True:"),
+    ("the ratio is bounded where updates go", ".clamp(-20, 20).exp()", ".clamp(-1, 1).exp()"),
+    tests=("tests/algo/test_losses.py", "tests/algo/test_padding.py", HOLES),
+)
+
+MASKING = in_file(
+    "algo/masking.py",
+    ("the mask holds one token too many", "device=lengths.device) < lengths", "device=lengths.device) <= lengths"),
+    (
+        "the mask lacks the end token",
+        "device=lengths.device) < lengths.unsqueeze(1)",
+        "device=lengths.device) < lengths.unsqueeze(1) - 1",
+    ),
+    ("padding is multiplied by 0 in sums", "torch.where(mask, x, torch.zeros_like(x)).sum(dim)", "(x * mask).sum(dim)"),
+    ("means divide by the padding too", "masked_sum(x, mask) / mask.sum()", "masked_sum(x, mask) / mask.numel()"),
+    (
+        "the variance is unbiased",
+        "(x - masked_mean(x, mask)).square(), mask)",
+        "(x - masked_mean(x, mask)).square(), mask) * mask.sum() / (mask.sum() - 1)",
+    ),
+    ("whitening shifts the mean where it should be kept", "white + mean if keep_mean else white", "white"),
+    (
+        "whitening adds the mean back where it should be gone",
+        "white + mean if keep_mean else white",
+        "white if keep_mean else white + mean",
+    ),
+    (
+        "whitening divides by the variance",
+        "torch.rsqrt(var + WHITEN_EPSILON)",
+        "torch.reciprocal(var + WHITEN_EPSILON)",
+    ),
+    ("whitening a constant gives NaN", "torch.rsqrt(var + WHITEN_EPSILON)", "torch.rsqrt(var)"),
+    ("whitening takes the mean of a part", "masked_mean(x, mask) if mean is None else mean", "masked_mean(x, mask)"),
+    ("whitening in half precision", "    x = wide(x)\n", ""),
+    tests=("tests/algo/test_masking.py",),
+)
+
+REDUCTION = in_file(
+    "algo/reduction.py",
+    ("a sequence mean divides by the padding too", "mask.sum(dim=1).clamp(min=1)", "mask.shape[1]"),
+    ("answers without a token make the loss NaN", "mask.sum(dim=1).clamp(min=1)", "mask.sum(dim=1)"),
+    ("a token mean weighs answers alike", 'if how == "sequence_mean":', 'if how != "fixed_length":'),
+    ("the loss counts padding", "masked_sum(wide(losses), mask, dim=1)", "wide(losses).sum(dim=1)"),
+    ("the token count holds the padding", "count = mask.sum()", "count = (mask | True).sum()"),
+    (
+        "a fixed length counts answers that take no part",
+        "mask.any(dim=1).sum() * max_length",
+        "(mask.any(dim=1) | True).sum() * max_length",
+    ),
+    ("a fixed length is that of the micro-batch", "* max_length", "* mask.shape[1]"),
+    tests=("tests/algo/test_reduction.py", "tests/algo/test_padding.py"),
+)
+
+SCORES = in_file(
+    "algo/scores.py",
+    ("the penalty for a missing end is added", "scores - (penalty or 0.0)", "scores + (penalty or 0.0)"),
+    ("the score of a missing end is added", "torch.full_like(scores, replacement)", "scores + replacement"),
+    (
+        "the penalty falls on answers that ended",
+        "torch.where(ended, scores, scores - ",
+        "torch.where(~ended, scores, scores - ",
+    ),
+    (
+        "the fixed score is that of answers that ended",
+        "torch.where(ended, scores, torch.full_like",
+        "torch.where(~ended, scores, torch.full_like",
+    ),
+    ("a fixed score of 0 is taken for none", "if replacement is not None:", "if replacement:"),
+    (
+        "the overlong penalty rewards",
+        "(max_length - buffer - lengths) / buffer",
+        "(lengths + buffer - max_length) / buffer",
+    ),
+    (
+        "the overlong penalty starts at the longest length",
+        "(max_length - buffer - lengths) / buffer",
+        "(max_length - lengths) / buffer",
+    ),
+    ("the overlong penalty has no floor", ".clamp(-1.0, 0.0)", ".clamp(max=0.0)"),
+    (
+        "merged moments forget the gap between the means",
+        "moments.count * moments.var + gap**2 * moments.count * len(values) / count",
+        "moments.count * moments.var",
+    ),
+    ("merged moments have an unbiased variance", "squares / count)", "squares / max(count - 1, 1))"),
+    (
+        "normalised scores are divided by the variance",
+        "math.sqrt(moments.var + WHITEN_EPSILON)",
+        "(moments.var + WHITEN_EPSILON)",
+    ),
+    (
+        "normalised scores are those of the batch",
+        "(wide(scores) - moments.mean)",
+        "(wide(scores) - wide(scores).mean())",
+    ),
+    (
+        "merged moments forget how many scores went before",
+        "squares += moments.count * moments.var",
+        "squares += moments.var",
+    ),
+    (
+        "the variance of scores far from 0 loses its digits",
+        "math.fsum((value - mean) ** 2 for value in values)",
+        "math.fsum(value**2 for value in values) - len(values) * mean**2",
+    ),
+    tests=("tests/algo/test_scores.py",),
+)
+
+FORWARD = in_file(
+    "models/forward.py",
+    ("log-probabilities and values are read one position late", "hidden[:, -width - 1 : -1]", "hidden[:, -width:]"),
+    (
+        "log-probabilities and values are read one position early",
+        "hidden[:, -width - 1 : -1]",
+        "hidden[:, -width - 2 : -2]",
+    ),
+    (
+        "the scored token is the one before",
+        "batch.token_ids[:, -batch.response_mask.shape[1] :][",
+        "batch.token_ids[:, -batch.response_mask.shape[1] - 1 : -1][",
+    ),
+    ("the attention mask comes from ids", 'mask.long(), "position_ids"', '(ids != 0).long(), "position_ids"'),
+    ("padding is attended to", 'mask.long(), "position_ids"', 'torch.ones_like(ids), "position_ids"'),
+    ("position ids are left to the model", 'if "position_ids" not in inspect', 'if "position_ids" in inspect'),
+    (
+        "the temperature is missing where the head matches",
+        "model.get_output_embeddings(), _targets(batch), temperature=temperature",
+        "model.get_output_embeddings(), _targets(batch), temperature=1.0",
+    ),
+    (
+        "the temperature is missing where the model makes its own logits",
+        "logits, _targets(batch), temperature=temperature",
+        "logits, _targets(batch), temperature=1.0",
+    ),
+    ("a detached head still trains the trunk", "head(states.detach() if detach_head else states)", "head(states)"),
+    ("a head never trains the trunk", "head(states.detach() if detach_head else states)", "head(states.detach())"),
+    ("a sentinel stands in the padding", "flat.new_zeros(batch", "flat.new_ones(batch"),
+    (
+        "the score is read where the longest row ends",
+        "(mask * columns).argmax(dim=1)",
+        "torch.full_like(ids[:, 0], ids.shape[1] - 1)",
+    ),
+    (
+        "the score is read where a row ends that is padded on the right",
+        "(mask * columns).argmax(dim=1)",
+        "mask.sum(dim=1) - 1",
+    ),
+    (
+        "the score is read one token before the last",
+        "(mask * columns).argmax(dim=1)",
+        "(mask * columns).argmax(dim=1) - 1",
+    ),
+    (
+        "a small cap of the logits is not seen",
+        "torch.equal(logits.float(), ours.float())",
+        "torch.allclose(logits.float(), ours.float(), atol=1e-4)",
+    ),
+    (
+        "a cap or scale of the logits is ignored",
+        "torch.equal(logits.float(), ours.float())",
+        "logits.shape == ours.shape",
+    ),
+    (
+        "the states of a model that makes its own logits are those after next",
+        "_before_response(seen[0], batch), ",
+        "_before_response(seen[0].roll(-1, 1), batch), ",
+    ),
+    (
+        "the values alone are read one position late",
+        "head(_response_states(backbone, batch)).squeeze(-1)",
+        "head(_response_states(backbone, batch)).squeeze(-1).roll(-1)",
+    ),
+    tests=("tests/models/test_forward.py",),
+)
+
+COLLATE = in_file(
+    "data/collate.py",
+    ("queries are padded on the right", "(query_width - len(query), [*query, *response])", "(0, [*query, *response])"),
+    (
+        "the end token is masked out",
+        "mask[row, start : start + len(ids)] = True",
+        "mask[row, start : start + len(ids) - 1] = True",
+    ),
+    ("the response mask comes from ids", "attention_mask[:, query_width:].clone()", "token_ids[:, query_width:] != 0"),
+    (
+        "the response mask begins with the query's last token",
+        "attention_mask[:, query_width:].clone()",
+        "attention_mask[:, query_width - 1 : -1].clone()",
+    ),
+    (
+        "the order of rows is lost in micro-batches",
+        "if rows is None else tuple(rows)",
+        "if rows is None or rows else ()",
+    ),
+    (
+        "positions count the padding",
+        "torch.where(mask, mask.long().cumsum(dim=1) - 1, 0)",
+        "torch.arange(mask.shape[1]).expand(mask.shape) * mask",
+    ),
+    ("positions start at 1", "mask.long().cumsum(dim=1) - 1", "mask.long().cumsum(dim=1)"),
+    (
+        "a micro-batch that is not full is lost",
+        "[tuple(group) for group in groups]",
+        "[tuple(group) for group in groups if len(group) == size or len(groups) == 1]",
+    ),
+    tests=("tests/data/test_collate.py",),
+)
+
+STREAM = in_file(
+    "data/stream.py",
+    (
+        "every epoch has the same order",
+        'noise_key(self.seed, "order", epoch, 0)',
+        'noise_key(self.seed, "order", 0, 0)',
+    ),
+    (
+        "the order of prompts ignores the seed",
+        'noise_key(self.seed, "order", epoch, 0)',
+        'noise_key(0, "order", epoch, 0)',
+    ),
+    (
+        "the order of prompts comes from the global random state",
+        "randperm(self.num_prompts, generator=generator)",
+        "randperm(self.num_prompts)",
+    ),
+    (
+        "prompts are drawn with replacement",
+        "torch.randperm(self.num_prompts, generator",
+        "torch.randint(self.num_prompts, (self.num_prompts,), generator",
+    ),
+    (
+        "prompts are never shuffled",
+        "torch.randperm(self.num_prompts, generator=generator)",
+        "torch.arange(self.num_prompts)",
+    ),
+    (
+        "an answer does not know how often its prompt was drawn",
+        "k // self.num_prompts) for k in draws]",
+        "0) for k in draws]",
+    ),
+    (
+        "the rest of an epoch is left out",
+        "range(i * self.batch_size, (i + 1) * self.batch_size)",
+        "range(i * self.num_prompts, i * self.num_prompts + self.batch_size)",
+    ),
+    tests=("tests/data/test_stream.py",),
+)
+
+KEYS = in_file(
+    "types.py",
+    ("noise ignores the sample's number", "{seed}/{stream}/{prompt}/{sample}", "{seed}/{stream}/{prompt}"),
+    ("noise ignores the prompt", "{seed}/{stream}/{prompt}/{sample}", "{seed}/{stream}/{sample}"),
+    ("evaluation has the noise of training", "{seed}/{stream}/{prompt}/{sample}", "{seed}/{prompt}/{sample}"),
+    ("noise ignores the seed", "{seed}/{stream}/{prompt}/{sample}", "{stream}/{prompt}/{sample}"),
+    ("noise differs from process to process", 'int.from_bytes(digest, "big") >> 1', "hash(digest) & (2**63 - 1)"),
+    ("parts of a noise key run into each other", "{seed}/{stream}/{prompt}/{sample}", "{seed}{stream}{prompt}{sample}"),
+    tests=(HOLES,),
+)
+
+REDUCE = in_file(
+    "metrics/reduce.py",
+    (
+        "a mean over micro-batches is a mean of their means",
+        "means = {n: sums[n][1] / sums[n][0] for n",
+        "means = {n: (parts[n][:, 1] / parts[n][:, 0]).mean() for n",
+    ),
+    (
+        "a metric's count holds the padding",
+        "count, total = mask.sum().to(x)",
+        "count, total = torch.ones_like(mask).sum().to(x)",
+    ),
+    ("a metric's sum holds the padding", "torch.where(mask, x, zero).sum()\n", "x.sum()\n"),
+    (
+        "a variance forgets the gap between micro-batches",
+        "(squares + counts * (totals / counts.clamp(min=1) - mean).square()).sum()",
+        "squares.sum()",
+    ),
+    ("a variance is unbiased", "squares[n] / sums[n][0]", "squares[n] / (sums[n][0] - 1)"),
+    ("a maximum holds the padding", "x if mask is None else torch.where(mask, x, nothing)", "x"),
+    ("a minimum keeps the sign it was turned by", "lambda n: -largest[n]", "lambda n: largest[n]"),
+    ("a minimum is a maximum", "_largest(-_wide(values), mask)", "-_largest(_wide(values), mask)"),
+    ("an empty micro-batch makes a variance NaN", "counts.clamp(min=1)", "counts"),
+    tests=("tests/metrics/test_reduce.py",),
+)
+
+GENERATION = in_file(
+    "generation/hf.py",
+    ("sampling lacks the temperature", "        scaled = scaled / temperature\n", ""),
+    (
+        "the sampler's log-probabilities are those at temperature 1",
+        "tokens, scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=-1)",
+        "tokens, logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]",
+    ),
+    ("the Gumbel noise has the wrong sign", "scaled - noise.log_()", "scaled + noise.log_()"),
+    ("the noise comes from the global random state", "row.exponential_(generator=generator)", "row.exponential_()"),
+    ("every answer has the same noise", "manual_seed(request.key)", "manual_seed(0)"),
+    ("the noise depends on the place in the batch", "manual_seed(request.key)", "manual_seed(request.key + i)"),
+    (
+        "the logits are drawn from in half precision",
+        "logits if logits.dtype == torch.float64 else logits.float()",
+        "logits",
+    ),
+    (
+        "the end token at the limit is taken for a cut",
+        "row.token_ids[-1] in self._sampling.stop_token_ids\n",
+        "len(row.token_ids) < self._sampling.max_new_tokens\n",
+    ),
+    (
+        "the end token is dropped from the answer",
+        "Completion(row.token_ids, ",
+        "Completion(row.token_ids[: -1 if stopped else None] or row.token_ids, ",
+    ),
+    (
+        "an answer may have one token too many",
+        "len(row.token_ids) == self._sampling.max_new_tokens\n",
+        "len(row.token_ids) == self._sampling.max_new_tokens + 1\n",
+    ),
+    ("positions stand still while decoding", "self._positions[:, -1:] + 1", "self._positions[:, -1:]"),
+    (
+        "padding is attended to while decoding",
+        "attention_mask=self._mask[:, : self._seen]",
+        "attention_mask=torch.ones_like(self._mask[:, : self._seen])",
+    ),
+    (
+        "rows are dropped from the cache in the wrong places",
+        "self._slots = [self._slots[i] for i in kept]",
+        "self._slots = list(range(len(kept)))",
+    ),
+    (
+        "the cache keeps the rows that ended",
+        "self._cache.batch_select_indices(indices)",
+        "self._cache.batch_select_indices(indices * 0)",
+    ),
+    (
+        "answers come back in the order of decoding",
+        "[(row.position, self._completion(row)) for row in finished]",
+        "[(i, self._completion(row)) for i, row in enumerate(finished)]",
+    ),
+    (
+        "unlikely tokens are never drawn",
+        "scaled = scaled / temperature",
+        "scaled = (scaled / temperature).where(scaled > scaled.amax(-1, keepdim=True) - 2, -torch.inf)",
+    ),
+    tests=("tests/generation/test_hf.py", "tests/generation/test_contract.py"),
+)
+
+TRAINER = (
+    *in_file(
+        "train/trainer.py",
+        (
+            "every update answers the first prompts",
+            "self.stream.batch(self.state.step), self",
+            "self.stream.batch(0), self",
+        ),
+        (
+            "the answers to a prompt are not in neighbouring rows",
+            "for i, draw in draws for sample in range(each)]",
+            "for sample in range(each) for i, draw in draws]",
+        ),
+        ("the answers to a prompt share their noise", "draw * each + sample) for", "draw * each) for"),
+        ("a prompt gets the same noise each epoch", "draw * each + sample) for", "sample) for"),
+        (
+            "training has the noise of evaluation",
+            'self.config.train.seed, "train", prompt.row',
+            'self.config.train.seed, "eval", prompt.row',
+        ),
+        ("training noise ignores the seed", 'noise_key(self.config.train.seed, "train"', 'noise_key(0, "train"'),
+        tests=(f"{BOOKKEEPING}::test_no_two_answers_of_a_run_share_their_noise",),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "frozen score moments have the noise of training",
+            'noise_key(seed, "score_norm", ',
+            'noise_key(seed, "train", ',
+        ),
+        tests=(f"{BOOKKEEPING}::test_scores_are_frozen_on_answers_of_their_own",),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "the engine never gets the trained weights",
+            "            self.parts.generator.sync_weights(self.roles.policy)\n        values",
+            "        values",
+        ),
+        tests=(f"{BOOKKEEPING}::test_the_engine_has_the_weights_of_the_last_update",),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "the learning rate follows the score's negative",
+            'optimizer.note(values["objective/scores"])',
+            'optimizer.note(-values["objective/scores"])',
+        ),
+        tests=(f"{BOOKKEEPING}::test_a_schedule_that_follows_a_metric_follows_the_score",),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "evaluation is of the policy and not of its average",
+            "with self.average.applied():",
+            'with timed(Metrics(), ""):',
+        ),
+        tests=(f"{BOOKKEEPING}::test_evaluations_and_the_result_are_those_of_the_average",),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "a resumed run measures its frozen score moments anew",
+            '== "frozen" and self.state.score_moments.count == 0',
+            '== "frozen"',
+        ),
+        tests=(f"{BOOKKEEPING}::test_a_resumed_run_has_the_statistics_of_the_one_before[frozen moments]",),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "the controller looks at the KL of tokens",
+            'metrics["objective/kl"],',
+            'metrics["objective/kl"] / metrics["rollout/length"],',
+        ),
+        tests=(f"{BOOKKEEPING}::test_the_coefficient_follows_the_kl_of_whole_answers",),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "the reference is the policy that is trained",
+            "self.roles.ref_logprobs(batch, temperature) if",
+            "out.logprobs if",
+        ),
+        (
+            "old log-probabilities lack the temperature",
+            "self.roles.score_pass(batch, temperature)",
+            "self.roles.score_pass(batch, 1.0)",
+        ),
+        (
+            "the reference's log-probabilities lack the temperature",
+            "self.roles.ref_logprobs(batch, temperature)",
+            "self.roles.ref_logprobs(batch, 1.0)",
+        ),
+        ("the KL is in the loss too where it is in the reward", 'kl_coef if ppo.kl_in == "loss" else 0.0', "kl_coef"),
+        tests=whole_step("k3, temperature, gamma, lambda, head"),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "running score moments are not kept",
+            "self.state.score_moments = moments\n        self.steer_kl",
+            "self.steer_kl",
+        ),
+        (
+            "scores are normalised by those of the batch",
+            "algo.merged_moments(moments, raw)",
+            "algo.merged_moments(algo.ScoreMoments(), raw)",
+        ),
+        tests=whole_step("running moments, penalty, overlong, head"),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "frozen score moments are those of all scores",
+            'if self.config.ppo.score_norm == "running":',
+            "if self.config.ppo.score_norm is not None:",
+        ),
+        (
+            "answers that were cut train, the others do not",
+            "outputs.mask & answers.ended",
+            "outputs.mask & ~answers.ended",
+        ),
+        (
+            "answers that were cut train though they should not",
+            "if ppo.mask_truncated else outputs.mask",
+            "if False else outputs.mask",
+        ),
+        tests=whole_step("frozen moments, fixed score, overlong, cut answers masked, head"),
+    ),
+    *in_file(
+        "train/trainer.py",
+        ("the KL coefficient is never steered", "        self.steer_kl(values)\n", ""),
+        (
+            "the KL coefficient that is steered is not used",
+            "self.config.ppo, self.state.kl_coef\n        batches",
+            "self.config.ppo, self.config.ppo.kl_coef\n        batches",
+        ),
+        ("the controller looks at k3", 'metrics["objective/kl"],', 'metrics["objective/kl_k3"],'),
+        (
+            "the controller starts anew each update",
+            "                self.state.kl_coef,\n                metrics",
+            "                ppo.kl_coef,\n                metrics",
+        ),
+        (
+            "the controller counts updates instead of episodes",
+            "num_episodes=self.config.train.rollout_batch_size",
+            "num_episodes=1",
+        ),
+        tests=whole_step("adaptive coefficient, head"),
+    ),
+    *in_file(
+        "train/trainer.py",
+        ("the moving average is never updated", "self.average.update()", "pass"),
+        tests=whole_step("moving average, head"),
+    ),
+)
+
+UPDATE = (
+    *in_file(
+        "train/update.py",
+        ("an update that went too far goes on", "            if not stopped:\n", "            if True:\n"),
+        tests=(f"{BOOKKEEPING}::test_no_step_follows_one_that_went_too_far",),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "the drift that stops an update is a mean over padding",
+            "algo.approx_kl(new.logprobs.detach(), old.logprobs), mask)",
+            "algo.approx_kl(new.logprobs.detach(), old.logprobs))",
+        ),
+        tests=(f"{BOOKKEEPING}::test_an_update_stops_where_the_mean_over_its_tokens_is_too_large",),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "the loss is divided by the tokens of one micro-batch",
+            "torch.stack(parts).sum()",
+            "torch.stack(parts).mean()",
+        ),
+        (
+            "the loss is divided by the padding too",
+            "algo.normaliser(item.loss_mask, how",
+            "algo.normaliser(item.loss_mask | True, how",
+        ),
+        (
+            "gradients are clipped before all are there",
+            "self.dist.backward(total / normaliser.to(total))",
+            "self.dist.backward(total / normaliser.to(total)), [o.clip() for o in self.optimizers]",
+        ),
+        ("the value loss of a shared trunk has weight 1", "ppo.vf_coef if len(pass_.trains) > 1 else 1.0", "1.0"),
+        (
+            "old log-probabilities are those of the policy being updated",
+            "                old.logprobs,\n                old.advantages,\n                cliprange",
+            "                new.logprobs.detach(),\n                old.advantages,\n                cliprange",
+        ),
+        (
+            "the policy learns returns",
+            "                old.advantages,\n                cliprange",
+            "                old.returns,\n                cliprange",
+        ),
+        (
+            "the critic learns advantages",
+            "algo.value_loss(new.values, old.values, old.returns",
+            "algo.value_loss(new.values, old.values, old.advantages",
+        ),
+        ("the gradient's norm is not clipped", "optimizer.clip())", "0.0)"),
+        tests=whole_step("defaults, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "the value loss of a critic of its own is scaled",
+            "ppo.vf_coef if len(pass_.trains) > 1 else 1.0",
+            "ppo.vf_coef",
+        ),
+        tests=whole_step("defaults, own critic"),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "new log-probabilities lack the temperature",
+            "temperature=self.config.sampling.temperature, with_entropy",
+            "temperature=1.0, with_entropy",
+        ),
+        tests=whole_step("k3, temperature, gamma, lambda, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "the value clip lies around the new value",
+            "algo.value_loss(new.values, old.values, ",
+            "algo.value_loss(new.values, new.values.detach(), ",
+        ),
+        tests=whole_step("rewards whitened, tight clips, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "the loss is divided by tokens that take no part",
+            "algo.normaliser(item.loss_mask, how",
+            "algo.normaliser(item.batch.response_mask, how",
+        ),
+        (
+            "tokens that take no part are in the loss",
+            "algo.reduced(x, item.loss_mask",
+            "algo.reduced(x, item.batch.response_mask",
+        ),
+        tests=whole_step("frozen moments, fixed score, overlong, cut answers masked, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "the fixed length of the loss is that of the micro-batch",
+            "max_length=self.config.sampling.response_length)",
+            "max_length=item.loss_mask.shape[1])",
+        ),
+        tests=whole_step("fixed length, mini-batches, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "the loss is a token mean whatever is asked for",
+            "algo.reduced(x, item.loss_mask, how=ppo.loss_reduction)",
+            'algo.reduced(x, item.loss_mask, how="token_mean")',
+        ),
+        tests=whole_step("mean over answers, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        ("the KL in the loss has no coefficient", '"kl_loss": item.kl_loss_coef', '"kl_loss": 1.0'),
+        ("the KL in the loss is maximised", '"kl_loss": item.kl_loss_coef', '"kl_loss": -item.kl_loss_coef'),
+        (
+            "the KL in the loss is not weighted by the drift",
+            "algo.kl_loss(new.logprobs, old.logprobs, ",
+            "algo.kl_loss(new.logprobs, new.logprobs.detach(), ",
+        ),
+        tests=whole_step("KL k3 in the loss, no whitening, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        ("the entropy is minimised", '"entropy": -ppo.entropy_coef', '"entropy": ppo.entropy_coef'),
+        tests=whole_step("entropy, temperature, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        ("the clip's upper side is ignored", "cliprange_high=ppo.cliprange_high", "cliprange_high=None"),
+        ("the dual clip is ignored", "dual_clip=ppo.dual_clip", "dual_clip=None"),
+        tests=whole_step("upper clip, dual clip, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        ("the step that goes too far is taken", "                if stopped:\n", "                if False:\n"),
+        (
+            "a step that is left out leaves its gradient behind",
+            "                    optimizer.skip()\n",
+            "                    pass\n",
+        ),
+        ("steps that were left out are counted", "float(not stopped)", "1.0"),
+        ("an update stops where every limit is passed", "return any(limit is not None", "return all(limit is not None"),
+        ("an update stops where the policy stayed near", "moved[name] > limit", "moved[name] < limit"),
+        tests=whole_step("early stop by KL, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        ("the critic's warm-up trains the trunk", "parameter.grad = None  # of", "pass  # of"),
+        (
+            "the critic warms up one update too long",
+            "= step < config.value.warmup_steps",
+            "= step <= config.value.warmup_steps",
+        ),
+        tests=whole_step("warm-up of the critic, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        ("the policy's schedule moves on while the critic warms up", "if optimizer.name in names", "if names"),
+        tests=whole_step("warm-up of the critic, own critic"),
+    ),
+    *in_file(
+        "train/update.py",
+        ("the SFT loss has no coefficient", "self.dist.backward(ppo.ptx_coef * loss)", "self.dist.backward(loss)"),
+        ("demonstrations are unlearned", "loss = -algo.masked_sum(out.logprobs", "loss = algo.masked_sum(out.logprobs"),
+        (
+            "demonstrations are read at the sampling temperature",
+            "policy_pass(batch, temperature=1.0)",
+            "policy_pass(batch, temperature=config.sampling.temperature)",
+        ),
+        (
+            "the SFT loss is a sum of means over micro-batches",
+            "batch.response_mask) / num_tokens.to(out.logprobs)",
+            "batch.response_mask) / batch.num_response_tokens",
+        ),
+        tests=whole_step("demonstrations, temperature, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        ("every epoch of an update has the same order", '"shuffle", step, epoch)', '"shuffle", step, 0)'),
+        ("every update has the same order", '"shuffle", step, epoch)', '"shuffle", 0, epoch)'),
+        (
+            "the order of mini-batches ignores the seed",
+            'noise_key(config.train.seed, "shuffle"',
+            'noise_key(0, "shuffle"',
+        ),
+        (
+            "mini-batches are not shuffled",
+            "torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed)).tolist()",
+            "range(len(experience))",
+        ),
+        ("the last mini-batch of an epoch is lost", "answers >= number * config", "answers > number * config"),
+        (
+            "a mini-batch holds those before it",
+            "group, number = [], number + 1",
+            "group, number = list(group), number + 1",
+        ),
+        tests=(f"{BOOKKEEPING}::test_epochs_updates_and_seeds_differ_in_their_order",),
+    ),
+)
+
+LOGGED = (
+    *in_file(
+        "train/trainer.py",
+        (
+            "the logged KL coefficient is that of the start",
+            "= self.state.kl_coef\n        return values",
+            "= self.config.ppo.kl_coef\n        return values",
+        ),
+        tests=logged("k2, coefficient adapts"),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "the logged policy loss is a mean over padding",
+            'losses["policy_loss"].detach(), mask)',
+            'losses["policy_loss"].detach())',
+        ),
+        (
+            "the logged value loss is a mean over padding",
+            'losses["value_loss"].detach(), mask)',
+            'losses["value_loss"].detach())',
+        ),
+        (
+            "the share of clipped values is over padding",
+            'metrics.mean("val/clipfrac_avg", clipped, mask)',
+            'metrics.mean("val/clipfrac_avg", clipped)',
+        ),
+        (
+            "the logged KL in the loss is a mean over padding",
+            'losses["kl_loss"].detach(), mask)',
+            'losses["kl_loss"].detach())',
+        ),
+        tests=logged("critic model", "KL k1 in the loss"),
+    ),
+)
+
+EXPERIENCE = (
+    *in_file(
+        "train/experience.py",
+        ("rewards are always whitened", "if ppo.whiten_rewards:", "if True:"),
+        ("advantages are never whitened", "if ppo.whitens_advantages and", "if False and"),
+        ("whitening shifts no mean", "advantages, loss_mask, keep_mean=False", "advantages, loss_mask, keep_mean=True"),
+        (
+            "returns come from whitened advantages",
+            "return Targets(advantages, std, returns)",
+            "return Targets(advantages, std, advantages + outputs.values)",
+        ),
+        (
+            "rows are lost when micro-batches are joined",
+            "whole[list(batch.rows), : part.shape[1]] = part",
+            "whole[sorted(batch.rows), : part.shape[1]] = part",
+        ),
+        (
+            "rows are lost when the batch is cut into micro-batches",
+            "whole[list(batch.rows), : batch.response_mask",
+            "whole[sorted(batch.rows), : batch.response_mask",
+        ),
+        (
+            "advantages are whitened in each micro-batch",
+            "advantages=of(learned.advantages, batch)",
+            "advantages=algo.whiten(of(learned.advantages, batch), of(loss_mask, batch), keep_mean=False)",
+        ),
+        ("old values are the returns", "values=of(outputs.values, batch)", "values=of(learned.returns, batch)"),
+        tests=whole_step("defaults, head"),
+    ),
+    *in_file(
+        "train/experience.py",
+        (
+            "the KL is that from the reference",
+            "algo.kl_estimate(self.logprobs, self.ref_logprobs",
+            "algo.kl_estimate(self.ref_logprobs, self.logprobs",
+        ),
+        ("the estimator of the KL in the reward is always k1", "outputs.kl(ppo.kl_estimator)", 'outputs.kl("k1")'),
+        ("γ and λ are swapped", "gamma=ppo.gamma, lam=lam)", "gamma=lam, lam=ppo.gamma)"),
+        tests=whole_step("k3, temperature, gamma, lambda, head"),
+    ),
+    *in_file(
+        "train/experience.py",
+        ("whitened rewards lose their mean", "rewards, mask, keep_mean=True", "rewards, mask, keep_mean=False"),
+        tests=whole_step("rewards whitened, tight clips, head"),
+    ),
+    *in_file(
+        "train/experience.py",
+        ("advantages are always whitened", "if ppo.whitens_advantages and", "if True and"),
+        tests=whole_step("no whitening, no value clip, head"),
+    ),
+    *in_file(
+        "train/experience.py",
+        ("the KL is in the reward too where it is in the loss", 'kl_coef if ppo.kl_in == "reward" else 0.0', "kl_coef"),
+        (
+            "the KL in the loss is scaled by the variance of the advantages",
+            "math.sqrt(float(algo.masked_var(advantages, loss_mask)) + WHITEN_EPSILON)",
+            "float(algo.masked_var(advantages, loss_mask)) + WHITEN_EPSILON",
+        ),
+        (
+            "the KL in the loss does not shrink with whitened advantages",
+            "kl_loss_coef / learned.advantage_std",
+            "kl_loss_coef",
+        ),
+        tests=whole_step("KL k1 in the loss, head"),
+    ),
+    *in_file(
+        "train/experience.py",
+        (
+            "advantages are clipped from above alone",
+            "advantages.clamp(-ppo.advantage_clip, ppo.advantage_clip)",
+            "advantages.clamp(max=ppo.advantage_clip)",
+        ),
+        ("the critic's λ is the policy's", "gamma=ppo.gamma, lam=value_lam)", "gamma=ppo.gamma, lam=lam)"),
+        ("the policy's λ is the critic's", "        _, returns = algo.gae", "        advantages, returns = algo.gae"),
+        tests=whole_step("lambda of the critic, advantages clipped, head"),
+    ),
+    *in_file(
+        "train/experience.py",
+        ("the length-adaptive λ is ignored", "ppo.lam if ppo.lam_alpha is None else", "ppo.lam if True else"),
+        (
+            "the length-adaptive λ is that of the longest answer",
+            "algo.length_adaptive_lam(mask.sum(dim=1), ",
+            "algo.length_adaptive_lam(mask.sum(dim=1) * 0 + mask.shape[1], ",
+        ),
+        (
+            "the critic has the length-adaptive λ",
+            "if ppo.value_lam is not None or ppo.lam_alpha is not None:",
+            "if ppo.value_lam is not None:",
+        ),
+        tests=whole_step("length-adaptive lambda, head"),
+    ),
+    *in_file(
+        "train/experience.py",
+        (
+            "advantages are whitened over tokens that take no part",
+            "algo.whiten(advantages, loss_mask",
+            "algo.whiten(advantages, mask",
+        ),
+        ("all tokens take part in the losses", "loss_mask=of(loss_mask, batch)", "loss_mask=batch.response_mask"),
+        tests=whole_step("frozen moments, fixed score, overlong, cut answers masked, head"),
+    ),
+    *in_file(
+        "train/experience.py",
+        ("RLOO is GRPO", "algo.rloo(rewards, mask", "algo.grpo(rewards, mask"),
+        (
+            "the rows of a batch are one prompt's",
+            'mask, num_generations=num_generations)\n        case "grpo"',
+            'mask, num_generations=len(mask))\n        case "grpo"',
+        ),
+        tests=whole_step("rloo, pairs"),
+    ),
+    *in_file(
+        "train/experience.py",
+        ("γ is 1 in the return to go", "mask, gamma=ppo.gamma)", "mask, gamma=1.0)"),
+        tests=whole_step("reinforce_pp"),
+    ),
+)
+
+MEASURE = in_file(
+    "train/measure.py",
+    ("the objective's penalty is a reward", "penalty = -kl_coef", "penalty = kl_coef"),
+    (
+        "the logged KL is a mean over tokens",
+        'metrics.mean("objective/kl", algo.masked_sum(outputs.kl("k1"), mask, dim=1))',
+        'metrics.mean("objective/kl", outputs.kl("k1"), mask)',
+    ),
+    ("the logged objective lacks the KL", "scores + penalty)", "scores)"),
+    ("the logged entropy is negative", '"objective/entropy", -algo', '"objective/entropy", algo'),
+    ("the logged entropy is a mean over padding", "outputs.entropy, mask)", "outputs.entropy)"),
+    (
+        "the logged values are a mean over padding",
+        'outputs.values, outputs.mask)\n        metrics.var("val/returns',
+        'outputs.values)\n        metrics.var("val/returns',
+    ),
+    (
+        "the explained variance is over padding",
+        "learned.returns - outputs.values, outputs.mask)",
+        "learned.returns - outputs.values)",
+    ),
+    (
+        "the residual of the critic adds the values",
+        "learned.returns - outputs.values",
+        "learned.returns + outputs.values",
+    ),
+    (
+        "the explained variance is what is not explained",
+        "1 - residual_var / returns_var if",
+        "residual_var / returns_var if",
+    ),
+    (
+        "the logged drift is a mean over padding",
+        "algo.approx_kl(new_logprobs, old.logprobs), mask)",
+        "algo.approx_kl(new_logprobs, old.logprobs))",
+    ),
+    (
+        "the logged ratio is a mean over padding",
+        'metrics.mean("val/ratio", ratio, mask)',
+        'metrics.mean("val/ratio", ratio)',
+    ),
+    (
+        "the ratio's variance is over padding",
+        'metrics.var("val/ratio_var", ratio, mask)',
+        'metrics.var("val/ratio_var", ratio)',
+    ),
+    ("the share of clipped tokens is over padding", "low | high, mask)", "low | high)"),
+    ("the share of clipped tokens is that of one side", "low | high, mask)", "high, mask)"),
+    (
+        "the sides of the clip are swapped in the metrics",
+        'metrics.mean("policy/clipfrac_low", low, mask)',
+        'metrics.mean("policy/clipfrac_low", high, mask)',
+    ),
+    ("the first ratio's error is that of any mini-batch", "    if is_first:\n", "    if True:\n"),
+    (
+        "the spread of scores is their variance",
+        'values.pop("objective/scores_var") ** 0.5',
+        'values.pop("objective/scores_var")',
+    ),
+    (
+        "the gap to the sampler cancels out",
+        "outputs.logprobs[row, : len(sampled)]).abs())",
+        "outputs.logprobs[row, : len(sampled)]).sum().abs())",
+    ),
+    (
+        "the length is that of the longest answer",
+        'metrics.mean("rollout/length", lengths)',
+        'metrics.mean("rollout/length", lengths.max())',
+    ),
+    tests=logged("critic model"),
+)
+
+ROLLOUT = (
+    *in_file(
+        "train/rollout.py",
+        (
+            "answers are kept in the order in which they finish",
+            "completions[position] = completion",
+            "completions[done - 1] = completion",
+        ),
+        ("rewards see special tokens", "skip_special_tokens=True", "skip_special_tokens=False"),
+        (
+            "every answer is judged with the first prompt's columns",
+            "[p.columns.get(name) for p in self.prompts]",
+            "[self.prompts[0].columns.get(name) for p in self.prompts]",
+        ),
+        (
+            "the judge gets the answer's ids in place of the query's",
+            "query_ids=[list(p.token_ids) for p in self.prompts]",
+            "query_ids=[list(c.token_ids) for c in self.completions]",
+        ),
+        tests=(f"{BOOKKEEPING}::test_the_judge_is_given_each_answer_with_its_own_prompt",),
+    ),
+    *in_file(
+        "train/rollout.py",
+        (
+            "an end token in the prompt ends the answer",
+            '[completion.finish_reason == "stop" for completion in self.completions]',
+            "[2 in (*p.token_ids, *c.token_ids) for p, c in zip(self.prompts, self.completions)]",
+        ),
+        ("answers that were cut count as ended", 'completion.finish_reason == "stop"', "len(completion.token_ids) > 0"),
+        ("lengths lack the end token", "[len(completion.token_ids) for", "[len(completion.token_ids) - 1 for"),
+        (
+            "scores are normalised by those of the batch they are in",
+            "algo.normalised_scores(scores, moments)",
+            "algo.normalised_scores(scores, algo.merged_moments(algo.ScoreMoments(), scores))",
+        ),
+        ("scores are not normalised", "if ppo.score_norm is not None:", "if False:"),
+        (
+            "rewards are clipped from above alone",
+            "scores.clamp(-ppo.reward_clip, ppo.reward_clip)",
+            "scores.clamp(max=ppo.reward_clip)",
+        ),
+        (
+            "the rule for answers that were cut falls on those that ended",
+            "scores, answers.ended, penalty",
+            "scores, ~answers.ended, penalty",
+        ),
+        (
+            "overlong answers gain",
+            "scores + ppo.overlong_penalty * penalties",
+            "scores - ppo.overlong_penalty * penalties",
+        ),
+        ("the overlong penalty has no weight", "scores + ppo.overlong_penalty * penalties", "scores + penalties"),
+        tests=whole_step("running moments, penalty, overlong, head"),
+    ),
+    *in_file(
+        "train/rollout.py",
+        (
+            "the longest length is that of the batch",
+            "max_length=longest, buffer",
+            "max_length=int(lengths.max()), buffer",
+        ),
+        ("the token budget is ignored", "train.max_tokens_per_micro_batch,\n    )", "None,\n    )"),
+        tests=(
+            f"{BOOKKEEPING}::test_the_overlong_penalty_is_measured_by_the_longest_length_there_may_be",
+            f"{BOOKKEEPING}::test_micro_batches_keep_to_the_token_budget",
+        ),
+    ),
+)
+
+EVALUATE = (
+    *in_file(
+        "train/evaluate.py",
+        (
+            "evaluation has the noise of training's first answers",
+            'config.train.seed, "eval", p.row, 0',
+            'config.train.seed, "train", p.row, 0',
+        ),
+        ("all prompts of an evaluation have the same noise", '"eval", p.row, 0', '"eval", 0, 0'),
+        tests=(f"{BOOKKEEPING}::test_evaluations_share_their_noise_with_each_other_and_with_nothing_else",),
+    ),
+    *in_file(
+        "train/evaluate.py",
+        (
+            "the KL of an evaluation lacks the temperature",
+            "response_outputs(policy, batch, temperature=temperature)",
+            "response_outputs(policy, batch, temperature=1.0)",
+        ),
+        (
+            "the KL of an evaluation is between one policy and itself",
+            "roles.ref_logprobs(batch, temperature)",
+            "logprobs",
+        ),
+        (
+            "the KL of an evaluation is a mean over padded tokens",
+            "algo.masked_sum(gap, batch.response_mask, dim=1).tolist()",
+            "gap.mean(dim=1).tolist()",
+        ),
+        (
+            "the spread of an evaluation's scores is their variance",
+            'numbers.pop("eval_scores_var") ** 0.5',
+            'numbers.pop("eval_scores_var")',
+        ),
+        (
+            "an evaluation's scores have no rules applied",
+            'metrics.mean("eval_scores", judged.scores)',
+            'metrics.mean("eval_scores", sum(torch.tensor(x) for x in judged.components.values()))',
+        ),
+        tests=logged("critic model", "running scores"),
+    ),
+)
+
+EMA = in_file(
+    "train/ema.py",
+    ("the decay of the average is that of the policy", "1 - self._decay)", "self._decay)"),
+    ("the average is kept in the weights' own precision", "wide(p.detach()).clone()", "p.detach().clone()"),
+    ("the average is the policy itself", "wide(p.detach()).clone()", "wide(p.detach())"),
+    ("the average stays in the policy", "            self._fill(trained)\n", "            pass\n"),
+    tests=("tests/train/test_ema.py",),
+)
+
+OPTIM = in_file(
+    "train/optim.py",
+    ("gradients are never cleared", "        self.optimizer.zero_grad(set_to_none=True)\n", ""),
+    (
+        "the schedule moves on twice a step",
+        "            self.scheduler.step()\n",
+        "            self.scheduler.step(), self.scheduler.step()\n",
+    ),
+    (
+        "the schedule counts no epochs",
+        "num_updates * config.ppo.num_ppo_epochs * config.ppo.num_mini_batches",
+        "num_updates * config.ppo.num_mini_batches",
+    ),
+    (
+        "the schedule counts no mini-batches",
+        "num_updates * config.ppo.num_ppo_epochs * config.ppo.num_mini_batches",
+        "num_updates * config.ppo.num_ppo_epochs",
+    ),
+    ("the warm-up is of updates", "round(train.warmup_ratio * total_steps)", "round(train.warmup_ratio)"),
+    ("Adam's ε is torch's", "eps=train.adam_epsilon", "eps=1e-8"),
+    (
+        "Adam's betas are swapped",
+        "betas=(train.adam_beta1, train.adam_beta2)",
+        "betas=(train.adam_beta2, train.adam_beta1)",
+    ),
+    ("the weight decay is torch's", "weight_decay=train.weight_decay", "weight_decay=0.01"),
+    (
+        "every parameter is clipped alone",
+        "float(nn.utils.clip_grad_norm_(self.parameters, limit))",
+        "float(sum(nn.utils.clip_grad_norm_([p], limit) ** 2 for p in self.parameters) ** 0.5)",
+    ),
+    tests=("tests/train/test_optim.py",),
+)
+
+HEADS = in_file(
+    "models/heads.py",
+    ("a fresh critic says anything", "        nn.init.zeros_(self.weight)\n", ""),
+    tests=("tests/models/test_roles_training.py::test_a_critic_model_from_the_policy_has_its_trunk_and_says_zero",),
+)
+
+SWITCHING = "tests/models/test_roles_switching.py"
+ROLES = (
+    *in_file(
+        "models/roles.py",
+        (
+            "the reference is the policy's adapter",
+            '"the base, adapters off", OFF)',
+            '"the base, adapters off", DEFAULT)',
+        ),
+        (
+            "the policy trains the critic's adapter too",
+            "[Pass(self, POLICY, (POLICY,)), Pass(self, VALUE, (VALUE,))]",
+            "[Pass(self, POLICY, (POLICY, VALUE)), Pass(self, VALUE, (VALUE,))]",
+        ),
+        (
+            "the reward is read by the policy's adapter",
+            "with self.use(role.name) as model:",
+            "with self.use(POLICY) as model:",
+        ),
+        tests=(f"{SWITCHING}::test_reference_and_rewards_are_bitwise_unchanged_by_training",),
+    ),
+    *in_file(
+        "models/roles.py",
+        (
+            "the reference shares the policy's weights",
+            'copy.deepcopy(model), path, "frozen copy"',
+            'model, path, "frozen copy"',
+        ),
+        tests=(f"{SWITCHING}::test_a_full_reference_is_a_copy_that_training_does_not_reach",),
+    ),
+    *in_file(
+        "models/roles.py",
+        (
+            "the reference of a continued adapter is the bare base",
+            "if config.ppo.kl_coef > 0 and start is None:",
+            "if config.ppo.kl_coef > 0:",
+        ),
+        tests=(f"{SWITCHING}::test_the_reference_of_a_loaded_start_is_not_the_bare_base",),
+    ),
+    *in_file(
+        "models/roles.py",
+        (
+            "the adapter is not restored",
+            "            self._switch(before)\n",
+            "            before = self._adapted.active_adapter\n",
+        ),
+        (
+            "the adapter is not restored after an exception",
+            "        finally:\n            self._switch(before)\n",
+            "        except Exception:\n            raise\n        else:\n            self._switch(before)\n",
+        ),
+        (
+            "adapters that were off are on afterwards",
+            "before = OFF if self._adapters_off else self._adapted.active_adapter",
+            "before = self._adapted.active_adapter",
+        ),
+        tests=(
+            f"{SWITCHING}::test_use_restores_everything_also_after_an_exception",
+            f"{SWITCHING}::test_uses_nest",
+        ),
+    ),
+    *in_file(
+        "models/roles.py",
+        ("dropout is on while a role computes", "self._set_modes([False] * len(modes))", "self._set_modes(modes)"),
+        (
+            "training modes are not restored",
+            "            self._set_modes(modes)\n\n",
+            "            self._set_modes([False] * len(modes))\n\n",
+        ),
+        tests=(f"{SWITCHING}::test_training_mode_from_before_comes_back",),
+    ),
+    *in_file(
+        "models/roles.py",
+        (
+            "models rest in train mode",
+            "model.requires_grad_(False).eval().to(self.device)",
+            "model.requires_grad_(False).to(self.device)",
+        ),
+        ("the reference's weights ask for gradients", "model.requires_grad_(False).eval()", "model.eval()"),
+        tests=(f"{HOLES}::test_at_rest_nothing_is_in_train_mode_and_only_what_trains_requires_gradients",),
+    ),
+    *in_file(
+        "models/roles.py",
+        (
+            "the scoring pass lacks the temperature",
+            "with pass_(batch, temperature=temperature, with_entropy=True)",
+            "with pass_(batch, temperature=1.0, with_entropy=True)",
+        ),
+        (
+            "the reference lacks the temperature",
+            "return response_outputs(model, batch, temperature=temperature).logprobs",
+            "return response_outputs(model, batch, temperature=1.0).logprobs",
+        ),
+        (
+            "the policy is trained without the autocast that it is scored with",
+            "            with self._roles.autocast():\n",
+            "            with nullcontext() if torch.is_grad_enabled() else self._roles.autocast():\n",
+        ),
+        tests=(
+            f"{BITWISE}[gpt2-full-fp32]",
+            f"{BITWISE}[gpt2-full-autocast]",
+        ),
+    ),
+    *in_file(
+        "models/roles.py",
+        (
+            "the policy's adapter answers for the critic",
+            "with self._roles.computing(self.name):",
+            "with self._roles.computing(POLICY):",
+        ),
+        tests=("tests/models/test_roles_training.py::test_only_what_should_train_trains[llama-fresh-adapter]",),
+    ),
+    *in_file(
+        "models/roles.py",
+        ("the value loss always reaches the trunk", "detach_head=self._roles.detach_value", "detach_head=False"),
+        tests=("tests/models/test_roles_training.py::test_the_value_loss_reaches_the_trunk_of_a_head_unless_detached",),
+    ),
+    *in_file(
+        "models/roles.py",
+        (
+            "weights that are loaded are not taken over",
+            "            tensor.copy_(state[name])\n",
+            "            tensor.copy_(tensor)\n",
+        ),
+        tests=("tests/models/test_roles_training.py::test_state_comes_back_bitwise",),
+    ),
+)
+
+CHECKPOINT = in_file(
+    "train/checkpoint.py",
+    (
+        "a resumed run forgets the KL coefficient",
+        "RunState(**record | {",
+        'RunState(**record | {"kl_coef": self.config.ppo.kl_coef, ',
+    ),
+    ("a resumed run forgets its score moments", 'ScoreMoments(**record["score_moments"])', "ScoreMoments()"),
+    (
+        "a resumed run forgets Adam's moments",
+        "            optimizer.load_state_dict(states[optimizer.name])\n",
+        "            pass\n",
+    ),
+    (
+        "a resumed run forgets the moving average",
+        "            self.average.load_state_dict(load_file(path / STATE_DIR / AVERAGE))\n",
+        "            pass\n",
+    ),
+    tests=(
+        f"{BOOKKEEPING}::test_a_resumed_run_has_the_statistics_of_the_one_before"
+        "[running moments, adaptive coefficient, average]",
+    ),
+)
+
+REWARDS = in_file(
+    "rewards/base.py",
+    (
+        "scores come back in the order of the batches",
+        "scores[row] = score",
+        "scores[[x == x for x in scores].count(True)] = score",
+    ),
+    (
+        "a score that is no number is 0",
+        "        if abs(number) <= LARGEST:\n            return number",
+        "        if True:\n            return number if abs(number) <= LARGEST else 0.0",
+    ),
+    (
+        "missing scores are 0",
+        "    if len(values) != n:\n",
+        "    values += [0.0] * (n - len(values))\n    if len(values) != n:\n",
+    ),
+    tests=("tests/rewards/test_checked.py",),
+)
+
+DEFAULTS = in_file(
+    "config/schema.py",
+    (
+        "γ is below 1 by default",
+        "gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0",
+        "gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 0.99",
+    ),
+    ("rewards are whitened by default", "whiten_rewards: bool = False", "whiten_rewards: bool = True"),
+    ("answers are sampled colder by default", "temperature: PositiveFloat = 1.0", "temperature: PositiveFloat = 0.7"),
+    (
+        "the KL is in the loss by default",
+        'kl_in: Literal["reward", "loss"] = "reward"',
+        'kl_in: Literal["reward", "loss"] = "loss"',
+    ),
+    ("k3 is in the reward by default", 'Literal["k1", "k2", "k3"] = "k1"', 'Literal["k1", "k2", "k3"] = "k3"'),
+    ("Adam's ε is torch's by default", "adam_epsilon: PositiveFloat = 1e-5", "adam_epsilon: PositiveFloat = 1e-8"),
+    ("long answers weigh less by default", '= "token_mean"', '= "sequence_mean"'),
+    tests=("tests/config/test_defaults.py",),
+)
+
+DEFECTS = (
+    *ADVANTAGES, *KL, *LOGPROBS, *LOSSES, *MASKING, *REDUCTION, *SCORES, *FORWARD, *COLLATE, *STREAM, *KEYS, *REDUCE,
+    *GENERATION, *TRAINER, *UPDATE, *LOGGED, *EXPERIENCE, *MEASURE, *ROLLOUT, *EVALUATE, *EMA, *OPTIM, *HEADS,
+    *ROLES, *CHECKPOINT, *REWARDS, *DEFAULTS,
+)  # fmt: skip

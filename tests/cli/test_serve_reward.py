@@ -108,7 +108,13 @@ def several(folder):
     return {"rewards": [function, *model(folder)["rewards"]]}
 
 
-@pytest.mark.parametrize("make", [model, other_tokenizer, value_head, adapter, several])
+def ensemble(folder):
+    sources = adapter(folder)
+    members = [*model(folder)["rewards"], *sources["rewards"]]
+    return sources | {"rewards": [{"type": "ensemble", "members": members, "reduce": "min"}]}
+
+
+@pytest.mark.parametrize("make", [model, other_tokenizer, value_head, adapter, several, ensemble])
 def test_served_scores_are_those_of_the_process(tmp_path, make):
     file = tmp_path / "source.yaml"
     file.write_text(json.dumps(make(tmp_path)), encoding="utf-8")

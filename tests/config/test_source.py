@@ -44,8 +44,9 @@ def test_of_a_run_what_its_sources_need_is_taken(tmp_path):
         ("model: {path: policy}", r"rewards: missing; wanted a list of groups of keys, at least 1"),
         ("rewards: [{type: adapter, path: a}]", r"rewards\.0: type adapter shares the policy's base: name the policy"),
         (
-            'rewards: [{type: http, url: "http://h/", protocol: llamafactory}]',
-            r"rewards\.0: protocol llamafactory sends texts in the policy's chat template",
+            "rewards: [{type: ensemble, members: [{type: function, path: a.py, name: f}, "
+            '{type: http, url: "http://h/", protocol: llamafactory}]}]',
+            r"rewards\.0\.members\.1: protocol llamafactory sends the policy's chat template",
         ),
         (
             "rewards: [{type: function, path: a.py, name: f}]\ndata: {system_prompt: Be kind.}",

@@ -11,6 +11,7 @@ from tether.cli.main import main
 from tether.config.load import dump_config
 from tether.errors import CheckpointError, ConfigError, RewardError, RewardResponseError
 from tether.metrics.writers import read_jsonl
+from tether.train.checkpoint import SERVICE_MAY_CHANGE
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path
 
@@ -84,6 +85,13 @@ def test_50_what_changes_the_scores_may_not_change_on_the_way(tmp_path):
         with pytest.raises(CheckpointError, match=r"rewards\.0\.weight: was 0\.1, now 0\.2"):
             changed = {"type": "http", "url": "http://127.0.0.1:1/", "weight": 0.2, "batch_size": 64}
             train_policy(tiny_run(tmp_path, rewards=[changed], resume=True, train__max_steps=3))
+
+
+@pytest.mark.parametrize("key", ["rewards.0.url", "rewards.11.members.2.read_timeout"])
+def test_where_and_how_a_service_is_asked_may_change(key):
+    assert SERVICE_MAY_CHANGE.fullmatch(key)
+    assert not SERVICE_MAY_CHANGE.fullmatch(key + "s")
+    assert not SERVICE_MAY_CHANGE.fullmatch(key.rpartition(".")[0] + ".path")
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)

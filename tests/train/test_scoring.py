@@ -128,6 +128,16 @@ def test_several_sources_are_told_apart(tmp_path):
     ]
 
 
+def test_members_of_an_ensemble_are_sources_too(tmp_path):
+    save_tiny(tmp_path / "judge", num_labels=1)
+    judge = {"type": "model", "path": str(tmp_path / "judge")}
+    ensemble = {"type": "ensemble", "members": [judge, judge | {"weight": 2.0}]}
+    scored = score_file(config(tmp_path, ensemble), written(tmp_path, {"prompt": "the cat", "response": "good"}))
+    assert list(scored.rows[0]["rewards"]) == ["letters", "ensemble_1", "ensemble_1/model_0", "ensemble_1/model_1"]
+    text = "'<user> the cat <eos> <assistant> good <eos>'"
+    assert scored.seen == [f"row 0, answer, as ensemble_1/model_{i} reads it: {text}" for i in (0, 1)]
+
+
 def test_the_policy_says_how_prompts_become_queries(tmp_path):
     save_tiny(tmp_path / "judge", num_labels=1, bos=True)
     save_tiny(tmp_path / "policy", bos=True)

@@ -11,7 +11,14 @@ from pydantic import Field, model_validator
 from tether.config import text
 from tether.config.base import Section
 from tether.config.load import load_config
-from tether.config.rewards import HttpReward, OwnModelReward, RewardConfig, reward_names
+from tether.config.rewards import (
+    AdapterReward,
+    HttpReward,
+    OwnModelReward,
+    RewardConfig,
+    reward_names,
+    sources_of,
+)
 from tether.config.schema import ModelConfig
 
 
@@ -52,15 +59,15 @@ class SourceConfig(Section):
     def _check_policy(self) -> SourceConfig:
         if self.model is not None:
             return self
-        for i, reward in enumerate(self.rewards):
-            if reward.type == "adapter":
-                raise ValueError(f"rewards.{i}: type adapter shares the policy's base: name the policy, model.path")
+        sources = list(sources_of(self.rewards))
+        for key, reward in sources:
+            if isinstance(reward, AdapterReward):
+                raise ValueError(f"{key}: type adapter shares the policy's base: name the policy, model.path")
             if isinstance(reward, HttpReward) and reward.protocol == "llamafactory":
                 raise ValueError(
-                    f"rewards.{i}: protocol llamafactory sends texts in the policy's chat template: name the policy, "
-                    "model.path"
+                    f"{key}: protocol llamafactory sends the policy's chat template: name the policy, model.path"
                 )
-        if self.data != QueryConfig() and not any(isinstance(reward, OwnModelReward) for reward in self.rewards):
+        if self.data != QueryConfig() and not any(isinstance(reward, OwnModelReward) for _, reward in sources):
             raise ValueError("data: no source brings a tokenizer with a chat template: name the policy, model.path")
         return self
 

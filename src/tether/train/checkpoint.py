@@ -44,7 +44,8 @@ MAY_CHANGE = frozenset({
 })
 """Keys that a resumed run may change."""
 SERVICE_MAY_CHANGE = re.compile(
-    r"rewards\.\d+\.(url|base_url|api_key_env|connect_timeout|read_timeout|retries|retry_delay|max_concurrency)"
+    r"rewards\.\d+\.(members\.\d+\.)?"
+    r"(url|base_url|api_key_env|connect_timeout|read_timeout|retries|retry_delay|max_concurrency)"
 )
 """Also these, of where and how a reward service is asked: services fail, and move."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.config.rewards import AdapterReward, OwnModelReward
+from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
 from tether.config.schema import LoraConfig, RunConfig
 from tether.config.source import QueryConfig, SourceConfig
 from tether.data.answers import closing_token, encoded_answers
@@ -113,7 +113,7 @@ def load_judges(config: SourceConfig) -> Judges:
     device = Dist().device
     tokenizer, closing_id = _tokenizer(config)
     roles = None
-    if any(isinstance(reward, AdapterReward) for reward in config.rewards):
+    if any(isinstance(reward, AdapterReward) for _, reward in sources_of(config.rewards)):
         roles = _roles(config, tokenizer, str(device))
     rewards = build_rewards(config.rewards, config.reward_names, roles=roles, tokenizer=tokenizer, device=device)
     return Judges(rewards, tokenizer, config.data, closing_id)
@@ -147,7 +147,7 @@ def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Displa
 
 def _tokenizer(config: SourceConfig) -> tuple[PreTrainedTokenizerBase | None, int | None]:
     """The policy's tokenizer, or what stands in for it, and the token that ends an answer."""
-    own = next((reward for reward in config.rewards if isinstance(reward, OwnModelReward)), None)
+    own = next((reward for _, reward in sources_of(config.rewards) if isinstance(reward, OwnModelReward)), None)
     model = config.model or own
     if model is None:
         return None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from tether.config.source import SourceConfig
 from tether.data.judged import JudgedData, load_judged
 from tether.data.sources import check_source
 from tether.metrics.writers import JsonlWriter
-from tether.rewards.combine import WeightedSum
+from tether.rewards.combine import Part, WeightedSum
+from tether.rewards.ensemble import Ensemble
 from tether.rewards.reading import Reads
 from tether.train.display import Display, NullDisplay
 from tether.train.judges import Judges, check_sources, load_judges
@@ -83,7 +84,7 @@ def score_file(
     scores = {SCORE: totals} | {name: values for name, values in components.items() if values != totals}
     lengths = [len(answer) for row in data.rows for answer in row.answers]
     tables = (pair_tables if data.is_pairs else answer_tables)(scores, lengths, data.name)
-    return Scored(rows, tables, _seen(judges, data, config.reward_names))
+    return Scored(rows, tables, _seen(judges, data))
 
 
 def pair_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int], name: str) -> list[Table]:
@@ -209,7 +210,7 @@ def _rows(data: JudgedData, totals: Sequence[float], components: Mapping[str, Se
     return rows
 
 
-def _seen(judges: Judges, data: JudgedData, names: Sequence[str]) -> list[str]:
+def _seen(judges: Judges, data: JudgedData) -> list[str]:
     """The first rows as the models among the sources read them."""
     kinds = ("chosen", "rejected") if data.is_pairs else ("answer",)
     answers = [(row, answer) for row in data.rows[:SHOWN_ROWS] for answer in row.answers]
@@ -217,10 +218,19 @@ def _seen(judges: Judges, data: JudgedData, names: Sequence[str]) -> list[str]:
     assert isinstance(judges.rewards, WeightedSum), "sources are summed"
     return [
         f"row {i // len(kinds)}, {kinds[i % len(kinds)]}, as {name} reads it: {_shortened(text)!r}"
-        for name, part in zip(names, judges.rewards.parts, strict=True)
-        if isinstance(part.source, Reads)
-        for i, text in enumerate(part.source.seen(batch))
+        for name, source in _readers(judges.rewards.parts)
+        for i, text in enumerate(source.seen(batch))
     ]
+
+
+def _readers(parts: Sequence[Part], prefix: str = "") -> Iterator[tuple[str, Reads]]:
+    """Name and source of every model that reads text, an ensemble's members among them."""
+    for part in parts:
+        name = prefix + part.name
+        if isinstance(part.source, Ensemble):
+            yield from _readers(part.source.members, f"{name}/")
+        elif isinstance(part.source, Reads):
+            yield name, part.source
 
 
 def _shortened(text: str) -> str:

@@ -26,8 +26,13 @@ class Running:
 
     def __init__(self, score):
         self.server = RewardServer(score, "127.0.0.1", 0)
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.server.run, args=[self.over.is_set])
         self.thread.start()
+
+    def stop(self):
+        self.over.set()
+        self.thread.join()
 
     def connection(self):
         host, port = self.server.server_address
@@ -53,8 +58,7 @@ def serve():
 
     yield start
     for each in started:
-        each.server.stop()
-        each.thread.join()
+        each.stop()
 
 
 def test_scores_and_components_come_back(serve):
@@ -167,14 +171,11 @@ def test_a_client_that_goes_away_or_falls_asleep_stops_nobody(serve, monkeypatch
     assert capsys.readouterr().err == ""
 
 
-def test_requests_are_scored_one_after_the_other(serve):
-    at_work = []
+def test_requests_are_scored_one_after_the_other_in_one_thread(serve):
+    scored_in = []
 
     def score(request):
-        at_work.append(1)
-        time.sleep(0.02)
-        assert len(at_work) == 1
-        at_work.pop()
+        scored_in.append(threading.current_thread())
         return by_length(request)
 
     running = serve(score)
@@ -185,24 +186,29 @@ def test_requests_are_scored_one_after_the_other(serve):
     for thread in threads:
         thread.join()
     assert replies == [200] * 8
+    assert scored_in == [running.thread] * 8
 
 
-def test_the_request_at_work_is_answered_when_the_service_stops():
-    begun = threading.Event()
+def test_the_request_at_work_is_answered_when_the_service_stops_and_others_are_told():
+    begun, replies = threading.Event(), []
 
     def score(request):
         begun.set()
-        time.sleep(0.2)
+        running.over.set()
+        while running.server.jobs.empty():
+            time.sleep(0.01)
         return by_length(request)
 
-    running, replies = Running(score), []
-    client = threading.Thread(target=lambda: replies.append(running.ask(PAIR)))
-    client.start()
+    running = Running(score)
+    clients = [threading.Thread(target=lambda: replies.append(running.ask(PAIR))) for _ in range(2)]
+    clients[0].start()
     assert begun.wait(2)
-    running.server.stop()
-    client.join()
-    running.thread.join()
-    assert replies[0][1]["scores"] == [1.0, 2.0]
+    clients[1].start()
+    for each in (*clients, running.thread):
+        each.join()
+    told = {status: content for status, content in replies}
+    assert told[200]["scores"] == [1.0, 2.0]
+    assert told[503] == {"error": "the service stops"}
 
 
 def test_an_address_that_is_taken_is_told(serve):

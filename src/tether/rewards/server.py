@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
 from typing import Any
 
 from tether.data.judged import checked_answer
@@ -24,6 +25,13 @@ LARGEST_REQUEST = 64 * 2**20
 """Bytes beyond which a request is refused unread."""
 PATIENCE = 60.0
 """Seconds in which a client must go on with a request that it began."""
+FAREWELL = 2.0
+"""Seconds in which the last answer must be sent when the service stops."""
+POLL = 0.05
+"""Seconds between two looks at whether it is to stop."""
+
+Content = tuple[HTTPStatus, Mapping[str, Any]]
+"""Status of an answer, and what it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +46,21 @@ class Asked:
     """Further columns, one entry a response."""
 
 
+@dataclass(slots=True)
+class _Job:
+    """A request on its way through the service."""
+
+    request: Asked
+    answer: Content = (HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the service stops"})
+    answered: Event = field(default_factory=Event)
+    sent: Event = field(default_factory=Event)
+
+
 class RewardServer(ThreadingHTTPServer):
-    """Answers requests for scores one after the other; others wait in their connections meanwhile.
+    """Answers requests for scores. Connections have a thread each; scores come from one thread alone.
 
     Args:
-        score: gives the scores; never called twice at a time.
+        score: gives the scores.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
 
@@ -55,7 +73,7 @@ class RewardServer(ThreadingHTTPServer):
 
     def __init__(self, score: Callable[[Asked], RewardOutput], host: str, port: int) -> None:
         self.score = score
-        self.at_work = threading.Lock()
+        self.jobs: SimpleQueue[_Job] = SimpleQueue()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
@@ -68,15 +86,37 @@ class RewardServer(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"http://{f'[{host}]' if ':' in str(host) else host}:{port}{PATH}"
 
+    def run(self, is_over: Callable[[], bool]) -> None:
+        """Scores requests in the calling thread, one after the other, until ``is_over``; then closes.
+
+        The request at work is still answered; those that wait are told that the service stops.
+        """
+        Thread(target=self.serve_forever, kwargs={"poll_interval": POLL}, daemon=True).start()
+        job = None
+        while not is_over():
+            try:
+                job = self.jobs.get(timeout=POLL)
+            except Empty:
+                continue
+            job.answer = _scored(self.score, job.request)
+            job.answered.set()
+        self.shutdown()
+        while not self.jobs.empty():
+            job = self.jobs.get()
+            job.answered.set()
+        if job is not None:
+            job.sent.wait(FAREWELL)
+        self.server_close()
+
+    def answer(self, job: _Job) -> Content:
+        """Has a job done; called in the thread of its connection."""
+        self.jobs.put(job)
+        job.answered.wait()
+        return job.answer
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Passes over a connection that broke, as a client may go away at any time."""
         logger.debug("the connection of %s broke", client_address, exc_info=True)
-
-    def stop(self) -> None:
-        """Takes no more requests and waits for the one at work, whose answer is still sent."""
-        self.shutdown()
-        with self.at_work:
-            self.server_close()
 
 
 def asked(body: bytes) -> Asked:
@@ -154,8 +194,11 @@ class _Handler(BaseHTTPRequestHandler):
         except DataError as error:
             self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
             return
-        with self.server.at_work:
-            self._send(*_scored(self.server.score, request))
+        job = _Job(request)
+        try:
+            self._send(*self.server.answer(job))
+        finally:
+            job.sent.set()
 
     def _refuse(self, status: HTTPStatus, error: str) -> None:
         """Answers a request whose body stays unread, so that the connection cannot go on."""
@@ -173,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _scored(score: Callable[[Asked], RewardOutput], request: Asked) -> tuple[HTTPStatus, Mapping[str, Any]]:
+def _scored(score: Callable[[Asked], RewardOutput], request: Asked) -> Content:
     """Status and content of the answer. No request stops the service."""
     if not request.prompts:
         return HTTPStatus.OK, {"scores": [], "components": {}}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -134,14 +132,11 @@ def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Displa
     judges = load_judges(config)
     server = RewardServer(judges.score, host, port)
     with StopRequest() as stop:
-        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         display.close()
         display.message(f"serving {', '.join(config.reward_names)} at {server.url}; Ctrl-C ends it")
         if host not in LOOPBACK:
             display.message("whoever reaches this address can ask for scores: the service knows no keys")
-        while stop.reason is None:
-            time.sleep(0.05)
-        server.stop()
+        server.run(lambda: stop.reason is not None)
     return stop.reason
 
 

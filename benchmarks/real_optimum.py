@@ -84,7 +84,7 @@ ppo:
   whiten_advantages: false    # at the optimum every advantage is 0, and with it the noise of the gradient
   cliprange_value: null
 train:
-  max_steps: 70
+  max_steps: 50
   rollout_batch_size: 128     # a word that no answer tries is not learned: small batches end on a few of the words
   micro_batch_size: 32
   learning_rate: 1.0e-4

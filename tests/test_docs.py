@@ -1,21 +1,66 @@
 """The pages of docs/ say what is true."""
 
+import json
 import re
 from pathlib import Path
+
+import pytest
 
 from tests.train.runs import tiny_run
 from tether.train.run import train_policy
 
 ROOT = Path(__file__).parents[1]
+CHANGES = {
+    "defaults": {},
+    "everything": {
+        "value__kind": "model", "value__warmup_steps": 1, "ppo__kl_in": "loss", "ppo__kl_target": 1.0,
+        "ppo__entropy_coef": 0.01, "ppo__dual_clip": 3.0, "ppo__ptx_coef": 0.1, "ppo__max_approx_kl": 0.1,
+        "ppo__score_norm": "frozen", "ppo__score_norm_samples": 8, "ppo__overlong_buffer": 3,
+        "train__ema_decay": 0.9,
+    },
+    "shared trunk, no reference": {"value__kind": "head", "ppo__kl_coef": 0.0},
+    "no critic": {"ppo__advantage_estimator": "rloo", "sampling__num_generations": 2},
+}  # fmt: skip
 
 
-def test_every_metric_of_a_run_is_defined_in_the_docs(tmp_path):
+def defined():
+    """Names of metrics that the page defines: in the first column of its tables, and in the section on evaluation."""
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    defined = set(re.findall(r"`([a-z_]+(?:/[A-Za-z_0-9]+)?)`", page))
-    config = tiny_run(tmp_path, data__eval_prompts=str(tmp_path / "prompts.jsonl"), train__max_steps=1)
-    result = train_policy(config)
-    names = {name.replace("letters", "NAME") for row in (*result.updates, *result.evaluations) for name in row}
-    assert names - defined == set()
-    groups = ("objective", "policy", "val", "loss", "rollout", "time")
-    logged = {name for name in defined if name.split("/")[0] in groups}
-    assert logged - names == set()
+    tables, evaluation = page.split("## Patterns")[0].split("## Evaluation")
+    cells = [line.split("|")[1] for line in tables.splitlines() if line.startswith("|")]
+    return {name for text in (*cells, evaluation) for name in re.findall(r"`([a-z_]+(?:/[A-Za-z_0-9]+)?)`", text)}
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """Names of metrics that each of the runs logs."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "ptx.jsonl").write_text(json.dumps({"prompt": "the cat", "completion": "sees you"}), encoding="utf-8")
+    names = {}
+    for case, changes in CHANGES.items():
+        data = {"data__eval_prompts": str(folder / "prompts.jsonl")}
+        if "ppo__ptx_coef" in changes:
+            data["data__ptx"] = str(folder / "ptx.jsonl")
+        result = train_policy(tiny_run(folder, output_dir=str(folder / case), **data, **changes))
+        rows = (*result.updates, *result.evaluations)
+        names[case] = {name.replace("/letters", "/NAME") for row in rows for name in row}
+    return names
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_every_metric_of_a_run_is_defined_in_the_docs(logged, case):
+    assert logged[case] - defined() == set()
+
+
+def test_every_metric_in_the_docs_is_logged_by_a_run(logged):
+    assert defined() - set().union(*logged.values()) == set()
+
+
+def test_metrics_are_absent_where_the_docs_say_so(logged):
+    assert {"objective/kl", "objective/kl_k3", "eval_kl"} <= logged["defaults"] - logged["shared trunk, no reference"]
+    assert {"loss/kl_avg", "loss/ptx_avg", "policy/dual_clipfrac"} <= logged["everything"] - logged["defaults"]
+    of_the_critic = {name for name in logged["defaults"] if "value" in name or name.startswith("val/clip")}
+    assert of_the_critic | {"val/explained_variance"} == logged["defaults"] - logged["no critic"]
+    assert {"value/lr", "value/grad_norm"} == logged["defaults"] - logged["shared trunk, no reference"] - {
+        "objective/kl", "objective/kl_k3", "eval_kl",
+    }  # fmt: skip

@@ -1,13 +1,15 @@
-"""Class B of the fault list: padding, ends of answers, masks. Row numbers are those of reported.md."""
+"""Class B of the fault list: padding, ends of answers, masks. Rows are numbered as users of other trainers reported them."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.models.build import edit_json
 from tests.tiny import save_tiny, tiny_tokenizer
 from tests.train.runs import tiny_run
 from tests.train.test_run import assert_same_weights, reproducible, weights
 from tether.metrics.writers import read_jsonl
+from tether.models.loading import load_tokenizer
 from tether.train.run import train_policy
 
 PROMPTS = "".join(f'{{"prompt": "{text}"}}\n' for text in ("cat", "i like the red dog and you", "the sun", "you run"))
@@ -41,7 +43,10 @@ def test_5_7_17_pad_token_and_padding_side_change_nothing(tmp_path, kind):
         model = save_tiny(tmp_path / change.__name__, kind, pad=None)
         tokenizer = tiny_tokenizer(pad=None)
         change(tokenizer)
-        tokenizer.save_pretrained(model)
+        side = tokenizer.padding_side
+        tokenizer.save_pretrained(model)  # which does not write the side
+        edit_json(model / "tokenizer_config.json", lambda settings, side=side: settings.update(padding_side=side))
+        assert load_tokenizer(str(model)).padding_side == side
         config = tiny_run(
             tmp_path, model__path=str(model), data__prompts=str(tmp_path / "unequal.jsonl"),
             sampling__response_length=12, output_dir=str(tmp_path / "out" / change.__name__), value__kind="model",

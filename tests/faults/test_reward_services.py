@@ -1,4 +1,4 @@
-"""Class D of the fault list: reward services that fail. Row numbers are those of reported.md."""
+"""Class D of the fault list: reward services that fail. Rows are numbered as users of other trainers reported them."""
 
 from __future__ import annotations
 

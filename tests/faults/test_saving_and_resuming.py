@@ -1,4 +1,4 @@
-"""Class E of the fault list: saving, loading, going on. Row numbers are those of reported.md."""
+"""Class E of the fault list: saving, loading, going on. Rows are numbered as users of other trainers reported them."""
 
 from __future__ import annotations
 

@@ -139,7 +139,9 @@ class _Batch:
         """Logits after the last token; the cache then holds every token so far."""
         accepted = _parameters(type(model))
         cache_name = "cache" if "cache" in accepted else "past_key_values"
-        optional = {"position_ids": self._positions, "logits_to_keep": 1}
+        # an index, not a count: the slice that transformers takes for a count is not contiguous, and the head's matrix
+        # product on it can be hundreds of times slower in bfloat16
+        optional = {"position_ids": self._positions, "logits_to_keep": torch.tensor([-1])}
         output = model(
             input_ids=self._inputs,
             attention_mask=self._mask[:, : self._seen],

@@ -164,7 +164,8 @@ def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[T
     handle = model.base_model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state))
     try:
         inputs = _inputs(model, batch.token_ids, batch.attention_mask, batch.position_ids)
-        logits = model(**inputs, logits_to_keep=batch.response_mask.shape[1] + 1).logits
+        kept = torch.arange(-batch.response_mask.shape[1] - 1, 0)  # an index gives the head a contiguous input
+        logits = model(**inputs, logits_to_keep=kept).logits
     finally:
         handle.remove()
     return _before_response(seen[0], batch), _before_response(logits, batch)

@@ -216,7 +216,7 @@ class PPOTrainer:
         metrics.mean("objective/scores", scores)
         metrics.var("objective/scores_var", scores)
         for name, values in components.items():
-            metrics.mean(f"rewards/{name}", torch.tensor(values))
+            metrics.mean(f"rewards/{name}", values)
         judged = Judged(scores, components)
         self.log.samples(self.state.step + 1, "train", answers, judged, limit=self.config.train.log_samples)
         self.stop.check()

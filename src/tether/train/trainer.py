@@ -34,7 +34,7 @@ from tether.train.guard import check_finite, suspicions
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import RunLog
 from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
-from tether.train.optim import build_optimizers
+from tether.train.optim import PassOptimizer, build_optimizers
 from tether.train.parts import Parts
 from tether.train.rollout import Answers, Judged, answer, micro_batch_plan, raw_scores, shaped_scores
 from tether.train.update import Update
@@ -182,12 +182,12 @@ class PPOTrainer:
             answers = self.rollout(metrics)
             scores, moments = self.score(answers, metrics)
             experience = self.experience(answers, scores, metrics)
-            self.update(experience, answers, metrics)
+            optimizers = self.update(experience, answers, metrics)
             self.parts.generator.sync_weights(self.roles.policy)
         values = self.summary(metrics)
         self.state.score_moments = moments
         self.steer_kl(values)
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             optimizer.note(values["objective/scores"])
         return values
 
@@ -259,21 +259,26 @@ class PPOTrainer:
             ref_logprobs=joined(refs, batches),
         )
 
-    def update(self, experience: list[Experience], answers: Answers, metrics: Metrics) -> None:
-        """Several epochs of mini-batches, each one optimizer step; see ``tether.train.update``."""
+    def update(self, experience: list[Experience], answers: Answers, metrics: Metrics) -> list[PassOptimizer]:
+        """Several epochs of mini-batches, each one optimizer step; see ``tether.train.update``.
+
+        Returns the optimizers that took part: not the policy's while the critic warms up.
+        """
+        update = Update(
+            self.config,
+            self.parts,
+            self.optimizers,
+            self.dist,
+            step=self.state.step,
+            answers=answers,
+            metrics=metrics,
+            phase=self.log.phase,
+        )
         with timed(metrics, "update"):
-            Update(
-                self.config,
-                self.parts,
-                self.optimizers,
-                self.dist,
-                step=self.state.step,
-                answers=answers,
-                metrics=metrics,
-                phase=self.log.phase,
-            ).run(experience)
-        if self.average is not None and self.state.step >= self.config.value.warmup_steps:
+            update.run(experience)
+        if self.average is not None and not update.is_warming_up:
             self.average.update()
+        return update.optimizers_in_use()
 
     # Parts of an update
 

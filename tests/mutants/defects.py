@@ -1020,7 +1020,6 @@ EXPERIENCE = (
             "advantages=of(learned.advantages, batch)",
             "advantages=algo.whiten(of(learned.advantages, batch), of(loss_mask, batch), keep_mean=False)",
         ),
-        ("old values are the returns", "values=of(outputs.values, batch)", "values=of(learned.returns, batch)"),
         tests=whole_step("defaults, head"),
     ),
     *in_file(
@@ -1037,6 +1036,7 @@ EXPERIENCE = (
     *in_file(
         "train/experience.py",
         ("whitened rewards lose their mean", "rewards, mask, keep_mean=True", "rewards, mask, keep_mean=False"),
+        ("old values are the returns", "values=of(outputs.values, batch)", "values=of(learned.returns, batch)"),
         tests=whole_step("rewards whitened, tight clips, head"),
     ),
     *in_file(

@@ -15,6 +15,7 @@ import argparse
 import importlib
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -34,7 +35,8 @@ from rich.table import Table
 from tests.mutants.defects import DEFECTS, ROOT, SOURCE, Defect
 
 TIME_LIMIT = 120
-"""Seconds after which a defect counts as killed, as it made the tests hang; more where sound tests take half of it."""
+"""Seconds of processor time after which a defect counts as killed, as it made the tests run on, or ten times as many of
+real time."""
 PRELOADED = (
     "accelerate", "beartype.vale", "jaxtyping", "peft", "pydantic.main", "torch",
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
@@ -69,10 +71,11 @@ class TestRun:
 
     __test__ = False
 
-    def __init__(self, folder: Path, tests: Sequence[str]) -> None:
+    def __init__(self, folder: Path, tests: Sequence[str], time_limit: int | None = None) -> None:
         self.folder, self.start = folder, time.monotonic()
         self.pipe, sender = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(target=_child, args=(folder, tests, sender), daemon=True)
+        arguments = folder, tests, time_limit, sender
+        process = multiprocessing.get_context("fork").Process(target=_child, args=arguments, daemon=True)
         process.start()
         sender.close()
         self._process = process
@@ -86,7 +89,10 @@ class TestRun:
         try:
             status, failed, origin = self.pipe.recv()
         except EOFError:
-            verdict, why = "broken", "the process died"
+            self._process.join()
+            if self._process.exitcode == -signal.SIGXCPU:
+                return self._ended("killed", "by the time limit")
+            verdict, why = "broken", f"the process died with status {self._process.exitcode}"
         else:
             if origin is None or not Path(origin).is_relative_to(self.folder):
                 verdict, why = "broken", f"tether was imported from {origin}, not from the copy"
@@ -113,9 +119,11 @@ class TestRun:
         return Outcome(verdict, why, self.seconds)
 
 
-def _child(folder: Path, tests: Sequence[str], sender: Connection) -> None:
+def _child(folder: Path, tests: Sequence[str], time_limit: int | None, sender: Connection) -> None:
     """Runs pytest on the copy in ``folder``; sends its status, the first failed test, and where Tether came from."""
     os.setsid()
+    if time_limit is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (time_limit, time_limit + 10))
     output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -142,9 +150,7 @@ def planted(defect: Defect, clean: Path, folder: Path) -> None:
     path.write_text(defect.planted(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def outcomes(
-    defects: Sequence[Defect], clean: Path, *, jobs: int, time_limit: float
-) -> Iterator[tuple[Defect, Outcome, str]]:
+def outcomes(defects: Sequence[Defect], clean: Path, jobs: int) -> Iterator[tuple[Defect, Outcome, str]]:
     """Each defect with its outcome and what pytest wrote, in the order in which they end."""
     waiting, running = list(reversed(defects)), {}
     while waiting or running:
@@ -152,10 +158,10 @@ def outcomes(
             defect = waiting.pop()
             folder = Path(tempfile.mkdtemp(dir=clean.parent)) / "copy"
             planted(defect, clean, folder)
-            run = TestRun(folder, defect.tests)
+            run = TestRun(folder, defect.tests, TIME_LIMIT)
             running[run.pipe] = defect, run
         ended = {pipe: running[pipe][1].outcome() for pipe in wait(list(running), timeout=1)}
-        late = {pipe: run for pipe, (_, run) in running.items() if pipe not in ended and run.seconds > time_limit}
+        late = {pipe: run for pipe, (_, run) in running.items() if pipe not in ended and run.seconds > 10 * TIME_LIMIT}
         ended |= {pipe: run.out_of_time() for pipe, run in late.items()}
         for pipe, outcome in ended.items():
             defect, run = running.pop(pipe)
@@ -178,9 +184,7 @@ def check(defects: Sequence[Defect], jobs: int, console: Console) -> bool:
         console.print(f"The tests pass on the source as it is, in {outcome.seconds:.0f} s")
         shutil.rmtree(clean / "tmp", ignore_errors=True)
         left: list[tuple[Defect, Outcome]] = []
-        time_limit = max(TIME_LIMIT, 2 * outcome.seconds)
-        planting = outcomes(defects, clean, jobs=jobs, time_limit=time_limit)
-        for number, (defect, outcome, output) in enumerate(planting, start=1):
+        for number, (defect, outcome, output) in enumerate(outcomes(defects, clean, jobs), start=1):
             colour = {"killed": "green", "survived": "red", "broken": "magenta"}[outcome.verdict]
             console.print(
                 f"{number:3}/{len(defects)} [{colour}]{outcome.verdict:8}[/] {outcome.seconds:5.1f} s  "

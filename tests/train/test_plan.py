@@ -69,3 +69,13 @@ def test_adapters_that_are_continued_or_judge_are_counted_as_they_were_saved(tmp
     roles = build_roles(second, load_data(second).tokenizer, device="cpu", mixed_precision=False)
     assert sum(role.weight_bytes for role in planned.values()) == sum(row.bytes for row in roles.table())
     assert planned["policy"].trainable == 2 * 2 * (16 + 16)
+
+
+def test_services_add_nothing_and_are_not_asked(tmp_path):
+    judge = {"type": "judge", "base_url": "http://127.0.0.1:1/v1", "model": "grader", "rubric": "{response}"}
+    config = tiny_run(tmp_path, rewards=[{"type": "http", "url": "http://127.0.0.1:1/score"}, judge])
+    rows = [role for role in plan(config).roles if role.role.startswith("reward ")]
+    assert [(row.role, row.source, row.parameters, row.weight_bytes, row.sharing) for row in rows] == [
+        ("reward http_0", "http://127.0.0.1:1/score", 0, 0, "service"),
+        ("reward judge_1", "grader at http://127.0.0.1:1/v1", 0, 0, "service"),
+    ]

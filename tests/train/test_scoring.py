@@ -152,6 +152,15 @@ def test_the_policy_says_how_prompts_become_queries(tmp_path):
     assert seen["none"] == "'<bos> the cat sees <eos>'"
 
 
+def test_a_tokenizer_that_stands_in_is_named_where_it_will_not_do(tmp_path):
+    save_tiny(tmp_path / "judge", num_labels=1, chat_template=False)
+    sources = SourceConfig.model_validate({"rewards": [{"type": "model", "path": str(tmp_path / "judge")}]})
+    file = written(tmp_path, {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]})
+    with pytest.raises(DataError, match="has no chat template") as caught:
+        score_file(sources, file)
+    assert "name the policy, model.path" in caught.value.__notes__[0]
+
+
 def test_long_texts_are_shown_by_their_ends(tmp_path):
     judge = {"type": "judge", "model": "m", "rubric": "{response}"}
     file = written(tmp_path, {"prompt": "p", "response": "a" * 700 + "b" * 700 + "c" * 700})

@@ -8,6 +8,7 @@ from tether.config.base import Section
 from tether.config.keys import KeyDoc, describe
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig
+from tether.config.source import SourceConfig
 
 _HEAD = """\
 # Configuration
@@ -22,13 +23,25 @@ may hold neither unknown keys nor the same key twice, nor YAML's tags, anchors a
 
 def page() -> str:
     """The whole page as Markdown."""
-    return "\n".join([_HEAD, *_tables("tether ppo", RunConfig), *_tables("tether reward", RewardStageConfig)])
+    tables = [
+        *_tables("`tether ppo`", RunConfig),
+        *_tables("`tether reward`", RewardStageConfig),
+        *_tables("`tether score` and `tether serve-reward`", SourceConfig, but=("rewards.N.", "model.")),
+    ]
+    return "\n".join([_HEAD, *tables])
 
 
-def _tables(command: str, section: type[Section]) -> Iterator[str]:
-    yield f"## `{command}`"
+def _tables(title: str, section: type[Section], *, but: tuple[str, ...] = ()) -> Iterator[str]:
+    """The keys of a section.
+
+    Args:
+        but: beginnings of keys that an earlier section has.
+    """
+    yield f"## {title}"
     group = ""
     for doc in describe(section):
+        if doc.key.startswith(but):
+            continue
         if doc.group != group:
             group = doc.group
             yield f"\n### {group}\n\n| key | takes | default | meaning |\n|---|---|---|---|"

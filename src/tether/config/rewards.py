@@ -11,7 +11,6 @@ from pydantic import (
     AfterValidator,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     field_validator,
@@ -219,7 +218,7 @@ class ServiceReward(_Reward):
     """Seconds in which a connection must stand."""
     read_timeout: PositiveFloat = 60.0
     """Seconds after that in which the whole answer must be there."""
-    retries: NonNegativeInt = 4
+    retries: Annotated[int, Field(ge=0, le=100)] = 4
     """How often a request is sent again that timed out, lost its connection, or got status 429 or 5xx."""
     retry_delay: PositiveFloat = 1.0
     """Seconds before it is sent again for the first time, doubled each time up to 30; more where the service asks for

@@ -32,13 +32,13 @@ class QueryConfig(Section):
 
 
 class SourceConfig(Section):
-    """Reward sources for themselves."""
+    """Reward sources by themselves. A run's file does as well; its other keys are passed over."""
 
     rewards: list[RewardConfig] = Field(min_length=1)
-    """Judges of answers; the score is their weighted sum."""
+    """Judges of answers, as in a run; the score is their weighted sum."""
     model: ModelConfig | None = None
-    """The policy whose answers are judged: its tokenizer and chat template make the queries, and reward adapters share
-    its base. Left out: the tokenizer of the first reward model stands in."""
+    """The policy whose answers are judged, as in a run: its tokenizer and chat template make the queries, and reward
+    adapters share its base. Left out: the tokenizer of the first reward model stands in."""
     data: QueryConfig = QueryConfig()
     """How prompts become queries, as in a run."""
     bf16: bool | None = None

@@ -14,6 +14,7 @@ from tether.config.source import QueryConfig, SourceConfig
 from tether.data.answers import closing_token, encoded_answers
 from tether.data.pairs import encoded_prompts
 from tether.data.prompts import conversation
+from tether.errors import DataError
 from tether.models.loading import bf16_supported, load_generation_config, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
 from tether.models.roles import ModelRoles, build_roles
@@ -40,6 +41,8 @@ class Judges:
     """How prompts become queries."""
     closing_id: int | None
     """The token that ends an answer; None where there is none."""
+    is_stand_in: bool
+    """Whether the tokenizer is a reward model's, as no policy is named."""
 
     def batch(
         self,
@@ -64,7 +67,12 @@ class Judges:
             conversations = [prompt if isinstance(prompt, list) else None for prompt in prompts]
         else:
             template, system = self.query.chat_template, self.query.system_prompt
-            queries = encoded_prompts(prompts, self.tokenizer, template, system, places)
+            try:
+                queries = encoded_prompts(prompts, self.tokenizer, template, system, places)
+            except DataError as error:
+                if self.is_stand_in:
+                    error.add_note("a reward model's tokenizer stands in for the policy's: name the policy, model.path")
+                raise
             texts, query_ids = [text for text, _ in queries], [ids for _, ids in queries]
             response_ids = self._answer_ids(responses)
             conversations = [
@@ -114,7 +122,7 @@ def load_judges(config: SourceConfig) -> Judges:
     if any(isinstance(reward, AdapterReward) for _, reward in sources_of(config.rewards)):
         roles = _roles(config, tokenizer, str(device))
     rewards = build_rewards(config.rewards, config.reward_names, roles=roles, tokenizer=tokenizer, device=device)
-    return Judges(rewards, tokenizer, config.data, closing_id)
+    return Judges(rewards, tokenizer, config.data, closing_id, is_stand_in=config.model is None)
 
 
 def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Display) -> str:

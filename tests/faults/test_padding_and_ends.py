@@ -1,4 +1,7 @@
-"""Class B of the fault list: padding, ends of answers, masks. Rows are numbered as users of other trainers reported them."""
+"""Class B of the fault list: padding, ends of answers, masks.
+
+Rows are numbered as users of other trainers reported them.
+"""
 
 from __future__ import annotations
 

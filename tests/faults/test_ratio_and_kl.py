@@ -1,4 +1,7 @@
-"""Class C of the fault list: ratio, KL, losses, what is not finite. Rows are numbered as users of other trainers reported them."""
+"""Class C of the fault list: ratio, KL, losses, what is not finite.
+
+Rows are numbered as users of other trainers reported them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Class D of the fault list: reward services that fail. Rows are numbered as users of other trainers reported them."""
+"""Class D of the fault list: reward services that fail.
+
+Rows are numbered as users of other trainers reported them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Class E of the fault list: saving, loading, going on. Rows are numbered as users of other trainers reported them."""
+"""Class E of the fault list: saving, loading, going on.
+
+Rows are numbered as users of other trainers reported them.
+"""
 
 from __future__ import annotations
 

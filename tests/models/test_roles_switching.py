@@ -227,7 +227,7 @@ def test_table_says_what_is_shared_and_what_each_role_adds(folders):
 
 
 def test_gradient_checkpointing_of_a_model_without_layers_is_refused(folders, monkeypatch):
-    monkeypatch.setattr("tether.models.recompute.GradientCheckpointingLayer", torch.nn.Bilinear)
+    monkeypatch.setattr("tether.models.layers.GradientCheckpointingLayer", torch.nn.Bilinear)
     with pytest.raises(ModelError, match=r"train.gradient_checkpointing: LlamaForCausalLM does not support it"):
         roles_of(run_config(folders[0], train={"max_steps": 1, "gradient_checkpointing": True}))
 

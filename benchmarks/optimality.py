@@ -94,8 +94,8 @@ def trl_runs(name: str, seeds: Sequence[int], folder: Path) -> list[Run]:
         *("--learning-rate", str(HARNESS["train.learning_rate"])),
     ]
     say(f"TRL on {name}, seeds {', '.join(map(str, seeds))} …")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | quiet, stdout=subprocess.DEVNULL)
     rows = json.loads(results.read_text(encoding="utf-8"))
     return [Run(row["seed"], Course(batch, row["regrets"]), row["seconds"]) for row in rows]
 

@@ -11,7 +11,7 @@ happens once, in ``models/forward.py``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -77,6 +77,10 @@ class Sampling:
     """Logits are divided by it; 0 takes the most likely token."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end an answer; the first one drawn is the answer's last token."""
+    top_p: float = 1.0
+    """Only the most likely tokens whose probabilities add up to this are drawn; log-probabilities are not affected."""
+    top_k: int | None = None
+    """Only this many most likely tokens are drawn, before ``top_p``; log-probabilities are not affected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,9 @@ class RewardBatch:
     What a judge with a chat template of its own puts into it."""
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
     """The dataset's other columns, one entry an answer."""
+    decode: Callable[[Sequence[int]], str] | None = field(default=None, compare=False, repr=False)
+    """Text of the first tokens of an answer, without special tokens. None where no tokenizer is known: then there are
+    no token ids either, and the characters of an answer stand in for its tokens."""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -123,6 +130,9 @@ class RewardOutput:
     """One finite score an answer, in the order of the batch."""
     components: Mapping[str, list[float]] = field(default_factory=dict)
     """Named parts of the score, unweighted, one entry an answer."""
+    token_scores: list[list[float]] | None = None
+    """Where on each answer its score falls: one number a response token, which add up to the score. None: all of it on
+    the last token."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ def test_defaults_are_those_that_are_known_to_work():
     assert ppo.gamma == 1.0  # less shortens answers: Huang et al. 2024, https://arxiv.org/abs/2403.17031
     assert ppo.lam == 0.95
     assert sampling.temperature == 1.0  # anything else trains another distribution than the model's own
+    assert not sampling.is_truncated  # the ratio and the KL would be those of a distribution that nothing is drawn from
     assert (ppo.kl_in, ppo.kl_estimator) == ("reward", "k1")  # the only pair with the gradient of the sequence KL
     assert not ppo.whiten_rewards and ppo.whitens_advantages  # whitened rewards are another objective
     assert ppo.score_norm is None and ppo.reward_clip is None and ppo.advantage_clip is None

@@ -227,7 +227,8 @@ class TestProblems:
             ("model.lora.r: 4", "nest it: model: {lora: {r: …}}"),
             ("gamma: 1", "it belongs elsewhere: ppo.gamma"),
             ("init_kl_coef: 0.2", "here it is ppo.kl_coef"),
-            ("top_p: 0.9", "answers are drawn from the whole distribution"),
+            ("top_p: 0.9", "it belongs elsewhere: sampling.top_p"),
+            ("min_p: 0.9", "answers are drawn from the policy's own distribution"),
             ("qqqqq: 1", "allowed here: model, value, rewards, data, sampling, ppo, train, output_dir"),
         ],
     )

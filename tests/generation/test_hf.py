@@ -140,7 +140,7 @@ def test_logprobs_are_those_of_an_unpadded_forward(kind, temperature):
 
 def test_greedy_logprobs_are_at_temperature_one():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    tokens, logprobs = drawn_tokens(logits, [torch.Generator()], temperature=0.0)
+    tokens, logprobs = drawn_tokens(logits, [torch.Generator()], Sampling(1, temperature=0.0))
     assert tokens.tolist() == [1]
     assert logprobs.item() == pytest.approx(3 - math.log(math.e + math.e**2 + math.e**3), abs=1e-6)
 
@@ -148,16 +148,42 @@ def test_greedy_logprobs_are_at_temperature_one():
 def test_draw_is_in_float32_at_least():
     half, double = (torch.randn(2, 50, dtype=dtype) for dtype in (torch.bfloat16, torch.float64))
     generators = [torch.Generator().manual_seed(i) for i in range(2)]
-    assert drawn_tokens(half, generators, 1.0)[1].dtype == torch.float32
-    assert drawn_tokens(double, generators, 1.0)[1].dtype == torch.float64
+    assert drawn_tokens(half, generators, Sampling(1))[1].dtype == torch.float32
+    assert drawn_tokens(double, generators, Sampling(1))[1].dtype == torch.float64
 
 
 def test_tokens_of_no_probability_are_never_drawn():
     logits = torch.full((64, 30), -torch.inf)
     logits[:, 4] = logits[:, 17] = 0.0
-    tokens, logprobs = drawn_tokens(logits, [torch.Generator().manual_seed(i) for i in range(64)], 1.0)
+    tokens, logprobs = drawn_tokens(logits, [torch.Generator().manual_seed(i) for i in range(64)], Sampling(1))
     assert set(tokens.tolist()) == {4, 17}
     torch.testing.assert_close(logprobs, torch.full((64,), -math.log(2)))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "kept"),
+    [
+        (1.0, 1.0, 3, {4, 2, 0}),
+        (1.0, 0.5, None, {4, 2}),  # .4 is not enough, .4 + .3 is
+        (1.0, 0.7, None, {4, 2}),
+        (1.0, 0.71, None, {4, 2, 0}),
+        (1.0, 0.01, None, {4}),
+        (1.0, 0.5, 2, {4}),  # of the two that top-k keeps, the first has .57
+        (1.0, 1.0, 50, {0, 1, 2, 3, 4}),
+        (0.5, 0.5, None, {4}),  # .4² of .3 = .53
+    ],
+)
+def test_top_k_and_top_p_draw_from_the_most_likely_and_leave_logprobs_alone(temperature, top_p, top_k, kept):
+    probabilities = torch.tensor([0.2, 0.05, 0.3, 0.05, 0.4])
+    logits = probabilities.log().expand(400, 5) + 3.0
+    sampling = Sampling(1, temperature, top_p=top_p, top_k=top_k)
+    tokens, logprobs = drawn_tokens(logits, [torch.Generator().manual_seed(i) for i in range(400)], sampling)
+    assert set(tokens.tolist()) == kept
+    whole = probabilities ** (1 / temperature) / (probabilities ** (1 / temperature)).sum()
+    torch.testing.assert_close(logprobs, whole[tokens].log())
+    shares = torch.bincount(tokens, minlength=5) / 400
+    wanted = torch.tensor([whole[v] if v in kept else 0.0 for v in range(5)])
+    assert (shares - wanted / wanted.sum()).abs().max() < 0.08
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

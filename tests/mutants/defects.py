@@ -541,13 +541,13 @@ REDUCE = in_file(
 
 GENERATION = in_file(
     "generation/hf.py",
-    ("sampling lacks the temperature", "        scaled = scaled / temperature\n", ""),
+    ("sampling lacks the temperature", "        scaled = scaled / sampling.temperature\n", ""),
     (
         "the sampler's log-probabilities are those at temperature 1",
         "tokens, scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=-1)",
         "tokens, logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]",
     ),
-    ("the Gumbel noise has the wrong sign", "scaled - noise.log_()", "scaled + noise.log_()"),
+    ("the Gumbel noise has the wrong sign", "sampling) - noise.log_()", "sampling) + noise.log_()"),
     ("the noise comes from the global random state", "row.exponential_(generator=generator)", "row.exponential_()"),
     ("every answer has the same noise", "manual_seed(request.key)", "manual_seed(0)"),
     ("the noise depends on the place in the batch", "manual_seed(request.key)", "manual_seed(request.key + i)"),
@@ -594,8 +594,15 @@ GENERATION = in_file(
     ),
     (
         "unlikely tokens are never drawn",
-        "scaled = scaled / temperature",
-        "scaled = (scaled / temperature).where(scaled > scaled.amax(-1, keepdim=True) - 2, -torch.inf)",
+        "scaled = scaled / sampling.temperature",
+        "scaled = (scaled / sampling.temperature).where(scaled > scaled.amax(-1, keepdim=True) - 2, -torch.inf)",
+    ),
+    ("top-k keeps one token too few", "scaled < least", "scaled <= least"),
+    ("top-p drops the token that reaches the sum", "before >= ", "before + probabilities >= "),
+    (
+        "log-probabilities are those of the truncated distribution",
+        "- scaled.logsumexp(dim=-1)",
+        "- _truncated(scaled, sampling).logsumexp(dim=-1)",
     ),
     tests=("tests/generation/test_hf.py", "tests/generation/test_contract.py"),
 )

@@ -83,9 +83,11 @@ ALIASES = _table(
     ("max_new_tokens max_response_length generate_max_len max_completion_length max_tokens gen_len output_min_length",
      _to("sampling.response_length")),
     ("stop_token_id eos_token_id stop stop_strings", _to("sampling.stop_token")),
-    ("top_p top_k min_p typical_p repetition_penalty min_length min_new_tokens do_sample",
-     _absent("answers are drawn from the whole distribution, because cutting it biases the ratio and the KL; "
-             "sampling.temperature is the one knob")),
+    ("rollout.top_p", _to("sampling.top_p")),
+    ("rollout.top_k", _to("sampling.top_k")),
+    ("min_p typical_p repetition_penalty min_length min_new_tokens do_sample",
+     _absent("answers are drawn from the policy's own distribution, because another one biases the ratio and the KL; "
+             "sampling.temperature, sampling.top_p and sampling.top_k are all that there is")),
     ("rollout.n n_samples_per_prompt num_return_sequences num_samples_per_prompt",
      _to("sampling.num_generations", note="train.rollout_batch_size counts answers, not prompts")),
     ("use_vllm vllm_mode vllm_num_engines vllm_gpu_memory_utilization gpu_memory_utilization "

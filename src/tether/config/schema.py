@@ -145,6 +145,30 @@ class SamplingConfig(Section):
     """Answers decoded side by side; the answers do not depend on it beyond rounding."""
     num_generations: PositiveInt = 1
     """Answers to each prompt of a rollout batch, whose size counts answers. rloo and grpo compare them."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Answers are drawn from the most likely tokens alone whose probabilities add up to this; 1: from all. Needs
+    ``allow_truncated_sampling``."""
+    top_k: PositiveInt | None = None
+    """Answers are drawn from this many most likely tokens alone; left out: from all. Needs
+    ``allow_truncated_sampling``."""
+    allow_truncated_sampling: bool = False
+    """Allow ``top_p`` and ``top_k``. They bias what PPO learns: ratio and KL stay those of the whole distribution, from
+    which the answers then do not come, so the KL measured on them is no KL and can fall below 0."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.top_p < 1.0 or self.top_k is not None
+
+    @model_validator(mode="after")
+    def _truncation_is_wanted(self) -> SamplingConfig:
+        if self.is_truncated and not self.allow_truncated_sampling:
+            given = f"top_p {self.top_p:g}" if self.top_p < 1.0 else f"top_k {self.top_k}"
+            raise ValueError(
+                f"{given} draws answers from another distribution than the one whose ratio and KL are taken, which "
+                "biases both: leave it out, or add allow_truncated_sampling: true"
+            )
+        return self
 
 
 class PPOConfig(Section):

@@ -119,7 +119,7 @@ class _Batch:
     def _next_tokens(self, model: nn.Module) -> list[int]:
         """One forward and one more token for every unfinished row."""
         logits = self._forward(model)[self._slots]
-        tokens, logprobs = drawn_tokens(logits, [row.noise for row in self.rows], self._sampling.temperature)
+        tokens, logprobs = drawn_tokens(logits, [row.noise for row in self.rows], self._sampling)
         drawn, scores = tokens.tolist(), logprobs.tolist()
         for row, token, logprob in zip(self.rows, drawn, scores, strict=True):
             if not math.isfinite(logprob):
@@ -178,28 +178,43 @@ class _Batch:
 
 
 def drawn_tokens(
-    logits: Float[Tensor, "M V"], generators: Sequence[torch.Generator], temperature: float
+    logits: Float[Tensor, "M V"], generators: Sequence[torch.Generator], sampling: Sampling
 ) -> tuple[Int[Tensor, " M"], Float[Tensor, " M"]]:
     """One token a row, drawn from softmax(logits / temperature), and its log-probability in float32 or better.
 
         y = argmax_v  x_v − log E_v,      x = logits / temperature,      E_v ~ Exp(1) from the row's generator
         log π(y) = x_y − log Σ_v exp x_v
 
-    −log E is Gumbel noise, so the argmax is a sample. At temperature 0: y = argmax_v logits_v and x = logits. The
-    log-probability of a row is not finite if any of its logits is NaN or +∞.
+    −log E is Gumbel noise, so the argmax is a sample. At temperature 0: y = argmax_v logits_v and x = logits. With
+    top-k or top-p the argmax is over the tokens that they keep, the sum over all. The log-probability of a row is not
+    finite if any of its logits is NaN or +∞.
 
     Source: Gumbel 1954; Maddison, Tarlow and Minka 2014, eq. 2, https://arxiv.org/abs/1411.0030
     """
     scaled = logits if logits.dtype == torch.float64 else logits.float()
-    if temperature == 0:
+    if sampling.temperature == 0:
         tokens = scaled.argmax(dim=-1)
     else:
-        scaled = scaled / temperature
+        scaled = scaled / sampling.temperature
         noise = torch.empty(scaled.shape, device=scaled.device)
         for row, generator in zip(noise, generators, strict=True):
             row.exponential_(generator=generator)
-        tokens = (scaled - noise.log_()).argmax(dim=-1)
+        tokens = (_truncated(scaled, sampling) - noise.log_()).argmax(dim=-1)
     return tokens, scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=-1)
+
+
+def _truncated(scaled: Float[Tensor, "M V"], sampling: Sampling) -> Float[Tensor, "M V"]:
+    """The logits of the tokens that top-k and then top-p keep, −∞ elsewhere; a row's most likely token is kept."""
+    if sampling.top_k is not None:
+        least = scaled.topk(min(sampling.top_k, scaled.shape[-1]), dim=-1).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        dropped = torch.empty_like(before, dtype=torch.bool).scatter_(1, order, before >= sampling.top_p)
+        scaled = scaled.masked_fill(dropped, -torch.inf)
+    return scaled
 
 
 @lru_cache

@@ -203,6 +203,11 @@ def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
     if data.ptx is not None:
         dropped = f", {data.ptx.num_too_long} of them dropped as too long" if data.ptx.num_too_long else ""
         display.message(f"demonstrations: {config.data.ptx}: {data.ptx.num_rows} rows{dropped}")
+    if config.sampling.is_truncated:
+        display.message(
+            "warning: with sampling.top_p or top_k answers do not come from the distribution whose ratio and KL are "
+            "taken. Both are biased: the policy can lower the measured KL, even below 0, by moving what is never drawn"
+        )
     prompts = data.prompts.prompts
     display.message(f"the first query as the policy reads it: {prompts[0].text!r}")
     size, asked = config.train.rollout_batch_size, config.prompts_per_update

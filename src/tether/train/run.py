@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
 from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
-from tether.config.schema import RunConfig
+from tether.config.schema import RunConfig, SamplingConfig
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers
@@ -184,11 +184,16 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
         generator=build_generator(config, roles),
         rewards=rewards,
         tokenizer=tokenizer,
-        sampling=Sampling(config.sampling.response_length, config.sampling.temperature, stops),
+        sampling=sampling_of(config.sampling, stops),
         prompts=data.prompts.prompts,
         eval_prompts=data.eval_prompts.prompts if data.eval_prompts else [],
         demonstrations=data.demonstrations,
     )
+
+
+def sampling_of(config: SamplingConfig, stop_token_ids: frozenset[int]) -> Sampling:
+    """How a run draws its answers."""
+    return Sampling(config.response_length, config.temperature, stop_token_ids, config.top_p, config.top_k)
 
 
 def role_table(roles: ModelRoles) -> tuple[list[str], list[list[str]]]:

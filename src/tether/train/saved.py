@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.evaluate import evaluate
 from tether.train.inputs import RunData, first_answer, resolved
-from tether.train.run import CONFIG, SCORE_NORM, build_parts
+from tether.train.run import CONFIG, SCORE_NORM, build_parts, sampling_of
 from tether.types import Request, Sampling, noise_key
 
 
@@ -159,13 +159,14 @@ def generate_path(
     device = Dist().device
     policy = load_causal_lm(model, dtype=None).to(device)
     stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
-    length = response_length or (run.sampling.response_length if run else 256)
-    warmth = temperature if temperature is not None else (run.sampling.temperature if run else 1.0)
+    sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)
+    asked = {"max_new_tokens": response_length, "temperature": temperature}
+    sampling = replace(sampling, **{name: value for name, value in asked.items() if value is not None})
     generator = HFGenerator(lambda: nullcontext(policy), batch_size=16, device=device)
     requests = [Request(p.token_ids, noise_key(seed, "generate", p.row, 0)) for p in data.prompts]
     rows: list[dict[str, Any]] = [{} for _ in requests]
     display.phase("answers", 0, len(rows))
-    for done, (i, answer) in enumerate(generator.generate(requests, Sampling(length, warmth, stops)), start=1):
+    for done, (i, answer) in enumerate(generator.generate(requests, sampling), start=1):
         rows[i] = {
             "row": data.prompts[i].row,
             "prompt": data.prompts[i].source,

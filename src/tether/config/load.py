@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), section: type[S
     Raises:
         ConfigError: names every problem at once, each with its line or override, what was got and what is wanted.
     """
-    return parse_config(_read(Path(path)), section, overrides=overrides, source=str(path))
+    return parse_config(read_file(path), section, overrides=overrides, source=str(path))
 
 
 def parse_config(
@@ -55,6 +55,24 @@ def parse_config(
             origins = {k: o for k, o in origins.items() if k[: len(path)] != path} | {path: f"--{name}"}
         except ConfigError as error:
             problems.append(_Problem(f"--{name}", name, str(error)))
+    return _checked(data, section, source, origins, problems)
+
+
+def checked_config(
+    data: Mapping[str, Any], section: type[S] = RunConfig, *, source: str, origins: Mapping[text.Path, str]
+) -> S:
+    """As ``load_config``, from plain data.
+
+    Args:
+        source: where the data is from, for messages.
+        origins: where in it each key was set, for messages.
+    """
+    return _checked(data, section, source, origins, [])
+
+
+def _checked(
+    data: Any, section: type[S], source: str, origins: Mapping[text.Path, str], problems: list[_Problem]
+) -> S:
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: wanted keys and values (`model:`, `data:`, …), got {keys.shown(data)}")
     try:
@@ -91,7 +109,13 @@ def _message(path: str, problems: Sequence[_Problem]) -> str:
     return "\n".join([f"{path}: {len(problems)} problems", *(f"  {problem}" for problem in problems)])
 
 
-def _read(path: Path) -> str:
+def read_file(path: str | Path) -> str:
+    """The text of a configuration file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    path = Path(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

@@ -150,6 +150,15 @@ def test_token_rewards_by_hand():
     assert rewards.tolist() == [[-0.5, 11.0, 0.0], [18.0, 0.0, 0.0], [-0.5, -0.5, 29.5]]
 
 
+def test_token_rewards_by_hand_where_the_judge_scores_tokens():
+    kl = torch.tensor([[1.0, -2.0, NAN], [4.0, NAN, NAN], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    scores = torch.tensor([10.0, 20.0, 30.0], dtype=torch.float64)
+    parts = torch.tensor([[7.0, 99.0, NAN], [NAN, NAN, NAN], [-2.0, 4.0, NAN]], dtype=torch.float64)
+    mask = length_mask(torch.tensor([2, 1, 3]), 3)
+    rewards = token_rewards(scores, kl, mask, kl_coef=0.5, token_scores=parts)
+    assert rewards.tolist() == [[6.5, 4.0, 0.0], [18.0, 0.0, 0.0], [-2.5, 3.5, 27.5]]
+
+
 def test_the_sum_of_token_rewards_is_the_objective(case):
     kl, _, mask = case
     rewards = token_rewards(SCORES, kl, mask, kl_coef=0.3)

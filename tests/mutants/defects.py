@@ -72,7 +72,9 @@ ADVANTAGES = in_file(
         "-kl_coef * wide(kl)",
         "-kl_coef * wide(kl) / mask.sum(dim=1, keepdim=True)",
     ),
-    ("the KL of the last token is lost", "penalty + scores.unsqueeze(1)", "scores.unsqueeze(1)"),
+    ("the KL of the last token is lost", "rewards + scores.unsqueeze(1)", "scores.unsqueeze(1)"),
+    ("scores of tokens are paid twice", "scores - early.sum(dim=1)", "scores"),
+    ("the last token's own score counts", "mask & ~is_last", "mask"),
     ("token rewards in half precision", "wide(kl)", "kl"),
     ("γ is missing in the TD error", "gamma * next_values", "next_values"),
     ("λ discounts the next value instead of γ", "gamma * next_values", "lam * next_values"),
@@ -1199,7 +1201,11 @@ ROLLOUT = (
             "completions[position] = completion",
             "completions[done - 1] = completion",
         ),
-        ("rewards see special tokens", "skip_special_tokens=True", "skip_special_tokens=False"),
+        (
+            "rewards see special tokens",
+            "decode(c.token_ids, skip_special_tokens=True)",
+            "decode(c.token_ids, skip_special_tokens=False)",
+        ),
         (
             "every answer is judged with the first prompt's columns",
             "[p.columns.get(name) for p in self.prompts]",

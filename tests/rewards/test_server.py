@@ -11,14 +11,13 @@ import pytest
 from tether.errors import ConfigError, DataError, RewardError, RewardTimeout
 from tether.rewards import server
 from tether.rewards.server import Asked, RewardServer, asked
-from tether.types import RewardOutput
 
 PAIR = {"prompts": ["a", "b"], "responses": ["x", "yy"]}
 
 
 def by_length(request):
     sizes = [float(len(text)) for text in request.responses]
-    return RewardOutput(sizes, {"half": [size / 2 for size in sizes]})
+    return {"scores": sizes, "components": {"half": [size / 2 for size in sizes]}}
 
 
 class Running:
@@ -69,7 +68,7 @@ def test_scores_and_components_come_back(serve):
 
 def test_numbers_come_back_exactly(serve):
     numbers = [0.1, 1 / 3, -2.5e-300, 123456789.123456789, -0.0]
-    running = serve(lambda request: RewardOutput(numbers))
+    running = serve(lambda request: {"scores": numbers})
     scores = running.ask({"prompts": ["p"] * 5, "responses": ["r"] * 5})[1]["scores"]
     assert [score.hex() for score in scores] == [number.hex() for number in numbers]
 

@@ -144,10 +144,22 @@ def token_kl(old, ref, estimator):
             return math.exp(ref - old) - 1 - (ref - old)
 
 
-def token_rewards(scores, kl, kl_coef):
+def early_scores(token_scores, rollouts, seen, s):
+    """What of each answer's score falls before its last token: the judge's own numbers, scaled as scores are."""
+    std = 1.0 if s.score_norm is None else math.sqrt(mean_and_var(seen)[1] + 1e-8)
+    rows = []
+    for row, rollout in zip(token_scores, rollouts, strict=True):
+        is_replaced = s.missing_eos_score is not None and not rollout.ended
+        rows.append([0.0 if is_replaced else x / std for x in row[:-1]])
+    return rows
+
+
+def token_rewards(scores, early, kl, kl_coef):
     rewards = [[-kl_coef * k for k in row] for row in kl]
-    for row, score in zip(rewards, scores, strict=True):
-        row[-1] += score
+    for row, parts, score in zip(rewards, early, scores, strict=True):
+        for t, part in enumerate(parts):
+            row[t] += part
+        row[-1] += score - sum(parts)
     return rewards
 
 
@@ -318,7 +330,7 @@ class Run:
         """One update. Returns how many optimizer steps it took.
 
         Args:
-            scores: of each rollout, as the reward says.
+            scores: of each rollout, as the reward says: a number, or one for each token.
             steps: rows of each optimizer step.
             demonstrations: (query, response) pairs of each optimizer step, if any.
         """
@@ -350,8 +362,12 @@ class Run:
     @torch.no_grad()
     def learn(self, rollouts, scores):
         s, texts = self.s, [(rollout.query, rollout.response) for rollout in rollouts]
+        parts = [[0.0] * (len(rollout.response) - 1) + [x] for x, rollout in zip(scores, rollouts, strict=True)]
+        if any(isinstance(x, list) for x in scores):
+            parts, scores = scores, [sum(x) for x in scores]
         if s.score_norm == "running":
             self.seen_scores += scores
+        early = early_scores(parts, rollouts, self.seen_scores, s)
         scores = [shaped_score(x, rollout, self.seen_scores, s) for x, rollout in zip(scores, rollouts, strict=True)]
         kept = [rollout.ended or not s.mask_truncated for rollout in rollouts]
         old = [[x.item() for x in row_logprobs(self.policy, *text, s.temperature)] for text in texts]
@@ -363,7 +379,7 @@ class Run:
             kl = [[token_kl(a, b, s.kl_estimator) for a, b in pair] for pair in pairs]
         if self.critic is not None:
             values = [[x.item() for x in row_values(*self.critic, *text)] for text in texts]
-        rewards = token_rewards(scores, kl, self.kl_coef if s.kl_in == "reward" else 0.0)
+        rewards = token_rewards(scores, early, kl, self.kl_coef if s.kl_in == "reward" else 0.0)
         if s.whiten_rewards:
             mean, std = scale_of(rewards)
             rewards = [[(x - mean) / std + mean for x in row] for row in rewards]

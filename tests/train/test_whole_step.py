@@ -30,7 +30,7 @@ from tether.train.inputs import load_data
 from tether.train.log import RunLog
 from tether.train.parts import Parts
 from tether.train.trainer import PPOTrainer
-from tether.types import Sampling
+from tether.types import RewardOutput, Sampling
 
 RESPONSES = [
     [10, 11, 12, EOS], [20, EOS], [13, 14, 15, 16, 17, 18], [21, 22, EOS],
@@ -49,7 +49,27 @@ def scores_of(batch):
     return [score + batch / 2 for score in SCORES]
 
 
-def parts_for(config):
+def token_scores_of(batch):
+    """The same where the judge scores tokens: a row an answer, of both signs."""
+    return [
+        [score * (t + 1) / 4 - 0.3 * t for t in range(len(response))]
+        for score, response in zip(scores_of(batch), RESPONSES, strict=True)
+    ]
+
+
+class TokenRewards:
+    """A judge that scores tokens; keeps the batches that it was given."""
+
+    def __init__(self):
+        self.batches = []
+
+    def score(self, batch):
+        rows = token_scores_of(len(self.batches))
+        self.batches.append(batch)
+        return RewardOutput([sum(row) for row in rows], token_scores=rows)
+
+
+def parts_for(config, *, by_token=False):
     """Models as the configuration has them, answers and scores as above."""
     data = load_data(config)
     tokenizer, prompts, ptx = data.tokenizer, data.prompts, data.ptx
@@ -57,7 +77,7 @@ def parts_for(config):
     return Parts(
         roles=build_roles(config, tokenizer, device=Dist().device, mixed_precision=False),
         generator=FakeGenerator(RESPONSES),
-        rewards=FakeRewards(lambda query, response: next(scores)),
+        rewards=TokenRewards() if by_token else FakeRewards(lambda query, response: next(scores)),
         tokenizer=tokenizer,
         sampling=Sampling(config.sampling.response_length, config.sampling.temperature, frozenset({EOS})),
         prompts=prompts.prompts,
@@ -108,8 +128,9 @@ def settings(config):
 class Twins:
     """The trainer and the reference, from the same weights through the same updates."""
 
-    def __init__(self, config, tmp_path, monkeypatch):
-        parts = parts_for(config)
+    def __init__(self, config, tmp_path, monkeypatch, *, by_token=False):
+        self.by_token = by_token
+        parts = parts_for(config, by_token=by_token)
         moved_away(parts.roles)
         self.trainer, self.roles = trainer_for(config, tmp_path, parts), parts.roles
         self.start = {name: p.detach().clone() for name, p in parts.roles.role("policy").trained.items()}
@@ -153,10 +174,15 @@ class Twins:
         """What the trainer had scored so far."""
         return self.trainer.parts.rewards.batches
 
+    def scored(self):
+        """What the judge said of the last batch."""
+        return (token_scores_of if self.by_token else scores_of)(len(self.batches) - 1)
+
     def freeze_moments(self):
         """Measures what scores are normalised by."""
         self.trainer.freeze_score_moments()
-        self.reference.seen_scores += scores_of(len(self.batches) - 1)
+        scores = self.scored()
+        self.reference.seen_scores += [sum(row) for row in scores] if self.by_token else scores
 
     def update(self):
         """Runs one update of both; returns the trainer's metrics."""
@@ -170,8 +196,7 @@ class Twins:
             reference.Rollout(query, response, ended=response[-1] == EOS)
             for query, response in zip(batch.query_ids, batch.response_ids, strict=True)
         ]
-        scores = scores_of(len(self.batches) - 1)
-        taken = self.reference.update(rollouts, scores, self.steps, self.demonstrations)
+        taken = self.reference.update(rollouts, self.scored(), self.steps, self.demonstrations)
         assert metrics["update/num_steps"] == taken
         return metrics
 
@@ -283,6 +308,21 @@ CASES = {
     "moving average": {"train__ema_decay": 0.75, "updates": 2},
 }
 """Options, and the number of updates where it is not 1."""
+BY_TOKEN = {
+    "scores of tokens": OWN_CRITIC | {"ppo__gamma": 0.9, "ppo__lam": 0.6},
+    "scores of tokens, running moments, clip, penalty": HEAD | {
+        "ppo__score_norm": "running", "ppo__reward_clip": 0.7, "ppo__missing_eos_penalty": 0.6, "ppo__lam": 0.5,
+        "ppo__overlong_buffer": 3, "updates": 2,
+    },
+    "scores of tokens, frozen moments, fixed score": OWN_CRITIC | {
+        "ppo__score_norm": "frozen", "ppo__score_norm_samples": 8, "ppo__missing_eos_score": -2.0, "ppo__lam": 0.5,
+        "train__micro_batch_size": 1,
+    },
+    "scores of tokens, return to go": {
+        "kind": "llama", "tied": False, "ppo__advantage_estimator": "reinforce_pp", "ppo__gamma": 0.9,
+    },
+}
+"""Cases in which the judge scores tokens."""
 REACHED = {
     "defaults": ("policy/clipfrac_low", "policy/clipfrac_high"),
     "rewards whitened, tight clips": ("policy/clipfrac_low", "policy/clipfrac_high", "val/clipfrac_avg"),
@@ -313,6 +353,7 @@ ALL = (
      for kind, sharing in {"own critic": OWN_CRITIC, "head": HEAD}.items()}
     | ONE_CRITIC
     | {name: {"kind": "llama", "tied": False} | options for name, options in CRITIC_FREE.items()}
+    | BY_TOKEN
 )
 
 
@@ -331,7 +372,7 @@ def test_parameters_equal_updates_written_a_second_time(folder, tmp_path, monkey
     if "ppo__ptx_coef" in options:
         options["data__ptx"] = str(folder / "ptx.jsonl")
     config = tiny_run(folder, output_dir=str(tmp_path), train__max_steps=updates, **options)
-    twins, rows = Twins(config, tmp_path, monkeypatch), []
+    twins, rows = Twins(config, tmp_path, monkeypatch, by_token=case in BY_TOKEN), []
     if config.ppo.score_norm == "frozen":
         twins.freeze_moments()
     for number in range(updates):

@@ -12,6 +12,7 @@ from tether.algo.scores import (
     missing_eos_scores,
     normalised_scores,
     overlong_penalties,
+    score_std,
 )
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "reduced",
     "reinforce_pp",
     "rloo",
+    "score_std",
     "selected_logprobs",
     "token_rewards",
     "value_clipped",

@@ -11,22 +11,33 @@ GROUP_EPSILON = 1e-4
 
 
 def token_rewards(
-    scores: Float[Tensor, " B"], kl: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], *, kl_coef: float
+    scores: Float[Tensor, " B"],
+    kl: Float[Tensor, "B R"],
+    mask: Bool[Tensor, "B R"],
+    *,
+    kl_coef: float,
+    token_scores: Float[Tensor, "B R"] | None = None,
 ) -> Float[Tensor, "B R"]:
     """The reward of each response token, 0 outside ``mask``.
 
-        r_t = −kl_coef · kl_t            before the last response token
-        r_T = −kl_coef · kl_T + score    on it, which is the action that ended the text
+        r_t = −kl_coef · kl_t + s_t                       before the last response token
+        r_T = −kl_coef · kl_T + score − Σ_{t<T} s_t       on it, which is the action that ended the text
+
+    So the rewards of an answer add up to its score and the KL penalty, wherever its judge puts the score.
 
     Args:
         kl: per-token estimate of KL(π_old ‖ ref).
         mask: True on response tokens, the end-of-sequence token included.
+        token_scores: s, what of the score falls on each token; that of the last is not read. None: 0.
 
     Source: Stiennon et al. 2020, section 3.4, https://arxiv.org/abs/2009.01325
     """
     is_last = mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
-    penalty = torch.where(mask, -kl_coef * wide(kl), 0.0)
-    return torch.where(is_last, penalty + scores.unsqueeze(1), penalty)
+    rewards = torch.where(mask, -kl_coef * wide(kl), 0.0)
+    if token_scores is not None:
+        early = torch.where(mask & ~is_last, wide(token_scores), 0.0)
+        rewards, scores = rewards + early, scores - early.sum(dim=1)
+    return torch.where(is_last, rewards + scores.unsqueeze(1), rewards)
 
 
 def gae(

@@ -96,4 +96,9 @@ def normalised_scores(scores: Float[Tensor, " B"], moments: ScoreMoments) -> Flo
 
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593
     """
-    return (wide(scores) - moments.mean) / math.sqrt(moments.var + WHITEN_EPSILON)
+    return (wide(scores) - moments.mean) / score_std(moments)
+
+
+def score_std(moments: ScoreMoments) -> float:
+    """What ``normalised_scores`` divides by: √(var + 1e-8)."""
+    return math.sqrt(moments.var + WHITEN_EPSILON)

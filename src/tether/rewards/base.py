@@ -37,10 +37,10 @@ def checked(scores: Any, n: int, source: str) -> list[float]:
     """
     values = listed(scores)
     if values is None:
-        raise RewardResponseError(f"{source} returned {_shown(scores)}; wanted a list of {n} numbers, one an answer")
+        raise RewardResponseError(f"{source} returned {shown(scores)}; wanted a list of {n} numbers, one an answer")
     if len(values) != n:
         raise RewardResponseError(f"{source} returned {len(values)} scores for {n} answers; wanted one an answer")
-    return [_number(value, row, n, source) for row, value in enumerate(values)]
+    return [finite_number(value, answer_of(row, n), source) for row, value in enumerate(values)]
 
 
 def score_sequences(
@@ -68,8 +68,15 @@ def listed(scores: Any) -> list[Any] | None:
     return list(values) if isinstance(values, Iterable) else None
 
 
-def _number(value: Any, row: int, n: int, source: str) -> float:
-    """``value`` as a finite float."""
+def finite_number(value: Any, what: str, source: str) -> float:
+    """``value`` as a finite float.
+
+    Args:
+        what: names what it scores in messages, ``source`` who returned it.
+
+    Raises:
+        RewardResponseError: it is no number, not finite, or larger than ``LARGEST``.
+    """
     plain = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(plain, numbers.Real):
         try:
@@ -80,15 +87,18 @@ def _number(value: Any, row: int, n: int, source: str) -> float:
             return number
         if math.isfinite(number):
             raise RewardResponseError(
-                f"{source} returned {number:g} for answer {row} of {n} (counted from 0); wanted a number between "
-                f"-{LARGEST:g} and {LARGEST:g}, as its square has to fit into float32"
+                f"{source} returned {number:g} for {what}; wanted a number between -{LARGEST:g} and {LARGEST:g}, as "
+                "its square has to fit into float32"
             )
-    raise RewardResponseError(
-        f"{source} returned {_shown(value)} for answer {row} of {n} (counted from 0); wanted one finite number"
-    )
+    raise RewardResponseError(f"{source} returned {shown(value)} for {what}; wanted one finite number")
 
 
-def _shown(value: Any) -> str:
+def answer_of(row: int, n: int) -> str:
+    """How messages name an answer."""
+    return f"answer {row} of {n} (counted from 0)"
+
+
+def shown(value: Any) -> str:
     """The value and its type, short enough for a message."""
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tether.rewards.base import checked
+from tether.rewards.tokens import on_tokens, with_rest
 from tether.types import RewardBatch, RewardOutput, RewardSource
+
+Shares = Callable[[Sequence[float]], Sequence[float]]
+"""From what the parts' scores of an answer count to the factor of each part's scores of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,18 @@ class Part:
             score = min(max(score, self.bounds[0]), self.bounds[1])
         return self.weight * score
 
+    def counted_tokens(self, token_scores: Sequence[float], score: float) -> list[float]:
+        """What scores of an answer's tokens count: weight / std each, and on the last one what that leaves of what the
+        whole answer's score counts, its part of the mean and of the clip."""
+        factor = self.weight if self.norm is None else self.weight / self.norm[1]
+        return with_rest([factor * value for value in token_scores[:-1]], self.counted(score))
+
 
 class WeightedSum:
     """Σ of what its parts' scores count, each part's own scores kept as a component under its name.
 
     One part of weight 1 gives that part's scores unchanged. The components of a part are kept as ``name/component``.
+    Scores of tokens add up token by token.
 
     Args:
         parts: at least one, names unique.
@@ -52,9 +64,9 @@ class WeightedSum:
         Raises:
             RewardError: a part could not score an answer.
         """
-        rows, components = scored(self.parts, batch)
-        totals = [sum(row) for row in rows]
-        return RewardOutput(checked(totals, len(batch), "the weighted sum of the rewards"), components)
+        counted = scored(self.parts, batch)
+        totals = checked([sum(row) for row in counted.rows], len(batch), "the weighted sum of the rewards")
+        return RewardOutput(totals, counted.components, counted.tokens(totals, lambda row: [1.0] * len(row)))
 
 
 def check_parts(parts: Sequence[Part]) -> None:
@@ -62,16 +74,56 @@ def check_parts(parts: Sequence[Part]) -> None:
     assert parts and len({part.name for part in parts}) == len(parts), "parts need unique names"
 
 
-def scored(parts: Sequence[Part], batch: RewardBatch) -> tuple[list[tuple[float, ...]], dict[str, list[float]]]:
-    """For each answer, what each part's score counts; and the parts' own scores and components by name.
+@dataclass(frozen=True)
+class Counted:
+    """What the scores of several parts count."""
+
+    rows: list[tuple[float, ...]]
+    """Of each answer, what each part's score counts."""
+    components: dict[str, list[float]]
+    """The parts' own scores and components by name."""
+    token_rows: list[tuple[list[float], ...]] | None
+    """Of each answer, what each part's scores of its tokens count; None where all of them fall on the last."""
+
+    def tokens(self, totals: Sequence[float], shares: Shares) -> list[list[float]] | None:
+        """Scores of each answer's tokens: sums of what the parts' count, and on the last what they leave of the total.
+
+        Args:
+            shares: factors of the parts in the sums.
+        """
+        if self.token_rows is None:
+            return None
+        return [
+            with_rest(
+                [
+                    math.fsum(share * value for share, value in zip(shares(row), values, strict=True))
+                    for values in list(zip(*tokens, strict=True))[:-1]
+                ],
+                total,
+            )
+            for row, tokens, total in zip(self.rows, self.token_rows, totals, strict=True)
+        ]
+
+
+def scored(parts: Sequence[Part], batch: RewardBatch) -> Counted:
+    """Asks every part and says what its scores count.
 
     Raises:
         RewardError: a part could not score an answer.
     """
     components: dict[str, list[float]] = {}
+    outputs = []
     for part in parts:
         output = part.source.score(batch)
         components[part.name] = checked(output.scores, len(batch), f"reward {part.name}")
         components |= {f"{part.name}/{name}": list(values) for name, values in output.components.items()}
+        outputs.append(output)
     columns = [[part.counted(score) for score in components[part.name]] for part in parts]
-    return list(zip(*columns, strict=True)), components
+    token_rows = None
+    if any(output.token_scores is not None for output in outputs):
+        token_columns = [
+            [part.counted_tokens(*row) for row in zip(on_tokens(output, batch), output.scores, strict=True)]
+            for part, output in zip(parts, outputs, strict=True)
+        ]
+        token_rows = list(zip(*token_columns, strict=True))
+    return Counted(list(zip(*columns, strict=True)), components, token_rows)

@@ -36,9 +36,15 @@ class Ensemble:
         Raises:
             RewardError: a member could not score an answer.
         """
-        rows, components = scored(self.members, batch)
-        scores = [self.reduce(row) for row in rows]
-        return RewardOutput(checked(scores, len(batch), f"reward {self.name}"), components)
+        counted = scored(self.members, batch)
+        scores = checked([self.reduce(row) for row in counted.rows], len(batch), f"reward {self.name}")
+        return RewardOutput(scores, counted.components, counted.tokens(scores, self._shares))
+
+    def _shares(self, row: Sequence[float]) -> list[float]:
+        """What each member has of the scores of an answer's tokens: the lowest everything, otherwise all the same."""
+        if self.reduce is min:
+            return [float(i == row.index(min(row))) for i in range(len(row))]
+        return [1 / len(row)] * len(row)
 
 
 def reduction(config: EnsembleReward) -> Reduction:

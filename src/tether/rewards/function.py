@@ -1,4 +1,4 @@
-"""Python functions as reward sources: ``f(prompts, completions, **columns) -> list[float | None]``."""
+"""Python functions as reward sources: ``f(prompts, completions, **columns) -> list[float | list | None]``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from typing import Any
 
 from tether.errors import ConfigError, RewardError, RewardResponseError
 from tether.report.text import one_line, prompt_text
-from tether.rewards.base import checked, listed
+from tether.rewards.base import listed
 from tether.rewards.loop import awaited
+from tether.rewards.tokens import judged
 from tether.types import RewardBatch, RewardOutput
 
 RewardFunction = Callable[..., Any]
 
 _OURS = ("prompts", "completions")
+_IDS = "completion_ids"
 _SEARCH_SECONDS = 10.0
 
 
@@ -30,10 +32,12 @@ class FunctionSource:
 
     Prompts that the dataset had as chat messages are given as messages, and their completions as
     ``[{"role": "assistant", "content": text}]``; text is given as text. Of the dataset's other columns the function
-    gets those that its signature names, or all if it takes ``**kwargs``. An ``async`` function is awaited.
+    gets those that its signature names, or all if it takes ``**kwargs``; and ``completion_ids``, the answers as the
+    policy's token ids, if its signature names them. An ``async`` function is awaited.
 
     Args:
-        function: returns one number an answer, in order, or None for an answer that it has no opinion on.
+        function: returns one number an answer, in order, or the scores of its parts as ``tether.rewards.tokens.judged``
+            reads them, or None for an answer that it has no opinion on.
         name: how messages name it.
         missing: score of answers that it has no opinion on; if left out, such an answer is an error.
     """
@@ -47,12 +51,16 @@ class FunctionSource:
         """The function's scores.
 
         Raises:
-            RewardError: the function raised, or needs a column that the dataset lacks.
-            RewardResponseError: it did not return one finite number an answer.
+            RewardError: the function raised, or needs a column that the dataset lacks, or token ids that nobody has.
+            RewardResponseError: it did not return one finite number for each answer, or for each part of it.
         """
         missing = missing_columns(self.function, batch.columns)
         if missing:
             raise RewardError(_missing_message(f"reward function {self.name}", missing, batch.columns))
+        if _names(self.function, _IDS) and batch.decode is None:
+            raise RewardError(
+                f"reward function {self.name} asks for {_IDS}, which are the policy's: name the policy, model.path"
+            )
         rows = range(len(batch))
         try:
             scores = self._call(batch, rows)
@@ -60,7 +68,7 @@ class FunctionSource:
             raise RewardError(
                 f"reward function {self.name} raised {type(error).__name__}: {error} ({self._where(batch, rows)})"
             ) from error
-        return RewardOutput(checked(self._filled(scores, len(batch)), len(batch), f"reward function {self.name}"))
+        return judged(self._filled(scores, len(batch)), batch, f"reward function {self.name}", by_token=True)
 
     def _filled(self, scores: Any, n: int) -> Any:
         """The scores with ``missing`` in place of None."""
@@ -87,8 +95,10 @@ class FunctionSource:
         columns = {
             name: [values[row] for row in rows]
             for name, values in batch.columns.items()
-            if name not in _OURS and _accepts(self.function, name)
+            if name not in (*_OURS, _IDS) and _accepts(self.function, name)
         }
+        if _names(self.function, _IDS):
+            columns[_IDS] = [batch.response_ids[row] for row in rows]
         result = self.function(prompts=prompts, completions=completions, **columns)
         return awaited(result) if inspect.isawaitable(result) else result
 
@@ -151,7 +161,7 @@ def missing_columns(function: RewardFunction, columns: Mapping[str, Any] | Seque
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         and parameter.default is parameter.empty
-        and parameter.name not in _OURS
+        and parameter.name not in (*_OURS, _IDS)
         and parameter.name not in columns
     ]
 
@@ -172,6 +182,11 @@ def _missing_message(what: str, missing: Sequence[str], columns: Mapping[str, An
         f"{what} needs {', '.join(missing)}, but the dataset's columns are {', '.join(columns) or 'none'}; "
         "give the argument a default or add the column"
     )
+
+
+def _names(function: RewardFunction, name: str) -> bool:
+    """Whether the function's signature names this argument."""
+    return name in inspect.signature(function).parameters
 
 
 def _accepts(function: RewardFunction, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from tether.config.rewards import HttpReward
 from tether.errors import ConfigError, RewardError, RewardResponseError
 from tether.rewards.base import checked
 from tether.rewards.service import Post, Service, service_of
+from tether.rewards.tokens import judged, on_tokens
 from tether.types import RewardBatch, RewardOutput
 
 Payload = Callable[[RewardBatch, Sequence[int]], Mapping[str, Any]]
@@ -27,19 +29,21 @@ class HttpSource:
         service: where the requests go.
         payload: makes them.
         batch_size: most answers of a request.
+        takes_steps: whether an answer may have scores of its steps in place of one number.
     """
 
-    def __init__(self, service: Service, payload: Payload, *, batch_size: int) -> None:
+    def __init__(self, service: Service, payload: Payload, *, batch_size: int, takes_steps: bool) -> None:
         self.service = service
         self.payload = payload
         self.batch_size = batch_size
+        self.takes_steps = takes_steps
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The service's scores and components.
 
         Raises:
             RewardTimeout: the service did not answer in time, and not on any further try.
-            RewardResponseError: it answered anything but one finite number an answer.
+            RewardResponseError: it answered anything but one finite number an answer, or a step.
             RewardError: it could not be reached, or the batch cannot be written as JSON.
         """
         rows = range(len(batch))
@@ -53,7 +57,12 @@ class HttpSource:
                     f"answer and {', '.join(names) or 'none'} in another; wanted the same in all"
                 )
         components = {name: [value for output in outputs for value in output.components[name]] for name in names}
-        return RewardOutput([score for output in outputs for score in output.scores], components)
+        scores = [score for output in outputs for score in output.scores]
+        token_scores = None
+        if any(output.token_scores is not None for output in outputs):
+            parts = zip(requests, outputs, strict=True)
+            token_scores = [row for request, output in parts for row in on_tokens(output, batch, request)]
+        return RewardOutput(scores, components, token_scores)
 
     async def _scored(self, batch: RewardBatch, rows: Sequence[int], post: Post) -> RewardOutput:
         """What the service says of these rows."""
@@ -68,10 +77,14 @@ class HttpSource:
             raise RewardResponseError(
                 f"{place} returned components of type {type(components).__name__}; wanted names with lists of numbers"
             )
-        return RewardOutput(
-            checked(answer["scores"], len(rows), place),
-            {name: checked(values, len(rows), f"{place}, component {name},") for name, values in components.items()},
-        )
+        if self.takes_steps:
+            output = judged(answer["scores"], batch, place, by_token=False, rows=rows)
+        else:
+            output = RewardOutput(checked(answer["scores"], len(rows), place))
+        parts = {
+            name: checked(values, len(rows), f"{place}, component {name},") for name, values in components.items()
+        }
+        return replace(output, components=parts)
 
 
 def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTokenizerBase | None) -> HttpSource:
@@ -90,6 +103,7 @@ def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTo
         service_of(config, config.url, name=name, key=key, wanted=WANTED),
         tether_payload(f"reward {name}", config.columns) if tethers else llamafactory_payload(tokenizer),
         batch_size=config.batch_size,
+        takes_steps=tethers,
     )
 
 

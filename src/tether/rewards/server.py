@@ -16,7 +16,7 @@ from typing import Any
 from tether.data.judged import checked_answer
 from tether.data.prompts import checked_prompt
 from tether.errors import USER_ERRORS, ConfigError, DataError, RewardTimeout, TetherError
-from tether.types import Message, RewardOutput
+from tether.types import Message
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RewardServer(ThreadingHTTPServer):
     """Answers requests for scores. Connections have a thread each; scores come from one thread alone.
 
     Args:
-        score: gives the scores.
+        score: gives what is answered, scores and components.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
 
@@ -71,7 +71,7 @@ class RewardServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, score: Callable[[Asked], RewardOutput], host: str, port: int) -> None:
+    def __init__(self, score: Callable[[Asked], Mapping[str, Any]], host: str, port: int) -> None:
         self.score = score
         self.jobs: SimpleQueue[_Job] = SimpleQueue()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -216,12 +216,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _scored(score: Callable[[Asked], RewardOutput], request: Asked) -> Content:
+def _scored(score: Callable[[Asked], Mapping[str, Any]], request: Asked) -> Content:
     """Status and content of the answer. No request stops the service."""
     if not request.prompts:
         return HTTPStatus.OK, {"scores": [], "components": {}}
     try:
-        output = score(request)
+        return HTTPStatus.OK, score(request)
     except USER_ERRORS as error:
         return HTTPStatus.BAD_REQUEST, {"error": str(error)}
     except TetherError as error:
@@ -231,7 +231,6 @@ def _scored(score: Callable[[Asked], RewardOutput], request: Asked) -> Content:
     except Exception as error:  # a fault of a model or of ours: told to both sides
         logger.exception("a request could not be scored")
         return HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
-    return HTTPStatus.OK, {"scores": output.scores, "components": dict(output.components)}
 
 
 def _number(header: str | None) -> int | None:

@@ -62,6 +62,7 @@ def targets(
     *,
     kl_coef: float,
     num_generations: int,
+    early_scores: Sequence[Sequence[float]] | None = None,
 ) -> Targets:
     """Advantages and returns of a rollout batch by the configured estimator.
 
@@ -70,10 +71,12 @@ def targets(
         loss_mask: True on the tokens that take part in the losses; whitening is over these.
         kl_coef: present coefficient of the KL.
         num_generations: answers to each prompt, in neighbouring rows.
+        early_scores: one number a token, what of each answer's score falls on each before the last; None: nothing.
     """
     mask = outputs.mask
     coef = kl_coef if ppo.kl_in == "reward" else 0.0
-    rewards = algo.token_rewards(scores, outputs.kl(ppo.kl_estimator), mask, kl_coef=coef)
+    early = None if early_scores is None else _on_tokens(early_scores, scores, mask)
+    rewards = algo.token_rewards(scores, outputs.kl(ppo.kl_estimator), mask, kl_coef=coef, token_scores=early)
     if ppo.whiten_rewards:
         rewards = algo.whiten(rewards, mask, keep_mean=True)
     returns = None
@@ -93,6 +96,12 @@ def targets(
     if ppo.advantage_clip is not None:
         advantages = advantages.clamp(-ppo.advantage_clip, ppo.advantage_clip)
     return Targets(advantages, std, returns)
+
+
+def _on_tokens(early_scores: Sequence[Sequence[float]], scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores of tokens as [B, R], in the type and on the device of ``scores``."""
+    padded = [[*row, *[0.0] * (mask.shape[1] - len(row))] for row in early_scores]
+    return torch.tensor(padded, dtype=scores.dtype, device=scores.device)
 
 
 def _generalized(rewards: Tensor, values: Tensor, mask: Tensor, ppo: PPOConfig) -> tuple[Tensor, Tensor]:

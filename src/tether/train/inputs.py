@@ -128,7 +128,7 @@ def first_answer(data: RunData) -> RewardBatch:
     """An answer to the first prompt, with the columns of its row, that reward services can be tried on."""
     text = "Hello."
     ids = data.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Answers(data.prompts.prompts[:1], [Completion(ids, "length")], [text]).reward_batch()
+    return Answers(data.prompts.prompts[:1], [Completion(ids, "length")], [text]).reward_batch(data.tokenizer)
 
 
 def _check_tokens(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,10 +22,11 @@ from tether.models.roles import ModelRoles, build_roles
 from tether.report.text import prompt_text
 from tether.rewards.build import build_rewards, check_rewards
 from tether.rewards.server import Asked, RewardServer
+from tether.rewards.tokens import steps
 from tether.train.display import Display
 from tether.train.distributed import Dist
 from tether.train.interrupt import StopRequest
-from tether.types import Message, RewardBatch, RewardOutput, RewardSource
+from tether.types import Message, RewardBatch, RewardSource
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -86,17 +88,23 @@ class Judges:
             response_ids=response_ids,
             conversations=conversations,
             columns=columns,
+            decode=None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=True),
         )
 
-    def _answer_ids(self, responses: Sequence[str]) -> list[list[int]]:
+    def _answer_ids(
+        self, prompts: Sequence[str | list[Message] | None], responses: Sequence[str]
+    ) -> list[list[int]]:
         if self.closing_id is None:
             return self.tokenizer(list(responses), add_special_tokens=False)["input_ids"]
-        return encoded_answers(responses, self.tokenizer, self.closing_id)
+        leads = answer_leads(prompts, self.tokenizer, self.query.chat_template)
+        return encoded_answers(responses, leads, self.tokenizer, self.closing_id)
 
-    def score(self, request: Asked) -> RewardOutput:
-        """The scores that a request to the reward server asks for."""
+    def score(self, request: Asked) -> Mapping[str, Any]:
+        """The scores that a request to the reward server asks for, as its protocol has them."""
         places = [f"entry {i}" for i in range(len(request.prompts))]
-        return self.rewards.score(self.batch(request.prompts, request.responses, request.columns, places))
+        batch = self.batch(request.prompts, request.responses, request.columns, places)
+        output = self.rewards.score(batch)
+        return {"scores": steps(output, batch), "components": dict(output.components)}
 
 
 def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import plan_micro_batches
+from tether.rewards.tokens import check_token_scores
 from tether.train.parts import Parts
-from tether.types import Completion, Prompt, Request, RewardBatch
+from tether.types import Completion, Prompt, Request, RewardBatch, RewardOutput
 
 PhaseReport = Callable[[str, int, int], None]
 """Told the name of a phase, how much of it is done, and how much there is."""
@@ -39,8 +42,12 @@ class Answers:
         """Tokens of each answer, its end token included."""
         return torch.tensor([len(completion.token_ids) for completion in self.completions])
 
-    def reward_batch(self) -> RewardBatch:
-        """What the reward sources are given."""
+    def reward_batch(self, tokenizer: PreTrainedTokenizerBase) -> RewardBatch:
+        """What the reward sources are given.
+
+        Args:
+            tokenizer: the policy's.
+        """
         columns = {name: [p.columns.get(name) for p in self.prompts] for name in self.prompts[0].columns}
         return RewardBatch(
             prompts=[p.source for p in self.prompts],
@@ -50,6 +57,7 @@ class Answers:
             response_ids=[list(c.token_ids) for c in self.completions],
             conversations=[p.conversation for p in self.prompts],
             columns=columns,
+            decode=partial(tokenizer.decode, skip_special_tokens=True),
         )
 
 
@@ -61,6 +69,8 @@ class Judged:
     """What is trained on: the sources' score, normalised and clipped, with the rules for ends and lengths applied."""
     components: Mapping[str, list[float]]
     """The sources' own scores by name, unweighted."""
+    early_scores: Sequence[Sequence[float]] | None = None
+    """One number a token: what of the score falls on each before the last, which has the rest. None: nothing."""
 
     def sample(self, i: int, answers: Answers) -> dict[str, Any]:
         """Answer ``i`` as one row of samples.jsonl."""
@@ -98,10 +108,15 @@ def answer(
     return Answers(prompts, completions, texts)
 
 
-def raw_scores(parts: Parts, answers: Answers) -> tuple[Float[Tensor, " B"], Mapping[str, list[float]]]:
-    """The sources' weighted sum for every answer, and their own scores by name."""
-    output = parts.rewards.score(answers.reward_batch())
-    return torch.tensor(output.scores, dtype=torch.float32), output.components
+def raw_scores(parts: Parts, answers: Answers) -> tuple[Float[Tensor, " B"], RewardOutput]:
+    """The sources' weighted sum for every answer, and all that they said.
+
+    Raises:
+        RewardError: an answer could not be scored.
+    """
+    output = parts.rewards.score(answers.reward_batch(parts.tokenizer))
+    check_token_scores(output, answers.lengths.tolist(), "the reward")
+    return torch.tensor(output.scores, dtype=torch.float32), output
 
 
 def judge(parts: Parts, answers: Answers, config: RunConfig, moments: algo.ScoreMoments) -> Judged:
@@ -111,10 +126,10 @@ def judge(parts: Parts, answers: Answers, config: RunConfig, moments: algo.Score
         moments: what ``ppo.score_norm`` normalises by; not read without it. Those of the answers themselves where no
             score was seen before.
     """
-    raw, components = raw_scores(parts, answers)
+    raw, output = raw_scores(parts, answers)
     if moments.count == 0:
         moments = algo.merged_moments(moments, raw)
-    return Judged(shaped_scores(raw, answers, config, moments), components)
+    return Judged(shaped_scores(raw, answers, config, moments), output.components)
 
 
 def shaped_scores(
@@ -134,6 +149,22 @@ def shaped_scores(
         penalties = algo.overlong_penalties(lengths, max_length=longest, buffer=ppo.overlong_buffer)
         scores = scores + ppo.overlong_penalty * penalties
     return scores
+
+
+def early_scores(
+    output: RewardOutput, answers: Answers, config: RunConfig, moments: algo.ScoreMoments
+) -> list[list[float]] | None:
+    """What of each answer's shaped score falls on its tokens before the last: the sources' scores of tokens, over the
+    standard deviation of ``ppo.score_norm``; nothing where the score was replaced, as the answer did not end."""
+    if output.token_scores is None:
+        return None
+    ppo = config.ppo
+    factor = 1.0 if ppo.score_norm is None else 1 / algo.score_std(moments)
+    is_replaced = ~answers.ended if ppo.missing_eos_score is not None else torch.zeros(len(answers.texts), dtype=bool)
+    return [
+        [0.0 if drop else factor * score for score in row]
+        for row, drop in zip(output.token_scores, is_replaced.tolist(), strict=True)
+    ]
 
 
 def micro_batch_plan(

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from tether import algo
 from tether.config.schema import RunConfig
@@ -36,7 +35,7 @@ from tether.train.log import RunLog
 from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
 from tether.train.optim import PassOptimizer, build_optimizers
 from tether.train.parts import Parts
-from tether.train.rollout import Answers, Judged, answer, micro_batch_plan, raw_scores, shaped_scores
+from tether.train.rollout import Answers, Judged, answer, early_scores, micro_batch_plan, raw_scores, shaped_scores
 from tether.train.update import Update
 from tether.types import Experience, MicroBatch, Request, noise_key
 
@@ -180,8 +179,8 @@ class PPOTrainer:
         metrics = Metrics()
         with timed(metrics, "step"):
             answers = self.rollout(metrics)
-            scores, moments = self.score(answers, metrics)
-            experience = self.experience(answers, scores, metrics)
+            judged, moments = self.score(answers, metrics)
+            experience = self.experience(answers, judged, metrics)
             optimizers = self.update(experience, answers, metrics)
             self.parts.generator.sync_weights(self.roles.policy)
         values = self.summary(metrics)
@@ -205,34 +204,40 @@ class PPOTrainer:
         measure_answers(metrics, answers)
         return answers
 
-    def score(self, answers: Answers, metrics: Metrics) -> tuple[Tensor, algo.ScoreMoments]:
-        """What is trained on, [B] float32, and the moments that it was normalised by."""
+    def score(self, answers: Answers, metrics: Metrics) -> tuple[Judged, algo.ScoreMoments]:
+        """What is trained on, and the moments that it was normalised by."""
         with timed(metrics, "reward"):
-            raw, components = raw_scores(self.parts, answers)
+            raw, output = raw_scores(self.parts, answers)
         moments = self.state.score_moments
         if self.config.ppo.score_norm == "running":
             moments = algo.merged_moments(moments, raw)
         scores = shaped_scores(raw, answers, self.config, moments)
         metrics.mean("objective/scores", scores)
         metrics.var("objective/scores_var", scores)
-        for name, values in components.items():
+        for name, values in output.components.items():
             metrics.mean(f"rewards/{name}", values)
-        judged = Judged(scores, components)
+        judged = Judged(scores, output.components, early_scores(output, answers, self.config, moments))
         self.log.samples(self.state.step + 1, "train", answers, judged, limit=self.config.train.log_samples)
         self.stop.check()
-        return scores, moments
+        return judged, moments
 
     @torch.no_grad()
-    def experience(self, answers: Answers, scores: Tensor, metrics: Metrics) -> list[Experience]:
+    def experience(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[Experience]:
         """Everything the update needs, a record for each micro-batch."""
         ppo, kl_coef = self.config.ppo, self.state.kl_coef
         batches = self.micro_batches(answers)
         with timed(metrics, "logprobs"):
             outputs = self.outputs(batches, answers)
-        scores = scores.to(outputs.logprobs)
+        scores = judged.scores.to(outputs.logprobs)
         kept = outputs.mask & answers.ended.to(outputs.mask.device).unsqueeze(1) if ppo.mask_truncated else outputs.mask
         learned = targets(
-            outputs, scores, kept, ppo, kl_coef=kl_coef, num_generations=self.config.sampling.num_generations
+            outputs,
+            scores,
+            kept,
+            ppo,
+            kl_coef=kl_coef,
+            num_generations=self.config.sampling.num_generations,
+            early_scores=judged.early_scores,
         )
         measure_objective(metrics, outputs, scores, answers, ppo, kl_coef=kl_coef)
         measure_critic(metrics, outputs, learned)

@@ -215,6 +215,11 @@ class ModelRoles:
         return self._adapted or self.role(POLICY).model
 
     @property
+    def policy_adapter(self) -> str:
+        """PEFT's name of the policy's adapter, the one that is active at rest."""
+        return self.role(POLICY).adapter or DEFAULT
+
+    @property
     def has_reference(self) -> bool:
         """Whether there is a reference: not at ``kl_coef`` 0."""
         return REFERENCE in self._by_name
@@ -324,11 +329,11 @@ class ModelRoles:
             yield
         finally:
             self._switch(before)
-            assert self._adapted.active_adapter == (before or DEFAULT), "the adapter was not restored"
+            assert self._adapted.active_adapter == (before or self.policy_adapter), "the adapter was not restored"
 
     def _switch(self, adapter: str) -> None:
         """Makes ``adapter`` answer. PEFT also sets ``requires_grad`` then, which is put back at once."""
-        wanted, is_off = adapter or DEFAULT, adapter == OFF
+        wanted, is_off = adapter or self.policy_adapter, adapter == OFF
         with flags_kept(self._parts_of(self._adapted).parameters):
             if self._adapters_off and not is_off:
                 self._adapted.base_model.enable_adapter_layers()

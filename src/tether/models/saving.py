@@ -33,7 +33,11 @@ def save_policy(roles: ModelRoles, tokenizer: PreTrainedTokenizerBase, folder: P
     policy = roles.policy
     if isinstance(policy, PeftModel):
         # "auto" would ask the hub for the base's vocabulary size; here it never changes.
-        policy.save_pretrained(folder, selected_adapters=[DEFAULT], save_embedding_layers=False)
+        policy.save_pretrained(folder, selected_adapters=[roles.policy_adapter], save_embedding_layers=False)
+        if roles.policy_adapter != DEFAULT:  # PEFT puts it into a folder of its name
+            for file in (folder / roles.policy_adapter).iterdir():
+                file.replace(folder / file.name)
+            (folder / roles.policy_adapter).rmdir()
         policy.generation_config.save_pretrained(folder)
     else:
         policy.save_pretrained(folder)

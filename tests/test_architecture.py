@@ -30,7 +30,7 @@ ALONE = {
     "tether.errors": set(),
 }
 """Packages that import nothing but these and the standard library."""
-OPTIONAL = {"trl": {"stages", "demo"}, "vaderSentiment": {"demo"}, "gguf": {"demo"}}
+OPTIONAL = {"trl": {"stages", "demo"}, "matplotlib": {"report"}, "vaderSentiment": {"demo"}, "gguf": {"demo"}}
 """Packages of an extra, with the parts that may import them; any other one belongs into a module of its own name."""
 IMPORT_NAMES = {"pyyaml": "yaml"}
 """Distributions that are imported under another name."""

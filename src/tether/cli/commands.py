@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,15 +29,18 @@ def ppo(arguments: Sequence[str]) -> int:
         return _config_help("tether ppo", RunConfig)
     file, overrides = run_arguments("tether ppo", arguments)
 
-    from tether.config.load import load_config
+    from tether.compat.load import load_any
 
-    config = load_config(file, overrides)
+    config, translation = load_any(file, overrides, RunConfig, "ppo")
 
     from tether.cli.display import RunDisplay
+    from tether.cli.foreign import announce, plot
     from tether.train.run import train_policy
 
     with RunDisplay() as display:
+        announce(translation, display)
         result = train_policy(config, display=display)
+        plot(translation, result.output_dir, display)
         if result.interrupted is not None:
             display.message(f"stopped by {result.interrupted}; the same command with --resume goes on from here")
             return INTERRUPTED
@@ -52,15 +56,17 @@ def plan(arguments: Sequence[str]) -> int:
         return _config_help("tether plan", RunConfig)
     file, overrides = run_arguments("tether plan", arguments)
 
-    from tether.config.load import load_config
+    from tether.compat.load import load_any
 
-    config = load_config(file, overrides)
+    config, translation = load_any(file, overrides, RunConfig, "ppo")
 
     from tether.cli.display import RunDisplay
+    from tether.cli.foreign import announce
     from tether.cli.plan import show_plan
     from tether.train.plan import plan as plan_of
 
     with RunDisplay() as display:
+        announce(translation, display)
         show_plan(plan_of(config), display)
     return 0
 
@@ -243,6 +249,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def run_arguments(command: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The configuration file and the overrides of a command line; ``--resume`` and ``--overwrite`` need no value.
 
+    An override may leave out the dashes: ``train.seed=1``.
+
     Raises:
         ConfigError: not exactly one file is named, or an option is none.
     """
@@ -258,6 +266,8 @@ def run_arguments(command: str, arguments: Sequence[str]) -> tuple[str, list[str
             overrides += [argument] if value is None else [argument, value]
         elif argument.startswith("-"):
             raise ConfigError(f"{argument}: unknown option; overrides start with two dashes, as in --train.seed=1")
+        elif re.match(r"[A-Za-z_][\w.]*=", argument) and not Path(argument).exists():
+            overrides.append(f"--{argument}")
         else:
             files.append(argument)
     if len(files) != 1:

@@ -47,19 +47,17 @@ def parse_config(
         document = text.parse(content)
     except text.TextError as error:
         raise ConfigError(f"{source}, line {error.line}: {error}") from error
-    data, origins = document.data, {path: f"line {line}" for path, line in document.lines.items()}
-    problems: list[_Problem] = []
-    for name, value in _pairs(overrides):
-        try:
-            data, path = _overridden(data, name, value, section)
-            origins = {k: o for k, o in origins.items() if k[: len(path)] != path} | {path: f"--{name}"}
-        except ConfigError as error:
-            problems.append(_Problem(f"--{name}", name, str(error)))
-    return _checked(data, section, source, origins, problems)
+    origins = {path: f"line {line}" for path, line in document.lines.items()}
+    return checked_config(document.data, section, overrides=overrides, source=source, origins=origins)
 
 
 def checked_config(
-    data: Mapping[str, Any], section: type[S] = RunConfig, *, source: str, origins: Mapping[text.Path, str]
+    data: Any,
+    section: type[S] = RunConfig,
+    *,
+    overrides: Sequence[str] = (),
+    source: str,
+    origins: Mapping[text.Path, str],
 ) -> S:
     """As ``load_config``, from plain data.
 
@@ -67,12 +65,13 @@ def checked_config(
         source: where the data is from, for messages.
         origins: where in it each key was set, for messages.
     """
-    return _checked(data, section, source, origins, [])
-
-
-def _checked(
-    data: Any, section: type[S], source: str, origins: Mapping[text.Path, str], problems: list[_Problem]
-) -> S:
+    problems: list[_Problem] = []
+    for name, value in override_pairs(overrides):
+        try:
+            data, path = _overridden(data, name, value, section)
+            origins = {k: o for k, o in origins.items() if k[: len(path)] != path} | {path: f"--{name}"}
+        except ConfigError as error:
+            problems.append(_Problem(f"--{name}", name, str(error)))
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: wanted keys and values (`model:`, `data:`, …), got {keys.shown(data)}")
     try:
@@ -128,8 +127,12 @@ def read_file(path: str | Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(key, value) of each override, both spellings."""
+def override_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(key, value) of each override, both spellings.
+
+    Raises:
+        ConfigError: one is no override, or has no value.
+    """
     arguments = iter(overrides)
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")

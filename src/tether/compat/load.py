@@ -1,0 +1,61 @@
+"""A configuration file in whatever words it is written: ours, or LLaMA-Factory's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tether.compat import llamafactory
+from tether.compat.translation import Translation
+from tether.config import text
+from tether.config.base import Section
+from tether.config.load import load_config, override_pairs, read_file
+from tether.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
+
+
+def load_any(
+    path: str | Path, overrides: Sequence[str], section: type[S], command: str
+) -> tuple[S, Translation | None]:
+    """The configuration of a file, and how it was translated if it is not in our words.
+
+    Args:
+        overrides: command-line arguments, ``--key=value`` or ``--key value``, in the file's words or in ours.
+        section: class of the whole file.
+        command: the command that wants it: ``ppo``.
+
+    Raises:
+        ConfigError: names every problem at once; or the file is of another command.
+    """
+    document = _document(path)
+    if document is None or not llamafactory.recognised(document.data):
+        return load_config(path, overrides, section), None
+    given = dict(document.data)
+    origins = {key: f"line {document.lines[(key,)]}" for key in given}
+    ours = []
+    for name, value in override_pairs(overrides):
+        if name in llamafactory.KNOWN or ("." not in name and name not in section.model_fields):
+            given[name], origins[name] = _value(name, value), f"--{name}"
+        else:
+            ours.append(f"--{name}={value}")
+    wanted, translation = llamafactory.translated(str(path), given, origins)
+    if wanted != command:
+        raise ConfigError(f"{path}: stage {given.get('stage', 'sft')} is run by `tether {wanted} {path}`")
+    return translation.checked(section, ours), translation
+
+
+def _document(path: str | Path) -> text.Document | None:
+    """The file's content; None where it is not the YAML that is read here, which ``load_config`` then says."""
+    try:
+        return text.parse(read_file(path))
+    except text.TextError:
+        return None
+
+
+def _value(name: str, value: str) -> Any:
+    try:
+        return text.parse(value).data
+    except text.TextError as error:
+        raise ConfigError(f"--{name}: {value!r} is no YAML value: {error}") from error

@@ -1,0 +1,215 @@
+"""Another system's configuration in our words: what became what, what was passed over, what could not be taken."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tether.config import keys, text
+from tether.config.base import Section
+from tether.config.load import checked_config
+from tether.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
+
+_SECRET = re.compile(r"hub_token$|api_key$|secret|webhook|^use_wandb$|wandb\.key$")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A configuration that was read in another system's words."""
+
+    source: str
+    """The file, for messages."""
+    system: str
+    """Whose words they were: ``LLaMA-Factory``."""
+    config: Mapping[str, Any]
+    """The same in our keys."""
+    origins: Mapping[text.Path, str]
+    """Where each of our keys comes from, for messages."""
+    became: Sequence[tuple[str, str]]
+    """Their key and value, and ours."""
+    ignored: Sequence[tuple[str, str]]
+    """Their key and value, and why it changes nothing here."""
+    notes: Sequence[str]
+    """What else is different here, a sentence each."""
+    plots: bool = False
+    """Whether curves are wanted as PNG files."""
+
+    @property
+    def table(self) -> list[list[str]]:
+        """Every key of theirs with what became of it, a row each."""
+        return [[*row] for row in self.became] + [[theirs, f"ignored: {why}"] for theirs, why in self.ignored]
+
+    def checked(self, section: type[S], overrides: Sequence[str] = ()) -> S:
+        """The configuration itself.
+
+        Args:
+            overrides: command-line arguments in our words.
+
+        Raises:
+            ConfigError: names every key whose value does not fit, with theirs.
+        """
+        return checked_config(
+            dict(self.config), section, overrides=overrides, source=self.source, origins=self.origins
+        )
+
+    def yaml(self, command: str) -> str:
+        """Our file: what was passed over in comments at its head, then every key that differs from our default.
+
+        Args:
+            command: what runs the file, for its first line.
+        """
+        lines = [f"{command}", f"From {self.source} ({self.system}).", ""]
+        lines += [f"ignored, {theirs}: {why}" for theirs, why in self.ignored]
+        lines += self.notes
+        head = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+        return f"{head}\n{text.dump(dict(self.config))}"
+
+
+class Translator:
+    """Takes another system's keys one by one and collects ours.
+
+    Args:
+        source: the file, for messages.
+        system: name of the other system.
+        given: its keys with their values.
+        origins: where each of them was set.
+    """
+
+    def __init__(self, source: str, system: str, given: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+        self.source, self.system = source, system
+        self.given = dict(given)
+        self.config: dict[str, Any] = {}
+        self.plots = False
+        self._origins = origins
+        self._seen: set[str] = set()
+        self._told: set[str] = set()
+        self._ours: dict[text.Path, str] = {}
+        self._became: list[tuple[str, str]] = []
+        self._ignored: list[tuple[str, str]] = []
+        self._notes: list[str] = []
+        self._problems: list[tuple[str, str]] = []
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Their value, or their default where the file leaves the key out or says null."""
+        self._seen.add(key)
+        value = self.given.get(key)
+        return default if value is None else value
+
+    def number(self, key: str, default: float) -> Any:
+        """As ``take``, for a key that holds a number; one that holds anything else is refused."""
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.refuse(key, "wanted a number")
+            return default
+        return value
+
+    def gives(self, key: str) -> bool:
+        """Whether the file sets the key to something."""
+        return self.given.get(key) is not None
+
+    def put(self, path: str, value: Any, *theirs: str, note: str = "") -> None:
+        """Sets our key.
+
+        Args:
+            theirs: the keys that it comes from, with their value where the file does not give it: ``("lam", 0.95)``.
+            note: what a reader must know about it.
+        """
+        here = self.config
+        *above, last = path.split(".")
+        for name in above:
+            here = here.setdefault(name, {})
+        here[last] = value
+        self._seen.update(theirs)
+        given = [key for key in theirs if self.gives(key)]
+        where = [self._origins.get(given[0], ""), given[0]] if given else [""]
+        self._ours[tuple(path.split("."))] = ", ".join(filter(None, where))
+        self._told.update(given)
+        said = ", ".join(map(self._shown, given)) or (f"{', '.join(theirs)} (default)" if theirs else "(built in)")
+        self._became.append((said, f"{path}: {keys.shown(value)}" + (f" ({note})" if note else "")))
+
+    def covered(self, *theirs: str, by: str) -> None:
+        """Says that keys need none of ours, unless one of ours was set from them.
+
+        Args:
+            by: what stands for them here.
+        """
+        for key in theirs:
+            self._seen.add(key)
+            if self.gives(key) and key not in self._told:
+                self._told.add(key)
+                self._became.append((self._shown(key), by))
+
+    def ignore(self, why: str, *theirs: str) -> None:
+        """Passes over keys that change nothing here."""
+        for key in theirs:
+            self._seen.add(key)
+            if self.gives(key) and key not in self._told:
+                self._told.add(key)
+                self._ignored.append((self._shown(key), why))
+
+    def refuse(self, key: str, why: str) -> None:
+        """Notes a key that would change the result and has no place here, with the way out."""
+        self._seen.add(key)
+        self._problems.append((key, f"got {self._value(key)}; {why}" if self.gives(key) else why))
+
+    def off(self, why: str, **usual: Any) -> None:
+        """Refuses keys that are set to anything but the value that leaves them without effect.
+
+        Args:
+            why: what is to be done instead.
+            usual: that value by key; a tuple of several.
+        """
+        for key, values in usual.items():
+            self._seen.add(key)
+            allowed = values if isinstance(values, tuple) else (values,)
+            if not self.gives(key):
+                continue
+            if self.given[key] in allowed:
+                self.covered(key, by="its default, as here")
+            else:
+                self.refuse(key, why)
+
+    def note(self, sentence: str) -> None:
+        """Adds a sentence about what is different here."""
+        self._notes.append(sentence)
+
+    def finish(self, known: Iterable[str]) -> Translation:
+        """What was collected.
+
+        Args:
+            known: every key that the other system has, to tell a slip from one that was forgotten.
+
+        Raises:
+            ConfigError: keys were refused, or are none of the other system's; names all of them.
+        """
+        known = list(known)
+        for key in self.given:
+            if key not in self._seen:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else "leave it out"
+                self._problems.append((key, f"{self.system} has no such key; {hint}"))
+        if self._problems:
+            raise ConfigError(_message(self.source, [self._place(key, what) for key, what in self._problems]))
+        return Translation(
+            self.source, self.system, self.config, self._ours, self._became, self._ignored, self._notes, self.plots
+        )
+
+    def _place(self, key: str, what: str) -> str:
+        return ": ".join(part for part in (self._origins.get(key, ""), key, what) if part)
+
+    def _shown(self, key: str) -> str:
+        return f"{key}: {self._value(key)}"
+
+    def _value(self, key: str) -> str:
+        return "…" if _SECRET.search(key) else keys.shown(self.given[key])
+
+
+def _message(source: str, problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return f"{source}, {problems[0]}"
+    return "\n".join([f"{source}: {len(problems)} problems", *(f"  {problem}" for problem in problems)])

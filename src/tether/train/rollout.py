@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import plan_micro_batches
+from tether.rewards.base import checked
 from tether.rewards.tokens import check_token_scores
 from tether.train.parts import Parts
 from tether.types import Completion, Prompt, Request, RewardBatch, RewardOutput
@@ -108,15 +109,22 @@ def answer(
     return Answers(prompts, completions, texts)
 
 
-def raw_scores(parts: Parts, answers: Answers) -> tuple[Float[Tensor, " B"], RewardOutput]:
+def raw_scores(
+    parts: Parts, answers: Answers, output: RewardOutput | None = None
+) -> tuple[Float[Tensor, " B"], RewardOutput]:
     """The sources' weighted sum for every answer, and all that they said.
+
+    Args:
+        output: what is taken for that in place of asking the sources.
 
     Raises:
         RewardError: an answer could not be scored.
     """
-    output = parts.rewards.score(answers.reward_batch(parts.tokenizer))
+    if output is None:
+        output = parts.rewards.score(answers.reward_batch(parts.tokenizer))
+    scores = checked(output.scores, len(answers.texts), "the reward")
     check_token_scores(output, answers.lengths.tolist(), "the reward")
-    return torch.tensor(output.scores, dtype=torch.float32), output
+    return torch.tensor(scores, dtype=torch.float32), output
 
 
 def judge(parts: Parts, answers: Answers, config: RunConfig, moments: algo.ScoreMoments) -> Judged:

@@ -37,7 +37,7 @@ from tether.train.optim import PassOptimizer, build_optimizers
 from tether.train.parts import Parts
 from tether.train.rollout import Answers, Judged, answer, early_scores, micro_batch_plan, raw_scores, shaped_scores
 from tether.train.update import Update
-from tether.types import Experience, MicroBatch, Request, noise_key
+from tether.types import Experience, MicroBatch, Request, RewardOutput, noise_key
 
 
 class PPOTrainer:
@@ -49,13 +49,23 @@ class PPOTrainer:
         dist: device and processes.
         log: where metrics, samples and progress go.
         callbacks: told of every event; one step is one update.
+        optimizers: in place of those that the configuration asks for.
     """
 
-    def __init__(self, config: RunConfig, parts: Parts, *, dist: Dist, log: RunLog, callbacks: Callbacks) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: Parts,
+        *,
+        dist: Dist,
+        log: RunLog,
+        callbacks: Callbacks,
+        optimizers: list[PassOptimizer] | None = None,
+    ) -> None:
         self.config, self.parts, self.roles, self.dist, self.log = config, parts, parts.roles, dist, log
         self.num_updates = config.num_updates(len(parts.prompts))
         self.stream = PromptStream(len(parts.prompts), config.prompts_per_update, config.train.seed)
-        self.optimizers = build_optimizers(config, parts.roles, self.num_updates)
+        self.optimizers = optimizers or build_optimizers(config, parts.roles, self.num_updates)
         trained = parts.roles.role(POLICY).trained
         self.average = PolicyAverage(trained, config.train.ema_decay) if config.train.ema_decay else None
         self.checkpoints = Checkpoints(config, parts.roles, parts.tokenizer, self.optimizers, self.average)
@@ -100,12 +110,7 @@ class PPOTrainer:
     def train_one_update(self) -> None:
         """One update with everything that may follow it: logging, evaluation, a checkpoint."""
         self.callbacks.step_begin()
-        metrics = self.step()
-        self.state.step += 1
-        for text in suspicions(metrics):
-            self.log.warn_once(text)
-        self.log.update(self.state.step, self.num_updates, metrics)
-        self.callbacks.step_end(metrics)
+        self.record(self.step())
         if self.evaluation_due():
             self.evaluate()
         if self.callbacks.due("save", self.config.train.save_steps) and self.state.saved_step != self.state.step:
@@ -183,12 +188,7 @@ class PPOTrainer:
             experience = self.experience(answers, judged, metrics)
             optimizers = self.update(experience, answers, metrics)
             self.parts.generator.sync_weights(self.roles.policy)
-        values = self.summary(metrics)
-        self.state.score_moments = moments
-        self.steer_kl(values)
-        for optimizer in optimizers:
-            optimizer.note(values["objective/scores"])
-        return values
+        return self.finish(metrics, moments, optimizers)
 
     def rollout(self, metrics: Metrics) -> Answers:
         """The policy's answers to this update's prompts, those to one prompt in neighbouring rows."""
@@ -204,10 +204,16 @@ class PPOTrainer:
         measure_answers(metrics, answers)
         return answers
 
-    def score(self, answers: Answers, metrics: Metrics) -> tuple[Judged, algo.ScoreMoments]:
-        """What is trained on, and the moments that it was normalised by."""
+    def score(
+        self, answers: Answers, metrics: Metrics, output: RewardOutput | None = None
+    ) -> tuple[Judged, algo.ScoreMoments]:
+        """What is trained on, and the moments that it was normalised by.
+
+        Args:
+            output: scores of the answers, for callers that scored them; the reward sources are asked otherwise.
+        """
         with timed(metrics, "reward"):
-            raw, output = raw_scores(self.parts, answers)
+            raw, output = raw_scores(self.parts, answers, output)
         moments = self.state.score_moments
         if self.config.ppo.score_norm == "running":
             moments = algo.merged_moments(moments, raw)
@@ -284,6 +290,30 @@ class PPOTrainer:
         if self.average is not None and not update.is_warming_up:
             self.average.update()
         return update.optimizers_in_use()
+
+    def finish(
+        self, metrics: Metrics, moments: algo.ScoreMoments, optimizers: list[PassOptimizer]
+    ) -> dict[str, float]:
+        """What follows from an update whose phases have run; returns its metrics.
+
+        Args:
+            moments: from ``score``.
+            optimizers: from ``update``.
+        """
+        values = self.summary(metrics)
+        self.state.score_moments = moments
+        self.steer_kl(values)
+        for optimizer in optimizers:
+            optimizer.note(values["objective/scores"])
+        return values
+
+    def record(self, metrics: dict[str, float]) -> None:
+        """Counts an update and logs its metrics."""
+        self.state.step += 1
+        for text in suspicions(metrics):
+            self.log.warn_once(text)
+        self.log.update(self.state.step, self.num_updates, metrics)
+        self.callbacks.step_end(metrics)
 
     # Parts of an update
 

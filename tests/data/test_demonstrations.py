@@ -118,7 +118,7 @@ def test_a_byte_pair_tokenizer(load):
     rows = [{"messages": [user("the cat"), assistant("a dog")]}]
     (demonstration,) = load(rows, tokenizer, end_ids={tokenizer.eos_token_id}).demonstrations
     assert tokenizer.decode(demonstration.query_ids) == "<user> the cat <eos> <assistant>"
-    assert tokenizer.decode(demonstration.response_ids) == "a dog<eos>"
+    assert tokenizer.decode(demonstration.response_ids) == " a dog<eos>", "with the blank that the template writes"
 
 
 def test_a_system_prompt_is_for_prompts_that_bring_none(load):
@@ -162,7 +162,7 @@ def test_no_rows(tmp_path):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("names", [("prompt",), ("completion", "label"), ("chosen", "rejected")])
+@pytest.mark.parametrize("names", [("prompt",), ("completion", "label"), ("better", "rejected")])
 def test_no_column_to_train_on(load, names):
     message = rf"jsonl has neither the columns prompt and completion, .*; its columns are: {', '.join(names)}\. Rename"
     with pytest.raises(DataError, match=message):

@@ -31,7 +31,7 @@ def test_a_tenth_is_held_out_unless_pairs_are_given_or_another_share():
             {"data": {"pairs": "p", "eval_pairs": "e", "eval_fraction": 0.1}},
             r"eval_pairs \(e\) and eval_fraction \(0\.1\)",
         ),
-        ({"data": {"pairs": "p", "eval_fraction": 1.0}}, "leaves nothing to train on"),
+        ({"data": {"pairs": "p", "eval_fraction": 1.0}}, "should be less than 1"),
         ({"train": {"batch_size": 16, "micro_batch_size": 6}}, "6 must divide batch_size 16: set batch_size to 12"),
         ({"train": {"batch_size": 4, "micro_batch_size": 6}}, "6 must divide batch_size 4: set batch_size to 6"),
         ({"training": {}}, "Extra inputs are not permitted"),

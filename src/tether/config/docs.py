@@ -8,6 +8,7 @@ from tether.config.base import Section
 from tether.config.keys import KeyDoc, describe
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig
+from tether.config.sft_stage import SftStageConfig
 from tether.config.source import SourceConfig
 
 _HEAD = """\
@@ -25,6 +26,7 @@ def page() -> str:
     """The whole page as Markdown."""
     tables = [
         *_tables("`tether ppo`", RunConfig),
+        *_tables("`tether sft`", SftStageConfig),
         *_tables("`tether reward`", RewardStageConfig),
         *_tables("`tether score` and `tether serve-reward`", SourceConfig, but=("rewards.N.", "model.")),
     ]

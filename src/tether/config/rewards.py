@@ -118,7 +118,8 @@ class AdapterReward(_Reward):
     type: Literal["adapter"]
     """``adapter``: a LoRA reward adapter with its head, on the policy's own base model."""
     path: str
-    """Folder of the PEFT adapter, trained as a sequence classifier with one label on the policy's base."""
+    """Folder of the PEFT adapter, trained on the policy's base: as a sequence classifier with one label, or by
+    LLaMA-Factory, which saves ``value_head.safetensors`` or ``value_head.bin`` beside it."""
     batch_size: PositiveInt = 16
     """Answers scored in one forward."""
 

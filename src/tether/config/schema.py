@@ -21,9 +21,12 @@ from pydantic import (
 )
 
 from tether.config.base import Section
+from tether.config.chat import DataKeys, Sources
 from tether.config.rewards import RewardConfig, reward_names, sources_of
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+HeldOut = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""A share that leaves something to train on."""
 
 
 class LoraConfig(Section):
@@ -104,31 +107,44 @@ class ValueConfig(Section):
     of one, that scores texts by its values and can start the critic of another run (``value.init``)."""
 
 
-class DataConfig(Section):
+class DataConfig(DataKeys):
     """The prompts."""
 
-    prompts: str
-    """Prompts to train on: a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, or a hub id. A column
-    ``prompt`` (or ``messages``) holds text or chat messages; other columns reach the reward functions."""
-    eval_prompts: str | None = None
+    prompts: Sources
+    """Prompts to train on: a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, or a hub id; a list
+    joins several. A column ``prompt`` (or ``messages``) holds text or chat messages; other columns reach the reward
+    functions."""
+    eval_prompts: Sources | None = None
     """Held-out prompts, in the same forms."""
+    eval_fraction: HeldOut | None = None
+    """Share of ``prompts`` that is held out instead, equal prompts on the same side, drawn by ``train.seed``."""
     split: str = "train"
     """Split that is read where the source has several, for ``prompts``."""
     eval_split: str = "train"
     """The same for ``eval_prompts``; left alone where the source has one split only."""
     max_prompt_length: PositiveInt = 512
     """Longest query in tokens, chat template included. Longer prompts are dropped and counted."""
-    chat_template: Literal["auto", "none"] = "auto"
-    """``auto``: text for a tokenizer that has a chat template becomes a user turn. ``none``: text is taken as it is."""
-    system_prompt: str | None = None
-    """System message put before prompts that bring none; needs a chat template."""
-    ptx: str | None = None
+    ptx: Sources | None = None
     """Demonstrations for ``ppo.ptx_coef``, in the same forms as ``prompts``: rows of ``prompt`` and ``completion``, of
     ``messages`` that end with the assistant's, or of plain ``text``."""
     ptx_split: str = "train"
     """Split that is read where the source has several, for ``ptx``."""
     max_ptx_length: PositiveInt = 1024
     """Longest demonstration in tokens. Longer ones are dropped and counted."""
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether prompts are held out."""
+        return self.eval_prompts is not None or bool(self.eval_fraction)
+
+    @model_validator(mode="after")
+    def _one_held_out_source(self) -> DataConfig:
+        if self.eval_prompts is not None and self.eval_fraction is not None:
+            raise ValueError(
+                f"eval_prompts ({self.eval_prompts}) and eval_fraction ({self.eval_fraction}) both name held-out "
+                "prompts: set one of them"
+            )
+        return self
 
 
 class SamplingConfig(Section):
@@ -552,8 +568,8 @@ class RunConfig(Section):
         metric = self.train.metric_for_best_model
         asked = {"eval_steps": self.train.eval_steps, "metric_for_best_model": metric}
         without = next((key for key, value in asked.items() if value is not None), None)
-        if without is not None and self.data.eval_prompts is None:
-            raise ValueError(f"train.{without} needs data.eval_prompts")
+        if without is not None and not self.data.has_eval:
+            raise ValueError(f"train.{without} needs data.eval_prompts or data.eval_fraction")
         known = ["eval_scores", "eval_length", "eval_eos_rate", *(f"eval_rewards/{name}" for name in self.reward_names)]
         known += ["eval_kl"] if self.ppo.kl_coef > 0 else []
         if metric is not None and metric not in known:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, model_validator
 
 from tether.config import text
 from tether.config.base import Section
+from tether.config.chat import ChatKeys
 from tether.config.load import load_config
 from tether.config.rewards import (
     AdapterReward,
@@ -22,13 +22,8 @@ from tether.config.rewards import (
 from tether.config.schema import ModelConfig
 
 
-class QueryConfig(Section):
+class QueryConfig(ChatKeys):
     """How prompts become queries, as in a run."""
-
-    chat_template: Literal["auto", "none"] = "auto"
-    """``auto``: text for a tokenizer that has a chat template becomes a user turn. ``none``: text is taken as it is."""
-    system_prompt: str | None = None
-    """System message put before prompts that bring none; needs a chat template."""
 
 
 class SourceConfig(Section):
@@ -85,7 +80,7 @@ def load_sources(path: str | Path, overrides: Sequence[str] = ()) -> SourceConfi
     if not _is_run(Path(path)):
         return load_config(path, overrides, SourceConfig)
     run = load_config(path, overrides)
-    query = QueryConfig(chat_template=run.data.chat_template, system_prompt=run.data.system_prompt)
+    query = QueryConfig(**run.data.chat)
     return SourceConfig(rewards=run.rewards, model=run.model, data=query, bf16=run.train.bf16)
 
 

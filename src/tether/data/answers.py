@@ -24,14 +24,36 @@ def last_turn(conversation: Any, where: str) -> tuple[list[Any], str]:
     return list(conversation[:-1]), last["content"]
 
 
-def encoded_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase, closing_id: int) -> list[list[int]]:
+def encoded_answers(
+    answers: Sequence[str], leads: Sequence[str], tokenizer: PreTrainedTokenizerBase, closing_id: int
+) -> list[list[int]]:
     """Token ids of answers, each closed by one end token.
 
     Args:
+        leads: what each answer begins with, unless it begins with a blank of its own, as ``answer_lead`` returns it.
         closing_id: as ``closing_token`` returns it.
     """
-    bare = [answer.removesuffix(tokenizer.eos_token) for answer in answers]
+    bare = [
+        ("" if answer[:1].isspace() else lead) + answer.removesuffix(tokenizer.eos_token)
+        for answer, lead in zip(answers, leads, strict=True)
+    ]
     return [[*ids, closing_id] for ids in tokenizer(bare, add_special_tokens=False)["input_ids"]]
+
+
+def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The blank that the chat template writes between prompt and answer, where it belongs to the answer's first token.
+
+    Empty without a template, or where the tokenizer puts one before every text by itself.
+    """
+    if tokenizer.chat_template is None or tokenizer.tokenize("b")[:1] == ["▁b"]:
+        return ""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        before = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # templates raise whatever their authors chose; rows that they refuse are told one by one
+        return ""
+    return " " if text.startswith(f"{before} b") else ""
 
 
 def closing_token(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
@@ -42,12 +64,17 @@ def closing_token(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) 
 
     Raises:
         ConfigError: the tokenizer has no end token.
+        DataError: the chat template refuses such a conversation.
     """
     if tokenizer.eos_token_id is None:
         raise ConfigError("model.path: the tokenizer has no end token (eos_token), which closes every answer; set one")
     if tokenizer.chat_template is not None:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception as error:  # templates raise whatever their authors chose
+            raise DataError(f"the chat template refuses a user's turn with its answer: {error}") from error
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if found := [token for token in ids if token in end_ids]:
             return found[-1]
     return tokenizer.eos_token_id

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.config.chat import Sources
 from tether.data.answers import closing_token, encoded_answers, last_turn, text_start
 from tether.data.collate import collate, plan_micro_batches
-from tether.data.prompts import checked_prompt, encoded_queries
-from tether.data.sources import Row, Rows, read_rows
+from tether.data.forms import plain_rows
+from tether.data.joined import column_names, read_datasets
+from tether.data.pairs import answer_leads
+from tether.data.prompts import before_answer, checked_prompt, encoded_queries, template_arguments, uses_template
+from tether.data.sources import Row, Rows
 from tether.data.stream import PromptStream
 from tether.errors import DataError
 from tether.types import Message, MicroBatch, noise_key
@@ -38,65 +42,90 @@ class DemonstrationData:
     num_rows: int
     """Rows that the dataset has."""
     num_too_long: int
-    """Rows that were dropped because they are over the limit."""
+    """Demonstrations that were dropped because they are over the limit."""
 
 
 def load_demonstrations(
-    source: str,
+    source: Sources,
     tokenizer: PreTrainedTokenizerBase,
     *,
     split: str,
     max_length: int,
-    chat_template: Literal["auto", "none"],
+    chat_template: str,
     system_prompt: str | None,
     end_ids: Collection[int],
     key: str,
+    length_key: str = "data.max_ptx_length",
+    every_turn: bool = False,
+    ends_text: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    dataset_dir: str | None = None,
+    max_samples: int | None = None,
 ) -> DemonstrationData:
     """Demonstrations of ``source`` as token ids.
 
     Prompts become the same queries as in ``load_prompts``, and an answer is encoded by itself and closed by the end
-    token, as the policy samples it. Plain text is taken as it is, without chat template, system prompt or end token:
-    after the BOS that the tokenizer puts before text, or else after its own first token, all of it is trained on.
+    token, as the policy samples it. Plain text is taken as it is, without chat template or system prompt: after the BOS
+    that the tokenizer puts before text, or else after its own first token, all of it is trained on.
 
     Args:
-        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, with columns ``prompt`` and
-            ``completion`` (text, or messages that go on from the prompt), else ``messages``, else ``text``. Of a
-            conversation only the last turn, the assistant's, is trained on.
+        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several, with columns ``prompt`` and
+            ``completion`` (text, or messages that go on from the prompt), else ``messages``, else ``text``, else
+            ``chosen``: the better answer of a pair.
         max_length: tokens of the longest demonstration that is kept.
         system_prompt: system message for prompts that bring none.
         end_ids: tokens that end an answer of the policy.
         key: the configuration key of ``source``, for messages.
+        length_key: the configuration key of ``max_length``, for messages.
+        every_turn: every turn of the assistant in ``messages`` is a demonstration, and not only the last.
+        ends_text: plain text is closed by the end token, too.
+        chat_template_kwargs, dataset_dir, max_samples: as ``load_prompts``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or answers for a tokenizer without an end token.
         DataError: the source cannot be read or is empty; a row lacks its prompt, answer or text, or has one of another
             type; no demonstration is within the limit. Names the row.
     """
-    table = read_rows(source, split=split, key=key)
-    if not table.rows:
-        raise DataError(f"{key}: {table.name} has no rows")
+    table = read_datasets(source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples)
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
-    column = _column(table, key)
+    rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
+    column = _column(rows, table, key)
     if column == "text":
-        encoded = _encoded_texts(table.rows, tokenizer, places)
+        closing = [closing_token(tokenizer, end_ids)] if ends_text else []
+        texts = _encoded_texts(rows, tokenizer, places)
+        encoded = [(i, query, response + closing) for i, (query, response) in enumerate(texts)]
     else:
         closing_id = closing_token(tokenizer, end_ids)
-        both = [_split(row, column, place) for row, place in zip(table.rows, places, strict=True)]
-        _, queries = encoded_queries([prompt for prompt, _ in both], tokenizer, chat_template, system_prompt, places)
-        answers = encoded_answers([answer for _, answer in both], tokenizer, closing_id)
-        encoded = list(zip(queries, answers, strict=True))
+        split_rows = [
+            (i, prompt, answer)
+            for i, (row, place) in enumerate(zip(rows, places, strict=True))
+            for prompt, answer in _split(row, column, place, every_turn)
+        ]
+        numbers, prompts = [i for i, _, _ in split_rows], [prompt for _, prompt, _ in split_rows]
+        arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
+        _, queries = encoded_queries(
+            prompts,
+            tokenizer,
+            chat_template,
+            system_prompt,
+            [places[i] for i in numbers],
+            [arguments[i] for i in numbers],
+        )
+        leads = answer_leads(prompts, tokenizer, chat_template)
+        answers = encoded_answers([answer for _, _, answer in split_rows], leads, tokenizer, closing_id)
+        encoded = list(zip(numbers, queries, answers, strict=True))
     kept = [
         Demonstration(i, tuple(query), tuple(response))
-        for i, (query, response) in enumerate(encoded)
+        for i, query, response in encoded
         if len(query) + len(response) <= max_length
     ]
     if not kept:
-        shortest = min(len(query) + len(response) for query, response in encoded)
+        shortest = min(len(query) + len(response) for _, query, response in encoded)
         raise DataError(
-            f"{key}: all {len(encoded)} demonstrations of {table.name} are longer than data.max_ptx_length "
+            f"{key}: all {len(encoded)} demonstrations of {table.name} are longer than {length_key} "
             f"{max_length}; the shortest has {shortest} tokens"
         )
-    return DemonstrationData(kept, len(encoded), len(encoded) - len(kept))
+    return DemonstrationData(kept, len(rows), len(encoded) - len(kept))
 
 
 def demonstration_batches(
@@ -127,12 +156,12 @@ def demonstration_batches(
     return [collate([queries[i] for i in rows], [responses[i] for i in rows], rows) for rows in plan]
 
 
-def _column(table: Rows, key: str) -> Literal["completion", "messages", "text"]:
+def _column(rows: Sequence[Row], table: Rows, key: str) -> Literal["completion", "messages", "text", "chosen"]:
     """The column that holds what is trained on."""
-    names = list(dict.fromkeys(name for row in table.rows for name in row))
+    names = column_names(rows)
     if "prompt" in names and "completion" in names:
         return "completion"
-    for name in ("messages", "text"):
+    for name in ("messages", "text", "chosen"):
         if name in names:
             return name
     got = ", ".join(names) or "none"
@@ -142,22 +171,36 @@ def _column(table: Rows, key: str) -> Literal["completion", "messages", "text"]:
     )
 
 
-def _split(row: Row, column: str, where: str) -> tuple[str | list[Message], str]:
-    """The prompt of a row, and the answer to it."""
+def _split(row: Row, column: str, where: str, every_turn: bool) -> list[tuple[str | list[Message], str]]:
+    """The prompts of a row, and the answers to them."""
     value, place = row.get(column), f"{where}, {column}"
     if column == "messages":
         before, answer = last_turn(value, place)
         if not before:
             raise DataError(f"{place}: got the assistant's message alone, wanted the conversation that it ends")
-        return checked_prompt(before, where), _checked(answer, place)
+        prompt = checked_prompt(before, where)
+        earlier = _earlier_turns(prompt, place) if every_turn else []
+        return [*earlier, (prompt, _checked(answer, place))]
+    if column == "chosen" and row.get("prompt") is None:
+        before, answer = before_answer(value, place)
+        return [(checked_prompt(before, where), _checked(answer, place))]
     prompt = checked_prompt(row.get("prompt"), where)
     if isinstance(value, str):
-        return prompt, _checked(value, place)
+        return [(prompt, _checked(value, place))]
     before, answer = last_turn(value, place)
     if before:
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        prompt = checked_prompt([*turns, *before], where)
-    return prompt, _checked(answer, place)
+        prompt = before if column == "chosen" else checked_prompt([*turns, *before], where)
+    return [(prompt, _checked(answer, place))]
+
+
+def _earlier_turns(messages: Sequence[Message], place: str) -> list[tuple[list[Message], str]]:
+    """The assistant's turns with what comes before each; calls of functions are left to the prompt."""
+    return [
+        (list(messages[:i]), _checked(message["content"], f"{place}, message {i}"))
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant" and i > 0 and not message.get("tool_calls")
+    ]
 
 
 def _encoded_texts(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.data.answers import closing_token, encoded_answers, last_turn, text_start
-from tether.data.prompts import checked_prompt, encoded_queries
-from tether.data.sources import Row, Rows, read_rows
+from tether.config.chat import Sources
+from tether.data.answers import answer_lead, closing_token, encoded_answers, last_turn, text_start
+from tether.data.forms import plain_rows
+from tether.data.held_out import split_off
+from tether.data.joined import column_names, read_datasets
+from tether.data.prompts import checked_prompt, conversation, encoded_queries, template_arguments, uses_template
+from tether.data.sources import Row, Rows
 from tether.errors import ConfigError, DataError
 from tether.types import Message
 
@@ -48,15 +50,18 @@ class PairData:
 
 
 def load_pairs(
-    source: str,
+    source: Sources,
     tokenizer: PreTrainedTokenizerBase,
     *,
     split: str,
     max_length: int,
-    chat_template: Literal["auto", "none"],
+    chat_template: str,
     system_prompt: str | None,
     end_ids: Collection[int],
     key: str,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    dataset_dir: str | None = None,
+    max_samples: int | None = None,
 ) -> PairData:
     """Preference pairs of ``source`` as token ids.
 
@@ -64,11 +69,12 @@ def load_pairs(
     as the policy samples it, so that a judge sees in training what it will see in PPO.
 
     Args:
-        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, with columns ``chosen`` and ``rejected``:
-            answers to ``prompt``, or whole texts or conversations where there is no ``prompt``.
+        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several, with columns ``chosen`` and
+            ``rejected``: answers to ``prompt``, or whole texts, conversations or transcripts where there is none.
         max_length: tokens of the longest prompt with answer that is kept.
         end_ids: tokens that end an answer of the policy.
         key: the configuration key of ``source``, for messages.
+        chat_template_kwargs, dataset_dir, max_samples: as ``load_prompts``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or a tokenizer without an end token.
@@ -76,13 +82,17 @@ def load_pairs(
             left. Names the row.
     """
     closing_id = closing_token(tokenizer, end_ids)
-    table = read_rows(source, split=split, key=key)
+    table = read_datasets(source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples)
     _check_columns(table, key)
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
-    texts = [pair_texts(row, place) for row, place in zip(table.rows, places, strict=True)]
-    queries = encoded_prompts([text.prompt for text in texts], tokenizer, chat_template, system_prompt, places)
+    rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
+    texts = [pair_texts(row, place) for row, place in zip(rows, places, strict=True)]
+    prompts = [text.prompt for text in texts]
+    arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
+    queries = encoded_prompts(prompts, tokenizer, chat_template, system_prompt, places, arguments)
+    leads = answer_leads(prompts, tokenizer, chat_template)
     chosen, rejected = (
-        encoded_answers([getattr(text, name) for text in texts], tokenizer, closing_id)
+        encoded_answers([getattr(text, name) for text in texts], leads, tokenizer, closing_id)
         for name in ("chosen", "rejected")
     )
     pairs = [
@@ -100,26 +110,8 @@ def load_pairs(
 
 
 def split_pairs(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to train on and held-out pairs, both in their order; all pairs of one prompt are on the same side.
-
-    Prompts are drawn by ``seed`` until ``fraction`` of the pairs, rounded up, is held out; at least one prompt stays.
-    """
-    sizes = Counter(map(_prompt_key, pairs))
-    prompts = list(sizes)
-    random.Random(seed).shuffle(prompts)
-    held_out: set[str | int] = set()
-    num_held_out = 0
-    for prompt in prompts[:-1]:
-        if num_held_out >= fraction * len(pairs):
-            break
-        held_out.add(prompt)
-        num_held_out += sizes[prompt]
-    train = [pair for pair in pairs if _prompt_key(pair) not in held_out]
-    return train, [pair for pair in pairs if _prompt_key(pair) in held_out]
-
-
-def _prompt_key(pair: Pair) -> str | int:
-    return pair.query or pair.row
+    """Pairs to train on and held-out pairs, both in their order; all pairs of one prompt are on the same side."""
+    return split_off(pairs, fraction, seed, lambda pair: pair.query or pair.row)
 
 
 class PairTexts(NamedTuple):
@@ -131,7 +123,7 @@ class PairTexts(NamedTuple):
 
 
 def _check_columns(table: Rows, key: str) -> None:
-    names = list(dict.fromkeys(name for row in table.rows for name in row))
+    names = column_names(table.rows)
     missing = [name for name in ("chosen", "rejected") if name not in names]
     if missing:
         got = ", ".join(names) or "none"
@@ -170,15 +162,17 @@ def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
 def encoded_prompts(
     prompts: Sequence[str | list[Message] | None],
     tokenizer: PreTrainedTokenizerBase,
-    chat_template: Literal["auto", "none"],
+    chat_template: str,
     system_prompt: str | None,
     places: Sequence[str],
+    arguments: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, list[int]]]:
     """Queries as text and ids; for a whole text an empty one, or the token that the tokenizer puts before text.
 
     Args:
         prompts: as ``checked_prompt`` returns them; None where answers are whole texts.
         places: the row of each prompt, for messages.
+        arguments: further arguments of the chat template for each prompt.
 
     Raises:
         ConfigError, DataError: as ``load_prompts``.
@@ -191,8 +185,24 @@ def encoded_prompts(
     queries: dict[int, tuple[str, list[int]]] = {}
     if given:
         texts, ids = encoded_queries(
-            [prompts[i] for i in given], tokenizer, chat_template, system_prompt, [places[i] for i in given]
+            [prompts[i] for i in given],
+            tokenizer,
+            chat_template,
+            system_prompt,
+            [places[i] for i in given],
+            [arguments[i] for i in given],
         )
         queries = dict(zip(given, zip(texts, ids, strict=True), strict=True))
     start = text_start(tokenizer)
     return [queries.get(i, ("", start)) for i in range(len(prompts))]
+
+
+def answer_leads(
+    prompts: Sequence[str | list[Message] | None], tokenizer: PreTrainedTokenizerBase, chat_template: str
+) -> list[str]:
+    """What each answer begins with after its prompt: the chat template's blank, or nothing."""
+    lead = answer_lead(tokenizer)
+    return [
+        lead if prompt is not None and conversation(prompt, tokenizer, chat_template, None) is not None else ""
+        for prompt in prompts
+    ]

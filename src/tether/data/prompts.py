@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.data.sources import Rows, check_source, read_rows
+from tether.config.chat import Sources
+from tether.data.answers import last_turn
+from tether.data.forms import plain_rows
+from tether.data.held_out import split_off
+from tether.data.joined import column_names, read_datasets
+from tether.data.sources import Row, Rows
 from tether.errors import ConfigError, DataError
 from tether.types import Message, Prompt
-
-__all__ = ["PromptData", "check_source", "checked_prompt", "conversation", "encoded_queries", "load_prompts"]
 
 
 @dataclass(frozen=True)
@@ -32,43 +37,50 @@ class PromptData:
 
 
 def load_prompts(
-    source: str,
+    source: Sources,
     tokenizer: PreTrainedTokenizerBase,
     *,
     split: str,
     max_prompt_length: int,
-    chat_template: Literal["auto", "none"],
+    chat_template: str,
     system_prompt: str | None,
     key: str,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    dataset_dir: str | None = None,
+    max_samples: int | None = None,
 ) -> PromptData:
     """Prompts of ``source`` as token ids.
 
-    Chat messages go through the tokenizer's chat template, which alone decides on BOS; so does text under ``auto``
-    where there is a template, as one user turn. Other text gets the BOS that the tokenizer puts before text, once, and
-    none of the tokens that it puts after it. Queries over ``max_prompt_length`` are dropped and counted.
+    Chat messages go through the tokenizer's chat template, which alone decides on BOS; so does text where there is a
+    template, as one user turn, and transcripts turn by turn. Other text gets the BOS that the tokenizer puts before
+    text, once, and none of the tokens that it puts after it. Queries over ``max_prompt_length`` are dropped and
+    counted.
 
     Args:
-        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id; with a column ``prompt``, else
-            ``messages``, that holds text or chat messages.
-        tokenizer: the policy's.
+        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several; with a column ``prompt``,
+            else ``messages``, that holds text or chat messages, else ``chosen``, whose last turn is left out.
+        tokenizer: the policy's, with the chat template of the run.
         split: split to read where the source has several.
         max_prompt_length: tokens of the longest query that is kept, chat template included.
         chat_template: ``none`` takes text as it is.
         system_prompt: system message for prompts that bring none.
         key: the configuration key of ``source``, for messages.
+        chat_template_kwargs: further arguments of the chat template.
+        dataset_dir: folder of a ``dataset_info.json``, whose entries ``source`` names.
+        max_samples: rows of each source that are used at most.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template to put it in.
         DataError: the source cannot be read or is empty; a row has no prompt, one of another type, or one that already
             ends its answer; no prompt is within the limit. Names the row.
     """
-    table = read_rows(source, split=split, key=key)
-    if not table.rows:
-        raise DataError(f"{key}: {table.name} has no rows")
-    column, columns = _columns(table, key)
+    table = read_datasets(source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples)
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
-    sources = [checked_prompt(row.get(column), place) for row, place in zip(table.rows, places, strict=True)]
-    texts, queries = encoded_queries(sources, tokenizer, chat_template, system_prompt, places)
+    rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
+    column, columns = _columns(rows, table, key)
+    sources = [checked_prompt(_prompt(row, column, place), place) for row, place in zip(rows, places, strict=True)]
+    arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
+    texts, queries = encoded_queries(sources, tokenizer, chat_template, system_prompt, places, arguments)
 
     prompts = [
         Prompt(
@@ -79,7 +91,7 @@ def load_prompts(
             {name: row.get(name) for name in columns},
             conversation(prompt, tokenizer, chat_template, system_prompt),
         )
-        for i, (row, prompt, text, ids) in enumerate(zip(table.rows, sources, texts, queries, strict=True))
+        for i, (row, prompt, text, ids) in enumerate(zip(rows, sources, texts, queries, strict=True))
         if len(ids) <= max_prompt_length
     ]
     if not prompts:
@@ -94,14 +106,81 @@ def load_prompts(
     return PromptData(prompts, len(queries), num_too_long, columns, note)
 
 
-def _columns(table: Rows, key: str) -> tuple[str, list[str]]:
+def split_prompts(data: PromptData, fraction: float, seed: int) -> tuple[PromptData, PromptData]:
+    """Prompts to train on, and a share of them that is held out; equal prompts are on the same side."""
+    parts = split_off(data.prompts, fraction, seed, lambda prompt: prompt.text)
+    kept, held_out = (
+        replace(data, prompts=part, note=f"{data.note}; {len(part)} {what}")
+        for part, what in zip(parts, ("trained on", "held out"), strict=True)
+    )
+    return kept, held_out
+
+
+def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> bool:
+    """Whether text and transcripts become turns of the chat template."""
+    return chat_template != "none" and tokenizer.chat_template is not None
+
+
+def _columns(rows: Sequence[Row], table: Rows, key: str) -> tuple[str, list[str]]:
     """The prompt's column and the names of all others, in the order in which they first appear."""
-    names = list(dict.fromkeys(name for row in table.rows for name in row))
-    column = next((name for name in ("prompt", "messages") if name in names), None)
+    names = column_names(rows)
+    column = next((name for name in ("prompt", "messages", "chosen") if name in names), None)
     if column is None:
         got = ", ".join(names) or "none"
         raise DataError(f"{key}: {table.name} has no column prompt or messages; its columns are: {got}. Rename one")
     return column, [name for name in names if name != column]
+
+
+def _prompt(row: Row, column: str, where: str) -> Any:
+    """What a row holds of its prompt; of a preferred conversation all but its answer."""
+    return row.get(column) if column != "chosen" else before_answer(row.get(column), f"{where}, chosen")[0]
+
+
+def before_answer(value: Any, where: str) -> tuple[list[Any], str]:
+    """The messages of a conversation before its answer, and that answer.
+
+    Raises:
+        DataError: it is no conversation; ``where`` names the row.
+    """
+    if isinstance(value, str):
+        raise DataError(f"{where}: got text, and there is no column prompt that says where the answer begins")
+    return last_turn(value, where)
+
+
+def template_arguments(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    given: Mapping[str, Any] | None,
+    places: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Arguments of the chat template for each row: those of the run, the row's own ``chat_template_kwargs`` and
+    ``tools``.
+
+    Raises:
+        DataError: they are of another type, or the chat template makes no use of tools; names the row.
+    """
+    arguments = []
+    for row, place in zip(rows, places, strict=True):
+        own, tools = row.get("chat_template_kwargs") or {}, row.get("tools") or None
+        if not isinstance(own, Mapping):
+            raise DataError(f"{place}, chat_template_kwargs: got {own!r}, wanted an object")
+        if tools is not None:
+            own = {**own, "tools": _tools(tools, tokenizer, f"{place}, tools")}
+        arguments.append({**(given or {}), **{name: value for name, value in own.items() if value is not None}})
+    return arguments
+
+
+def _tools(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON: {error}") from error
+    if not isinstance(value, list):
+        raise DataError(f"{where}: got {type(value).__name__}, wanted a list of tools")
+    if not re.search(r"\btools\b", str(tokenizer.chat_template)):
+        raise DataError(f"{where}: the chat template makes no use of tools; leave the column out, or rename it")
+    return value
 
 
 def checked_prompt(value: Any, where: str) -> str | list[Message]:
@@ -131,6 +210,8 @@ def _message(message: Any, where: str) -> Message:
     """One chat message, without the keys that columnar files fill with nulls."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where}: got {type(message).__name__}, wanted an object with role and content")
+    if message.get("tool_calls"):
+        message = {**message, "content": message.get("content") or ""}
     for name in ("role", "content"):
         if not isinstance(message.get(name), str):
             raise DataError(f"{where}: {name} is {message.get(name)!r}, wanted text")
@@ -153,15 +234,17 @@ def _encodable(text: str, where: str) -> str:
 def encoded_queries(
     sources: Sequence[str | list[Message]],
     tokenizer: PreTrainedTokenizerBase,
-    chat_template: Literal["auto", "none"],
+    chat_template: str,
     system_prompt: str | None,
     places: Sequence[str],
+    arguments: Sequence[Mapping[str, Any]],
 ) -> tuple[list[str], list[list[int]]]:
     """Prompts as queries: their text, and their token ids.
 
     Args:
         sources: prompts as ``checked_prompt`` returns them.
         places: the row of each prompt, for messages.
+        arguments: further arguments of the chat template for each prompt.
 
     Raises:
         ConfigError, DataError: as ``load_prompts``.
@@ -175,8 +258,8 @@ def encoded_queries(
             "leave it out, or put it into the prompts"
         )
     texts = [
-        source if messages is None else _rendered(messages, tokenizer, place)
-        for source, messages, place in zip(sources, conversations, places, strict=True)
+        source if messages is None else _rendered(messages, tokenizer, place, given)
+        for source, messages, place, given in zip(sources, conversations, places, arguments, strict=True)
     ]
     bos = _bos_ids(tokenizer)
     queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -190,7 +273,7 @@ def encoded_queries(
 def conversation(
     source: str | Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
-    chat_template: Literal["auto", "none"],
+    chat_template: str,
     system_prompt: str | None,
 ) -> list[Message] | None:
     """The chat messages that a prompt becomes, or None if it is text that is taken as it is.
@@ -200,7 +283,7 @@ def conversation(
         system_prompt: system message for prompts that bring none.
     """
     if isinstance(source, str):
-        if chat_template == "none" or tokenizer.chat_template is None:
+        if not uses_template(tokenizer, chat_template):
             return None
         source = [{"role": "user", "content": source}]
     if system_prompt is not None and all(message["role"] != "system" for message in source):
@@ -208,15 +291,17 @@ def conversation(
     return list(source)
 
 
-def _rendered(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str) -> str:
+def _rendered(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, arguments: Mapping[str, Any]
+) -> str:
     """The chat template's text up to where the assistant's turn begins."""
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template. "
-            "Use prompts that are text, or give the model's tokenizer a chat template"
+            "Set data.chat_template to one by name (chatml, llama3, …) or file, or use prompts that are text"
         )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
     except Exception as error:  # templates raise whatever their authors chose
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"{where}: the chat template refuses messages of the roles {roles}: {error}") from error

@@ -1,4 +1,4 @@
-"""Rows of a prompt dataset, whatever it is stored as: a file, a folder or a hub id."""
+"""Rows of a dataset, whatever it is stored as: a file, a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tether.errors import DataError
 Row = Mapping[str, Any]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_NO_OPTIONS: Mapping[str, str | None] = {}
 _FORMS = "a .jsonl, .json, .csv or .parquet file, a folder saved by datasets or holding such files, or a hub id"
 
 
@@ -28,9 +29,13 @@ class Rows:
     """Column name to value."""
     lines: list[int] | None = None
     """Line of the file on which each row starts, from 1, where the file has lines."""
+    places: list[str] | None = None
+    """What each row is called in messages, where that is not its number in ``rows``."""
 
     def where(self, i: int) -> str:
         """Row ``i`` in words, as it is called in messages; rows count from 0, lines from 1."""
+        if self.places is not None:
+            return self.places[i]
         return f"{self.name}, row {i}" + (f" (line {self.lines[i]})" if self.lines is not None else "")
 
 
@@ -191,13 +196,33 @@ def _saved_rows(path: Path, source: str, split: str, key: str) -> Rows:
     return Rows(source, list(loaded))
 
 
-def _loaded_rows(folder: Path | None, source: str, split: str, key: str) -> Rows:
+def read_hub(source: str, *, split: str, subset: str | None, folder: str | None, key: str) -> Rows:
+    """All rows of a dataset on the hub.
+
+    Args:
+        source: its id.
+        subset: which of its configurations.
+        folder: the folder in it that holds the data.
+        key: the configuration key of ``source``, for messages.
+
+    Raises:
+        DataError: it cannot be loaded, or has no such split.
+    """
+    return _loaded_rows(None, source, split, key, {"name": subset, "data_dir": folder})
+
+
+def _loaded_rows(
+    folder: Path | None, source: str, split: str, key: str, options: Mapping[str, str | None] = _NO_OPTIONS
+) -> Rows:
     import datasets
 
     location = source if folder is None else str(folder)
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        chosen = _chosen_split(datasets.get_dataset_split_names(location), source, split, key)
-        return Rows(f"{source} (split {chosen})", list(datasets.load_dataset(location, split=chosen)))
+        named = {"config_name" if name == "name" else name: value for name, value in given.items()}
+        splits = datasets.get_dataset_split_names(location, **named)
+        chosen = _chosen_split(splits, source, split, key)
+        return Rows(f"{source} (split {chosen})", list(datasets.load_dataset(location, split=chosen, **given)))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if folder is not None:
             raise DataError(f"{key}: cannot read folder {source}: {_innermost(error)}") from error

@@ -7,13 +7,14 @@ names and merged into it; adapters that stay adapters are the business of ``role
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
@@ -30,6 +31,7 @@ from transformers.utils import logging
 
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
+from tether.models.chat import turn_end
 from tether.models.heads import (
     VALUE_HEAD_FILES,
     ScalarHead,
@@ -101,7 +103,7 @@ def stop_token_ids(
     """Tokens that end an answer.
 
     Args:
-        generation_config: the policy's; its end tokens count beside the tokenizer's.
+        generation_config: the policy's; its end tokens count beside the tokenizer's and the chat template's.
         stop_token: ``sampling.stop_token``: ``eos``, one token, or None for no end but the length.
 
     Raises:
@@ -115,12 +117,22 @@ def stop_token_ids(
     ends = {configured} if isinstance(configured, int) else set(configured or ())
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
+    if (closing := turn_end(tokenizer)) is not None:
+        ends.add(closing)
     if not ends:
         raise ConfigError(
             "sampling.stop_token eos: neither the model's generation config nor its tokenizer has an end token; "
             "set sampling.stop_token to the token that ends an answer, or to null"
         )
     return frozenset(ends)
+
+
+def end_at(model: PreTrainedModel | PeftModel, stops: Collection[int]) -> None:
+    """Makes the model's generation config end answers at all of these tokens, also after it was saved and loaded."""
+    configured = model.generation_config.eos_token_id
+    ends = {configured} if isinstance(configured, int) else set(configured or ())
+    if not ends >= set(stops):
+        model.generation_config.eos_token_id = sorted(ends | set(stops))
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

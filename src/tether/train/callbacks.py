@@ -22,7 +22,7 @@ from tether.train.checkpoint import improves
 def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments:
     """The configuration as a real ``TrainingArguments``, for callbacks that read one."""
     train = config.train
-    evaluates = config.data.eval_prompts is not None
+    evaluates = config.data.has_eval
     return TrainingArguments(
         output_dir=str(config.output_dir),
         per_device_train_batch_size=train.max_rows_per_micro_batch or config.mini_batch_size,

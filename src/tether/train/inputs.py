@@ -10,11 +10,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
-from tether.data.prompts import PromptData, load_prompts
-from tether.data.sources import check_source
-from tether.errors import ConfigError
+from tether.data.joined import check_datasets
+from tether.data.prompts import PromptData, load_prompts, split_prompts
+from tether.errors import ConfigError, DataError
 from tether.metrics.trackers import check_report_to
 from tether.models.adapters import check_targets
+from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.loading import (
     bf16_supported,
     check_classifier,
@@ -58,11 +59,10 @@ class RunData:
 def check(config: RunConfig) -> None:
     """Raises for every mistake that shows without loading a tokenizer or a model."""
     check_model_path(config.model.path, "model.path")
-    check_source(config.data.prompts, "data.prompts")
-    if config.data.eval_prompts is not None:
-        check_source(config.data.eval_prompts, "data.eval_prompts")
-    if config.data.ptx is not None:
-        check_source(config.data.ptx, "data.ptx")
+    check_template(config.data.chat_template)
+    for key in ("prompts", "eval_prompts", "ptx"):
+        if (source := getattr(config.data, key)) is not None:
+            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir)
     check_rewards(config.rewards)
     check_report_to(config.train.report_to)
     if config.value.init not in (None, "reward", "policy"):
@@ -80,30 +80,42 @@ def load_data(config: RunConfig) -> RunData:
     """Everything that the run reads, as token ids."""
     model, data = config.model, config.data
     tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    same = {"chat_template": data.chat_template, "system_prompt": data.system_prompt}
+    tokenizer = templated(tokenizer, data.chat_template)
+    check_template_kwargs(tokenizer, data.chat_template_kwargs)
+    prompts, held_out = load_prompt_sets(config, tokenizer)
+    return RunData(tokenizer, prompts, held_out, None if data.ptx is None else _demonstrations(config, tokenizer))
 
-    def prompts(source: str, split: str, key: str) -> PromptData:
-        return load_prompts(
-            source, tokenizer, split=split, max_prompt_length=data.max_prompt_length, key=key, **same
-        )
 
-    def demonstrations(source: str) -> DemonstrationData:
-        generation = load_generation_config(model.path, revision=model.revision)
-        return load_demonstrations(
-            source,
-            tokenizer,
-            split=data.ptx_split,
-            max_length=data.max_ptx_length,
-            end_ids=stop_token_ids(tokenizer, generation, "eos"),
-            key="data.ptx",
-            **same,
-        )
+def load_prompt_sets(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PromptData, PromptData | None]:
+    """Prompts to train on and held-out prompts, if there are any."""
+    data = config.data
+    same = {"max_prompt_length": data.max_prompt_length, **data.chat, **data.origin}
+    prompts = load_prompts(data.prompts, tokenizer, split=data.split, key="data.prompts", **same)
+    if data.eval_prompts is not None:
+        others = load_prompts(data.eval_prompts, tokenizer, split=data.eval_split, key="data.eval_prompts", **same)
+        return prompts, others
+    if not data.eval_fraction:
+        return prompts, None
+    prompts, held_out = split_prompts(prompts, data.eval_fraction, config.train.seed)
+    if not held_out.prompts:
+        raise DataError("data.eval_fraction: all rows of data.prompts have one prompt, so none can be held out")
+    return prompts, held_out
 
-    return RunData(
+
+def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DemonstrationData:
+    model, data = config.model, config.data
+    generation = load_generation_config(model.path, revision=model.revision)
+    return load_demonstrations(
+        data.ptx,
         tokenizer,
-        prompts(data.prompts, data.split, "data.prompts"),
-        None if data.eval_prompts is None else prompts(data.eval_prompts, data.eval_split, "data.eval_prompts"),
-        None if data.ptx is None else demonstrations(data.ptx),
+        split=data.ptx_split,
+        max_length=data.max_ptx_length,
+        end_ids=stop_token_ids(tokenizer, generation, "eos"),
+        key="data.ptx",
+        **data.chat,
+        **data.origin,
     )
 
 
@@ -209,7 +221,7 @@ def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
             "taken. Both are biased: the policy can lower the measured KL, even below 0, by moving what is never drawn"
         )
     prompts = data.prompts.prompts
-    display.message(f"the first query as the policy reads it: {prompts[0].text!r}")
+    display.message(f"the first query as the policy reads it: {data.tokenizer.decode(prompts[0].token_ids)!r}")
     size, asked = config.train.rollout_batch_size, config.prompts_per_update
     updates, count = config.num_updates(len(prompts)), len(prompts)
     if count < asked:

@@ -13,9 +13,10 @@ from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
 from tether.config.schema import LoraConfig, RunConfig
 from tether.config.source import QueryConfig, SourceConfig
 from tether.data.answers import closing_token, encoded_answers
-from tether.data.pairs import encoded_prompts
+from tether.data.pairs import answer_leads, encoded_prompts
 from tether.data.prompts import conversation
 from tether.errors import DataError
+from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.loading import bf16_supported, load_generation_config, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
 from tether.models.roles import ModelRoles, build_roles
@@ -69,14 +70,15 @@ class Judges:
             conversations = [prompt if isinstance(prompt, list) else None for prompt in prompts]
         else:
             template, system = self.query.chat_template, self.query.system_prompt
+            arguments = [self.query.chat_template_kwargs] * len(places)
             try:
-                queries = encoded_prompts(prompts, self.tokenizer, template, system, places)
+                queries = encoded_prompts(prompts, self.tokenizer, template, system, places, arguments)
             except DataError as error:
                 if self.is_stand_in:
                     error.add_note("a reward model's tokenizer stands in for the policy's: name the policy, model.path")
                 raise
             texts, query_ids = [text for text, _ in queries], [ids for _, ids in queries]
-            response_ids = self._answer_ids(responses)
+            response_ids = self._answer_ids(prompts, responses)
             conversations = [
                 None if prompt is None else conversation(prompt, self.tokenizer, template, system) for prompt in prompts
             ]
@@ -115,6 +117,7 @@ def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) ->
     """
     if config.model is not None:
         check_model_path(config.model.path, "model.path")
+    check_template(config.data.chat_template)
     check_rewards(config.rewards, columns)
 
 
@@ -163,6 +166,8 @@ def _tokenizer(config: SourceConfig) -> tuple[PreTrainedTokenizerBase | None, in
     if model is None:
         return None, None
     tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    tokenizer = templated(tokenizer, config.data.chat_template)
+    check_template_kwargs(tokenizer, config.data.chat_template_kwargs)
     if config.model is None and tokenizer.eos_token_id is None:  # an encoder's, which reads no ids of the policy
         return tokenizer, None
     generation = load_generation_config(model.path, revision=model.revision)

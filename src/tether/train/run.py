@@ -19,7 +19,7 @@ from tether.errors import ConfigError
 from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import truncate_after
-from tether.models.loading import stop_token_ids
+from tether.models.loading import end_at, stop_token_ids
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles, build_roles
 from tether.models.saving import atomic_folder, files_written, save_critic, save_policy
@@ -179,6 +179,8 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
         names = config.reward_names
         rewards = build_rewards(config.rewards, names, roles=roles, tokenizer=tokenizer, device=dist.device)
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
+    if config.sampling.stop_token == "eos":
+        end_at(roles.policy, stops)
     return Parts(
         roles=roles,
         generator=build_generator(config, roles),

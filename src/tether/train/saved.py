@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tether.algo import ScoreMoments
+from tether.config.chat import ChatKeys
 from tether.config.load import load_config
 from tether.config.schema import RunConfig
 from tether.data.prompts import load_prompts
@@ -25,7 +26,7 @@ from tether.rewards.build import try_services
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.evaluate import evaluate
-from tether.train.inputs import RunData, first_answer, resolved
+from tether.train.inputs import RunData, first_answer, load_prompt_sets, resolved
 from tether.train.run import CONFIG, SCORE_NORM, build_parts, sampling_of
 from tether.types import Request, Sampling, noise_key
 
@@ -82,10 +83,10 @@ def evaluate_path(
     config = run_config(run)
     if config is None:
         raise ConfigError(f"{run}: neither it nor the folder it is in has a {CONFIG}; wanted what `tether ppo` saved")
-    source = prompts or config.data.eval_prompts
-    if source is None:
+    if prompts is not None:
+        check_source(prompts, "--prompts")
+    elif not config.data.has_eval:
         raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
-    check_source(source, "--prompts" if prompts else "data.eval_prompts")
     check_model_path(str(run), str(run))
     check_output(output)
     # The trained policy brings its own weights; the critic is not asked.
@@ -93,15 +94,12 @@ def evaluate_path(
     config = config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
     moments = read_moments(run) if config.ppo.score_norm is not None else ScoreMoments()
     tokenizer = load_tokenizer(str(run))
-    data = load_prompts(
-        source,
-        tokenizer,
-        split=config.data.eval_split,
-        max_prompt_length=config.data.max_prompt_length,
-        chat_template=config.data.chat_template,
-        system_prompt=config.data.system_prompt,
-        key="--prompts",
-    )
+    if prompts is None:
+        _, data = load_prompt_sets(config, tokenizer)
+    else:
+        length = config.data.max_prompt_length
+        options = {"split": config.data.eval_split, "max_prompt_length": length, "key": "--prompts"}
+        data = load_prompts(prompts, tokenizer, **options, **config.data.chat)
     run_data = RunData(tokenizer, data, data, None)
     try_services(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
     display.phase("loading models", 0, 1)
@@ -151,9 +149,8 @@ def generate_path(
         tokenizer,
         split="train",
         max_prompt_length=run.data.max_prompt_length if run else 2048,
-        chat_template=run.data.chat_template if run else "auto",
-        system_prompt=run.data.system_prompt if run else None,
         key="--prompts",
+        **(run.data.chat if run else ChatKeys().chat),
     )
     display.phase("loading the model", 0, 1)
     device = Dist().device

@@ -1,0 +1,79 @@
+"""Every key of ``tether sft``, with its default."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt, model_validator
+
+from tether.config.chat import DataKeys, Sources
+from tether.config.schema import HeldOut, ModelConfig
+from tether.config.stage import StageConfig, StageTrainConfig, check_held_out, held_out_fraction
+
+
+class SftModelConfig(ModelConfig):
+    """The model that is fine-tuned."""
+
+    path: str
+    """Hub id or folder of the model to start from. A PEFT adapter goes on with lora, and is merged into its base
+    without."""
+
+
+class DemonstrationsConfig(DataKeys):
+    """The demonstrations."""
+
+    demonstrations: Sources
+    """Texts to imitate: a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, or a hub id; a list joins
+    several. Columns ``prompt`` and ``completion`` (text or chat messages), else ``messages``, else plain ``text``, else
+    ``chosen``, the better answer of a pair."""
+    eval_demonstrations: Sources | None = None
+    """Held-out demonstrations, in the same forms."""
+    eval_fraction: HeldOut | None = None
+    """Share of ``demonstrations`` that is held out instead, equal prompts on the same side. Left out: none."""
+    split: str = "train"
+    """Split that is read where the source has several, for ``demonstrations``."""
+    eval_split: str = "train"
+    """The same for ``eval_demonstrations``; left alone where the source has one split only."""
+    max_length: PositiveInt = 1024
+    """Longest prompt plus answer in tokens. Longer demonstrations are dropped and counted, never cut."""
+    turns: Literal["all", "last"] = "all"
+    """Which of the assistant's turns in ``messages`` are trained on, each after all that comes before it."""
+
+    @property
+    def held_out_fraction(self) -> float:
+        """Share of ``demonstrations`` that is held out, the default resolved."""
+        return held_out_fraction(self.eval_fraction, self.eval_demonstrations, default=0.0)
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether demonstrations are held out."""
+        return self.eval_demonstrations is not None or self.held_out_fraction > 0
+
+    @model_validator(mode="after")
+    def _one_held_out_source(self) -> DemonstrationsConfig:
+        check_held_out(self.eval_fraction, self.eval_demonstrations, "eval_demonstrations")
+        return self
+
+
+class SftTrainConfig(StageTrainConfig):
+    """Batches, optimizer, evaluation, saving."""
+
+    eval_steps: PositiveInt | None = None
+    """Optimizer steps between two evaluations on held-out demonstrations. Left out: only after the last."""
+
+
+class SftStageConfig(StageConfig):
+    """One run of ``tether sft``: a policy from demonstrations."""
+
+    model: SftModelConfig
+    """The model that is fine-tuned."""
+    data: DemonstrationsConfig
+    """The demonstrations."""
+    train: SftTrainConfig = SftTrainConfig()
+    """Batches, optimizer, evaluation, saving."""
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> SftStageConfig:
+        if self.train.eval_steps is not None and not self.data.has_eval:
+            raise ValueError("train.eval_steps needs data.eval_demonstrations or data.eval_fraction")
+        return self

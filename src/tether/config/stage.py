@@ -1,0 +1,107 @@
+"""Keys that the stages before PPO share: ``tether sft`` and ``tether reward``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from tether.config.base import Section
+from tether.config.schema import Fraction, HeldOut, ModelConfig
+
+
+class StageTrainConfig(Section):
+    """Batches, optimizer, evaluation, saving."""
+
+    num_train_epochs: PositiveFloat = 1.0
+    """Passes over the data."""
+    max_steps: PositiveInt | None = None
+    """Optimizer steps; in place of num_train_epochs."""
+    batch_size: PositiveInt = 16
+    """Rows an optimizer step."""
+    micro_batch_size: PositiveInt = 8
+    """Rows in one forward and backward pass."""
+    learning_rate: PositiveFloat | None = None
+    """Peak learning rate. Left out: 1e-4 with LoRA, 1e-5 otherwise."""
+    lr_scheduler_type: str = "linear"
+    """Any schedule of transformers that needs no further arguments: linear, cosine, constant, …"""
+    warmup_ratio: Fraction = 0.0
+    """Share of the optimizer steps over which the learning rate rises from 0."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW weight decay."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """The gradient's norm is clipped to it; null turns clipping off."""
+    bf16: bool | None = None
+    """bfloat16 autocast of all forwards. Left out: on where the hardware has it."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    seed: int = 42
+    """Seed of new weights, the held-out share and the data order."""
+    save_steps: PositiveInt | None = None
+    """Optimizer steps between two checkpoints; left out: one only where the run is stopped by a signal."""
+    save_total_limit: PositiveInt | None = 1
+    """Checkpoints that are kept, the newest; null keeps all."""
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> StageTrainConfig:
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} must divide batch_size {self.batch_size}: "
+                f"set batch_size to {self.micro_batch_size * max(1, self.batch_size // self.micro_batch_size)}"
+            )
+        if self.max_steps is not None and "num_train_epochs" in self.model_fields_set:
+            raise ValueError(
+                f"max_steps ({self.max_steps}) and num_train_epochs ({self.num_train_epochs}) both say how long the "
+                "run is: set one of them"
+            )
+        return self
+
+
+class StageConfig(Section):
+    """One run of a stage before PPO."""
+
+    model: ModelConfig
+    """The model that is trained."""
+    train: StageTrainConfig = StageTrainConfig()
+    """Batches, optimizer, evaluation, saving."""
+    output_dir: Path
+    """Folder for the trained model and everything else that the run writes."""
+    overwrite_output_dir: bool = False
+    """Start anew in a folder that holds an earlier run, which is then replaced."""
+    resume: bool | str = False
+    """true: go on from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate, the default resolved."""
+        return self.train.learning_rate or (1e-4 if self.model.lora else 1e-5)
+
+    @model_validator(mode="after")
+    def _trains_every_layer(self) -> StageConfig:
+        if self.model.freeze_layers:
+            raise ValueError(
+                f"model.freeze_layers {self.model.freeze_layers} is a key of `tether ppo`; leave it out, or train less "
+                "by model.lora"
+            )
+        return self
+
+
+def held_out_fraction(fraction: HeldOut | None, others: object, *, default: float) -> float:
+    """The share of a dataset that is held out.
+
+    Args:
+        fraction: what the configuration says.
+        others: the held-out dataset that it names instead.
+        default: where it says neither.
+    """
+    if fraction is not None:
+        return fraction
+    return 0.0 if others else default
+
+
+def check_held_out(fraction: HeldOut | None, others: object, key: str) -> None:
+    """Raises ``ValueError`` if a share and a dataset are both to be held out."""
+    if others is not None and fraction is not None:
+        raise ValueError(
+            f"{key} ({others}) and eval_fraction ({fraction}) both name what is held out: set one of them"
+        )

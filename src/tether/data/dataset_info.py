@@ -1,0 +1,267 @@
+"""LLaMA-Factory's ``dataset_info.json``: named datasets, and how their rows become prompts, answers and pairs.
+
+    alpaca     instruction, input, output, history, system        → prompt, messages
+    sharegpt   a list of turns, with or without chosen and rejected → prompt, messages, or prompt, chosen, rejected
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tether.data.sources import Row, Rows, check_source, read_hub, read_rows
+from tether.errors import DataError
+from tether.types import Message
+
+FILE = "dataset_info.json"
+_KEYS = {
+    "file_name", "hf_hub_url", "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags",
+}  # fmt: skip
+_REFUSED = {
+    "script_url": "a script that makes the data would have to be run; save what it makes as a file",
+    "ms_hub_url": "ModelScope is not read; download the file and name it by file_name",
+    "om_hub_url": "OpenMind is not read; download the file and name it by file_name",
+    "cloud_file_name": "cloud storage is not read; download the file and name it by file_name",
+}
+_REFUSED_COLUMNS = {
+    "kto_tag": "single answers with a verdict are for KTO; PPO wants prompts, a reward model pairs",
+    **dict.fromkeys(("images", "videos", "audios"), "the models here read text only"),
+}
+_TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+_COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected"}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One dataset as the file describes it."""
+
+    where: str
+    """How messages name it."""
+    settings: Mapping[str, Any]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def formatting(self) -> Literal["alpaca", "sharegpt"]:
+        return self.settings.get("formatting", "alpaca")
+
+    @property
+    def is_ranking(self) -> bool:
+        return bool(self.settings.get("ranking", False))
+
+
+def check_entry(folder: str, name: str, key: str) -> None:
+    """Checks that ``dataset_info.json`` in ``folder`` has a dataset of that name which can be read; reads no row.
+
+    Args:
+        key: the configuration key that named it, for messages.
+
+    Raises:
+        DataError: there is no such file or dataset, or it asks for what is not supported.
+    """
+    entry = _entry(folder, name, key)
+    if "file_name" in entry.settings:
+        check_source(_file(folder, entry), f"{entry.where}, file_name")
+
+
+def read_entry(folder: str, name: str, key: str) -> Rows:
+    """The rows of a dataset that ``dataset_info.json`` names, with columns as they are read here.
+
+    A conversation gives ``prompt``, all of it before the last answer, and ``messages``, all of it. Pairs give
+    ``prompt``, ``chosen`` and ``rejected``. Other columns stay.
+
+    Raises:
+        DataError: as ``check_entry``; a row lacks a column or has one of another type. Names the row.
+    """
+    entry = _entry(folder, name, key)
+    settings, split = entry.settings, entry.settings.get("split", "train")
+    if "file_name" in settings:
+        table = read_rows(_file(folder, entry), split=split, key=f"{entry.where}, file_name")
+    else:
+        table = read_hub(
+            settings["hf_hub_url"], split=split, subset=settings.get("subset"), folder=settings.get("folder"),
+            key=f"{entry.where}, hf_hub_url",
+        )  # fmt: skip
+    chosen = _drawn(len(table.rows), settings.get("num_samples"), name)
+    places = [table.where(i) for i in chosen]
+    read = _alpaca if entry.formatting == "alpaca" else _sharegpt
+    rows = [read(table.rows[i], entry, f"{key}: {place}") for i, place in zip(chosen, places, strict=True)]
+    return replace(table, rows=rows, places=places)
+
+
+def _entry(folder: str, name: str, key: str) -> _Entry:
+    path = Path(folder).expanduser() / FILE
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise DataError(f"data.dataset_dir: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"data.dataset_dir: {path} is not JSON: {error}") from error
+    if not isinstance(entries, dict) or not isinstance(entries.get(name), dict):
+        known = ", ".join(entries) if isinstance(entries, dict) else "no datasets"
+        raise DataError(f"{key}: {path} has no dataset {name}; it has {known}")
+    settings, where = entries[name], f"{key}: {name} in {path}"
+    for refused, why in _REFUSED.items():
+        if refused in settings and not {"file_name", "hf_hub_url"} & settings.keys():
+            raise DataError(f"{where}: {refused}: {why}")
+    if unknown := sorted(settings.keys() - _KEYS - _REFUSED.keys()):
+        raise DataError(f"{where}: unknown key {unknown[0]}; allowed are {', '.join(sorted(_KEYS))}")
+    origins = {"file_name", "hf_hub_url"} & settings.keys()
+    if not origins:
+        raise DataError(f"{where}: wanted file_name or hf_hub_url, which say where the data is")
+    if settings.get("formatting", "alpaca") not in ("alpaca", "sharegpt"):
+        raise DataError(f"{where}: formatting is {settings['formatting']!r}, wanted alpaca or sharegpt")
+    samples = settings.get("num_samples")
+    if samples is not None and (not isinstance(samples, int) or samples < 1):
+        raise DataError(f"{where}: num_samples is {samples!r}, wanted a whole number above 0")
+    default = _ALPACA if settings.get("formatting", "alpaca") == "alpaca" else {"messages": "conversations"}
+    columns, tags = settings.get("columns", default), settings.get("tags", {})
+    for part, given, allowed in (("columns", columns, _COLUMNS), ("tags", tags, _TAGS.keys())):
+        if not isinstance(given, dict):
+            raise DataError(f"{where}: {part} is {given!r}, wanted an object")
+        for column in given:
+            if column in _REFUSED_COLUMNS:
+                raise DataError(f"{where}: columns.{column}: {_REFUSED_COLUMNS[column]}")
+            if column not in allowed:
+                raise DataError(f"{where}: unknown key {part}.{column}; allowed are {', '.join(sorted(allowed))}")
+    if settings.get("ranking") and not {"chosen", "rejected"} <= columns.keys():
+        raise DataError(f"{where}: ranking needs columns.chosen and columns.rejected")
+    needed = "prompt" if default is _ALPACA else "messages"
+    return _Entry(where, settings, {needed: default[needed]} | columns, _TAGS | tags)
+
+
+def _file(folder: str, entry: _Entry) -> str:
+    return str(Path(folder).expanduser() / entry.settings["file_name"])
+
+
+def _drawn(count: int, wanted: int | None, name: str) -> list[int]:
+    """Rows of a dataset that ``num_samples`` takes: a share of them, or all of them and some twice."""
+    if wanted is None:
+        return list(range(count))
+    draw = random.Random(name)
+    once = sorted(draw.sample(range(count), min(wanted, count)))
+    return once + [draw.randrange(count) for _ in range(wanted - len(once))] if count else []
+
+
+def _alpaca(row: Row, entry: _Entry, where: str) -> Row:
+    columns = entry.columns
+    rest = {name: value for name, value in row.items() if name not in columns.values()}
+    parts = [_text(row, columns[name], where, optional=name == "query") for name in ("prompt", "query") if
+             name in columns]  # fmt: skip
+    before = _system(row, entry, where) + _history(row, columns.get("history"), where)
+    prompt = [*before, {"role": "user", "content": "\n".join(part for part in parts if part)}]
+    rest |= _tools(row, entry)
+    if entry.is_ranking:
+        answers = {side: _text(row, columns[side], where) for side in ("chosen", "rejected")}
+        return rest | {"prompt": prompt} | answers
+    answer = _text(row, columns["response"], where, optional=True) if "response" in columns else ""
+    return rest | {"prompt": prompt} | ({"messages": [*prompt, _assistant(answer)]} if answer else {})
+
+
+def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
+    columns = entry.columns
+    rest = {name: value for name, value in row.items() if name not in columns.values()}
+    column = columns["messages"]
+    turns = row.get(column)
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise DataError(f"{where}, {column}: got {turns!r}, wanted a list of turns")
+    messages = [_turn(turn, entry, f"{where}, {column}, turn {i}") for i, turn in enumerate(turns)]
+    system = _system(row, entry, where)
+    if system and messages[0]["role"] == "system":
+        raise DataError(f"{where}: a system message in {column} and another one in {columns['system']}; wanted one")
+    messages = [*system, *messages]
+    rest |= _tools(row, entry)
+    if entry.is_ranking:
+        answers = {side: _ranked(row, columns[side], entry, where) for side in ("chosen", "rejected")}
+        return rest | {"prompt": messages} | answers
+    if messages[-1]["role"] != "assistant":
+        return rest | {"prompt": messages}
+    return rest | {"prompt": messages[:-1], "messages": messages}
+
+
+def _turn(turn: Any, entry: _Entry, where: str) -> Message:
+    tags, given = entry.tags, turn if isinstance(turn, Mapping) else {}
+    role, content = given.get(tags["role_tag"]), given.get(tags["content_tag"])
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise DataError(f"{where}: got {turn!r}, wanted text under {tags['role_tag']} and {tags['content_tag']}")
+    roles = {
+        tags["user_tag"]: "user",
+        tags["assistant_tag"]: "assistant",
+        tags["observation_tag"]: "tool",
+        tags["system_tag"]: "system",
+    }
+    if role == tags["function_tag"]:
+        return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
+    if role not in roles:
+        raise DataError(f"{where}: {tags['role_tag']} is {role!r}, wanted one of {', '.join(roles)}")
+    return {"role": roles[role], "content": content}
+
+
+def _calls(content: str, where: str) -> list[dict[str, Any]]:
+    """Calls of functions, which a turn holds as JSON: one of them, or a list."""
+    try:
+        calls = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{where}: the function call is not JSON: {error}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
+            raise DataError(f"{where}: got the function call {call!r}, wanted name and arguments")
+    return [{"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls]
+
+
+def _ranked(row: Row, column: str, entry: _Entry, where: str) -> str:
+    """An answer of a pair: text, or one turn."""
+    value = row.get(column)
+    if isinstance(value, Mapping):
+        value = _turn(value, entry, f"{where}, {column}")["content"]
+    if not isinstance(value, str):
+        raise DataError(f"{where}, {column}: got {value!r}, wanted a turn or text")
+    return value
+
+
+def _history(row: Row, column: str | None, where: str) -> list[Message]:
+    messages: list[Message] = []
+    for i, pair in enumerate((row.get(column) or ()) if column else ()):
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise DataError(f"{where}, {column}, entry {i}: got {pair!r}, wanted a question and its answer")
+        messages += [{"role": "user", "content": pair[0]}, _assistant(pair[1])]
+    return messages
+
+
+def _system(row: Row, entry: _Entry, where: str) -> list[Message]:
+    column = entry.columns.get("system")
+    text = _text(row, column, where, optional=True) if column else ""
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _tools(row: Row, entry: _Entry) -> Row:
+    column = entry.columns.get("tools")
+    return {"tools": row.get(column) or None} if column else {}
+
+
+def _text(row: Row, column: str, where: str, *, optional: bool = False) -> str:
+    value = row.get(column)
+    if optional and value is None:
+        return ""
+    if not isinstance(value, str):
+        got = f"got {value!r}" if column in row else f"there is no column {column}; it has {', '.join(row)}"
+        raise DataError(f"{where}, {column}: {got}, wanted text")
+    return value
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}

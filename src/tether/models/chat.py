@@ -1,0 +1,99 @@
+"""Chat templates of tokenizers: named ones for models that bring none, and the token that ends a turn."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.errors import ConfigError
+
+FOLDER = Path(__file__).with_name("chat_templates")
+NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.jinja")))
+"""Templates that ``data.chat_template`` knows by name."""
+TOKENS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+}
+"""What a template writes that must be one token, as the model could not end its answers otherwise."""
+_ANSWER = "answer"
+
+
+def check_template(chat_template: str) -> None:
+    """Raises ``ConfigError`` unless ``data.chat_template`` is auto, none, a known name, or a file that is there."""
+    if chat_template not in ("auto", "none"):
+        _template_text(chat_template)
+
+
+def templated(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template that ``data.chat_template`` asks for; itself for auto and none.
+
+    Where the template closes an answer by a token of its own, that becomes the tokenizer's end token.
+
+    Raises:
+        ConfigError: the template is not there, or needs tokens that the tokenizer lacks.
+    """
+    if chat_template in ("auto", "none"):
+        return tokenizer
+    text, vocabulary = _template_text(chat_template), tokenizer.get_vocab()
+    if missing := [token for token in TOKENS.get(chat_template, ()) if token not in vocabulary]:
+        raise ConfigError(
+            f"data.chat_template: {chat_template} needs {' and '.join(missing)} as tokens, which the tokenizer lacks. "
+            "Take a template without tokens of its own (alpaca, vicuna, zephyr), or add them to the model"
+        )
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = text
+    end = turn_end(own)
+    if end is not None:
+        own.eos_token = own.convert_ids_to_tokens(end)
+    return own
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template puts right after an answer; None without template or such a token."""
+    if tokenizer.chat_template is None:
+        return None
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # templates raise whatever their authors chose; rows that they refuse are told one by one
+        return None
+    after = text.rpartition(_ANSWER)[2].lstrip()
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    found = ids[0] if ids and ids[0] in special else None
+    return None if found is None or found == tokenizer.unk_token_id else found
+
+
+def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` if the tokenizer's chat template makes no use of an argument."""
+    if kwargs and tokenizer.chat_template is None:
+        raise ConfigError("data.chat_template_kwargs: the tokenizer has no chat template to take them; leave them out")
+    for name in kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: the chat template makes no use of it; correct its name, or leave "
+                "it out"
+            )
+
+
+def _template_text(chat_template: str) -> str:
+    if chat_template in NAMES:
+        return (FOLDER / f"{chat_template}.jinja").read_text(encoding="utf-8").rstrip("\n")
+    path = Path(chat_template).expanduser()
+    if path.suffix not in (".jinja", ".jinja2"):
+        raise ConfigError(
+            f"data.chat_template: got {chat_template}, wanted auto, none, a file that ends in .jinja, or one of "
+            f"{', '.join(NAMES)}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template: {chat_template} cannot be read: {error}") from error

@@ -8,9 +8,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from tests.models.build import edit_json, micro_batch, plain_adapted, roles_of, run_config, save_adapter, save_model
+from tests.rewards.value_heads import plain_value, save_value_head
 from tests.tiny import EOS, KINDS, PAD
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
+from tether.rewards.build import check_rewards
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
 
@@ -52,6 +54,26 @@ def test_scores_are_those_of_peft(tmp_path, kind, tied):
     wanted = plain_scores(base, reward)
     assert max(wanted) - min(wanted) > 1e-2
     assert roles.reward_scores("judge", *pad_left(ROWS)).tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_llamafactorys_adapters_keep_their_head_in_a_file(tmp_path, pickled):
+    reward = save_value_head(tmp_path, form="adapter", pickled=pickled)
+    config = run_config(tmp_path / "base", lora={}, **adapter_reward(reward))
+    check_rewards(config.rewards)
+    roles = roles_of(config)
+    roles.add_reward_adapter("judge", str(reward))
+    wanted = [plain_value(reward, ids) for ids in ROWS]
+    assert max(wanted) - min(wanted) > 1e-2
+    assert roles.reward_scores("judge", *pad_left(ROWS)).tolist() == pytest.approx(wanted, abs=1e-5)
+    assert roles.role("value").source == str(reward)  # the critic is copied from it as from others
+
+
+def test_an_adapter_without_any_head_is_refused(folders, tmp_path):
+    base, _ = folders
+    bare = save_adapter(tmp_path / "bare", base)
+    with pytest.raises(ModelError, match=r"rewards.0.path: .*bare is an adapter for CAUSAL_LM; wanted"):
+        check_rewards(run_config(base, lora={}, **adapter_reward(bare)).rewards)
 
 
 def test_only_some_modules_adapted_and_a_loaded_policy(folders, tmp_path):

@@ -26,7 +26,14 @@ from transformers.pytorch_utils import Conv1D
 
 from tether.config.schema import LoraConfig
 from tether.errors import ConfigError, ModelError
-from tether.models.heads import ScalarHead, head_from, is_head_key, state_size
+from tether.models.heads import (
+    ScalarHead,
+    head_from,
+    is_head_key,
+    read_value_head,
+    state_size,
+    value_head_file,
+)
 from tether.models.paths import ADAPTER_CONFIG, is_same_model, model_errors, some_of
 
 DEFAULT = "default"
@@ -157,10 +164,15 @@ def add_reward(model: PeftModel, name: str, path: str, base_source: str, *, floa
             f"{base_source}. Adapters share one base: train the reward adapter on that base, or use it as a reward of "
             f"type model. If both are the same model, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         )
-    head = head_from(adapter.head, state_size(model.get_base_model()), path)
+    head = head_from(reward_head(adapter), state_size(model.get_base_model()), path)
     model.add_adapter(name, changed_config(adapter.config, task_type="CAUSAL_LM", inference_mode=False))
     fill_adapter(model, name, adapter, float32=float32)
     return head
+
+
+def reward_head(adapter: Adapter) -> Mapping[str, Tensor]:
+    """The head's weights: among the adapter's own, or in a file beside it, as LLaMA-Factory saves them."""
+    return adapter.head or (read_value_head(adapter.path) if value_head_file(adapter.path) else {})
 
 
 def fill_adapter(model: PeftModel, name: str, adapter: Adapter, *, float32: bool) -> None:

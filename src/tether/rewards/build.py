@@ -24,6 +24,7 @@ from tether.config.rewards import (
     sources_of,
 )
 from tether.errors import ConfigError, ModelError, RewardError
+from tether.models.heads import value_head_file
 from tether.models.loading import (
     check_classifier,
     check_value_head,
@@ -233,10 +234,10 @@ def _check_reward_adapter(path: str, key: str) -> None:
     settings = _json(Path(path) / ADAPTER_CONFIG)
     if settings is None:
         raise ModelError(f"{key}: {path} is a full model, not an adapter; use type model, or give the adapter's folder")
-    if settings.get("task_type") not in ("SEQ_CLS", None):
+    if settings.get("task_type") not in ("SEQ_CLS", None) and value_head_file(path) is None:
         raise ModelError(
             f"{key}: {path} is an adapter for {settings['task_type']}; wanted a reward adapter, which is trained as a "
-            "sequence classifier (SEQ_CLS) and brings its head"
+            "sequence classifier (SEQ_CLS) and brings its head, or has it in a file beside it, as LLaMA-Factory's"
         )
 
 

@@ -30,7 +30,14 @@ from tether.config.rewards import (
     reward_names,
 )
 from tether.config.schema import RunConfig
-from tether.models.adapters import DEFAULT, adapter_parameters, peft_lora_config, read_adapter, with_adapter
+from tether.models.adapters import (
+    DEFAULT,
+    adapter_parameters,
+    peft_lora_config,
+    read_adapter,
+    reward_head,
+    with_adapter,
+)
 from tether.models.heads import state_size
 from tether.models.layers import parameters_above
 from tether.models.loading import load_config
@@ -195,7 +202,7 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
             return RolePlan(label, f"{reward.model} at {reward.base_url}", 0, 0, "", "service", 0)
         case AdapterReward():
             adapter = read_adapter(reward.path)
-            size = _saved_adapter_size(reward.path) + sum(tensor.numel() for tensor in adapter.head.values())
+            size = _saved_adapter_size(reward.path) + sum(tensor.numel() for tensor in reward_head(adapter).values())
             return _role(label, reward.path, size, 0, torch.float32, "adapter on the base")
         case OwnModelReward():
             base = adapter_base(reward.path, reward.revision) if is_adapter(reward.path, reward.revision) else None

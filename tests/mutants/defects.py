@@ -645,8 +645,8 @@ TRAINER = (
         "train/trainer.py",
         (
             "the engine never gets the trained weights",
-            "            self.parts.generator.sync_weights(self.roles.policy)\n        values",
-            "        values",
+            "            self.parts.generator.sync_weights(self.roles.policy)\n        return self.finish",
+            "        return self.finish",
         ),
         tests=(f"{BOOKKEEPING}::test_the_engine_has_the_weights_of_the_last_update",),
     ),

@@ -1,6 +1,7 @@
 """docs/rewards.md says what is true."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -31,8 +32,13 @@ def test_every_type_and_every_name_of_a_head_is_told():
     assert all(f"`{name}`" in PAGE for name in HEAD_NAMES if "." not in name)
 
 
-def test_the_function_of_the_page_scores():
-    (source,) = re.findall(r"```python\n(def .*?)\n\n\n", PAGE, re.DOTALL)
+def test_the_functions_of_the_page_score():
     scope: dict[str, object] = {}
-    exec(compile(source, "docs/rewards.md", "exec"), scope)
+    for source in re.findall(r"```python\n(def .*?)```", PAGE, re.DOTALL):
+        exec(compile(source, "docs/rewards.md", "exec"), scope)
     assert FunctionSource(scope["brevity"], "brevity").score(text_batch("x" * 50)).scores == [-0.5]
+    by_line = FunctionSource(scope["by_line"], "by_line").score(text_batch("1 = 1\nso\n2 = 2", "no", ""))
+    assert by_line.scores == [2.0, 0.0, 0.0]
+    assert [t for t, score in enumerate(by_line.token_scores[0]) if score] == [5, 13]
+    batch = replace(text_batch("a b"), response_ids=[[7, 8, 2]], decode=lambda ids: "a b"[: 2 * len(ids) - 1])
+    assert FunctionSource(scope["by_token"], "by_token").score(batch).token_scores == [[-0.01] * 3]

@@ -128,7 +128,8 @@ class FunctionReward(_Reward):
     """A Python function."""
 
     type: Literal["function"]
-    """``function``: ``f(prompts, completions, **columns) -> list[float | None]``, sync or async."""
+    """``function``: ``f(prompts, completions, **columns) -> list[float | list | None]``, sync or async; a list scores an
+    answer's tokens, or its steps as ``[end, score]``."""
     path: str
     """File that holds the function (``my_rewards.py``) or an import path (``package.module``)."""
     name: str

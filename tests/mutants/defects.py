@@ -799,7 +799,7 @@ UPDATE = (
             "self.dist.backward(total / normaliser.to(total))",
             "self.dist.backward(total / normaliser.to(total)), [o.clip() for o in self.optimizers]",
         ),
-        ("the value loss of a shared trunk has weight 1", "ppo.vf_coef if len(pass_.trains) > 1 else 1.0", "1.0"),
+        ("the value loss of a shared trunk has weight 1", "ppo.vf_coef if len(self.optimizers) == 1 else 1.0", "1.0"),
         (
             "old log-probabilities are those of the policy being updated",
             "                old.logprobs,\n                old.advantages,\n                cliprange",
@@ -822,7 +822,7 @@ UPDATE = (
         "train/update.py",
         (
             "the value loss of a critic of its own is scaled",
-            "ppo.vf_coef if len(pass_.trains) > 1 else 1.0",
+            "ppo.vf_coef if len(self.optimizers) == 1 else 1.0",
             "ppo.vf_coef",
         ),
         tests=whole_step("defaults, own critic"),

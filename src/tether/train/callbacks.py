@@ -60,13 +60,22 @@ class Callbacks:
 
     Args:
         num_prompts: prompts in the training data.
+        args, state: what callbacks are given, for callers that have these; made from the configuration otherwise.
     """
 
-    def __init__(self, callbacks: Sequence[TrainerCallback], config: RunConfig, num_prompts: int) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[TrainerCallback],
+        config: RunConfig,
+        num_prompts: int,
+        *,
+        args: TrainingArguments | None = None,
+        state: TrainerState | None = None,
+    ) -> None:
         num_updates = config.num_updates(num_prompts)
         self.callbacks = list(callbacks)
-        self.args = training_arguments(config, num_updates)
-        self.state = TrainerState(
+        self.args = args or training_arguments(config, num_updates)
+        self.state = state or TrainerState(
             max_steps=num_updates,
             logging_steps=config.train.logging_steps,
             train_batch_size=config.train.rollout_batch_size,
@@ -91,27 +100,35 @@ class Callbacks:
 
     def train_begin(self) -> None:
         """Before the first update."""
-        self._call("on_train_begin")
+        self.call("on_train_begin")
 
     def step_begin(self) -> None:
         """Before an update."""
         self.control.should_evaluate = self.control.should_save = self.control.should_log = False
-        self._call("on_step_begin")
+        self.call("on_step_begin")
 
     def step_end(self, metrics: Mapping[str, float]) -> None:
         """After an update, whose metrics are then in ``state.log_history`` too."""
+        self.count()
+        self.call("on_step_end")
+        self.record(metrics)
+        if self.control.should_log or self.state.global_step % self._config.train.logging_steps == 0:
+            self.call("on_log", logs=dict(metrics))
+
+    def count(self) -> None:
+        """Counts an update."""
         self.state.global_step += 1
         episodes = self.state.global_step * self._config.train.rollout_batch_size
         self.state.epoch = episodes / (self._num_prompts * self._config.sampling.num_generations)
-        self._call("on_step_end")
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to the history."""
         self.state.log_history.append({"step": self.state.global_step, **metrics})
-        if self.control.should_log or self.state.global_step % self._config.train.logging_steps == 0:
-            self._call("on_log", logs=dict(metrics))
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """After an evaluation; ``state.best_metric`` is still the one before it, as Trainer has it."""
-        self.state.log_history.append({"step": self.state.global_step, **metrics})
-        self._call("on_evaluate", metrics=dict(metrics))
+        self.record(metrics)
+        self.call("on_evaluate", metrics=dict(metrics))
         name = self._config.train.metric_for_best_model
         if name is not None:
             value = metrics[name]
@@ -120,18 +137,19 @@ class Callbacks:
 
     def saved(self, path: Path) -> None:
         """After a checkpoint."""
-        self._call("on_save", checkpoint=str(path))
+        self.call("on_save", checkpoint=str(path))
 
     def train_end(self) -> None:
         """After the last update and its evaluation."""
-        self._call("on_train_end")
+        self.call("on_train_end")
 
     def due(self, what: str, every: int | None) -> bool:
         """Whether an evaluation or a save follows the present update: by schedule, or asked for by a callback."""
         scheduled = every is not None and self.state.global_step % every == 0
         return scheduled or bool(getattr(self.control, f"should_{what}"))
 
-    def _call(self, event: str, **kwargs: Any) -> None:
+    def call(self, event: str, **kwargs: Any) -> None:
+        """Calls every callback at an event."""
         for callback in self.callbacks:
             result = getattr(callback, event)(
                 self.args,

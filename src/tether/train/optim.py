@@ -79,7 +79,7 @@ class PassOptimizer:
         Parameters without a gradient stay as they are, and so do their moments.
         """
         self.optimizer.step()
-        self._move_on()
+        self.move_on()
 
     def skip(self) -> None:
         """Moves the schedule on and clears the gradients, as ``step`` does, and leaves the parameters as they are.
@@ -88,9 +88,10 @@ class PassOptimizer:
         """
         with warnings.catch_warnings():  # torch takes it for a mistake in the order of calls
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
-            self._move_on()
+            self.move_on()
 
-    def _move_on(self) -> None:
+    def move_on(self) -> None:
+        """Moves the schedule on and clears the gradients."""
         if isinstance(self.scheduler, LambdaLR):
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -151,8 +152,13 @@ def build_optimizer(
         eps=train.adam_epsilon,
         weight_decay=train.weight_decay,
     )
-    scheduler = _schedule(train, optimizer, _total_steps(config, num_updates))
+    scheduler = schedule(config, optimizer, num_updates)
     return PassOptimizer(name, list(parameters), optimizer, scheduler, train.max_grad_norm)
+
+
+def schedule(config: RunConfig, optimizer: Optimizer, num_updates: int) -> Schedule:
+    """The learning rate of ``optimizer`` over the optimizer steps of ``num_updates`` updates."""
+    return _schedule(config.train, optimizer, _total_steps(config, num_updates))
 
 
 def _total_steps(config: RunConfig, num_updates: int) -> int:

@@ -28,7 +28,7 @@ class Update:
     Args:
         config: the run's configuration.
         parts: the models, and the demonstrations if there are any.
-        optimizers: one for each pass.
+        optimizers: one for each pass, or one of both, in whose loss the value loss has a weight.
         dist: device and processes.
         step: finished updates.
         answers: the rollout batch, for what is written down when something is not finite.
@@ -103,7 +103,7 @@ class Update:
                     "policy_loss": 1.0,
                     "kl_loss": item.kl_loss_coef,
                     "entropy": -ppo.entropy_coef,
-                    "value_loss": ppo.vf_coef if len(pass_.trains) > 1 else 1.0,
+                    "value_loss": ppo.vf_coef if len(self.optimizers) == 1 else 1.0,
                 }
                 total = sum(
                     weights[name] * algo.reduced(x, item.loss_mask, how=ppo.loss_reduction)

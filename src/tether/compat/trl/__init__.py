@@ -1,0 +1,11 @@
+"""TRL's PPO by name: a script runs with ``from tether.compat.trl import PPOConfig, PPOTrainer`` in place of its import.
+
+TRL itself is not needed. docs/from_trl.md says what differs.
+"""
+
+from __future__ import annotations
+
+from tether.compat.trl.config import PPOConfig
+from tether.compat.trl.trainer import PPOTrainer
+
+__all__ = ["PPOConfig", "PPOTrainer"]

@@ -1,0 +1,286 @@
+"""TRL's configuration of PPO: its names and its defaults, and what each means for a run here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
+
+from tether.config.load import checked_config
+from tether.config.schema import RunConfig
+from tether.errors import ConfigError
+
+REFUSED = {
+    "fp16": "arithmetic here is float32 or bfloat16: use bf16, or neither",
+    "optim_args": "the optimizer is AdamW: use learning_rate, weight_decay and adam_*, or hand over `optimizers`",
+    "optim_target_modules": "the optimizer is AdamW over all that trains",
+    "label_smoothing_factor": "PPO has no labels",
+    "neftune_noise_alpha": "noise on the embeddings would change the ratio",
+    "torch_compile": "forwards run as they are",
+    "use_liger_kernel": "forwards run as they are",
+    "auto_find_batch_size": "set per_device_train_batch_size; results do not depend on it",
+    "deepspeed": "a run uses one process",
+    "fsdp": "a run uses one process",
+    "parallelism_config": "a run uses one process",
+}
+"""Arguments of ``TrainingArguments`` that must be left alone, and why."""
+INERT = frozenset({
+    "accelerator_config", "activation_checkpointing_kwargs", "average_tokens_across_devices", "batch_eval_metrics",
+    "bf16_full_eval", "data_seed", "dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context",
+    "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+    "dataset_num_proc", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters",
+    "ddp_static_graph", "ddp_timeout", "debug", "do_eval", "do_predict", "do_train", "ds3_gather_for_generation",
+    "enable_jit_checkpoint", "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "eval_on_start",
+    "eval_use_gather_object", "exp_name", "fp16_full_eval", "fsdp_config", "full_determinism",
+    "gradient_checkpointing_kwargs", "ignore_data_skip", "include_for_metrics", "include_num_input_tokens_seen",
+    "label_names", "length_column_name", "liger_kernel_config", "local_rank", "log_level", "log_level_replica",
+    "log_on_each_node", "logging_first_step", "logging_nan_inf_filter", "logging_steps", "logging_strategy",
+    "prediction_loss_only", "remove_unused_columns", "restore_callback_states_from_checkpoint", "save_on_each_node",
+    "save_only_model", "skip_memory_metrics", "tf32", "torch_compile_backend", "torch_compile_mode",
+    "torch_empty_cache_steps", "train_sampling_strategy", "use_cache",
+})  # fmt: skip
+"""Arguments that the trainer does not read, as far as TRL's PPO reads them at all; those that are set are named."""
+IN_SCRIPTS = frozenset({"sft_model_path", "reward_model_path"})
+"""Arguments that scripts read, and no trainer."""
+DERIVED = frozenset({
+    "world_size", "num_total_batches", "micro_batch_size", "local_batch_size", "batch_size", "local_mini_batch_size",
+    "mini_batch_size",
+})  # fmt: skip
+"""Arguments that the trainer fills in."""
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+@dataclass
+class PPOConfig(TrainingArguments):
+    """TRL 1.12's arguments of PPO with their defaults, as ``transformers.HfArgumentParser`` takes them.
+
+    docs/from_trl.md says where a run differs.
+    """
+
+    # Of TrainingArguments, with TRL's defaults.
+    learning_rate: float = field(default=3e-6, metadata={"help": "Peak learning rate of policy and critic."})
+    logging_steps: float = field(default=10, metadata={"help": "Not read: every update is logged."})
+    gradient_checkpointing: bool | None = field(
+        default=True, metadata={"help": "Recompute activations in the update to save memory."}
+    )
+    bf16: bool | None = field(
+        default=None, metadata={"help": "bfloat16 autocast of all forwards. Left out: on where a GPU has it."}
+    )
+    lr_scheduler_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Further arguments of the schedule, as a JSON object."}
+    )
+    push_to_hub: bool = field(default=False, metadata={"help": "Push the policy to the hub."})
+
+    # The run.
+    exp_name: str = field(default="ppo_config", metadata={"help": "Not read: run_name names the run."})
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes of the script's dataset.map."})
+    total_episodes: int | None = field(
+        default=None, metadata={"help": "Answers to train on. Left out: num_train_epochs passes over the dataset."}
+    )
+    num_mini_batches: int = field(default=1, metadata={"help": "Optimizer steps in one pass over a rollout batch."})
+    local_rollout_forward_batch_size: int = field(
+        default=64, metadata={"help": "Answers decoded and scored side by side."}
+    )
+    num_sample_generations: int = field(
+        default=10, metadata={"help": "How often in the run a few held-out answers are shown; 0: never."}
+    )
+    response_length: int = field(default=53, metadata={"help": "Most tokens of an answer."})
+    stop_token: Literal["eos"] | None = field(
+        default=None, metadata={"help": "`eos`: the tokenizer's end token ends an answer. Left out: only the length."}
+    )
+    stop_token_id: int | None = field(default=None, metadata={"help": "Or the id of the token that ends an answer."})
+    temperature: float = field(default=0.7, metadata={"help": "Temperature of sampling and of log-probabilities."})
+    missing_eos_penalty: float | None = field(
+        default=None, metadata={"help": "Subtracted from the score of an answer without an end token."}
+    )
+
+    # The models.
+    sft_model_path: str = field(default="EleutherAI/pythia-160m", metadata={"help": "For scripts: the policy."})
+    reward_model_path: str = field(
+        default="EleutherAI/pythia-160m", metadata={"help": "For scripts: the reward model."}
+    )
+    model_adapter_name: str | None = field(
+        default=None, metadata={"help": "Adapter of a PEFT model that trains; `default` if left out."}
+    )
+    ref_adapter_name: str | None = field(
+        default=None, metadata={"help": "Adapter of a PEFT model that is the reference. Left out: adapters off."}
+    )
+    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Of DeepSpeed, which is not used here."})
+
+    # The algorithm.
+    num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over each rollout batch."})
+    whiten_rewards: bool = field(default=False, metadata={"help": "Scale token rewards to unit variance."})
+    kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty; 0: no reference."})
+    kl_estimator: Literal["k1", "k3"] = field(default="k1", metadata={"help": "Estimator of the KL."})
+    cliprange: float = field(default=0.2, metadata={"help": "The ratio is clipped to 1 ± cliprange."})
+    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss in an optimizer of both."})
+    cliprange_value: float = field(default=0.2, metadata={"help": "New values are clipped to old ± this."})
+    gamma: float = field(default=1.0, metadata={"help": "Discount a token."})
+    lam: float = field(default=0.95, metadata={"help": "λ of generalized advantage estimation."})
+
+    # Filled in by the trainer.
+    world_size: int | None = field(default=None, metadata={"help": "Filled in: processes."})
+    num_total_batches: int | None = field(default=None, metadata={"help": "Filled in: updates."})
+    micro_batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers a forward, all devices."})
+    local_batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers an update, one device."})
+    batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers an update."})
+    local_mini_batch_size: int | None = field(default=None, metadata={"help": "Filled in: an optimizer step's share."})
+    mini_batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers an optimizer step."})
+
+    def __post_init__(self) -> None:
+        self.set_arguments = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        if getattr(self, "activation_checkpointing", False) is None:  # the newer name of the same
+            self.activation_checkpointing = self.gradient_checkpointing
+        super().__post_init__()
+
+
+def _default(argument: Any) -> Any:
+    """The default of a dataclass field."""
+    return argument.default if not callable(argument.default_factory) else argument.default_factory()
+
+
+def check_arguments(args: PPOConfig) -> None:
+    """Raises ``ConfigError`` for arguments that a run here cannot heed, and for two that exclude each other."""
+    for name, why in REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; take it out")
+    if str(args.optim.value) not in ADAMW:
+        raise ConfigError(
+            f"PPOConfig.optim {args.optim.value}: wanted {' or '.join(ADAMW)}; hand over another as `optimizers`"
+        )
+    if args.stop_token is not None and args.stop_token_id is not None:
+        raise ConfigError(
+            f"PPOConfig: got stop_token {args.stop_token} and stop_token_id {args.stop_token_id}; set one of them"
+        )
+    if args.stop_token not in (None, "eos"):
+        raise ConfigError(f"PPOConfig.stop_token: got {args.stop_token!r}, wanted eos or None; or set stop_token_id")
+    if args.kl_estimator not in ("k1", "k3"):
+        raise ConfigError(f"PPOConfig.kl_estimator: got {args.kl_estimator!r}, wanted k1 or k3")
+    if args.max_steps > 0 and args.total_episodes is not None:
+        raise ConfigError(
+            f"PPOConfig: got max_steps {args.max_steps} and total_episodes {args.total_episodes}, which both say how "
+            "long the run is; set one"
+        )
+    if args.save_strategy.value == "best" and args.metric_for_best_model is None:
+        raise ConfigError("PPOConfig.save_strategy best needs metric_for_best_model, eval_scores for example")
+    if args.hub_strategy.value not in ("end", "every_save"):
+        raise ConfigError(f"PPOConfig.hub_strategy: got {args.hub_strategy.value}, wanted end or every_save")
+
+
+def derive(args: PPOConfig, num_prompts: int) -> None:
+    """Fills in the batch sizes and the length of the run, as TRL does.
+
+        batch_size = per_device_train_batch_size · gradient_accumulation_steps
+        mini_batch_size = batch_size / num_mini_batches
+        num_total_batches = ⌈total_episodes / batch_size⌉
+
+    Raises:
+        ConfigError: a batch has no whole number of mini-batches, or an argument is not positive.
+    """
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"PPOConfig.{name}: got {getattr(args, name)}, wanted at least 1")
+    args.world_size = 1
+    args.micro_batch_size = args.per_device_train_batch_size
+    args.local_batch_size = args.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if args.batch_size % args.num_mini_batches:
+        raise ConfigError(
+            f"PPOConfig.num_mini_batches {args.num_mini_batches} must divide per_device_train_batch_size × "
+            f"gradient_accumulation_steps, which is {args.batch_size}"
+        )
+    args.local_mini_batch_size = args.mini_batch_size = args.batch_size // args.num_mini_batches
+    if args.max_steps > 0:
+        args.total_episodes = args.max_steps * args.batch_size
+    elif args.total_episodes is None:
+        args.total_episodes = int(args.num_train_epochs * num_prompts)
+    args.num_total_batches = math.ceil(args.total_episodes / args.batch_size)
+
+
+def run_config(
+    args: PPOConfig,
+    *,
+    model_path: str,
+    lora: Mapping[str, Any] | None,
+    rewards: Sequence[Mapping[str, Any]],
+    num_prompts: int,
+    evaluates: bool,
+    stop_token: str | None,
+) -> RunConfig:
+    """The run that the arguments ask for, after ``derive``.
+
+    Args:
+        model_path: where the policy was loaded from.
+        lora: settings of the policy's adapter, None for full fine-tuning.
+        rewards: sections of the reward sources.
+        num_prompts: prompts in the training data.
+        evaluates: whether there are held-out prompts to evaluate on.
+        stop_token: what ends an answer, as ``sampling.stop_token`` has it.
+
+    Raises:
+        ConfigError: names the argument, what was got and what is wanted.
+    """
+    updates, each_epoch = args.num_total_batches, max(1, round(num_prompts / args.batch_size))
+    warmup = args.warmup_steps if args.warmup_steps < 1 else args.warmup_steps / max(updates, 1)
+    ppo = ("num_ppo_epochs", "num_mini_batches", "whiten_rewards", "kl_coef", "kl_estimator", "cliprange", "vf_coef",
+           "cliprange_value", "gamma", "lam")  # fmt: skip
+    train = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed", "save_total_limit",
+             "total_episodes", "gradient_checkpointing", "bf16", "load_best_model_at_end")  # fmt: skip
+    given: dict[str, dict[str, Any]] = {
+        "ppo": {name: getattr(args, name) for name in ppo},
+        "train": {name: getattr(args, name) for name in train},
+        "sampling": {name: getattr(args, name) for name in ("response_length", "temperature")},
+    }
+    origins = {(part, name): name for part, names in given.items() for name in names}
+    origins["sampling", "batch_size"] = "local_rollout_forward_batch_size"
+    given["ppo"] |= {"missing_eos_penalty": args.missing_eos_penalty if stop_token == "eos" else None}
+    given["sampling"] |= {"stop_token": stop_token, "batch_size": args.local_rollout_forward_batch_size}
+    given["train"] |= {
+        "rollout_batch_size": args.batch_size,
+        "micro_batch_size": math.gcd(args.per_device_train_batch_size, args.mini_batch_size),
+        "lr_scheduler_type": args.lr_scheduler_type.value,
+        "lr_scheduler_kwargs": dict(args.lr_scheduler_kwargs or {}),
+        "warmup_ratio": warmup,
+        "max_grad_norm": args.max_grad_norm or None,
+        "eval_steps": _every(args.eval_strategy.value, args.eval_steps, updates, each_epoch) if evaluates else None,
+        "save_steps": _every(args.save_strategy.value, args.save_steps, updates, each_epoch),
+        "metric_for_best_model": _metric(args),
+        "greater_is_better": args.greater_is_better is not False,
+        "run_name": args.run_name,
+    }
+    data = {"prompts": "train_dataset"} | ({"eval_prompts": "eval_dataset"} if evaluates else {})
+    return checked_config(
+        {
+            "model": {"path": model_path, "lora": lora},
+            "value": {"kind": "model"},
+            "rewards": [dict(reward) for reward in rewards],
+            "data": data,
+            "output_dir": args.output_dir,
+            "overwrite_output_dir": (Path(args.output_dir) / "metrics.jsonl").exists(),
+            **given,
+        },
+        RunConfig,
+        source="PPOConfig",
+        origins=origins,
+    )
+
+
+def _every(strategy: str, steps: float | None, updates: int, each_epoch: int) -> int | None:
+    """Updates between two evaluations or checkpoints; steps below 1 are a share of the run."""
+    if strategy == "epoch":
+        return each_epoch
+    if strategy != "steps" or not steps:
+        return None
+    return math.ceil(steps * updates) if steps < 1 else int(steps)
+
+
+def _metric(args: PPOConfig) -> str | None:
+    """The metric of the best checkpoint under the name that an evaluation gives it."""
+    name = args.metric_for_best_model
+    return name if name is None or name.startswith("eval_") else f"eval_{name}"

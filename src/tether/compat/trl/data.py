@@ -1,0 +1,118 @@
+"""Datasets in memory, tokenised or not, as prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.data.prompts import PromptData, checked_prompt, conversation, encoded_queries, template_arguments
+from tether.errors import ConfigError, DataError
+from tether.types import Prompt
+
+Collator = Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
+
+IDS, MASK = "input_ids", "attention_mask"
+TEXTS = ("prompt", "messages")
+OF_TOKENIZERS = frozenset({IDS, MASK, "token_type_ids", "special_tokens_mask", "lengths", "length"})
+"""Columns that come from tokenising, which no reward function is given."""
+
+
+def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Collator | None, name: str) -> PromptData:
+    """The rows of a dataset as prompts.
+
+    Rows with ``input_ids`` are taken as they are, without padding: what ``attention_mask`` masks, or without a mask
+    pad tokens at either end. Other rows have a ``prompt`` or ``messages``, text or chat messages, that become queries
+    as those of a prompt file do. With ``input_ids``, these are what reward sources are shown.
+
+    Args:
+        dataset: anything with a length and rows that are mappings.
+        collator: makes a batch of one row, whose ``input_ids`` are then taken.
+        name: argument that it came by, for messages.
+
+    Raises:
+        ConfigError: it is no such dataset.
+        DataError: a row has no query, or one that already ends its answer.
+    """
+    rows = _rows(dataset, name)
+    places = [f"{name}, row {i}" for i in range(len(rows))]
+    columns = list(rows[0])
+    text = next((column for column in TEXTS if column in columns), None)
+    if collator is not None:
+        queries = [_collated(row, collator, tokenizer, place) for row, place in zip(rows, places, strict=True)]
+    elif IDS in columns:
+        queries = [_query(row, tokenizer, place) for row, place in zip(rows, places, strict=True)]
+    elif text is None:
+        raise DataError(
+            f"{name}: wanted a column input_ids with token ids, or prompt or messages with text; its columns are "
+            f"{', '.join(columns)}"
+        )
+    else:
+        queries = None
+    sources = None
+    if text is not None:
+        sources = [checked_prompt(row.get(text), place) for row, place in zip(rows, places, strict=True)]
+    if queries is None:
+        arguments = template_arguments(rows, tokenizer, None, places)
+        texts, queries = encoded_queries(sources, tokenizer, "auto", None, places, arguments)
+        chats = [conversation(source, tokenizer, "auto", None) for source in sources]
+    else:
+        texts = [tokenizer.decode(ids) for ids in queries]
+        sources = sources or [tokenizer.decode(ids, skip_special_tokens=True) for ids in queries]
+        chats = [None if isinstance(source, str) else source for source in sources]
+    others = [column for column in columns if column not in OF_TOKENIZERS and column != text]
+    prompts = [
+        Prompt(i, sources[i], texts[i], tuple(queries[i]), {column: row.get(column) for column in others}, chats[i])
+        for i, row in enumerate(rows)
+    ]
+    return PromptData(prompts, len(rows), 0, others, f"{name}: {len(rows)} prompts")
+
+
+def _rows(dataset: Any, name: str) -> list[Mapping[str, Any]]:
+    wanted = "wanted one datasets.Dataset, or a list of rows"
+    if isinstance(dataset, Mapping):
+        raise ConfigError(f"{name}: got several datasets ({', '.join(map(str, dataset))}), {wanted}: choose one")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or isinstance(dataset, str):
+        raise ConfigError(f"{name}: got {type(dataset).__name__}, {wanted}")
+    rows = [dataset[i] for i in range(len(dataset))]
+    if not rows:
+        raise DataError(f"{name} has no rows")
+    if not isinstance(rows[0], Mapping):
+        raise ConfigError(f"{name}: its rows are of type {type(rows[0]).__name__}, wanted mappings with input_ids")
+    return rows
+
+
+def _collated(
+    row: Mapping[str, Any], collator: Collator, tokenizer: PreTrainedTokenizerBase, where: str
+) -> list[int]:
+    batch = collator([row])
+    if not isinstance(batch, Mapping) or IDS not in batch:
+        raise ConfigError(f"data_collator: got {type(batch).__name__} without input_ids for {where}, wanted input_ids")
+    return _query({key: batch[key][0] for key in (IDS, MASK) if key in batch}, tokenizer, where)
+
+
+def _query(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
+    """The token ids of a row without padding."""
+    ids = _numbers(row.get(IDS), where)
+    if row.get(MASK) is not None:
+        mask = _numbers(row[MASK], where)
+        ids = [token for token, is_real in zip(ids, mask, strict=True) if is_real]
+    elif tokenizer.pad_token_id != tokenizer.eos_token_id:
+        real = [i for i, token in enumerate(ids) if token != tokenizer.pad_token_id]
+        ids = ids[real[0] : real[-1] + 1] if real else []
+    if not ids:
+        raise DataError(f"{where} has no prompt: got no token but padding in input_ids")
+    if ids[-1] == tokenizer.eos_token_id:
+        raise DataError(
+            f"{where}: the prompt already ends its answer: its last token is the end token {tokenizer.eos_token}. "
+            "Tokenise without it"
+        )
+    return ids
+
+
+def _numbers(values: Any, where: str) -> list[int]:
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(listed, Sequence) or not all(isinstance(value, int) for value in listed):
+        raise DataError(f"{where}: input_ids is {type(values).__name__}, wanted a list of token ids")
+    return list(listed)

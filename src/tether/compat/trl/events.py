@@ -1,0 +1,134 @@
+"""Callbacks at the events of a run, as TRL's PPO calls them, and those that its trainer brings along."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import (
+    DefaultFlowCallback,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.integrations import get_reporting_integration_callbacks
+
+from tether.compat.trl.config import PPOConfig
+from tether.config.schema import RunConfig
+from tether.train.callbacks import Callbacks
+from tether.train.display import NullDisplay
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class OnlineTrainerState(TrainerState):
+    """The state of ``transformers`` with the number of answers so far."""
+
+    episode: int = 0
+
+
+class Events(Callbacks):
+    """Tells callbacks of a run with TRL's arguments and state.
+
+    ``log`` is called with the metrics of every update, before ``on_step_end``, and of every evaluation.
+
+    Args:
+        num_prompts: prompts in the training data.
+        model: what callbacks are given as the model.
+        log: appends to the state's history and tells callbacks.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[TrainerCallback],
+        args: PPOConfig,
+        config: RunConfig,
+        num_prompts: int,
+        *,
+        model: nn.Module,
+        log: Callable[[dict[str, float]], None],
+    ) -> None:
+        super().__init__(callbacks, config, num_prompts, args=args, state=OnlineTrainerState())
+        self.model, self.log = model, log
+        self.given: dict[str, Any] = {}
+        """Further things that every event is given."""
+        self.state.max_steps = args.num_total_batches
+        self.state.num_train_epochs = args.total_episodes / num_prompts
+        self.state.train_batch_size = args.batch_size
+        self.state.compute_steps(args, args.num_total_batches)
+
+    def attach(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Hands over the tokenizer, and policy and critic in place of the policy."""
+        super().attach(self.model, tokenizer)
+
+    def step_end(self, metrics: Mapping[str, float]) -> None:
+        """After an update: its metrics, then its end."""
+        self.count()
+        self.state.episode = int(metrics["episode"])
+        self.record(metrics)
+        self.call("on_step_end")
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Logs metrics."""
+        self.log(dict(metrics))
+
+    def call(self, event: str, **kwargs: Any) -> None:
+        """Calls every callback at an event."""
+        super().call(event, **self.given, **kwargs)
+
+
+class ShownSamples(TrainerCallback):
+    """Shows answers to a few held-out prompts ``times`` times in a run, the first time after the first update.
+
+    Args:
+        show: shows them.
+    """
+
+    def __init__(self, times: int, show: Callable[[], object]) -> None:
+        self.times, self.show = times, show
+
+    def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Shows them where it is time."""
+        if (state.global_step - 1) % max(1, state.max_steps // self.times) == 0:
+            self.show()
+
+
+class PushedSaves(TrainerCallback):
+    """Pushes the policy whenever a checkpoint was written. A push that fails warns, and training goes on.
+
+    Args:
+        push: pushes it, with a commit message.
+    """
+
+    def __init__(self, push: Callable[[str], object]) -> None:
+        self.push = push
+
+    def on_save(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Pushes the policy."""
+        try:
+            self.push(f"Training in progress, step {state.global_step}")
+        except Exception as error:  # whatever network and hub have to say, the run is worth more
+            logger.warning("push_to_hub after step %d: %s: %s", state.global_step, type(error).__name__, error)
+
+
+class LoggedDisplay(NullDisplay):
+    """Hands messages to Python's logging."""
+
+    def message(self, text: str) -> None:
+        """Logs one message, a warning as such."""
+        is_warning = text.startswith("warning: ")
+        logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text.removeprefix("warning: "))
+
+
+def default_callbacks(args: PPOConfig, callbacks: Sequence[Any]) -> list[TrainerCallback]:
+    """The callbacks of a run: those of ``transformers`` and of ``report_to``, and the user's, objects or classes."""
+    progress = PrinterCallback if args.disable_tqdm else ProgressCallback
+    every = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to), *callbacks, progress]
+    return [callback() if isinstance(callback, type) else callback for callback in every]

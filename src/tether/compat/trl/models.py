@@ -1,0 +1,294 @@
+"""Models in memory, as the roles of a run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.config.schema import RunConfig
+from tether.errors import ConfigError, ModelError
+from tether.models.adapters import (
+    Adapter,
+    adapter_parameters,
+    changed_config,
+    check_shareable,
+    with_adapter,
+)
+from tether.models.forward import head_matches
+from tether.models.heads import ScalarHead
+from tether.models.paths import absolute_source
+from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role, check_token_ids
+
+IN_MEMORY = "in memory"
+CAUSAL = "a causal language model (AutoModelForCausalLM.from_pretrained(path))"
+CRITIC = "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))"
+
+
+@dataclass(frozen=True)
+class Models:
+    """What ``PPOTrainer`` was given as models.
+
+    ``check`` raises for what is not usable; nothing is changed before ``roles``.
+    """
+
+    policy: Any
+    reference: Any
+    value: Any
+    peft_config: Any
+    policy_adapter: str
+    """PEFT's name of the adapter that trains, where the policy has adapters."""
+    reference_adapter: str | None
+    """PEFT's name of the adapter that is the reference; None for all adapters off."""
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The policy without PEFT around it."""
+        return self.policy.get_base_model() if isinstance(self.policy, PeftModel) else self.policy
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the policy trains an adapter."""
+        return self.peft_config is not None or isinstance(self.policy, PeftModel)
+
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """Settings of the adapter that trains, as a run's configuration has them; None for full fine-tuning."""
+        if not self.is_adapted:
+            return None
+        config = self.peft_config or self.policy.peft_config[self.policy_adapter]
+        targets = config.target_modules
+        return {
+            "r": config.r,
+            "alpha": config.lora_alpha,
+            "dropout": config.lora_dropout,
+            "target_modules": targets if isinstance(targets, str) else sorted(targets or ["PEFT's own choice"]),
+        }
+
+    def check(self, judges: list[PreTrainedModel]) -> None:
+        """Raises for arguments of a wrong kind, and for models that two roles cannot share.
+
+        Args:
+            judges: reward models in memory.
+
+        Raises:
+            ConfigError, ModelError: names the argument, what was got and what is accepted.
+        """
+        self._check_policy()
+        self._check_reference()
+        check_classifier(self.value, "value_model", CRITIC)
+        if any(self.value is judge for judge in judges):
+            raise ConfigError(
+                "value_model: got the same object as reward_model. The critic trains, which would change the rewards: "
+                "load the model twice"
+            )
+        if not any(parameter.requires_grad for parameter in self.value.parameters()):
+            raise ConfigError("value_model: none of its parameters requires a gradient, so that it could not learn")
+        for name, model in {"policy": self.base, "ref_model": self.reference, "value_model": self.value}.items():
+            _check_placed(model, name)
+
+    def _check_policy(self) -> None:
+        if not isinstance(self.policy, PreTrainedModel | PeftModel) or not _is_causal(self.base):
+            raise ConfigError(f"model: got {type(self.policy).__name__}, wanted {CAUSAL} or a PEFT model of one")
+        if self.peft_config is not None:
+            if isinstance(self.policy, PeftModel):
+                raise ConfigError(
+                    "peft_config: the model is a PEFT model already; leave peft_config out to train its adapter, or "
+                    "merge it first (merge_and_unload)"
+                )
+            if not isinstance(self.peft_config, PeftConfig):
+                raise ConfigError(f"peft_config: got {type(self.peft_config).__name__}, wanted a peft.LoraConfig")
+            _check_lora(self.peft_config, "peft_config")
+        elif isinstance(self.policy, PeftModel):
+            self._check_names()
+            _check_lora(self.policy.peft_config[self.policy_adapter], "model")
+        elif not any(parameter.requires_grad for parameter in self.policy.parameters()):
+            raise ConfigError("model: none of its parameters requires a gradient, so that nothing would train")
+        if self.reference_adapter is not None and not isinstance(self.policy, PeftModel):
+            raise ConfigError("PPOConfig.ref_adapter_name: the model is no PEFT model, so it has no adapters by name")
+
+    def _check_names(self) -> None:
+        names = {"model_adapter_name": self.policy_adapter, "ref_adapter_name": self.reference_adapter}
+        for key, name in names.items():
+            if name is not None and name not in self.policy.peft_config:
+                has = ", ".join(self.policy.peft_config)
+                raise ConfigError(f"PPOConfig.{key}: the model has no adapter {name}; it has {has}")
+
+    def _check_reference(self) -> None:
+        if self.reference is None:
+            return
+        if not isinstance(self.reference, PreTrainedModel) or not _is_causal(self.reference):
+            raise ConfigError(f"ref_model: got {type(self.reference).__name__}, wanted {CAUSAL}, or None")
+        if self.reference is self.base or self.reference is self.policy:
+            raise ConfigError(
+                "ref_model: got the same object as model. Leave it None: the start policy is then the reference"
+            )
+        own, other = _dtype(self.base), _dtype(self.reference)
+        if own != other:
+            raise ConfigError(
+                f"ref_model: its weights are {other}, the policy's {own}, and their rounding would be taken for KL. "
+                "Load both in one type"
+            )
+
+    def roles(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
+    ) -> ModelRoles:
+        """The models as roles, in place; a fresh adapter depends on ``train.seed`` alone.
+
+        Raises:
+            ConfigError, ModelError: an adapter does not fit, or an end token has no embedding.
+        """
+        check_token_ids(self.base, tokenizer)
+        value = _critic(self.value)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.train.seed)
+            adapted = self._adapted()
+        source = name_of(self.base)
+        if adapted is None:
+            trained = _trainable(self.policy)
+            policy = Role(POLICY, self.policy, source, "own weights", trained=trained)
+        else:
+            adapter = self.policy_adapter
+            adapted.set_adapter(adapter)
+            trained = adapter_parameters(adapted, adapter)
+            policy = Role(POLICY, self.base, source, "adapter on the base", adapter, trained=trained)
+        reference = [self._reference(source)] if config.ppo.kl_coef > 0 else []
+        models = ModelRoles(
+            [policy, *reference, value],
+            adapted=adapted,
+            base_source=absolute_source(source),
+            tokenizer=tokenizer,
+            device=device,
+            mixed_precision=bool(config.train.bf16),
+            detach_value=False,
+        )
+        models.gradient_checkpointing(config.train.gradient_checkpointing)
+        with models.use(POLICY) as model:
+            head_matches(model)  # now, and not in the middle of a pass
+        return models
+
+    def _adapted(self) -> PeftModel | None:
+        if isinstance(self.policy, PeftModel):
+            return self.policy
+        if self.peft_config is None:
+            return None
+        settings = changed_config(
+            self.peft_config,
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=absolute_source(name_of(self.policy)),
+            inference_mode=False,
+        )
+        try:
+            return with_adapter(self.policy, settings)
+        except ValueError as error:
+            raise ConfigError(f"peft_config: {error}") from error
+
+    def _reference(self, source: str) -> Role:
+        if self.reference is not None:
+            return Role(REFERENCE, self.reference, name_of(self.reference), "own weights")
+        if self.reference_adapter is not None:
+            return Role(REFERENCE, self.base, source, "frozen adapter on the base", self.reference_adapter)
+        if self.is_adapted:
+            return Role(REFERENCE, self.base, source, "the base, adapters off", OFF)
+        return Role(REFERENCE, copy.deepcopy(self.policy), source, "frozen copy")
+
+
+def name_of(model: PreTrainedModel) -> str:
+    """Where the model was loaded from."""
+    return model.name_or_path or IN_MEMORY
+
+
+def check_classifier(model: Any, name: str, wanted: str) -> None:
+    """Raises ``ConfigError`` if ``model`` is no decoder with a scalar head called ``score``."""
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}")
+    score = getattr(model, "score", None)
+    if not isinstance(score, nn.Linear):
+        merge = ". Merge its adapter first (merge_and_unload)" if score is not None else ""
+        raise ConfigError(f"{name}: got {type(model).__name__} without a linear head `score`, wanted {wanted}{merge}")
+    if score.out_features != 1:
+        raise ConfigError(f"{name}: got a classifier with {score.out_features} labels, wanted {wanted}")
+
+
+def scalar_head(model: PreTrainedModel) -> ScalarHead:
+    """A head with the very parameters of the classifier's own."""
+    if isinstance(model.score, ScalarHead):
+        return model.score
+    head = ScalarHead(model.score.in_features, bias=model.score.bias is not None)
+    head.weight, head.bias = model.score.weight, model.score.bias
+    return head
+
+
+def check_vocabularies(models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ``ModelError`` if a model lacks embeddings of tokens that the policy's tokenizer writes.
+
+    Args:
+        models: by the argument that each came by. The pad token needs no embedding: pads never reach a model.
+    """
+    pads = {tokenizer.pad_token_id}
+    highest = max(token for token in tokenizer.get_vocab().values() if token not in pads)
+    for name, model in models.items():
+        rows = model.get_input_embeddings().weight.shape[0]
+        if highest >= rows:
+            raise ModelError(
+                f"{name}: knows {rows} tokens, the tokenizer writes token {highest}, "
+                f"{tokenizer.convert_ids_to_tokens(highest)!r}. All models read the policy's token ids: load those of "
+                "one vocabulary, or give the path of a reward model, which then reads text"
+            )
+
+
+def check_positions(models: Mapping[str, PreTrainedModel], longest: int, response_length: int) -> None:
+    """Raises ``ConfigError`` if a query with its answer does not fit into a model's positions.
+
+    Args:
+        models: by the argument that each came by.
+        longest: tokens of the longest query.
+    """
+    for name, model in models.items():
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and longest + response_length > limit:
+            raise ConfigError(
+                f"PPOConfig.response_length {response_length} after the longest query of {longest} tokens needs "
+                f"{longest + response_length} positions, {name} has {limit}: lower it, or drop long prompts"
+            )
+
+
+def _critic(model: PreTrainedModel) -> Role:
+    """The value model as it is; its head then computes in its own type under autocast, too."""
+    model.score = scalar_head(model)
+    return Role(VALUE, model, name_of(model), "own weights", head=model.score, trained=_trainable(model))
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _is_causal(model: Any) -> bool:
+    is_decoder = isinstance(model, PreTrainedModel) and not model.config.is_encoder_decoder
+    return is_decoder and model.get_output_embeddings() is not None
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    return model.get_output_embeddings().weight.dtype
+
+
+def _check_lora(config: PeftConfig, name: str) -> None:
+    """Raises for an adapter that other roles cannot share a base with, or of something else than a language model."""
+    check_shareable(Adapter(name, config, {}, {}))
+    if config.task_type not in (None, "CAUSAL_LM"):
+        raise ConfigError(f"{name}: got an adapter for {config.task_type}, wanted one for CAUSAL_LM")
+
+
+def _check_placed(model: PreTrainedModel | None, name: str) -> None:
+    places = set(getattr(model, "hf_device_map", {}).values())
+    if len(places) > 1:
+        raise ConfigError(
+            f"{name}: its layers are spread over {', '.join(map(str, places))}; wanted a model on one device: load it "
+            "without device_map"
+        )

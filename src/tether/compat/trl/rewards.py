@@ -1,0 +1,163 @@
+"""What TRL's users hand over as ``reward_model``, as reward sources."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.compat.trl.models import check_classifier, name_of, scalar_head
+from tether.config.rewards import ModelReward
+from tether.errors import ConfigError
+from tether.models.paths import check_model_path
+from tether.rewards.build import build_rewards, check_rewards
+from tether.rewards.combine import Part, WeightedSum
+from tether.rewards.function import FunctionSource, check_columns
+from tether.rewards.model import ModelSource
+from tether.types import RewardBatch, RewardOutput, RewardSource
+
+Judge = PreTrainedModel | str | Path | Callable[..., Any]
+
+WANTED = (
+    "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)), "
+    "the path of one, a function f(prompts, completions, **columns) that returns a number for each answer, or a list "
+    "of these"
+)
+
+
+class Judges:
+    """The members of ``reward_model``; scores are added up.
+
+    Args:
+        reward_model: a sequence classifier, a path, a function, or a list of these.
+
+    Raises:
+        ConfigError, ModelError: a member is something else, or cannot be a reward.
+    """
+
+    def __init__(self, reward_model: Any) -> None:
+        self.members: list[Judge] = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+        if not self.members:
+            raise ConfigError(f"reward_model: got an empty list, wanted {WANTED}")
+        for member in self.members:
+            _check(member)
+        self.names = _unique([_name(member) for member in self.members])
+
+    def sections(self, batch_size: int) -> list[dict[str, Any]]:
+        """A section of a run's configuration for each."""
+        return [_section(member, name, batch_size) for member, name in zip(self.members, self.names, strict=True)]
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raises ``ConfigError`` if a function requires a column that the dataset lacks."""
+        for member, name in zip(self.members, self.names, strict=True):
+            if _is_function(member):
+                check_columns(member, columns, name, "reward_model")
+
+    @property
+    def models(self) -> dict[str, PreTrainedModel]:
+        """Those that are models in memory, by name."""
+        named = zip(self.names, self.members, strict=True)
+        return {name: member for name, member in named if isinstance(member, PreTrainedModel)}
+
+    def source(
+        self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int, device: torch.device | str
+    ) -> RewardSource:
+        """Their sum, each a component under its name. Models in memory read the policy's token ids."""
+        parts = []
+        for member, name in zip(self.members, self.names, strict=True):
+            if isinstance(member, PreTrainedModel):
+                model = member.requires_grad_(False).eval().to(device)
+                source = ModelSource(
+                    model,
+                    scalar_head(model),
+                    tokenizer,
+                    tokenizer,
+                    name=name,
+                    input_format="auto",
+                    batch_size=batch_size,
+                    max_length=None,
+                    device=device,
+                )
+            elif _is_function(member):
+                source = FunctionSource(member, name)
+            else:
+                config = ModelReward(**_section(member, name, batch_size))
+                built = build_rewards([config], [name], roles=None, tokenizer=tokenizer, device=device)
+                assert isinstance(built, WeightedSum), "sources are summed"
+                source = built.parts[0].source
+            parts.append(Part(name, 1.0, source))
+        return WeightedSum(parts)
+
+
+class WithoutEnd:
+    """Takes a penalty off the score of every answer that holds no end token, wherever in it that would be.
+
+    TRL's rule for answers that another token ends, or the length alone.
+    """
+
+    def __init__(self, rewards: RewardSource, *, end_id: int | None, penalty: float) -> None:
+        self.rewards, self.end_id, self.penalty = rewards, end_id, penalty
+
+    def score(self, batch: RewardBatch) -> RewardOutput:
+        """The scores of the source, less the penalty."""
+        output = self.rewards.score(batch)
+        scores = [
+            score if self.end_id in ids else score - self.penalty
+            for score, ids in zip(output.scores, batch.response_ids, strict=True)
+        ]
+        return replace(output, scores=scores)
+
+
+def _is_function(member: Any) -> bool:
+    return callable(member) and not isinstance(member, torch.nn.Module | type)
+
+
+def _check(member: Any) -> None:
+    if isinstance(member, PreTrainedModel):
+        check_classifier(member, "reward_model", WANTED)
+    elif isinstance(member, str | Path):
+        check_model_path(str(member), "reward_model")
+        check_rewards([ModelReward(type="model", path=str(member))])
+    elif _is_function(member):
+        parameters = inspect.signature(member).parameters.values()
+        takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if not takes_all and not takes >= {"prompts", "completions"}:
+            raise ConfigError(
+                f"reward_model: {_name(member)}{inspect.signature(member)} does not take prompts and completions; "
+                "wanted f(prompts, completions, **columns)"
+            )
+    else:
+        raise ConfigError(f"reward_model: got {type(member).__name__}, wanted {WANTED}")
+
+
+def _name(member: Judge) -> str:
+    if isinstance(member, str | Path):
+        return Path(member).name
+    if isinstance(member, PreTrainedModel):
+        return Path(name_of(member)).name
+    return getattr(member, "__name__", type(member).__name__)
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names, those that come more than once with a number."""
+    return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
+
+
+def _section(member: Judge, name: str, batch_size: int) -> dict[str, Any]:
+    if _is_function(member):
+        return {"type": "function", "path": _file(member), "name": name}
+    path = name_of(member) if isinstance(member, PreTrainedModel) else str(member)
+    return {"type": "model", "path": path, "name": name, "batch_size": batch_size}
+
+
+def _file(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsourcefile(function) or "in memory"
+    except TypeError:
+        return "in memory"

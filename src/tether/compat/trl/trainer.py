@@ -1,0 +1,437 @@
+"""TRL's ``PPOTrainer`` by its signature, on Tether's phases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
+
+from tether.algo import ScoreMoments
+from tether.compat.trl import hub
+from tether.compat.trl.config import INERT, PPOConfig, check_arguments, derive, run_config
+from tether.compat.trl.data import prompts_of
+from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
+from tether.compat.trl.models import Models, check_positions, check_vocabularies, name_of
+from tether.compat.trl.optimizers import optimizers_of
+from tether.compat.trl.rewards import Judges, WithoutEnd
+from tether.compat.trl.samples import print_table
+from tether.config.load import parse_config
+from tether.config.schema import RunConfig
+from tether.data.prompts import PromptData
+from tether.errors import ConfigError
+from tether.generation.build import build_generator
+from tether.metrics.trackers import Trackers
+from tether.models.adapters import DEFAULT
+from tether.models.roles import REFERENCE, VALUE
+from tether.report.html import write_report
+from tether.train import evaluate as evaluation
+from tether.train.checkpoint import check_same_run, find_checkpoint, read_state
+from tether.train.claim import claimed
+from tether.train.distributed import Dist
+from tether.train.log import METRICS, RunLog
+from tether.train.optim import check_schedule
+from tether.train.parts import Parts
+from tether.train.rollout import answer
+from tether.train.run import prepare_folder, save_final
+from tether.train.trainer import PPOTrainer as PhaseTrainer
+from tether.types import Request, Sampling, noise_key
+
+logger = logging.getLogger(__name__)
+
+SHOWN_TEMPERATURE = 0.01
+"""Temperature of ``generate_completions``, nearly greedy, as in TRL."""
+SHOWN_ROWS = 5
+
+
+class PolicyAndValue(nn.Module):
+    """The two models that train, as TRL's ``trainer.model`` holds them."""
+
+    def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
+        super().__init__()
+        self.policy, self.value_model = policy, value_model
+        self.config = policy.config
+
+
+class PPOTrainer:
+    """Trains ``model`` by PPO, in place. Arguments are TRL 1.12's, in its order; docs/from_trl.md says what differs.
+
+    Args:
+        args: what to do.
+        processing_class: the policy's tokenizer.
+        model: the policy, a causal language model or a PEFT model of one with LoRA.
+        ref_model: the reference; None: the start policy, or with LoRA the model without its adapters.
+        reward_model: a sequence classifier with one label; or the path of one, a function
+            ``f(prompts, completions, **columns)``, or a list of these, whose scores are added up.
+        train_dataset: rows with ``input_ids``, or with a ``prompt`` or ``messages``.
+        value_model: the critic, a sequence classifier with one label.
+        data_collator: makes a batch of one row, whose ``input_ids`` are taken; called once a row.
+        eval_dataset: held-out rows of the same form, which ``eval_strategy`` evaluates on and some of which are shown.
+        optimizers: an optimizer of policy and critic, and its schedule, which moves on once an update.
+        callbacks: ``transformers`` callbacks, objects or classes; one step is one update.
+        peft_config: LoRA settings; the policy's adapter is then made here.
+
+    Raises:
+        ConfigError, DataError, ModelError: an argument is not what is wanted; says what is. Nothing was changed then.
+    """
+
+    def __init__(
+        self,
+        args: PPOConfig,
+        processing_class: PreTrainedTokenizerBase,
+        model: Any,
+        ref_model: Any,
+        reward_model: Any,
+        train_dataset: Any,
+        value_model: Any,
+        data_collator: Callable[..., Any] | None = None,
+        eval_dataset: Any = None,
+        optimizers: Any = (None, None),
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        peft_config: Any = None,
+    ) -> None:
+        _check_kinds(args, processing_class, data_collator)
+        check_arguments(args)
+        self.args, self.processing_class = args, processing_class
+        judges = Judges(reward_model)
+        models = Models(model, ref_model, value_model, peft_config, _policy_adapter(args, model), args.ref_adapter_name)
+        models.check(list(judges.models.values()))
+        prompts = prompts_of(train_dataset, processing_class, data_collator, "train_dataset")
+        self._held_out = None
+        if eval_dataset is not None:
+            self._held_out = prompts_of(eval_dataset, processing_class, data_collator, "eval_dataset")
+        self._check_data(models, judges, prompts)
+        derive(args, len(prompts.prompts))
+        stop_token, stops = _stop(args, processing_class)
+        evaluates = self._held_out is not None and args.eval_strategy.value != "no"
+        self._config = run_config(
+            args,
+            model_path=name_of(models.base),
+            lora=models.lora,
+            rewards=judges.sections(args.local_rollout_forward_batch_size),
+            num_prompts=len(prompts.prompts),
+            evaluates=evaluates,
+            stop_token=stop_token,
+        )
+        check_schedule(self._config, args.num_total_batches)
+        own = [callback() if isinstance(callback, type) else callback for callback in callbacks or ()]
+        every = default_callbacks(args, own)
+        if inert := sorted(INERT & args.set_arguments):
+            logger.warning("PPOConfig: not read here: %s", ", ".join(inert))
+
+        # From here on the models change.
+        set_seed(args.seed)
+        dist = Dist()
+        roles = models.roles(self._config, processing_class, device=dist.device)
+        rewards = judges.source(
+            processing_class, batch_size=args.local_rollout_forward_batch_size, device=dist.device
+        )
+        self._rewards = rewards
+        if args.missing_eos_penalty is not None and self._config.ppo.missing_eos_penalty is None:
+            rewards = WithoutEnd(rewards, end_id=processing_class.eos_token_id, penalty=args.missing_eos_penalty)
+        self._dist, self._roles = dist, roles
+        self._optimizers = optimizers_of(optimizers, self._config, roles, args.num_total_batches)
+        self._parts = Parts(
+            roles=roles,
+            generator=build_generator(self._config, roles),
+            rewards=rewards,
+            tokenizer=processing_class,
+            sampling=Sampling(args.response_length, args.temperature, stops),
+            prompts=prompts.prompts,
+            eval_prompts=self._held_out.prompts if evaluates else [],
+        )
+        self._phases: PhaseTrainer | None = None
+
+        self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
+        self.policy_model, self.value_model, self.reward_model = roles.policy, roles.role(VALUE).model, reward_model
+        self.model = PolicyAndValue(self.policy_model, self.value_model)
+        self.is_peft_model = isinstance(self.policy_model, PeftModel)
+        self.ref_model = None if self.is_peft_model and ref_model is None else ref_model
+        if not self.is_peft_model and roles.has_reference:
+            self.ref_model = roles.role(REFERENCE).model
+        self.accelerator = dist.accelerator
+        self._events = Events(
+            every, args, self._config, len(prompts.prompts), model=self.model, log=lambda logs: self.log(logs)
+        )
+        self._events.attach(self.policy_model, processing_class)
+        self._events.given = {"optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}
+        if args.num_sample_generations > 0 and self._held_out is not None:
+            show = lambda: self.generate_completions(sampling=True)  # noqa: E731
+            self.add_callback(ShownSamples(args.num_sample_generations, show))
+        self.hub_model_id = hub.open_repository(args) if args.push_to_hub else None
+        if args.push_to_hub and args.hub_strategy.value == "every_save":
+            self.add_callback(PushedSaves(lambda message: self.push_to_hub(commit_message=message)))
+
+    def _check_data(self, models: Models, judges: Judges, prompts: PromptData) -> None:
+        """What only prompts and models together show."""
+        args = self.args
+        sets = [prompts] if self._held_out is None else [prompts, self._held_out]
+        longest = max(len(prompt.token_ids) for data in sets for prompt in data.prompts)
+        read = {"model": models.base, "value_model": models.value}
+        read |= {} if models.reference is None else {"ref_model": models.reference}
+        read |= {f"reward_model {name}": model for name, model in judges.models.items()}
+        check_vocabularies(read, self.processing_class)
+        check_positions(read, longest, args.response_length)
+        for data in sets:
+            judges.check_columns(data.columns)
+
+    # What scripts look at
+
+    @property
+    def state(self) -> Any:
+        """Step, episode, ``log_history`` and the like, as ``transformers`` has them."""
+        return self._events.state
+
+    @property
+    def control(self) -> Any:
+        """What callbacks ask for."""
+        return self._events.control
+
+    @property
+    def optimizer(self) -> Any:
+        """The policy's optimizer."""
+        return self._optimizers[0].optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Schedule of the policy's learning rate."""
+        return self._optimizers[0].scheduler
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self._dist.is_main
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this process is the first on its machine."""
+        return self.accelerator.is_local_main_process
+
+    # Callbacks
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Adds a callback, an object or a class."""
+        self._events.callbacks.append(callback() if isinstance(callback, type) else callback)
+
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Takes out a callback, or the first one of a class, and returns it; None if it is not there."""
+        for each in self._events.callbacks:
+            if each is callback or (isinstance(callback, type) and type(each) is callback):
+                self._events.callbacks.remove(each)
+                return each
+        return None
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Takes out a callback, or the first one of a class."""
+        self.pop_callback(callback)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Appends metrics to ``state.log_history`` and tells the callbacks, trackers among them.
+
+        Args:
+            start_time: not read; ``transformers`` has it in its signature.
+        """
+        logs = dict(logs)
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._events.call("on_log", logs=logs)
+
+    # The run
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
+        """Trains. metrics.jsonl, samples.jsonl, config.yaml, report.html and checkpoints go to ``args.output_dir``.
+
+        Args:
+            resume_from_checkpoint: a checkpoint to go on from, or True for the newest; ``args``' if left out.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or it is of another run.
+            RewardError, GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
+            KeyboardInterrupt: the run was stopped, by Ctrl-C or SIGTERM; its state is saved.
+        """
+        if self._phases is not None:
+            raise ConfigError("train: this trainer has trained; make a new one to train on")
+        display = LoggedDisplay()
+        config = self._resumed(resume_from_checkpoint)
+        checkpoint = find_checkpoint(config, tell=display.message)
+        if checkpoint is not None:
+            saved = parse_config(read_state(checkpoint)["config"], RunConfig)
+            check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
+        folder = config.output_dir
+        with claimed(folder):
+            prepare_folder(config, checkpoint, tell=display.message)
+            log = RunLog(folder, display, Trackers("none", "", folder, {}), logging_steps=1)
+            try:
+                self._phases = phases = PhaseTrainer(
+                    config, self._parts, dist=self._dist, log=log, callbacks=self._events, optimizers=self._optimizers
+                )
+                if checkpoint is not None:
+                    phases.state = phases.checkpoints.restore(checkpoint)
+                    self._events.resume(phases.state.step, phases.state.best_metric)
+                interrupted = phases.fit()
+            finally:
+                log.close()
+            write_report(folder)
+        if interrupted is not None:
+            raise KeyboardInterrupt(
+                f"{interrupted}: stopped after {phases.state.step} updates, and the state is saved; "
+                f"train(resume_from_checkpoint=True) goes on"
+            )
+
+    def _resumed(self, asked: str | bool | None) -> RunConfig:
+        """The configuration with what it says of an earlier run in its folder."""
+        resume = self.args.resume_from_checkpoint if asked is None else asked
+        is_again = not resume and (self._config.output_dir / METRICS).exists()
+        return self._config.model_copy(update={"resume": resume or False, "overwrite_output_dir": is_again})
+
+    def evaluate(self) -> dict[str, float]:
+        """Answers and scores ``eval_dataset`` at the temperature of training; returns and logs the metrics.
+
+        Raises:
+            ConfigError: there is no ``eval_dataset``.
+        """
+        if self._held_out is None:
+            raise ConfigError("evaluate: there is no eval_dataset; give one to PPOTrainer")
+        parts = replace(self._parts, eval_prompts=self._held_out.prompts)
+        metrics, _ = evaluation.evaluate(parts, self._config, ScoreMoments(), phase=_silent, check=_go_on)
+        self._events.evaluated(metrics)
+        return metrics
+
+    def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
+        """Prints a table of answers to held-out prompts, nearly greedy ones, with their scores.
+
+        Args:
+            sampling: answer ``per_device_eval_batch_size`` prompts instead of all.
+
+        Returns:
+            Rows with ``query``, ``model response`` and ``score``; none without an ``eval_dataset``.
+        """
+        if self._held_out is None:
+            return []
+        prompts = self._held_out.prompts[: self.args.per_device_eval_batch_size if sampling else None]
+        requests = [
+            Request(prompt.token_ids, noise_key(self.args.seed, "completions", prompt.row, 0)) for prompt in prompts
+        ]
+        parts = replace(self._parts, sampling=replace(self._parts.sampling, temperature=SHOWN_TEMPERATURE))
+        answers = answer(parts, prompts, requests, phase=_silent, check=_go_on)
+        scores = self._rewards.score(answers.reward_batch(self.processing_class)).scores
+        decode = self.processing_class.decode
+        rows = [
+            {
+                "query": decode(prompt.token_ids, skip_special_tokens=True),
+                "model response": decode(completion.token_ids),
+                "score": score,
+            }
+            for prompt, completion, score in zip(prompts, answers.completions, scores, strict=True)
+        ]
+        if self._dist.is_main:
+            print_table(rows[:SHOWN_ROWS])
+        return rows
+
+    # What comes out
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Writes the policy with its tokenizer, a full model or a PEFT adapter; pushed too with ``args.push_to_hub``.
+
+        Args:
+            output_dir: ``args.output_dir`` if left out.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_final(folder, self._roles, self.processing_class)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> Path:
+        """Writes README.md for a hub page to ``args.output_dir``; returns its path."""
+        path = Path(self.args.output_dir) / "README.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = hub.model_card(
+            model_name or hub.model_name(self.args),
+            self._config,
+            self.state.log_history,
+            is_adapter=self.is_peft_model,
+            dataset_name=dataset_name,
+            tags=[tags] if isinstance(tags, str) else list(tags or ()),
+        )
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> CommitInfo | Future[CommitInfo]:
+        """Saves the policy to ``args.output_dir`` and pushes it with its card, and nothing else of that folder.
+
+        Args:
+            blocking: return when it is there; otherwise at once, with a future.
+            token: of the hub; ``args.hub_token`` or the one that is logged in if left out.
+            private: whether a repository that is made now is private; ``args.hub_private_repo`` if left out.
+            kwargs: of ``create_model_card``.
+        """
+        if self.hub_model_id is None:
+            self.hub_model_id = hub.open_repository(self.args, token=token, private=private)
+        self.save_model(_internal_call=True)
+        self.create_model_card(**kwargs)
+        return hub.upload(
+            self.args, self.hub_model_id, commit_message, blocking=blocking, token=token, revision=revision
+        )
+
+
+def _check_kinds(args: Any, tokenizer: Any, collator: Any) -> None:
+    """Raises ``ConfigError`` for arguments of a wrong kind that are neither models nor data."""
+    if not isinstance(args, PPOConfig):
+        raise ConfigError(f"args: got {type(args).__name__}, wanted a tether.compat.trl.PPOConfig")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(f"processing_class: got {type(tokenizer).__name__}, wanted the policy's tokenizer")
+    if collator is not None and not callable(collator):
+        raise ConfigError(f"data_collator: got {type(collator).__name__}, wanted a function of a list of rows, or None")
+
+
+def _policy_adapter(args: PPOConfig, model: Any) -> str:
+    """PEFT's name of the adapter that trains."""
+    if args.model_adapter_name is not None and isinstance(model, PeftModel):
+        return args.model_adapter_name
+    return model.active_adapter if isinstance(model, PeftModel) else DEFAULT
+
+
+def _stop(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, frozenset[int]]:
+    """What ends an answer, as ``sampling.stop_token`` has it and as token ids.
+
+    Raises:
+        ConfigError: the tokenizer has no such token.
+    """
+    end = tokenizer.eos_token_id
+    if end is None and (args.stop_token == "eos" or args.missing_eos_penalty is not None):
+        raise ConfigError("PPOConfig: stop_token eos and missing_eos_penalty need a tokenizer with an end token")
+    stop = end if args.stop_token == "eos" else args.stop_token_id
+    if stop is None:
+        return None, frozenset()
+    text = "eos" if stop == end else tokenizer.convert_ids_to_tokens(stop)
+    if not isinstance(text, str):
+        raise ConfigError(f"PPOConfig.stop_token_id: the tokenizer has no token {stop}; it has {len(tokenizer)}")
+    return text, frozenset({stop})
+
+
+def _silent(name: str, done: int, total: int) -> None:
+    """Shows nothing of a phase."""
+
+
+def _go_on() -> None:
+    """Never stops."""

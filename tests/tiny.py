@@ -116,8 +116,7 @@ def tiny_config(
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
-        **shared,
+        **{"max_position_embeddings": 128} | shared,
     )
 
 

@@ -187,14 +187,17 @@ class Translator:
         Raises:
             ConfigError: keys were refused, or are none of the other system's; names all of them.
         """
-        known = list(known)
-        for key in self.given:
-            if key not in self._seen:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else "leave it out"
-                self._problems.append((key, f"{self.system} has no such key; {hint}"))
+        known = set(known)
+        for key in self.given.keys() - known:
+            close = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"did you mean {close[0]}?" if close else "leave it out"
+            self._problems.append((key, f"{self.system} has no such key; {hint}"))
         if self._problems:
+            order = list(self.given)
+            self._problems.sort(key=lambda problem: order.index(problem[0]) if problem[0] in order else len(order))
             raise ConfigError(_message(self.source, [self._place(key, what) for key, what in self._problems]))
+        forgotten = self.given.keys() - self._seen
+        assert not forgotten, f"known, but neither taken nor passed over: {sorted(forgotten)}"
         return Translation(
             self.source, self.system, self.config, self._ours, self._became, self._ignored, self._notes, self.plots
         )

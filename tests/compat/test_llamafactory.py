@@ -1,0 +1,284 @@
+"""LLaMA-Factory's files: what becomes of each key, and whole runs of their examples."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.compat.llamafactory import MODEL, PPO, REWARD, write_home, write_reward
+from tests.models.build import save_adapter
+from tests.rewards.services import Reply, local_service
+from tests.rewards.value_heads import save_value_head
+from tests.tiny import save_tiny
+from tether.cli.main import main
+from tether.compat import llamafactory
+from tether.compat.load import load_any
+from tether.config.load import load_config, parse_config
+from tether.config.schema import RunConfig
+from tether.errors import ConfigError
+from tether.metrics.writers import read_jsonl
+
+KEYS = Path(__file__).with_name("llamafactory_keys.txt").read_text(encoding="utf-8").split()
+"""Every field of LLaMA-Factory 0.9.3's training arguments, those that it inherits from transformers 4.52 included."""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("tether.cli.main.quieten", lambda *, debug: None)
+    return write_home(tmp_path)
+
+
+def write(folder, text):
+    path = Path(folder) / "their.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def read(text, *overrides, folder="."):
+    return load_any(write(folder, text), overrides, RunConfig, "ppo")
+
+
+class TestTheExample:
+    def test_runs_as_it_is(self, home, capsys):
+        write_reward()
+        assert main(["ppo", "llama3_lora_ppo.yaml"]) == 0
+        out = Path("saves/llama3-8b/lora/ppo")
+        shown = capsys.readouterr().out
+        assert "llama3_lora_ppo.yaml is read as" in shown and "overwrite_cache: true" in shown
+        assert shown.count("warning: with sampling.top_p or top_k") == 1
+        assert [row["step"] for row in read_jsonl(out / "metrics.jsonl") if "step" in row][-1] == 3  # 8 rows, 3 times
+        config = json.loads((out / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"], config["task_type"]) == (8, 16, "CAUSAL_LM")
+        assert Path(config["base_model_name_or_path"]) == home / MODEL
+        assert any(tensor.abs().max() > 0 for name, tensor in load_file(out / "adapter_model.safetensors").items()
+                   if "lora_B" in name)  # fmt: skip
+        for name in ("training_loss.png", "training_reward.png"):
+            assert (out / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert "reads it: '<|start_header_id|> user <|end_header_id|> you <unk> the cat <|eot_id|>" in shown
+
+    def test_becomes(self, home):
+        write_reward()
+        config, _ = load_any("llama3_lora_ppo.yaml", [], RunConfig, "ppo")
+        by_hand = parse_config(f"""
+            model: {{path: {MODEL}, trust_remote_code: true,
+                     lora: {{r: 8, alpha: 16, target_modules: all-linear}}}}
+            value: {{kind: head}}
+            rewards: [{{type: adapter, path: {REWARD}}}]
+            data: {{prompts: [identity, alpaca_en_demo], dataset_dir: data, max_samples: 1000, chat_template: llama3,
+                    max_prompt_length: 2048}}
+            sampling: {{response_length: 512, temperature: 0.95, top_p: 0.9, allow_truncated_sampling: true}}
+            ppo: {{kl_coef: 0.2, kl_target: 6, kl_horizon: 10000, num_ppo_epochs: 4, max_ratio: 10, cliprange: 0.2,
+                   cliprange_value: 0.2, vf_coef: 0.1, gamma: 1, lam: 0.95}}
+            train: {{num_train_epochs: 3, rollout_batch_size: 8, micro_batch_size: 1, learning_rate: 1e-5, bf16: true,
+                     lr_scheduler_type: cosine, warmup_ratio: 0.1, adam_epsilon: 1e-8, gradient_checkpointing: true,
+                     logging_steps: 10, save_steps: 500}}
+            output_dir: saves/llama3-8b/lora/ppo
+            overwrite_output_dir: true
+        """)
+        assert config == by_hand
+
+    def test_their_defaults_where_the_file_is_silent(self, tmp_path):
+        config, _ = read("stage: ppo\nmodel_name_or_path: m\nreward_model: r\ndataset: d\noutput_dir: o\n",
+                         folder=tmp_path)  # fmt: skip
+        assert (config.sampling.temperature, config.sampling.top_p, config.sampling.top_k) == (0.95, 0.7, 50)
+        assert config.sampling.response_length == 1024 and config.data.max_prompt_length == 2048
+        assert config.data.dataset_dir == "data" and config.data.chat_template == "auto"
+        assert config.rewards[0].type == "value_head"  # not here: what their hub repositories hold
+        train = config.train
+        assert (train.rollout_batch_size, train.micro_batch_size, config.mini_batch_size) == (8, 8, 8)
+        assert (train.learning_rate, train.num_train_epochs, train.lr_scheduler_type) == (5e-5, 3.0, "linear")
+        assert train.bf16 is None
+
+    @pytest.mark.parametrize("world", [1, 2])
+    def test_the_rollout_batch_is_the_product_of_four(self, tmp_path, monkeypatch, world):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        text = PPO.replace("gradient_accumulation_steps: 8", "gradient_accumulation_steps: 3\nppo_buffer_size: 4")
+        config, _ = read(text.replace("train_batch_size: 1", "train_batch_size: 2"), folder=tmp_path)
+        assert config.train.rollout_batch_size == 2 * 3 * 4 * world
+        assert config.ppo.num_mini_batches == 4 and config.train.micro_batch_size == 2
+
+    def test_is_written_as_our_file_that_means_the_same(self, home):
+        write_reward()
+        config, translation = load_any("llama3_lora_ppo.yaml", [], RunConfig, "ppo")
+        Path("ours.yaml").write_text(translation.yaml("tether ppo ours.yaml"), encoding="utf-8")
+        assert load_config("ours.yaml") == config
+        assert "# ignored, overwrite_cache: true: " in Path("ours.yaml").read_text()
+
+
+class TestRewards:
+    def test_full_model_with_its_head(self, home):
+        save_value_head(home)
+        config, _ = read(PPO, "--reward_model=reward", "--reward_model_type=full")
+        assert (config.rewards[0].type, config.rewards[0].path) == ("value_head", "reward")
+
+    def test_adapter_on_a_model_of_its_own(self, tmp_path):
+        text = f"{PPO}reward_model_type: full\nreward_model_adapters: saves/rm\n"
+        config, _ = read(text, folder=tmp_path)
+        assert (config.rewards[0].type, config.rewards[0].path) == ("value_head", "saves/rm")
+
+    @pytest.mark.parametrize(("kind", "ours"), [("lora", "adapter"), ("full", "model")])
+    def test_what_tether_reward_saved(self, home, kind, ours):
+        if kind == "lora":
+            save_adapter(home / "rm", Path(MODEL), reward=True)
+        else:
+            save_tiny(home / "rm", num_labels=1)
+        config, _ = read(PPO, "--reward_model=rm", f"--reward_model_type={kind}")
+        assert (config.rewards[0].type, config.rewards[0].path) == (ours, "rm")
+
+    def test_service_of_theirs(self, home):
+        def lengths(payload):
+            return Reply({"scores": [len(text) / 100 for text in payload["messages"]]})
+
+        with local_service(lengths) as service:
+            arguments = [f"reward_model={service.url}", "reward_model_type=api", "max_steps=1", "max_new_tokens=8"]
+            assert main(["ppo", "llama3_lora_ppo.yaml", *arguments, "--plot_loss", "false"]) == 0
+        assert set(service.seen[-1]) == {"model", "messages"}
+        text = service.seen[-1]["messages"][0]
+        assert text.startswith("<|start_header_id|> user <|end_header_id|>")  # special tokens are sent
+        assert not Path("saves/llama3-8b/lora/ppo/training_loss.png").exists()
+
+    def test_address_with_a_password_is_not_repeated(self, tmp_path):
+        with pytest.raises(ConfigError, match="api_key_env") as raised:
+            read(PPO, "--reward_model=http://me:secret@host/score", "--reward_model_type=api", folder=tmp_path)
+        assert "secret" not in str(raised.value)
+
+
+class TestKeys:
+    def test_every_one_is_known_and_no_other(self):
+        assert set(KEYS) == llamafactory.KNOWN
+
+    def test_each_is_in_one_group(self):
+        groups = [*llamafactory.IGNORED.values(), llamafactory.TAKEN]
+        counts = Counter([key for names in groups for key in names.split()])
+        counts.update(key for off in llamafactory.OFF.values() for key in off)
+        assert [key for key, count in counts.items() if count > 1] == []
+
+    @pytest.mark.parametrize("key", sorted(key for names in llamafactory.IGNORED.values() for key in names.split()))
+    def test_what_changes_nothing_is_named(self, tmp_path, key):
+        plain, _ = read(PPO.replace(f"\n{key}:", "\n# "), folder=tmp_path)
+        config, translation = read(f"{PPO}{key}: 7\n" if f"\n{key}:" not in PPO else PPO, folder=tmp_path)
+        assert config == plain
+        assert any(theirs.startswith(f"{key}: ") and why for theirs, why in translation.ignored)
+
+    @pytest.mark.parametrize("key", sorted(key for off in llamafactory.OFF.values() for key in off))
+    def test_what_would_change_the_result_is_refused_by_name(self, tmp_path, key):
+        with pytest.raises(ConfigError, match=rf"their.yaml, --{key}: {key}: got something; "):
+            read(PPO, f"--{key}=something", folder=tmp_path)
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("fp16=true", "half precision is bfloat16 here"),
+            ("do_sample=false", "the policy's own distribution"),
+            ("num_beams=4", "the policy's own distribution"),
+            ("repetition_penalty=1.2", "the policy's own distribution"),
+            ("ref_model=other/model", "the reference is the policy that the run starts from"),
+            ("adapter_name_or_path=a,b", "merge the others"),
+            ("finetuning_type=oft", "wanted lora, freeze or full"),
+            ("save_strategy=epoch", "wanted steps"),
+            ("warmup_steps=20", "write warmup_ratio"),
+            ("val_size=100", "below 1"),
+            ("load_best_model_at_end=true", "the last policy is kept"),
+            ("reward_model_type=gguf", "wanted lora, full or api"),
+            ("per_device_train_batch_size=two", "wanted a number"),
+            ("cutoff_length=7", "LLaMA-Factory has no such key; did you mean cutoff_len?"),
+            ("output_dir=null", "missing; wanted a folder"),
+            ("dataset=null", "missing; wanted names of datasets"),
+            ("reward_model=null", "missing; wanted the folder of a reward model"),
+            ("dataset_dir=REMOTE:someone/data", "download the repository"),
+        ],
+    )
+    def test_mistakes_are_told_in_their_words(self, tmp_path, override, message):
+        key = override.partition("=")[0]
+        with pytest.raises(ConfigError, match=rf"their.yaml, --{key}: {key}: .*{message}"):
+            read(PPO, f"--{override}", folder=tmp_path)
+
+    def test_all_mistakes_at_once_with_their_lines(self, tmp_path):
+        text = PPO.replace("lora_rank: 8", "lora_rank: 8\nuse_dora: true\nuse_galore: true")
+        with pytest.raises(ConfigError) as raised:
+            read(text, folder=tmp_path)
+        lines = str(raised.value).splitlines()
+        number = text.splitlines().index("use_dora: true") + 1
+        assert lines[0].endswith("2 problems")
+        assert any(line.startswith(f"  line {number}: use_dora: got true; ") for line in lines[1:])
+
+    def test_a_value_that_does_not_fit_ours_names_theirs(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"--lr_scheduler_type, .* train.lr_scheduler_type: got x"):
+            read(PPO, "--lr_scheduler_type=x", folder=tmp_path)
+
+    def test_keys_of_hubs_and_trackers_are_shown_nowhere(self, tmp_path):
+        text = f"{PPO}hf_hub_token: hf_abcdef\nswanlab_api_key: xyz123\nswanlab_lark_webhook_url: https://hook/9\n"
+        _, translation = read(text, folder=tmp_path)
+        shown = f"{translation.table}{translation.yaml('')}"
+        assert "hf_hub_token: …" in shown
+        assert not any(secret in shown for secret in ("hf_abcdef", "xyz123", "hook/9"))
+
+    def test_ours_reach_a_file_of_theirs(self, tmp_path):
+        config, _ = read(PPO, "--ppo.kl_coef=0.3", "--resume=true", "--learning_rate", "2e-5", folder=tmp_path)
+        assert (config.ppo.kl_coef, config.resume, config.train.learning_rate) == (0.3, True, 2e-5)
+
+    def test_mapped_keys(self, tmp_path):
+        text = f"{PPO}ppo_score_norm: true\nppo_whiten_rewards: true\nppo_epochs: 2\nppo_target: 3.5\nlora_alpha: 7\n"
+        overrides = ["--lora_target=q_proj,v_proj", "--warmup_ratio=0", "--max_steps=40", "--warmup_steps=10"]
+        more = ["--eval_dataset=identity", "--eval_strategy=steps", "--eval_steps=5", "--flash_attn=sdpa"]
+        config, _ = read(text, *overrides, *more, "--default_system=be kind", folder=tmp_path)
+        assert config.ppo.score_norm == "running" and config.ppo.whiten_rewards
+        assert (config.ppo.num_ppo_epochs, config.ppo.kl_target) == (2, 3.5)
+        assert (config.model.lora.alpha, config.model.lora.target_modules) == (7, ["q_proj", "v_proj"])
+        assert (config.train.max_steps, config.train.warmup_ratio, config.train.num_train_epochs) == (40, 0.25, None)
+        assert (config.data.eval_prompts, config.train.eval_steps) == (["identity"], 5)
+        assert (config.model.attn_implementation, config.data.system_prompt) == ("sdpa", "be kind")
+
+    def test_filters_that_are_off_need_no_leave(self, tmp_path):
+        config, translation = read(PPO, "--top_p=1.0", folder=tmp_path)
+        assert not config.sampling.is_truncated and not config.sampling.allow_truncated_sampling
+        assert ("top_k: 0", "every token can be drawn, as by default here") in translation.became
+
+
+class TestModels:
+    def test_freeze_counts_from_the_other_end(self, home):
+        write_reward()
+        config, _ = read(PPO, "--finetuning_type=freeze", "--freeze_trainable_layers=1", "--reward_model_type=full")
+        assert config.model.freeze_layers == 1 and config.model.lora is None  # of two
+        with pytest.raises(ConfigError, match="freeze_extra_modules: got norm; here whole layers are trained"):
+            read(PPO, "--finetuning_type=freeze", "--freeze_extra_modules=norm", "--reward_model_type=full")
+
+    def test_full(self, tmp_path):
+        config, _ = read(PPO, "--finetuning_type=full", "--reward_model_type=full", "--pure_bf16=true", folder=tmp_path)
+        assert config.model.lora is None and config.model.dtype == "bfloat16"
+
+    def test_an_adapter_is_continued_on_its_base(self, home):
+        save_adapter(home / "sft", Path(MODEL), tokenizer=True)
+        config, translation = read(PPO, "--adapter_name_or_path=sft")
+        assert config.model.path == "sft" and config.model.lora.model_fields_set == set()
+        assert any("The reference is the adapter" in note for note in translation.notes)
+        with pytest.raises(ConfigError, match=r"adapter_name_or_path: .*its base is .*, not other/model"):
+            read(PPO, "--adapter_name_or_path=sft", "--model_name_or_path=other/model")
+
+    def test_a_template_that_has_no_name_here_is_the_models_own_or_refused(self, home):
+        config, _ = read(PPO, "--template=deepseek3")
+        assert config.data.chat_template == "auto"
+        save_tiny(home / "bare", chat_template=False)
+        with pytest.raises(ConfigError, match=r"template: got deepseek3; wanted one of .*no chat template"):
+            read(PPO, "--template=deepseek3", "--model_name_or_path=bare")
+
+
+class TestRecognition:
+    def test_a_stage_of_another_command_is_sent_there(self, home, capsys):
+        assert main(["ppo", "llama3_lora_sft.yaml"]) == 2
+        assert "stage sft is run by `tether sft llama3_lora_sft.yaml`" in capsys.readouterr().err
+
+    def test_stages_that_tether_has_not(self, tmp_path):
+        with pytest.raises(ConfigError, match="stage: got dpo; Tether has the stages ppo, sft, rm"):
+            read(PPO.replace("stage: ppo", "stage: dpo"), folder=tmp_path)
+
+    def test_our_own_files_are_read_as_before(self, tmp_path):
+        text = "model: {path: m}\nrewards: [{type: regex, pattern: x}]\ndata: {prompts: p}\ntrain: {max_steps: 1}\n"
+        config, translation = read(f"{text}output_dir: o\n", folder=tmp_path)
+        assert translation is None and config.model.path == "m"
+        with pytest.raises(ConfigError, match="line 1: stage: unknown key"):
+            read(f"stage: ppo\n{text}output_dir: o\n", folder=tmp_path)

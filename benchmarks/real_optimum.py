@@ -349,7 +349,7 @@ class OptimumMeter(TrainerCallback):
 def one_token(config: RunConfig, display: Display) -> Trial:
     """Trains on answers of one token and measures the policy exactly on the way."""
     model, tokenizer = load_causal_lm(config.model.path, dtype=torch.float32), load_tokenizer(config.model.path)
-    _, queries = encoded_queries(PROMPTS[1], tokenizer, "none", None, PROMPTS[1])
+    _, queries = encoded_queries(PROMPTS[1], tokenizer, "none", None, PROMPTS[1], [{}] * len(PROMPTS[1]))
     reference = next_logprobs(model, queries, bf16=False).exp()
     texts = tokenizer.batch_decode([[token] for token in range(reference.shape[1])], skip_special_tokens=True)
     wanted = [

@@ -166,7 +166,7 @@ def train_tables(language: Language, folder: Path, changes: Mapping[str, Any]) -
     config = toy_config(language, folder, changes)
     trainer, aim = table_trainer(language, config, [meter]), language
     if config.ppo.score_norm == "frozen":
-        trainer.freeze_score_moments()
+        trainer.freeze_norms()
         moments = trainer.state.score_moments
         aim = replace(language, scores=(language.scores - moments.mean) / moments.var**0.5)
     trainer.fit()

@@ -672,8 +672,8 @@ TRAINER = (
         "train/trainer.py",
         (
             "a resumed run measures its frozen score moments anew",
-            '== "frozen" and self.state.score_moments.count == 0',
-            '== "frozen"',
+            '"frozen" and self.state.score_moments.count == 0',
+            '"frozen"',
         ),
         tests=(f"{BOOKKEEPING}::test_a_resumed_run_has_the_statistics_of_the_one_before[frozen moments]",),
     ),
@@ -1489,8 +1489,8 @@ CHECKPOINT = in_file(
     "train/checkpoint.py",
     (
         "a resumed run forgets the KL coefficient",
-        "RunState(**record | {",
-        'RunState(**record | {"kl_coef": self.config.ppo.kl_coef, ',
+        "RunState(**record | moments)",
+        'RunState(**record | moments | {"kl_coef": self.config.ppo.kl_coef})',
     ),
     ("a resumed run forgets its score moments", 'ScoreMoments(**record["score_moments"])', "ScoreMoments()"),
     (

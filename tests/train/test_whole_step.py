@@ -180,7 +180,7 @@ class Twins:
 
     def freeze_moments(self):
         """Measures what scores are normalised by."""
-        self.trainer.freeze_score_moments()
+        self.trainer.freeze_norms()
         scores = self.scored()
         self.reference.seen_scores += [sum(row) for row in scores] if self.by_token else scores
 

@@ -40,9 +40,10 @@ Url = Annotated[str, AfterValidator(_checked_url)]
 class _Reward(Section):
     weight: float = 1.0
     """Factor of this source in the sum."""
-    norm: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    """Frozen normalisation, ``[mean, std]``: scores minus mean, over std. For the start policy's own, take
-    ``eval_rewards/NAME`` and ``eval_rewards_std/NAME`` of an evaluation before the first update. Left out: none."""
+    norm: Literal["auto"] | Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Frozen normalisation, ``[mean, std]``: scores minus mean, over std. ``auto``: by the source's own scores of
+    answers of the start policy, measured once before the first update (``ppo.score_norm_samples`` answers). Left out:
+    none."""
     clip: PositiveFloat | Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
     """Clips the source's scores, after ``norm`` and before ``weight``: a number c to within ±c, a list to
     ``[low, high]``. What is logged for the source is its own score, as it was before all three. Left out: not."""
@@ -51,8 +52,8 @@ class _Reward(Section):
 
     @field_validator("norm")
     @classmethod
-    def _has_spread(cls, norm: list[float] | None) -> list[float] | None:
-        if norm is not None and norm[1] <= 0:
+    def _has_spread(cls, norm: str | list[float] | None) -> str | list[float] | None:
+        if isinstance(norm, list) and norm[1] <= 0:
             raise ValueError(f"got a standard deviation of {norm[1]:g}, wanted [mean, std] with std above 0")
         return norm
 
@@ -128,8 +129,8 @@ class FunctionReward(_Reward):
     """A Python function."""
 
     type: Literal["function"]
-    """``function``: ``f(prompts, completions, **columns) -> list[float | list | None]``, sync or async; a list scores an
-    answer's tokens, or its steps as ``[end, score]``."""
+    """``function``: ``f(prompts, completions, **columns) -> list[float | list | None]``, sync or async; a list scores
+    an answer's tokens, or its steps as ``[end, score]``."""
     path: str
     """File that holds the function (``my_rewards.py``) or an import path (``package.module``)."""
     name: str
@@ -363,6 +364,11 @@ def sources_of(rewards: Sequence[RewardConfig], key: str = "rewards") -> Iterato
         yield f"{key}.{i}", reward
         if isinstance(reward, EnsembleReward):
             yield from sources_of(reward.members, f"{key}.{i}.members")
+
+
+def measured_norms(rewards: Sequence[RewardConfig]) -> list[str]:
+    """Keys of the sources whose norm a run measures by itself."""
+    return [key for key, reward in sources_of(rewards) if reward.norm == "auto"]
 
 
 def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:

@@ -264,7 +264,7 @@ class PPOConfig(Section):
     the first update. ``running``: of all scores so far, as in LLaMA-Factory; the objective then moves. Left out: scores
     stay as they are. Source of frozen: Ziegler et al. 2019; Stiennon et al. 2020."""
     score_norm_samples: Annotated[int, Field(ge=2)] = 256
-    """Answers of the start policy that ``frozen`` is measured on."""
+    """Answers of the start policy that ``frozen``, and ``norm: auto`` of a reward source, are measured on."""
     reward_clip: PositiveFloat | None = None
     """Scores are clipped to within ±reward_clip, after score_norm. Left out: not."""
     missing_eos_penalty: NonNegativeFloat | None = None

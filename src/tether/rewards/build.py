@@ -162,7 +162,7 @@ def build_rewards(
                 name,
                 config.weight,
                 source(config, prefix + name, f"{key}.{i}"),
-                norm=None if config.norm is None else tuple(config.norm),
+                norm=tuple(config.norm) if isinstance(config.norm, list) else config.norm,
                 bounds=config.bounds,
             )
             for i, (config, name) in enumerate(zip(configs, names, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tether.rewards.base import checked
 from tether.rewards.tokens import on_tokens, with_rest
@@ -12,6 +13,7 @@ from tether.types import RewardBatch, RewardOutput, RewardSource
 
 Shares = Callable[[Sequence[float]], Sequence[float]]
 """From what the parts' scores of an answer count to the factor of each part's scores of tokens."""
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +26,14 @@ class Part:
     """Factor of its score."""
     source: RewardSource
     """The source."""
-    norm: tuple[float, float] | None = None
-    """Mean and standard deviation that its score is normalised by."""
+    norm: tuple[float, float] | Literal["auto"] | None = None
+    """Mean and standard deviation that its score is normalised by; ``auto`` until they are measured."""
     bounds: tuple[float, float] | None = None
     """What its score is clipped to after that."""
 
     def counted(self, score: float) -> float:
         """What a score of the source counts: weight · clip((score − mean) / std)."""
+        assert self.norm != AUTO, f"the norm of {self.name} is not measured yet"
         if self.norm is not None:
             score = (score - self.norm[0]) / self.norm[1]
         if self.bounds is not None:

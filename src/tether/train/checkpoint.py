@@ -58,6 +58,8 @@ class RunState:
     """Present coefficient of the KL penalty."""
     score_moments: ScoreMoments = field(default_factory=ScoreMoments)
     """What scores are normalised by: of the start policy's, or of all scores so far."""
+    source_moments: dict[str, ScoreMoments] = field(default_factory=dict)
+    """By name, what the scores of sources with ``norm: auto`` are normalised by: of the start policy's."""
     step: int = 0
     """Finished updates."""
     evaluated_step: int | None = None
@@ -133,7 +135,9 @@ class Checkpoints:
         for optimizer in self.optimizers:
             optimizer.load_state_dict(states[optimizer.name])
         saved = parse_config(record.pop("config"), RunConfig).train
-        state = RunState(**record | {"score_moments": ScoreMoments(**record["score_moments"])})
+        sources = {name: ScoreMoments(**moments) for name, moments in record.get("source_moments", {}).items()}
+        moments = {"score_moments": ScoreMoments(**record["score_moments"]), "source_moments": sources}
+        state = RunState(**record | moments)
         criterion = (self.config.train.metric_for_best_model, self.config.train.greater_is_better)
         if criterion != (saved.metric_for_best_model, saved.greater_is_better) or not self._has_best(state):
             state.best_metric = state.best_step = None  # measured by something else, or not there to come back to

@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
+from tether.config.rewards import AdapterReward, OwnModelReward, measured_norms, sources_of
 from tether.config.schema import LoraConfig, RunConfig
 from tether.config.source import QueryConfig, SourceConfig
 from tether.data.answers import closing_token, encoded_answers
 from tether.data.pairs import answer_leads, encoded_prompts
 from tether.data.prompts import conversation
-from tether.errors import DataError
+from tether.errors import ConfigError, DataError
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.loading import bf16_supported, load_generation_config, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
@@ -115,6 +115,11 @@ def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) ->
     Args:
         columns: the dataset's other columns, if they are known.
     """
+    if keys := measured_norms(config.rewards):
+        raise ConfigError(
+            f"{keys[0]}.norm auto is measured on the answers of a run's start policy, and here is none; give "
+            "[mean, std], which score_norm.json of a run has, or leave it out"
+        )
     if config.model is not None:
         check_model_path(config.model.path, "model.path")
     check_template(config.data.chat_template)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
-from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
 from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
 from tether.config.schema import RunConfig, SamplingConfig
@@ -26,7 +25,14 @@ from tether.models.saving import atomic_folder, files_written, save_critic, save
 from tether.report.html import REPORT, write_report
 from tether.rewards.build import build_rewards, try_services
 from tether.train.callbacks import Callbacks
-from tether.train.checkpoint import check_same_run, checkpoint_step, find_checkpoint, list_checkpoints, read_state
+from tether.train.checkpoint import (
+    RunState,
+    check_same_run,
+    checkpoint_step,
+    find_checkpoint,
+    list_checkpoints,
+    read_state,
+)
 from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
@@ -105,8 +111,8 @@ def train_policy(
                 trainer.callbacks.resume(trainer.state.step, trainer.state.best_metric)
                 display.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
             interrupted = trainer.fit()
-            if config.ppo.score_norm is not None:
-                write_moments(config.output_dir / SCORE_NORM, trainer.state.score_moments)
+            if config.ppo.score_norm is not None or trainer.state.source_moments:
+                write_norms(config.output_dir / SCORE_NORM, trainer.state)
             if interrupted is None:
                 with trainer.policy_to_keep():
                     save_final(config.output_dir, trainer.roles, data.tokenizer)
@@ -231,10 +237,13 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
     temporary.replace(folder / CONFIG)
 
 
-def write_moments(path: Path, moments: ScoreMoments) -> None:
-    """Writes what the run's scores were normalised by, for evaluations after it."""
+def write_norms(path: Path, state: RunState) -> None:
+    """Writes what the run's scores, and those of sources with ``norm: auto``, were normalised by, for evaluations."""
+    record = asdict(state.score_moments)
+    if state.source_moments:
+        record["sources"] = {name: asdict(moments) for name, moments in state.source_moments.items()}
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(asdict(moments)) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 

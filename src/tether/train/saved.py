@@ -13,6 +13,7 @@ import torch
 from tether.algo import ScoreMoments
 from tether.config.chat import ChatKeys
 from tether.config.load import load_config
+from tether.config.rewards import measured_norms
 from tether.config.schema import RunConfig
 from tether.data.prompts import load_prompts
 from tether.data.sources import check_source
@@ -23,6 +24,7 @@ from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
 from tether.models.saving import load_policy
 from tether.rewards.build import try_services
+from tether.rewards.norms import normalised
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.evaluate import evaluate
@@ -49,8 +51,8 @@ def run_config(path: Path) -> RunConfig | None:
     return None
 
 
-def read_moments(run: Path) -> ScoreMoments:
-    """What the run's scores were normalised by.
+def read_norms(run: Path) -> tuple[ScoreMoments, dict[str, ScoreMoments]]:
+    """What the run's scores were normalised by, and by name those of sources with ``norm: auto``.
 
     Raises:
         ConfigError: the run has not measured it yet.
@@ -58,7 +60,9 @@ def read_moments(run: Path) -> ScoreMoments:
     path = next((folder / SCORE_NORM for folder in (run, run.parent) if (folder / SCORE_NORM).is_file()), None)
     if path is None:
         raise ConfigError(f"{run}: no {SCORE_NORM} beside its {CONFIG}; it is written when the run ends or is stopped")
-    return ScoreMoments(**json.loads(path.read_text(encoding="utf-8")))
+    record = json.loads(path.read_text(encoding="utf-8"))
+    sources = {name: ScoreMoments(**moments) for name, moments in record.pop("sources", {}).items()}
+    return ScoreMoments(**record), sources
 
 
 def evaluate_path(
@@ -92,7 +96,8 @@ def evaluate_path(
     # The trained policy brings its own weights; the critic is not asked.
     config = resolved(config)
     config = config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
-    moments = read_moments(run) if config.ppo.score_norm is not None else ScoreMoments()
+    has_norms = config.ppo.score_norm is not None or measured_norms(config.rewards)
+    moments, sources = read_norms(run) if has_norms else (ScoreMoments(), {})
     tokenizer = load_tokenizer(str(run))
     if prompts is None:
         _, data = load_prompt_sets(config, tokenizer)
@@ -104,6 +109,7 @@ def evaluate_path(
     try_services(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
     display.phase("loading models", 0, 1)
     parts = build_parts(config, run_data, None, Dist())
+    parts = replace(parts, rewards=normalised(parts.rewards, sources))
     load_policy(parts.roles, run)
     metrics, samples = evaluate(parts, config, moments, phase=display.phase, check=lambda: None)
     if output is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,7 @@ from tether.data.stream import PromptStream
 from tether.errors import RewardError, TrainingError
 from tether.metrics.reduce import Metrics
 from tether.models.roles import POLICY
+from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState
 from tether.train.distributed import Dist
@@ -86,8 +88,7 @@ class PPOTrainer:
         self.log.display.update(self.state.step, self.num_updates, {})
         try:
             with self.stop:
-                if self.config.ppo.score_norm == "frozen" and self.state.score_moments.count == 0:
-                    self.freeze_score_moments()
+                self.freeze_norms()
                 if self.state.evaluated_step != self.state.step and self.evaluation_due():
                     self.evaluate()  # before the first update, or where the run that goes on was stopped
                 while self.state.step < self.num_updates and not self.callbacks.stop_requested:
@@ -153,8 +154,26 @@ class PPOTrainer:
         finally:
             self.parts.generator.sync_weights(self.roles.policy)
 
-    def freeze_score_moments(self) -> None:
-        """Measures mean and spread of the start policy's scores, by which all later scores are normalised."""
+    def freeze_norms(self) -> None:
+        """Measures mean and spread of the start policy's scores where later scores are normalised by them: of each
+        source with ``norm: auto``, then of their sum for ``ppo.score_norm: frozen``. A run that goes on has them."""
+        by_source = bool(unmeasured(self.parts.rewards)) and not self.state.source_moments
+        of_sum = self.config.ppo.score_norm == "frozen" and self.state.score_moments.count == 0
+        answers = self.start_answers() if by_source or of_sum else None
+        if by_source:
+            moments = measured(self.parts.rewards, answers.reward_batch(self.parts.tokenizer))
+            for name, own in moments.items():
+                self.check_spread(own, f"norm auto of the reward {name}", "norm")
+            self.state.source_moments = moments
+        if self.state.source_moments:
+            self.parts = replace(self.parts, rewards=normalised(self.parts.rewards, self.state.source_moments))
+        if of_sum:
+            moments = algo.merged_moments(algo.ScoreMoments(), raw_scores(self.parts, answers)[0])
+            self.check_spread(moments, "ppo.score_norm frozen", "score_norm")
+            self.state.score_moments = moments
+
+    def start_answers(self) -> Answers:
+        """Answers of the start policy to measure scores on, with noise of their own."""
         seed, count = self.config.train.seed, self.config.ppo.score_norm_samples
         draws = PromptStream(len(self.parts.prompts), count, seed).batch(0)
         prompts = [self.parts.prompts[i] for i, _ in draws]
@@ -162,20 +181,26 @@ class PPOTrainer:
             Request(prompt.token_ids, noise_key(seed, "score_norm", prompt.row, sample))
             for prompt, (_, sample) in zip(prompts, draws, strict=True)
         ]
-        answers = answer(
+        return answer(
             self.parts, prompts, requests, phase=self.log.phase, check=self.stop.check, name="score statistics"
         )
-        moments = algo.merged_moments(algo.ScoreMoments(), raw_scores(self.parts, answers)[0])
+
+    def check_spread(self, moments: algo.ScoreMoments, what: str, key: str) -> None:
+        """Says what scores are normalised by.
+
+        Raises:
+            TrainingError: the scores have no spread to normalise by.
+        """
+        count = f"{moments.count:g} answers of the start policy"
         if moments.var == 0:
             raise TrainingError(
-                f"ppo.score_norm frozen: all {count} answers of the start policy have the score {moments.mean:g}, so "
-                "there is no spread to measure scores by. Leave score_norm out, or give rewards that tell answers apart"
+                f"{what}: all {count} have the score {moments.mean:g}, so there is no spread to measure scores by. "
+                f"Leave {key} out, or give rewards that tell answers apart"
             )
         self.log.message(
-            f"scores are normalised by those of {count} answers of the start policy: mean {moments.mean:.3g}, "
-            f"standard deviation {moments.var**0.5:.3g}"
+            f"{what}: scores are normalised by those of {count}: mean {moments.mean:.3g}, standard deviation "
+            f"{moments.var**0.5:.3g}"
         )
-        self.state.score_moments = moments
 
     # One update
 

@@ -16,7 +16,7 @@ from tests.tiny import EOS, KINDS, PAD, tiny_tokenizer
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
 from tether.models.forward import last_token_scores
-from tether.models.heads import ScalarHead, load_head, save_head
+from tether.models.heads import ScalarHead
 from tether.models.loading import (
     bf16_supported,
     check_classifier,
@@ -469,17 +469,3 @@ def test_a_head_is_float32_under_autocast_and_on_a_bfloat16_trunk():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = head(hidden)
     assert got.dtype == torch.float32 and got.squeeze(-1).tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_saved_head_comes_back(tmp_path, bias):
-    head = ScalarHead(8, bias=bias)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
-    save_head(head, tmp_path)
-    loaded = load_head(tmp_path).state_dict()
-    assert loaded.keys() == head.state_dict().keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in head.state_dict().items())
-    (tmp_path / "value_head.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"value_head\.safetensors is missing"):
-        load_head(tmp_path)

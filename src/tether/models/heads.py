@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.errors import ModelError
 
-HEAD_FILE = "value_head.safetensors"
-VALUE_HEAD_FILES = (HEAD_FILE, "value_head.bin")
+VALUE_HEAD_FILES = ("value_head.safetensors", "value_head.bin")
 """Where LLaMA-Factory puts the head of a reward model, beside the language model or its adapter."""
 HEAD_NAMES = ("score", "v_head", "v_head.summary", "value_head", "value_head.summary", "reward_head")
 """Modules that hold the head in checkpoints of transformers, TRL, LLaMA-Factory, OpenRLHF and others."""
@@ -81,26 +80,6 @@ def is_head_key(name: str) -> bool:
 def state_size(model: PreTrainedModel) -> int:
     """Size of the hidden states that the output embedding of a causal language model reads."""
     return model.get_output_embeddings().weight.shape[-1]
-
-
-def save_head(head: ScalarHead, folder: Path | str) -> None:
-    """Writes the head alone to ``value_head.safetensors`` in ``folder``."""
-    tensors = {f"value_head.{name}": tensor.contiguous() for name, tensor in head.state_dict().items()}
-    save_file(tensors, Path(folder) / HEAD_FILE, metadata={"format": "pt"})
-
-
-def load_head(folder: Path | str) -> ScalarHead:
-    """The head that ``save_head`` wrote.
-
-    Raises:
-        ModelError: the file is not there or holds no head.
-    """
-    path = Path(folder) / HEAD_FILE
-    if not path.is_file():
-        raise ModelError(f"{path} is missing: wanted a folder written by save_head")
-    tensors = load_file(path)
-    weight = tensors.get("value_head.weight")
-    return head_from(tensors, weight.shape[-1] if weight is not None else 0, str(path))
 
 
 def value_head_file(folder: Path | str) -> Path | None:

@@ -3,6 +3,7 @@
 import json
 import socket
 
+import peft
 import pytest
 import torch
 from peft import PeftModel
@@ -17,11 +18,13 @@ from tests.models.build import (
     run_config,
     save_adapter,
     save_model,
+    wrapped,
 )
-from tests.tiny import BOS, EOS, KINDS, PAD
+from tests.rewards.encoders import ENCODERS, save_encoder
+from tests.tiny import BOS, EOS, KINDS, PAD, save_tiny
 from tether.data.collate import pad_left
 from tether.errors import CheckpointError, ConfigError, ModelError
-from tether.models.loading import load_causal_lm, load_tokenizer
+from tether.models.loading import load_causal_lm, load_reward_model, load_tokenizer
 from tether.models.saving import atomic_folder, load_policy, merge_adapter, save_critic, save_policy, verify_manifest
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
@@ -281,6 +284,39 @@ def test_merging_an_adapter_makes_a_plain_folder(tmp_path, reward):
         merge_adapter(str(adapter), tmp_path / "merged")
     with pytest.raises(ModelError, match="wanted the folder of a PEFT adapter"):
         merge_adapter(str(base), tmp_path / "other")
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("kind", [*ENCODERS, "gpt2", "llama"])
+def test_merging_the_adapter_of_any_classifier_makes_a_classifier(tmp_path, kind, num_labels):
+    """Also where the base had a head of its own, with another number of labels."""
+    if kind in ENCODERS:
+        base, targets = save_encoder(tmp_path / "base", kind, num_labels=2), "all-linear"
+    else:
+        base, targets = save_tiny(tmp_path / "base", kind, pad=None), "all-linear"
+        edit_json(base / "config.json", lambda config: config.pop("pad_token_id"))
+    auto = AutoModelForSequenceClassification
+    options = {"num_labels": num_labels, "ignore_mismatched_sizes": True}
+    settings = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=targets)
+    torch.manual_seed(1)
+    adapted = wrapped(auto.from_pretrained(base, **options), settings)
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad and "lora_A" not in name:
+            parameter.data = torch.randn_like(parameter) * 0.3
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
+    merged, info = auto.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = torch.tensor([[2, 9, 12, 17, 3]])
+    with torch.no_grad():
+        wanted, got = (model.eval()(input_ids=ids).logits for model in (adapted, merged))
+        assert merged(input_ids=ids.repeat(2, 1)).logits.shape == (2, num_labels)
+    assert got.shape == (1, num_labels) and (got - wanted).abs().max() < 1e-5
+    AutoTokenizer.from_pretrained(tmp_path / "merged")
+    if num_labels == 1:
+        with torch.no_grad():
+            score = load_reward_model(str(tmp_path / "merged"))(input_ids=ids).logits.item()
+        assert score == pytest.approx(wanted.item(), abs=1e-5)
 
 
 # Folders

@@ -33,6 +33,7 @@ from tether.errors import ConfigError, ModelError
 from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
 from tether.models.chat import turn_end
 from tether.models.heads import (
+    HEAD_NAMES,
     VALUE_HEAD_FILES,
     ScalarHead,
     head_from,
@@ -53,6 +54,14 @@ from tether.models.paths import (
 
 POOLED_HEADS = ("classifier", "classification_head", "logits_proj")
 """What the heads of classifiers are called whose families pool otherwise than at the last token."""
+HEADS = ("score", *POOLED_HEADS)
+"""The same, and that of the others."""
+OUTPUT_LAYERS = (
+    *(f"{name}.weight" for name in (*HEAD_NAMES, "classifier", "logits_proj")),
+    "classifier.out_proj.weight",
+    "classification_head.out_proj.weight",
+)
+"""The last layers of classifiers' heads, with a row for each label."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 # Devices
@@ -246,23 +255,44 @@ def _is_unused(name: str, model: PreTrainedModel) -> bool:
     )
 
 
-def _adapted_classifier(adapter: Adapter, dtype: torch.dtype | None, options: Mapping[str, Any]) -> PreTrainedModel:
-    """The classifier that a reward adapter makes of its base; merged in float32, then cast."""
+def load_merged_classifier(path: str) -> PreTrainedModel:
+    """The sequence classifier that the adapter in ``path`` makes of its base, of any family and number of labels, in
+    eval mode; the weights have the base's type.
+
+    Raises:
+        ModelError: the adapter does not fit its base, or holds no head.
+    """
+    adapter = read_adapter(path)
+    tensors = {name.removeprefix(MODULE_PREFIX): tensor for name, tensor in adapter.tensors.items()} | adapter.head
+    outputs = [tensors[name] for name in OUTPUT_LAYERS if name in tensors]
+    if len(outputs) != 1:
+        raise ModelError(f"{path}: wanted an adapter with one head, {' or '.join(OUTPUT_LAYERS)}; got {len(outputs)}")
+    return _adapted_classifier(adapter, None, {"trust_remote_code": False}, num_labels=outputs[0].shape[0])
+
+
+def _adapted_classifier(
+    adapter: Adapter, dtype: torch.dtype | None, options: Mapping[str, Any], *, num_labels: int = 1
+) -> PreTrainedModel:
+    """The classifier that an adapter makes of its base; merged in float32, then cast."""
     base = adapter_base(adapter.path)
     model, info = _from_pretrained(
         AutoModelForSequenceClassification,
         base,
         dtype=torch.float32,
         revision=adapter.config.revision,
-        num_labels=1,
+        num_labels=num_labels,
         **options,
     )
     dtype = dtype or _saved_dtype(adapter, options["trust_remote_code"])
-    if not reads_last_token(model):
-        _check_complete(info, base, but={name.removeprefix(MODULE_PREFIX) for name in adapter.tensors})
-        kept = [*(adapter.config.modules_to_save or ()), "classifier"]
-        adapter = replace(adapter, config=changed_config(adapter.config, modules_to_save=kept))
-        return _cast(merged(model, adapter), dtype)
+    if not reads_last_token(model) or num_labels != 1:
+        tensors = adapter.tensors | {f"{MODULE_PREFIX}{name}": tensor for name, tensor in adapter.head.items()}
+        mine = {name.removeprefix(MODULE_PREFIX) for name in tensors}
+        others = [each for each in info["mismatched_keys"] if each[0] not in mine]
+        _check_complete({**info, "mismatched_keys": others}, base, but=mine)
+        heads = {name.partition(".")[0] for name in mine} & set(HEADS)
+        kept = [*(adapter.config.modules_to_save or ()), *sorted(heads)]
+        whole = changed_config(adapter.config, modules_to_save=kept)
+        return _cast(merged(model, replace(adapter, config=whole, tensors=tensors)), dtype)
     _check_complete(info, base, but={"score.weight"})
     head = head_from(adapter.head, model.score.in_features, adapter.path)
     model = _cast(merged(model, adapter), dtype)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.errors import CheckpointError, ConfigError, ModelError
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, changed_config, place_adapter, read_adapter
-from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer
+from tether.models.loading import classifier_on, load_causal_lm, load_merged_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
 from tether.models.roles import POLICY, VALUE, ModelRoles, padding_id
 
@@ -106,7 +106,7 @@ def _save_reward_adapter(roles: ModelRoles, folder: Path) -> None:
 def merge_adapter(path: str, folder: Path | str) -> None:
     """Writes the model that the adapter in ``path`` makes of its base, in the base's type, with the tokenizer.
 
-    A reward adapter becomes a sequence classifier.
+    The adapter of a sequence classifier, of any family, becomes one with as many labels as it has.
 
     Raises:
         ConfigError: ``folder`` is there and holds something.
@@ -117,8 +117,13 @@ def merge_adapter(path: str, folder: Path | str) -> None:
         raise ConfigError(f"{folder} is already there; name a folder that is new or empty")
     if not is_adapter(path):
         raise ModelError(f"{path}: got no {ADAPTER_CONFIG}; wanted the folder of a PEFT adapter")
-    load = load_classifier if read_adapter(path).head else load_causal_lm
-    model, tokenizer = load(path, dtype=None), load_tokenizer(path)
+    tokenizer, adapter = load_tokenizer(path), read_adapter(path)
+    if adapter.head or adapter.config.task_type == "SEQ_CLS":
+        model = load_merged_classifier(path)
+        if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
+            model.config.pad_token_id = padding_id(model, tokenizer)
+    else:
+        model = load_causal_lm(path, dtype=None)
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

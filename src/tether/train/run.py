@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -81,6 +82,38 @@ def train_policy(
         RewardError: answers could not be scored; the state after the last finished update is saved.
         GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
     """
+    with open_trainer(config, rewards=rewards, display=display, callbacks=callbacks) as trainer:
+        config, log = trainer.config, trainer.log
+        interrupted = trainer.fit()
+        if config.ppo.score_norm is not None or trainer.state.source_moments:
+            write_norms(config.output_dir / SCORE_NORM, trainer.state)
+        if interrupted is None:
+            with trainer.policy_to_keep():
+                save_final(config.output_dir, trainer.roles, trainer.parts.tokenizer)
+            if config.value.save:
+                with atomic_folder(config.output_dir / CRITIC) as folder:
+                    save_critic(trainer.roles, folder)
+    return RunResult(config.output_dir, log.updates, log.evaluations, config.output_dir / REPORT, interrupted)
+
+
+@contextmanager
+def open_trainer(
+    config: RunConfig,
+    *,
+    rewards: RewardSource | None = None,
+    display: Display | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Iterator[PPOTrainer]:
+    """The trainer of a run with everything loaded, for callers that drive its phases by hand; ``fit`` runs them all.
+
+    The run's folder is kept from other runs until the end, when report.html is written.
+
+    Args:
+        rewards, display, callbacks: as ``train_policy``.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError: as ``train_policy``.
+    """
     display = display or NullDisplay()
     check(config)
     check_folder(config)
@@ -110,20 +143,11 @@ def train_policy(
                 trainer.state = trainer.checkpoints.restore(checkpoint)
                 trainer.callbacks.resume(trainer.state.step, trainer.state.best_metric)
                 display.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
-            interrupted = trainer.fit()
-            if config.ppo.score_norm is not None or trainer.state.source_moments:
-                write_norms(config.output_dir / SCORE_NORM, trainer.state)
-            if interrupted is None:
-                with trainer.policy_to_keep():
-                    save_final(config.output_dir, trainer.roles, data.tokenizer)
-                if config.value.save:
-                    with atomic_folder(config.output_dir / CRITIC) as folder:
-                        save_critic(trainer.roles, folder)
+            yield trainer
             trainer.parts.generator.close()
         finally:
             log.close()
-        report = write_report(config.output_dir)
-        return RunResult(config.output_dir, log.updates, log.evaluations, report, interrupted)
+        write_report(config.output_dir)
 
 
 def check_folder(config: RunConfig) -> None:

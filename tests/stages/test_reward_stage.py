@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 from tests.tiny import EOS, KINDS, save_tiny, tiny_tokenizer
-from tether.config.load import load_config
+from tether.config.load import dump_config, load_config
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig
 from tether.data.pairs import load_pairs
@@ -264,10 +264,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_is_saved(tmp_path):
     config = stage_config(tmp_path, learning_rate=1e30, max_grad_norm=None)
     with pytest.raises(TrainingError, match=r"step \d+: the loss is"):
         train_reward_model(config)
-    assert not config.output_dir.exists()
+    assert {file.name for file in config.output_dir.iterdir()} == {"config.yaml", "metrics.jsonl"}
 
 
-def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, lora, monkeypatch):
+def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
     def no_model(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
@@ -281,11 +281,6 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, lora, monkeypatch)
     (tmp_path / "full" / "file").touch()
     for wrong, error, message in [
         (changed("model", path=str(tmp_path / "none")), ModelError, r"model\.path: .* does not exist"),
-        (
-            changed("model", path=str(lora[0].output_dir)),
-            ConfigError,
-            r"model\.path: .* is a PEFT adapter.*tether merge",
-        ),
         (changed("data", pairs="none.jsonl"), DataError, r"data\.pairs: no such file"),
         (changed("data", eval_pairs="none.jsonl"), DataError, r"data\.eval_pairs: no such file"),
         (changed("data", max_length=3), DataError, r"data\.pairs: none of the 18 rows .* 18 are longer"),
@@ -304,7 +299,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, lora, monkeypatch)
         with pytest.raises(error, match=message):
             train_reward_model(wrong)
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"pip install 'tether\[trl\]'"):
-        patch.setattr("tether.stages.reward.find_spec", lambda name: None)
+        patch.setattr("tether.stages.running.find_spec", lambda name: None)
         train_reward_model(config)
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="WORLD_SIZE 2"):
         patch.setenv("WORLD_SIZE", "2")
@@ -316,9 +311,9 @@ def test_an_earlier_folder_is_replaced_when_asked(tmp_path):
     config.output_dir.mkdir()
     (config.output_dir / "old.txt").touch()
     config = config.model_copy(update={"overwrite_output_dir": True})
-    with pytest.raises(ConfigError, match=r"output_dir: .* holds something else than a reward model of ours"):
+    with pytest.raises(ConfigError, match=r"output_dir: .* holds something else than a run of this command"):
         train_reward_model(config)
-    (config.output_dir / "reward_eval.json").touch()
+    (config.output_dir / "config.yaml").write_text(dump_config(config))
     train_reward_model(config)
     assert not (config.output_dir / "old.txt").exists()
     assert (config.output_dir / "model.safetensors").exists()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tether.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tether.cli.display import RunDisplay
     from tether.config.base import Section
 
 INTERRUPTED = 130
@@ -41,11 +42,7 @@ def ppo(arguments: Sequence[str]) -> int:
         announce(translation, display)
         result = train_policy(config, display=display)
         plot(translation, result.output_dir, display)
-        if result.interrupted is not None:
-            display.message(f"stopped by {result.interrupted}; the same command with --resume goes on from here")
-            return INTERRUPTED
-        display.message(f"policy: {result.output_dir}\nreport: {result.report}")
-    return 0
+        return _ended(result.interrupted, f"policy: {result.output_dir}\nreport: {result.report}", display)
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -71,6 +68,29 @@ def plan(arguments: Sequence[str]) -> int:
     return 0
 
 
+def sft(arguments: Sequence[str]) -> int:
+    """Fine-tune a model on demonstrations: tether sft RUN.yaml"""
+    from tether.config.sft_stage import SftStageConfig
+
+    if _wants_help(arguments):
+        return _config_help("tether sft", SftStageConfig)
+    file, overrides = run_arguments("tether sft", arguments)
+
+    from tether.compat.load import load_any
+
+    config, translation = load_any(file, overrides, SftStageConfig, "sft")
+
+    from tether.cli.display import RunDisplay
+    from tether.cli.foreign import announce, plot
+    from tether.pipeline import run_sft
+
+    with RunDisplay() as display:
+        announce(translation, display)
+        result = run_sft(config, display)
+        plot(translation, result.path, display)
+        return _ended(result.interrupted, f"policy: {result.path}", display)
+
+
 def reward(arguments: Sequence[str]) -> int:
     """Train a reward model on preference pairs: tether reward RUN.yaml"""
     from tether.config.reward_stage import RewardStageConfig
@@ -79,19 +99,40 @@ def reward(arguments: Sequence[str]) -> int:
         return _config_help("tether reward", RewardStageConfig)
     file, overrides = run_arguments("tether reward", arguments)
 
-    from tether.config.load import load_config
+    from tether.compat.load import load_any
 
-    config = load_config(file, overrides, RewardStageConfig)
+    config, translation = load_any(file, overrides, RewardStageConfig, "reward")
 
     from tether.cli.display import RunDisplay
-    from tether.stages.reward import train_reward_model
+    from tether.cli.foreign import announce, plot
+    from tether.pipeline import run_reward
 
     with RunDisplay() as display:
-        result = train_reward_model(
-            config, on_progress=lambda done, total, _: display.phase("reward model", done, total)
-        )
-        display.table("reward model", ["metric", "value"], list(result.metrics.items()))
-        display.message(f"reward model: {result.path}")
+        announce(translation, display)
+        result = run_reward(config, display)
+        plot(translation, result.path, display)
+        return _ended(result.interrupted, f"reward model: {result.path}", display)
+
+
+def pipeline(arguments: Sequence[str]) -> int:
+    """SFT, reward model and PPO from one file: tether pipeline RUN.yaml"""
+    from tether.config.pipeline import PipelineConfig, load_pipeline
+
+    if _wants_help(arguments):
+        return _config_help("tether pipeline", PipelineConfig)
+    file, overrides = run_arguments("tether pipeline", arguments)
+    config = load_pipeline(file, overrides)
+
+    from tether.cli.display import RunDisplay
+    from tether.pipeline import run_pipeline
+
+    with RunDisplay() as display:
+        result = run_pipeline(config, display=display)
+        if result.interrupted is not None:
+            display.message(f"stopped by {result.interrupted}; the same command goes on from here")
+            return INTERRUPTED
+        for name, folder in result.folders.items():
+            display.message(f"{name}: {folder}")
     return 0
 
 
@@ -242,7 +283,7 @@ def demo(arguments: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     run.__name__.replace("_", "-"): run
-    for run in (ppo, plan, reward, score, serve_reward, evaluate, generate, merge, report, demo)
+    for run in (ppo, sft, reward, pipeline, plan, score, serve_reward, evaluate, generate, merge, report, demo)
 }
 
 
@@ -276,6 +317,15 @@ def run_arguments(command: str, arguments: Sequence[str]) -> tuple[str, list[str
             f"{command} wants one configuration file, got {got}; values follow their key, as in --resume=DIR"
         )
     return files[0], overrides
+
+
+def _ended(interrupted: str | None, made: str, display: RunDisplay) -> int:
+    """Shows what a run left behind; returns the exit code."""
+    if interrupted is not None:
+        display.message(f"stopped by {interrupted}; the same command with --resume goes on from here")
+        return INTERRUPTED
+    display.message(made)
+    return 0
 
 
 def _wants_help(arguments: Sequence[str]) -> bool:

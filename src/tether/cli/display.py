@@ -28,6 +28,14 @@ RECENT = 10
 SETTLING = 2.0
 """Seconds of a phase below which its own pace says nothing."""
 SHOWN_ROWS = 6
+SHOWN_METRICS = (
+    ("reward", "objective/scores"),
+    ("KL", "objective/kl"),
+    ("loss", "loss"),
+    ("token accuracy", "mean_token_accuracy"),
+    ("accuracy", "accuracy"),
+)
+"""What the line of progress says of an update, where it was measured."""
 PROMPT, ANSWER, CELL, MESSAGE = 80, 240, 400, 4_000
 """Most characters of a prompt and an answer in the table of samples, of a cell of another table, of a message."""
 _ASCII = str.maketrans({"·": "|", "…": "...", "−": "-", "–": "-"})
@@ -168,7 +176,7 @@ class RunDisplay:
             parts.append(one_line(name, 40) + (f" {done}/{total}" if total > 1 else ""))
         if (left := self._time_left()) is not None:
             parts.append(left)
-        for label, metric in (("reward", "objective/scores"), ("KL", "objective/kl")):
+        for label, metric in SHOWN_METRICS:
             if (value := self._metrics.get(metric)) is not None:
                 parts.append(f"{label} {number(value)}")
         return " · ".join(parts)

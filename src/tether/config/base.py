@@ -1,6 +1,11 @@
 """The base of every configuration section."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
+
+Quantization = Literal["4bit", "8bit"]
+"""How many bits the weights of linear layers are held in."""
 
 
 class Section(BaseModel):

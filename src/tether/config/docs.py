@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tether.config.base import Section
 from tether.config.keys import KeyDoc, describe
+from tether.config.pipeline import PipelineConfig
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftStageConfig
@@ -28,6 +29,7 @@ def page() -> str:
         *_tables("`tether ppo`", RunConfig),
         *_tables("`tether sft`", SftStageConfig),
         *_tables("`tether reward`", RewardStageConfig),
+        *_tables("`tether pipeline`", PipelineConfig, but=("model.", "data.")),
         *_tables("`tether score` and `tether serve-reward`", SourceConfig, but=("rewards.N.", "model.")),
     ]
     return "\n".join([_HEAD, *tables])

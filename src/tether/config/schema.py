@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from tether.config.base import Section
+from tether.config.base import Quantization, Section
 from tether.config.chat import DataKeys, Sources
 from tether.config.rewards import RewardConfig, reward_names, sources_of
 
@@ -58,7 +58,9 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str
-    """Hub id or folder of the fine-tuned model to start from: a full model or a PEFT adapter."""
+    """Hub id or folder of the fine-tuned model to start from: a full model or a PEFT adapter. Or a GGUF file, which is
+    de-quantised: ``model.gguf``, a folder that holds one, on the hub ``ORG/NAME/FILE.gguf``. With LoRA the de-quantised
+    model is written to ``base`` in ``output_dir``, as the base that the saved adapter names."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -74,6 +76,19 @@ class ModelConfig(Section):
     fine-tuning; a critic of kind model trains all of its own."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter instead of all weights; ``lora: {}`` takes the defaults."""
+    quantization: Quantization | None = None
+    """Hold the linear layers of the frozen base in 4 bits (``4bit``: NF4 with double quantisation, as in QLoRA) or 8
+    (``8bit``: LLM.int8()); needs lora, and ``pip install tether[quant]``. All other weights are of ``dtype``, where
+    ``auto`` is float32. Sources: https://arxiv.org/abs/2305.14314; https://arxiv.org/abs/2208.07339."""
+
+    @model_validator(mode="after")
+    def _quantised_weights_stay(self) -> ModelConfig:
+        if self.quantization is not None and self.lora is None:
+            raise ValueError(
+                f"quantization {self.quantization}: weights in few bits cannot be trained themselves: add `lora: {{}}`, "
+                "or leave quantization out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_train_less(self) -> ModelConfig:

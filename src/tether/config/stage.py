@@ -13,10 +13,10 @@ from tether.config.schema import Fraction, HeldOut, ModelConfig
 class StageTrainConfig(Section):
     """Batches, optimizer, evaluation, saving."""
 
-    num_train_epochs: PositiveFloat = 1.0
-    """Passes over the data."""
+    num_train_epochs: PositiveFloat | None = None
+    """Passes over the data; 1 where max_steps is not set either."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps; in place of num_train_epochs."""
+    """Optimizer steps, in place of num_train_epochs."""
     batch_size: PositiveInt = 16
     """Rows an optimizer step."""
     micro_batch_size: PositiveInt = 8
@@ -49,7 +49,7 @@ class StageTrainConfig(Section):
                 f"micro_batch_size {self.micro_batch_size} must divide batch_size {self.batch_size}: "
                 f"set batch_size to {self.micro_batch_size * max(1, self.batch_size // self.micro_batch_size)}"
             )
-        if self.max_steps is not None and "num_train_epochs" in self.model_fields_set:
+        if self.max_steps is not None and self.num_train_epochs is not None:
             raise ValueError(
                 f"max_steps ({self.max_steps}) and num_train_epochs ({self.num_train_epochs}) both say how long the "
                 "run is: set one of them"

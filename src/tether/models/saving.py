@@ -159,6 +159,16 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         shutil.rmtree(replaced)
 
 
+@contextmanager
+def written_into(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, whose files are put into ``folder`` at the end, each whole or not there."""
+    with atomic_folder(folder / "final.tmp") as temporary:
+        yield temporary
+    for path in sorted((folder / "final.tmp").iterdir()):
+        path.replace(folder / path.name)
+    (folder / "final.tmp").rmdir()
+
+
 def verify_manifest(folder: Path | str) -> None:
     """Checks every file that the folder's manifest lists.
 

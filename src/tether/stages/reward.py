@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -26,28 +22,16 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from huggingface_hub import constants as hub_constants
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    SchedulerType,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
-from tether.config.load import dump_config
 from tether.config.reward_stage import RewardModelConfig, RewardStageConfig
+from tether.data.joined import check_datasets
 from tether.data.pairs import Pair, load_pairs, split_pairs
-from tether.data.sources import check_source
-from tether.errors import ConfigError, ModelError, TrainingError
-from tether.metrics.writers import JsonlWriter
-from tether.models.adapters import changed_config, peft_lora_config, with_adapter
+from tether.errors import ModelError
+from tether.models.adapters import DEFAULT, MODULE_PREFIX, place_adapter
+from tether.models.chat import check_template_kwargs, templated
 from tether.models.forward import last_token_scores
 from tether.models.loading import (
     bf16_supported,
@@ -59,15 +43,14 @@ from tether.models.loading import (
     load_tokenizer,
     stop_token_ids,
 )
-from tether.models.paths import absolute_source, check_model_path, is_adapter
-from tether.models.saving import atomic_folder
+from tether.models.saving import written_into
 from tether.rewards.base import checked, score_sequences
+from tether.stages import running
+from tether.stages.running import OnProgress, Stop, Tell
+from tether.stages.start import base_of, loading_options, origin, start_adapter, with_lora
 
-CONFIG_FILE, METRICS_FILE, EVAL_FILE = "config.yaml", "metrics.jsonl", "reward_eval.json"
+EVAL_FILE = "reward_eval.json"
 LENGTH_GROUPS = 4
-
-OnProgress = Callable[[int, int, Mapping[str, float]], None]
-"""Told of every optimizer step: its number from 1, the number of steps, and what TRL logged (loss, accuracy, …)."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +61,19 @@ class RewardStageResult:
     """Folder of the reward model."""
     metrics: dict[str, float]
     """Numbers of pairs, the training loss of the last step, seconds, and ``eval_…`` where pairs were held out."""
+    accuracy_by_length: list[dict[str, Any]] = field(default_factory=list)
+    """Accuracy on held-out pairs in groups of like length, shortest first."""
+    interrupted: str | None = None
+    """Why the run stopped before its end with its state saved, or None."""
 
 
-def train_reward_model(config: RewardStageConfig, *, on_progress: OnProgress | None = None) -> RewardStageResult:
+def train_reward_model(
+    config: RewardStageConfig,
+    *,
+    on_progress: OnProgress | None = None,
+    tell: Tell = lambda text: None,
+    stop: Stop | None = None,
+) -> RewardStageResult:
     """Trains a reward model and saves it to ``config.output_dir``.
 
     The folder holds a sequence classifier with one label, or with ``model.lora`` a PEFT adapter of one with its head;
@@ -89,32 +82,44 @@ def train_reward_model(config: RewardStageConfig, *, on_progress: OnProgress | N
 
     Args:
         on_progress: told of every optimizer step.
+        tell: told of lines to keep.
+        stop: asked after every step; a reason ends the run with a checkpoint.
 
     Raises:
-        ConfigError, DataError, ModelError: a mistake that the user can mend; before a model is loaded wherever it can
-            be seen by then.
-        TrainingError: the loss is not finite; nothing is saved.
+        ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can mend; before a model is loaded
+            wherever it can be seen by then.
+        TrainingError: the loss is not finite; no model is saved.
     """
     check(config)
+    running.check_folder(config)
+    checkpoint = running.find_checkpoint(config, tell)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     bf16 = bf16_supported(device) if config.train.bf16 is None else config.train.bf16
-    tokenizer = load_tokenizer(config.model.path, **_origin(config.model))
-    data = load_data(config, tokenizer)
+    tokenizer, data = load_data(config)
+    tell(f"pairs: {data.note}")
+    tell(f"the first query and its better answer: {tokenizer.decode(data.train[0].chosen_ids)!r}")
     set_seed(config.train.seed)
     model = start_model(config.model, bf16=bf16)
     tokenizer.pad_token = spare_token(tokenizer, data.token_ids, model.config.get_text_config().vocab_size)
     if config.model.lora is not None:
         model = adapted(model, config.model)
-    start = time.perf_counter()
-    log = fit(model, tokenizer, data.train, config, bf16=bf16, on_progress=on_progress)
-    metrics = {**data.counts, "train_loss": log[-1]["loss"], "time/train_s": time.perf_counter() - start}
+    running.prepare_folder(config, checkpoint)
+    start, watch = time.perf_counter(), running.watch(config, on_progress, stop)
+    running.train(lambda: _trainer(model, tokenizer, data.train, config, bf16=bf16, watch=watch), checkpoint)
+    if watch.interrupted is not None:
+        return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
+    model.eval()
+    metrics = {
+        **data.counts,
+        "train_loss": running.last_loss(config),
+        "time/train_s": time.perf_counter() - start,
+    }
     evaluation = evaluate(model, data.held_out, batch_size=2 * config.train.micro_batch_size, device=device, bf16=bf16)
-    with atomic_folder(config.output_dir) as folder:
+    with written_into(config.output_dir) as folder:
         save(model, tokenizer, folder)
-        (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
         (folder / EVAL_FILE).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
-        JsonlWriter(folder / METRICS_FILE).write_all(log)
-    return RewardStageResult(config.output_dir, metrics | {f"eval_{k}": v for k, v in evaluation["metrics"].items()})
+    metrics |= {f"eval_{k}": v for k, v in evaluation["metrics"].items()}
+    return RewardStageResult(config.output_dir, metrics, evaluation["accuracy_by_length"])
 
 
 # Before a model is loaded
@@ -122,35 +127,10 @@ def train_reward_model(config: RewardStageConfig, *, on_progress: OnProgress | N
 
 def check(config: RewardStageConfig) -> None:
     """Raises for every mistake that shows without loading a tokenizer or a model."""
-    if find_spec("trl") is None:
-        raise ConfigError("tether reward trains with TRL, which is not installed: pip install 'tether[trl]'")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(f"tether reward runs in one process, got WORLD_SIZE {os.environ['WORLD_SIZE']}")
-    check_model_path(config.model.path, "model.path")
-    if is_adapter(config.model.path, config.model.revision):
-        raise ConfigError(
-            f"model.path: {config.model.path} is a PEFT adapter; wanted a full model. Merge it first: "
-            f"tether merge {config.model.path} -o FOLDER"
-        )
-    check_source(config.data.pairs, "data.pairs")
-    if config.data.eval_pairs is not None:
-        check_source(config.data.eval_pairs, "data.eval_pairs")
-    schedules = [schedule.value for schedule in SchedulerType]
-    if config.train.lr_scheduler_type not in schedules:
-        raise ConfigError(
-            f"train.lr_scheduler_type: got {config.train.lr_scheduler_type}, wanted one of {', '.join(schedules)}"
-        )
-    folder = config.output_dir
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir: {folder} is a file; name a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not config.overwrite_output_dir:
-        raise ConfigError(
-            f"output_dir: {folder} is not empty. Name another, or add --overwrite_output_dir=true to replace it"
-        )
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / EVAL_FILE).is_file():
-        raise ConfigError(f"output_dir: {folder} holds something else than a reward model of ours; name another")
-    if Path(config.model.path).resolve() == folder.resolve():
-        raise ConfigError(f"output_dir: this run would write over {folder}, which model.path names; choose another")
+    running.check_stage(config, "reward")
+    for key in ("pairs", "eval_pairs"):
+        if (source := getattr(config.data, key)) is not None:
+            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir)
 
 
 @dataclass(frozen=True)
@@ -172,6 +152,11 @@ class _Data:
         }
 
     @property
+    def note(self) -> str:
+        dropped = f"{self.num_too_long} dropped as too long, {self.num_equal} as equal"
+        return f"{len(self.train)} to train on, {len(self.held_out)} held out, {dropped}"
+
+    @property
     def token_ids(self) -> set[int]:
         """Every token that a pair holds."""
         return {
@@ -179,33 +164,32 @@ class _Data:
         }
 
 
-def load_data(config: RewardStageConfig, tokenizer: PreTrainedTokenizerBase) -> _Data:
-    """Pairs to train on and held-out pairs, as token ids."""
+def load_data(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
+    """The tokenizer, and pairs to train on and held-out pairs as token ids."""
     data = config.data
+    tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
+    check_template_kwargs(tokenizer, data.chat_template_kwargs)
     generation = load_generation_config(config.model.path, revision=config.model.revision)
     same = {
         "max_length": data.max_length,
-        "chat_template": data.chat_template,
-        "system_prompt": data.system_prompt,
         "end_ids": stop_token_ids(tokenizer, generation, "eos"),
+        **data.chat,
+        **data.origin,
     }
     pairs = load_pairs(data.pairs, tokenizer, split=data.split, key="data.pairs", **same)
     train, held_out = split_pairs(pairs.pairs, data.held_out_fraction, config.train.seed)
     if data.eval_pairs is None:
-        return _Data(train, held_out, pairs.num_too_long, pairs.num_equal)
+        return tokenizer, _Data(train, held_out, pairs.num_too_long, pairs.num_equal)
     others = load_pairs(data.eval_pairs, tokenizer, split=data.eval_split, key="data.eval_pairs", **same)
-    return _Data(train, others.pairs, pairs.num_too_long + others.num_too_long, pairs.num_equal + others.num_equal)
-
-
-def _origin(model: RewardModelConfig) -> dict[str, Any]:
-    return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    too_long, equal = pairs.num_too_long + others.num_too_long, pairs.num_equal + others.num_equal
+    return tokenizer, _Data(train, others.pairs, too_long, equal)
 
 
 # The model
 
 
 def start_model(config: RewardModelConfig, *, bf16: bool) -> PreTrainedModel:
-    """The sequence classifier that training starts from.
+    """The sequence classifier that training starts from; with lora, what the adapter is put on.
 
     A language model gets a head drawn from N(0, 1/(d + 1)), so that rewards of a trunk with states of unit scale start
     at unit scale.
@@ -215,38 +199,34 @@ def start_model(config: RewardModelConfig, *, bf16: bool) -> PreTrainedModel:
     Raises:
         ModelError: it cannot be loaded, or has no classifier of its kind.
     """
-    frozen_in_bf16 = config.lora is not None and bf16
-    auto = torch.bfloat16 if frozen_in_bf16 else torch.float32
-    options = {
-        "dtype": auto if config.dtype == "auto" else getattr(torch, config.dtype),
-        "attn_implementation": config.attn_implementation,
-        **_origin(config),
-    }
-    kinds = load_config(config.path, **_origin(config)).architectures or []
-    if any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        return load_classifier(config.path, **options)
-    model = classifier_on(load_causal_lm(config.path, **options))
+    before = start_adapter(config)
+    (path, of), options = base_of(config, before), loading_options(config, bf16=bf16)
+    if path == config.path and (bool(before.head) if before is not None else _is_classifier(path, of)):
+        return load_classifier(path, **options, **of).requires_grad_(True)  # also where an adapter was merged into it
+    model = classifier_on(load_causal_lm(path, **options, **of)).requires_grad_(True)
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     return model
 
 
+def _is_classifier(path: str, of: Mapping[str, Any]) -> bool:
+    kinds = load_config(path, **of).architectures or []
+    return any(kind.endswith("ForSequenceClassification") for kind in kinds)
+
+
 def adapted(model: PreTrainedModel, config: RewardModelConfig) -> PeftModel:
-    """``model`` with a fresh LoRA adapter, which brings a copy of the head.
+    """``model`` with a LoRA adapter, which brings a copy of the head: a fresh one, or the one that goes on.
 
     Raises:
-        ConfigError: ``target_modules`` does not fit the model.
+        ConfigError: ``lora`` does not fit the model, or the adapter that goes on.
+        ModelError: the adapter that goes on does not fit its base.
     """
-    settings = changed_config(
-        peft_lora_config(config.lora, model),
-        task_type="SEQ_CLS",
-        modules_to_save=["score"],
-        base_model_name_or_path=absolute_source(config.path),
-        revision=config.revision,
-    )
-    try:
-        return with_adapter(model, settings)
-    except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules: got {config.lora.target_modules}: {error}") from error
+    before = start_adapter(config)
+    adapter = with_lora(model, config, before, task_type="SEQ_CLS", kept="score")
+    if before is not None:
+        head = before.head or {f"score.{name}": tensor for name, tensor in model.score.state_dict().items()}
+        weights = {f"{MODULE_PREFIX}{name}": tensor for name, tensor in head.items()}
+        place_adapter(adapter, DEFAULT, replace(before, tensors={**before.tensors, **weights}))
+    return adapter
 
 
 def spare_token(tokenizer: PreTrainedTokenizerBase, used: set[int], vocab_size: int) -> str:
@@ -275,107 +255,30 @@ def spare_token(tokenizer: PreTrainedTokenizerBase, used: set[int], vocab_size: 
 # Training
 
 
-def fit(
+def _trainer(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[Pair],
     config: RewardStageConfig,
     *,
     bf16: bool,
-    on_progress: OnProgress | None,
-) -> list[dict[str, float]]:
-    """Trains the model in place; returns what was logged, a record an optimizer step."""
-    from trl import RewardTrainer
+    watch: running.Watch,
+) -> Trainer:
+    """TRL's trainer, which trains the model in place."""
+    from trl import RewardConfig, RewardTrainer
 
-    watch = _Watch(on_progress)
-    with tempfile.TemporaryDirectory() as scratch, _no_telemetry():
-        trainer = RewardTrainer(
-            model=model,
-            args=_trainer_arguments(config, len(pairs), bf16=bf16, output_dir=scratch),
-            train_dataset=Dataset.from_dict(
-                {"chosen_ids": [p.chosen_ids for p in pairs], "rejected_ids": [p.rejected_ids for p in pairs]}
-            ),
-            processing_class=tokenizer,
-            callbacks=[watch],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    model.eval()
-    return watch.log
-
-
-def _trainer_arguments(config: RewardStageConfig, num_pairs: int, *, bf16: bool, output_dir: str) -> TrainingArguments:
-    from trl import RewardConfig
-
-    train = config.train
-    accumulation = train.batch_size // train.micro_batch_size
-    steps_an_epoch = math.ceil(math.ceil(num_pairs / train.micro_batch_size) / accumulation)
-    num_steps = math.ceil(train.num_train_epochs * steps_an_epoch)
-    has_accelerator = torch.accelerator.is_available()
-    names = {argument.name for argument in fields(RewardConfig)}  # transformers is renaming this one
-    checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    return RewardConfig(
-        output_dir=output_dir,
-        max_steps=num_steps,
-        per_device_train_batch_size=train.micro_batch_size,
-        gradient_accumulation_steps=accumulation,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type=train.lr_scheduler_type,
-        warmup_steps=round(train.warmup_ratio * num_steps),
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm or 0.0,
-        center_rewards_coefficient=train.center_rewards_coefficient or None,
-        bf16=bf16,
-        **{checkpointing: train.gradient_checkpointing},
-        seed=train.seed,
-        max_length=None,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=not has_accelerator,
-        dataloader_pin_memory=has_accelerator,
+    return RewardTrainer(
+        model=model,
+        args=RewardConfig(
+            **running.trainer_arguments(config, len(pairs), bf16=bf16, kind=RewardConfig),
+            center_rewards_coefficient=config.train.center_rewards_coefficient or None,
+        ),
+        train_dataset=Dataset.from_dict(
+            {"chosen_ids": [p.chosen_ids for p in pairs], "rejected_ids": [p.rejected_ids for p in pairs]}
+        ),
+        processing_class=tokenizer,
+        callbacks=[watch],
     )
-
-
-@dataclass
-class _Watch(TrainerCallback):
-    """Keeps TRL's log, passes it on, and stops a run whose loss is not finite."""
-
-    on_progress: OnProgress | None
-    log: list[dict[str, float]] = field(default_factory=list)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is None or "loss" not in logs:
-            return
-        if not math.isfinite(logs["loss"]):
-            raise TrainingError(
-                f"step {state.global_step}: the loss is {logs['loss']}; lower train.learning_rate, or set "
-                "train.bf16 to false"
-            )
-        numbers = {name: float(value) for name, value in logs.items()}
-        self.log.append({"step": state.global_step, **numbers})
-        if self.on_progress is not None:
-            self.on_progress(state.global_step, state.max_steps, numbers)
-
-
-@contextmanager
-def _no_telemetry() -> Iterator[None]:
-    """Keeps TRL from reporting its use over the network."""
-    before = hub_constants.HF_HUB_DISABLE_TELEMETRY
-    hub_constants.HF_HUB_DISABLE_TELEMETRY = True
-    try:
-        yield
-    finally:
-        hub_constants.HF_HUB_DISABLE_TELEMETRY = before
 
 
 # Evaluation and saving

@@ -10,19 +10,21 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.config.load import dump_config, parse_config
 from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
-from tether.config.schema import RunConfig, SamplingConfig
+from tether.config.schema import ModelConfig, RunConfig, SamplingConfig
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import truncate_after
-from tether.models.loading import end_at, stop_token_ids
+from tether.models.gguf import gguf_source
+from tether.models.loading import end_at, load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles, build_roles
-from tether.models.saving import atomic_folder, files_written, save_critic, save_policy
+from tether.models.saving import atomic_folder, files_written, save_critic, save_policy, written_into
 from tether.report.html import REPORT, write_report
 from tether.rewards.build import build_rewards, try_services
 from tether.train.callbacks import Callbacks
@@ -43,7 +45,7 @@ from tether.train.parts import Parts
 from tether.train.trainer import PPOTrainer
 from tether.types import RewardSource, Sampling
 
-CONFIG, SCORE_NORM, CRITIC = "config.yaml", "score_norm.json", "critic"
+CONFIG, SCORE_NORM, CRITIC, BASE = "config.yaml", "score_norm.json", "critic", "base"
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,9 @@ def open_trainer(
         )
         log = RunLog(config.output_dir, display, trackers, logging_steps=config.train.logging_steps)
         try:
+            if config.model.lora is not None and gguf_source(config.model.path) is not None:
+                log.phase("de-quantising the model", 0, 1)
+                write_base(config.model, config.output_dir / BASE)
             trainer = build_trainer(config, data, rewards, log, callbacks)
             if checkpoint is not None:
                 trainer.state = trainer.checkpoints.restore(checkpoint)
@@ -204,6 +209,7 @@ def build_trainer(
 def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, dist: Dist) -> Parts:
     """Models, generator and reward sources as the resolved configuration asks for them."""
     tokenizer = data.tokenizer
+    config = with_base(config)
     roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=config.train.bf16)
     if rewards is None:
         names = config.reward_names
@@ -221,6 +227,24 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
         eval_prompts=data.eval_prompts.prompts if data.eval_prompts else [],
         demonstrations=data.demonstrations,
     )
+
+
+def with_base(config: RunConfig) -> RunConfig:
+    """The configuration with the folder that ``write_base`` wrote in the policy's place, if it did."""
+    base = config.output_dir / BASE
+    if gguf_source(config.model.path) is None or not base.is_dir():
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(base), "revision": None})})
+
+
+def write_base(model: ModelConfig, folder: Path) -> None:
+    """Writes a GGUF model as a plain folder in float32, unless it is there: the base that a saved adapter names."""
+    if folder.is_dir():
+        return
+    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    with atomic_folder(folder) as partial:
+        load_causal_lm(model.path, dtype=torch.float32, **options).save_pretrained(partial)
+        load_tokenizer(model.path, **options).save_pretrained(partial)
 
 
 def sampling_of(config: SamplingConfig, stop_token_ids: frozenset[int]) -> Sampling:
@@ -250,7 +274,7 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
         for name in (METRICS, SAMPLES):
             truncate_after(folder / name, state["step"], evaluated)
     elif config.overwrite_output_dir:
-        for path in (*list_checkpoints(folder), folder / CRITIC):
+        for path in (*list_checkpoints(folder), folder / CRITIC, folder / BASE):
             shutil.rmtree(path, ignore_errors=not path.exists())
         # the policy too: an adapter beside another run's full model would be loaded together with it
         for name in (METRICS, SAMPLES, REPORT, SCORE_NORM, *files_written(folder)):
@@ -273,8 +297,5 @@ def write_norms(path: Path, state: RunState) -> None:
 
 def save_final(folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBase) -> None:
     """Puts the policy at the root of ``folder``, each file whole or not there."""
-    with atomic_folder(folder / "final.tmp") as temporary:
+    with written_into(folder) as temporary:
         save_policy(roles, tokenizer, temporary)
-    for path in sorted((folder / "final.tmp").iterdir()):
-        path.replace(folder / path.name)
-    (folder / "final.tmp").rmdir()

@@ -1,0 +1,237 @@
+"""SFT, reward model and PPO one after the other; what is finished is skipped, what was interrupted goes on.
+
+A stage's folder says how far it is: a manifest whose files are whole means finished, a complete checkpoint is gone on
+from, anything else is begun anew. All mistakes of all stages are looked for before the first one loads a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tether.config.base import Section
+from tether.config.load import parse_config
+from tether.config.pipeline import Pipeline
+from tether.config.reward_stage import RewardStageConfig
+from tether.config.rewards import AdapterReward, OwnModelReward
+from tether.config.schema import RunConfig
+from tether.config.sft_stage import SftStageConfig
+from tether.errors import CheckpointError, ConfigError, TetherError
+from tether.models.saving import verify_manifest
+from tether.stages import reward as reward_stage
+from tether.stages import running
+from tether.stages import sft as sft_stage
+from tether.stages.reward import RewardStageResult, train_reward_model
+from tether.stages.sft import SftResult, train_sft
+from tether.train import inputs
+from tether.train.checkpoint import list_checkpoints
+from tether.train.claim import claimed
+from tether.train.display import Display
+from tether.train.interrupt import StopRequest
+from tether.train.run import CONFIG, CRITIC, train_policy
+from tether.train.run import check_folder as check_run_folder
+
+State = Literal["finished", "begun", "new"]
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """What a pipeline left behind."""
+
+    folders: Mapping[str, Path]
+    """Folder of each finished stage by name."""
+    interrupted: str | None = None
+    """Why it stopped before its end with its state saved, or None."""
+
+
+def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
+    """Runs every stage that is not finished.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError: a mistake in any stage; before a model is loaded wherever
+            it can be seen by then.
+        TetherError: a stage failed. Those before it are finished, and the next call goes on from there.
+    """
+    shared = pipeline.shared
+    with claimed(shared.output_dir):
+        states = {
+            name: "new" if shared.overwrite_output_dir else _state(config) for name, config in pipeline.stages.items()
+        }
+        check_pipeline(pipeline, states)
+        finished: dict[str, Path] = {}
+        for name, config in pipeline.stages.items():
+            if states[name] == "finished":
+                display.message(f"{name}: finished in {config.output_dir}")
+            else:
+                display.message(f"{name}: {'goes on' if states[name] == 'begun' else 'begins'} in {config.output_dir}")
+                reason = run_stage(_ready(config, states[name]), display)
+                if reason is not None:
+                    return PipelineResult(finished, reason)
+            finished[name] = config.output_dir
+        return PipelineResult(finished)
+
+
+def run_stage(config: Section, display: Display) -> str | None:
+    """Runs one stage and shows what it came to; returns why it was interrupted, or None."""
+    if isinstance(config, SftStageConfig):
+        return run_sft(config, display).interrupted
+    if isinstance(config, RewardStageConfig):
+        return run_reward(config, display).interrupted
+    result = train_policy(config, display=display)
+    display.close()
+    return result.interrupted
+
+
+def run_sft(config: SftStageConfig, display: Display) -> SftResult:
+    """``train_sft``, shown on a display and stopped by signals."""
+    with StopRequest() as stop:
+        result = train_sft(
+            config, on_progress=display.update, tell=display.message, stop=lambda: stop.reason
+        )
+    display.close()
+    if result.interrupted is None:
+        display.table("policy", ["metric", "value"], list(result.metrics.items()))
+    return result
+
+
+def run_reward(config: RewardStageConfig, display: Display) -> RewardStageResult:
+    """``train_reward_model``, shown on a display and stopped by signals."""
+    with StopRequest() as stop:
+        result = train_reward_model(
+            config, on_progress=display.update, tell=display.message, stop=lambda: stop.reason
+        )
+    display.close()
+    if result.interrupted is None:
+        display.table("reward model", ["metric", "value"], list(result.metrics.items()))
+    if result.accuracy_by_length:
+        rows = [[*group["tokens"], group["pairs"], group["accuracy"]] for group in result.accuracy_by_length]
+        display.table("accuracy by the longer answer's tokens", ["from", "to", "pairs", "accuracy"], rows)
+    return result
+
+
+# Before a model is loaded
+
+
+def check_pipeline(pipeline: Pipeline, states: Mapping[str, State]) -> None:
+    """Raises for every mistake in every unfinished stage that shows before a model is loaded.
+
+    What an earlier stage has yet to make is looked at in what it starts from: the same tokens, shape and templates.
+
+    Args:
+        states: how far each stage is.
+    """
+    for name, config in pipeline.stages.items():
+        if states[name] == "finished":
+            continue
+        try:
+            _check(_on_start(config, pipeline, states), _ready(config, states[name]))
+        except TetherError as error:
+            error.add_note(f"in the section {name}")
+            raise
+
+
+def _check(config: Section, ready: Section) -> None:
+    """Checks a stage.
+
+    Args:
+        config: the stage on models that are there already.
+        ready: the stage as it will run.
+    """
+    if isinstance(config, RunConfig):
+        inputs.check(config)
+        check_run_folder(ready)
+        config = inputs.resolved(config)
+        inputs.check_data(config, inputs.load_data(config))
+        return
+    stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
+    stage.check(config)
+    running.check_folder(ready)
+    stage.load_data(config)
+
+
+def _on_start(config: Any, pipeline: Pipeline, states: Mapping[str, State]) -> Any:
+    """The stage with the model that sft starts from in place of the one that it has yet to make, and without rewards
+    that have yet to be made."""
+    missing = {str(each.output_dir): each for name, each in pipeline.stages.items() if states[name] != "finished"}
+    made = missing.get(config.model.path)
+    if made is not None:
+        start = {"path": made.model.path, "revision": made.model.revision}
+        changes: dict[str, Any] = {"model": config.model.model_copy(update=start)}
+        if config.data.chat_template == "auto" and made.data.chat_template != "none":
+            changes["data"] = config.data.model_copy(update={"chat_template": made.data.chat_template})
+        config = config.model_copy(update=changes)
+    if isinstance(config, RunConfig):
+        there = [
+            reward
+            for reward in config.rewards
+            if not (isinstance(reward, AdapterReward | OwnModelReward) and reward.path in missing)
+        ]
+        config = config.model_copy(update={"rewards": there})
+    return config
+
+
+# How far a stage is
+
+
+def _state(config: Any) -> State:
+    """How far a stage is, by its folder.
+
+    Raises:
+        ConfigError: the folder holds the stage with another configuration.
+    """
+    folder = config.output_dir
+    if not (folder / CONFIG).is_file():
+        return "new"
+    _check_same(config, folder)
+    try:
+        verify_manifest(folder)
+        if isinstance(config, RunConfig) and config.value.save and config.ppo.has_critic:
+            verify_manifest(folder / CRITIC)
+    except CheckpointError:
+        return "begun"
+    return "finished"
+
+
+def _check_same(config: Any, folder: Path) -> None:
+    saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), type(config), source=str(folder / CONFIG))
+    now = inputs.resolved(config) if isinstance(config, RunConfig) else config
+    differing = [
+        key
+        for key, value in _leaves(now.model_dump(mode="json")).items()
+        if _leaves(saved.model_dump(mode="json")).get(key) != value and key not in running.MAY_CHANGE
+    ]
+    if differing:
+        raise ConfigError(
+            f"output_dir: {folder} holds this stage with another {' and '.join(differing[:3])}. Name another output_dir, or "
+            "add --overwrite to run all stages anew"
+        )
+
+
+def _leaves(value: Any, key: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    return {k: v for name, inner in value.items() for k, v in _leaves(inner, f"{key}.{name}" if key else name).items()}
+
+
+def _ready(config: Any, state: State) -> Any:
+    """The stage as it is to run: from the start, or from its newest complete checkpoint."""
+    folder = config.output_dir
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return config
+    if state == "begun" and _has_checkpoint(config):
+        return config.model_copy(update={"resume": True})
+    return config.model_copy(update={"overwrite_output_dir": True})
+
+
+def _has_checkpoint(config: Any) -> bool:
+    if not isinstance(config, RunConfig):
+        return running.newest_checkpoint(config.output_dir, lambda text: None) is not None
+    for path in list_checkpoints(config.output_dir):
+        try:
+            verify_manifest(path)
+        except CheckpointError:
+            continue
+        return True
+    return False

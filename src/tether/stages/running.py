@@ -1,0 +1,303 @@
+"""What the stages on TRL's trainers share: what is checked first, the folder of a run, its log, stopping and going on.
+
+    output_dir/
+      config.yaml, metrics.jsonl     from the start
+      checkpoint-N/                  the trainer's own checkpoints: weights, optimizer, schedule, random state
+      manifest.json and the model    at the end
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants as hub_constants
+from transformers import (
+    PrinterCallback,
+    SchedulerType,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from tether.config.load import dump_config, parse_config
+from tether.config.stage import StageConfig
+from tether.errors import CheckpointError, ConfigError, TrainingError
+from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after
+from tether.models.chat import check_template
+from tether.models.paths import check_model_path
+from tether.models.saving import MANIFEST
+
+CONFIG_FILE, METRICS_FILE, TRAINER_STATE = "config.yaml", "metrics.jsonl", "trainer_state.json"
+MAY_CHANGE = frozenset({
+    "resume", "overwrite_output_dir", "output_dir", "train.eval_steps", "train.save_steps", "train.save_total_limit",
+})  # fmt: skip
+"""Keys that a resumed run may change."""
+_NOT_LOGGED = frozenset({"num_tokens"})
+"""What TRL counts from where a process began, so that it is of no use in a run that was resumed."""
+
+OnProgress = Callable[[int, int, Mapping[str, float]], None]
+"""Told of every optimizer step: its number from 1, the number of steps, and what TRL logged (loss, accuracy, …)."""
+Tell = Callable[[str], None]
+"""Told of what a user wants to read: a line or several."""
+Stop = Callable[[], str | None]
+"""Asked after every optimizer step; a reason ends the run with a checkpoint."""
+
+
+# Before a model is loaded
+
+
+def check_stage(config: StageConfig, command: str) -> None:
+    """Raises for every mistake that shows without loading a tokenizer, and that both stages can have."""
+    if find_spec("trl") is None:
+        raise ConfigError(f"tether {command} trains with TRL, which is not installed: pip install 'tether[trl]'")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(f"tether {command} runs in one process, got WORLD_SIZE {os.environ['WORLD_SIZE']}")
+    check_model_path(config.model.path, "model.path")
+    check_template(config.data.chat_template)
+    schedules = [schedule.value for schedule in SchedulerType]
+    if config.train.lr_scheduler_type not in schedules:
+        raise ConfigError(
+            f"train.lr_scheduler_type: got {config.train.lr_scheduler_type}, wanted one of {', '.join(schedules)}"
+        )
+
+
+def check_folder(config: StageConfig) -> None:
+    """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds what the run would replace unasked."""
+    folder = config.output_dir
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir: {folder} is a file; name a folder")
+    if Path(config.model.path).resolve() == folder.resolve():
+        raise ConfigError(f"output_dir: this run would write over {folder}, which model.path names; choose another")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not config.overwrite_output_dir and not config.resume:
+        raise ConfigError(
+            f"output_dir: {folder} is not empty. Add --resume to go on with the run in it, name another, or add "
+            "--overwrite to replace it"
+        )
+    if not _is_run(folder, type(config)):
+        raise ConfigError(f"output_dir: {folder} holds something else than a run of this command; name another")
+
+
+def _is_run(folder: Path, section: type[StageConfig]) -> bool:
+    try:
+        parse_config((folder / CONFIG_FILE).read_text(encoding="utf-8"), section)
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return False
+    return True
+
+
+# The folder of a run
+
+
+def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
+    """The checkpoint to resume from; None if the run starts anew. Incomplete ones are skipped, and ``tell`` says so.
+
+    Raises:
+        CheckpointError: ``resume`` was asked for and nothing complete is there, it belongs to another run, or the run
+            is finished.
+    """
+    if config.resume is False:
+        return None
+    if isinstance(config.resume, str):
+        found = Path(config.resume)
+        if not _is_complete(found):
+            raise CheckpointError(f"resume: {found} is not a complete checkpoint (no {TRAINER_STATE} that can be read)")
+    else:
+        if (config.output_dir / MANIFEST).is_file():
+            raise CheckpointError(f"resume: the run in {config.output_dir} is finished; there is nothing to go on with")
+        found = newest_checkpoint(config.output_dir, tell)
+        if found is None:
+            raise CheckpointError(
+                f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, and set "
+                "train.save_steps to have checkpoints"
+            )
+    _check_same_run(found, config)
+    return found
+
+
+def newest_checkpoint(folder: Path, tell: Tell) -> Path | None:
+    """The newest complete checkpoint in a run's folder, if there is one."""
+    named = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    for path in sorted(named, key=_step, reverse=True):
+        if _is_complete(path):
+            return path
+        tell(f"{path} was not written to its end; trying the checkpoint before it")
+    return None
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether the trainer wrote its state, which it does last."""
+    try:
+        return "global_step" in json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def _check_same_run(checkpoint: Path, config: StageConfig) -> None:
+    file = checkpoint.parent / CONFIG_FILE
+    if not file.is_file():
+        raise CheckpointError(f"resume: {file} is missing, so nothing says what run {checkpoint} belongs to")
+    saved = parse_config(file.read_text(encoding="utf-8"), type(config), source=str(file))
+    before, now = (dict(_leaves(each.model_dump(mode="json"))) for each in (saved, config))
+    changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in MAY_CHANGE]
+    if changed:
+        differences = ", ".join(f"{key} {before.get(key)} → {now.get(key)}" for key in sorted(changed))
+        raise CheckpointError(f"resume: {checkpoint} belongs to another run: {differences}. Start it anew")
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
+def prepare_folder(config: StageConfig, checkpoint: Path | None) -> None:
+    """Makes ``output_dir`` ready: empty of an earlier run, or cut back to the checkpoint that the run goes on from."""
+    folder = config.output_dir
+    if checkpoint is None and folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if checkpoint is not None:
+        step = _step(checkpoint)
+        for path in folder.glob("checkpoint-*"):
+            if _step(path) > step:  # its steps are made anew, and so is it
+                shutil.rmtree(path)
+        truncate_after(folder / METRICS_FILE, step, step)
+    temporary = folder / f".{CONFIG_FILE}.tmp"
+    temporary.write_text(dump_config(config), encoding="utf-8")
+    temporary.replace(folder / CONFIG_FILE)
+
+
+# Training
+
+
+def trainer_arguments(config: StageConfig, num_rows: int, *, bf16: bool, kind: type) -> dict[str, Any]:
+    """Arguments of TRL's trainers that both stages set.
+
+    Args:
+        num_rows: rows that are trained on.
+        kind: class of the arguments.
+    """
+    train = config.train
+    accumulation = train.batch_size // train.micro_batch_size
+    steps_an_epoch = math.ceil(math.ceil(num_rows / train.micro_batch_size) / accumulation)
+    num_steps = train.max_steps or math.ceil((train.num_train_epochs or 1.0) * steps_an_epoch)
+    has_accelerator = torch.accelerator.is_available()
+    names = {argument.name for argument in fields(kind)}  # transformers is renaming this one
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    return {
+        "output_dir": str(config.output_dir),
+        "max_steps": num_steps,
+        "per_device_train_batch_size": train.micro_batch_size,
+        "per_device_eval_batch_size": train.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": train.lr_scheduler_type,
+        "warmup_steps": round(train.warmup_ratio * num_steps),
+        "weight_decay": train.weight_decay,
+        "max_grad_norm": train.max_grad_norm or 0.0,
+        "bf16": bf16,
+        checkpointing: train.gradient_checkpointing,
+        "seed": train.seed,
+        "max_length": None,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "steps" if train.save_steps else "no",
+        "save_steps": train.save_steps or num_steps,
+        "save_total_limit": train.save_total_limit,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": not has_accelerator,
+        "dataloader_pin_memory": has_accelerator,
+    }
+
+
+@dataclass
+class Watch(TrainerCallback):
+    """Writes what TRL logs to metrics.jsonl, passes it on, and ends a run that is to stop or whose loss diverged."""
+
+    writer: JsonlWriter
+    on_progress: OnProgress | None
+    stop: Stop | None
+    interrupted: str | None = None
+    """Why the run was asked to stop, if it was."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or not {"loss", "eval_loss"} & logs.keys():
+            return
+        numbers = {name: float(value) for name, value in logs.items() if name not in _NOT_LOGGED}
+        if not math.isfinite(numbers.get("loss", 0.0)):
+            raise TrainingError(
+                f"step {state.global_step}: the loss is {numbers['loss']}; lower train.learning_rate, or set "
+                "train.bf16 to false"
+            )
+        self.writer.write({"step": state.global_step, **numbers})
+        if self.on_progress is not None and "loss" in numbers:
+            self.on_progress(state.global_step, state.max_steps, numbers)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.stop is None or state.global_step >= state.max_steps:
+            return
+        self.interrupted = self.interrupted or self.stop()
+        if self.interrupted is not None:
+            control.should_save = control.should_training_stop = True
+
+
+def watch(config: StageConfig, on_progress: OnProgress | None, stop: Stop | None) -> Watch:
+    """A callback that keeps the run's log."""
+    return Watch(JsonlWriter(config.output_dir / METRICS_FILE), on_progress, stop)
+
+
+def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Trainer:
+    """Makes TRL's trainer and trains, from the start or from a checkpoint of it."""
+    with _no_telemetry():
+        trainer = make_trainer()
+        trainer.create_model_card = lambda *args, **kwargs: None  # its README.md would be about TRL
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
+    return trainer
+
+
+def last_loss(config: StageConfig) -> float:
+    """The training loss of the last step in the log."""
+    return next(row["loss"] for row in reversed(read_jsonl(config.output_dir / METRICS_FILE)) if "loss" in row)
+
+
+@contextmanager
+def _no_telemetry() -> Iterator[None]:
+    """Keeps TRL from reporting its use over the network."""
+    before = hub_constants.HF_HUB_DISABLE_TELEMETRY
+    hub_constants.HF_HUB_DISABLE_TELEMETRY = True
+    try:
+        yield
+    finally:
+        hub_constants.HF_HUB_DISABLE_TELEMETRY = before

@@ -1,0 +1,295 @@
+"""A policy from demonstrations, on TRL's SFTTrainer.
+
+    loss = −(1/N) Σ log π(token)        over the N tokens of all answers of an optimizer step, end tokens included
+
+Source: Ouyang et al. 2022, section 3.5, https://arxiv.org/abs/2203.02155
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
+
+from tether.config.sft_stage import DemonstrationsConfig, SftModelConfig, SftStageConfig
+from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
+from tether.data.held_out import split_off
+from tether.data.joined import check_datasets
+from tether.errors import DataError, ModelError
+from tether.models.adapters import DEFAULT, place_adapter
+from tether.models.chat import check_template_kwargs, templated
+from tether.models.loading import (
+    bf16_supported,
+    end_at,
+    load_causal_lm,
+    load_generation_config,
+    load_tokenizer,
+    stop_token_ids,
+)
+from tether.models.saving import written_into
+from tether.stages import running
+from tether.stages.running import OnProgress, Stop, Tell
+from tether.stages.start import base_of, loading_options, origin, start_adapter, with_lora
+
+IGNORED = -100
+"""Label of tokens that are not trained on."""
+
+
+@dataclass(frozen=True)
+class SftResult:
+    """What ``train_sft`` made."""
+
+    path: Path
+    """Folder of the policy."""
+    metrics: dict[str, float]
+    """Numbers of demonstrations, the last training loss, seconds, and ``eval_…`` where some were held out."""
+    interrupted: str | None = None
+    """Why the run stopped before its end with its state saved, or None."""
+
+
+def train_sft(
+    config: SftStageConfig,
+    *,
+    on_progress: OnProgress | None = None,
+    tell: Tell = lambda text: None,
+    stop: Stop | None = None,
+) -> SftResult:
+    """Fine-tunes a language model on demonstrations and saves it to ``config.output_dir``.
+
+    The folder holds a plain model, or with ``model.lora`` a PEFT adapter; the tokenizer with its chat template; the
+    generation config, which ends answers where the chat template does; ``config.yaml``; and ``metrics.jsonl`` with one
+    line a step and one an evaluation.
+
+    Args:
+        on_progress: told of every optimizer step.
+        tell: told of lines to keep.
+        stop: asked after every step; a reason ends the run with a checkpoint.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can mend; before a model is loaded
+            wherever it can be seen by then.
+        TrainingError: the loss is not finite; no model is saved.
+    """
+    check(config)
+    running.check_folder(config)
+    checkpoint = running.find_checkpoint(config, tell)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    bf16 = bf16_supported(device) if config.train.bf16 is None else config.train.bf16
+    data = load_data(config)
+    for line in data.notes:
+        tell(line)
+    set_seed(config.train.seed)
+    model = start_model(config.model, bf16=bf16)
+    running.prepare_folder(config, checkpoint)
+    start, watch = time.perf_counter(), running.watch(config, on_progress, stop)
+    with _settings_kept(model):
+        trainer = running.train(lambda: _trainer(model, data, config, bf16=bf16, watch=watch), checkpoint)
+        if watch.interrupted is None and data.held_out and not _is_evaluated(trainer):
+            trainer.evaluate()
+    if watch.interrupted is not None:
+        return SftResult(config.output_dir, data.counts, watch.interrupted)
+    metrics = {
+        **data.counts,
+        "train_loss": running.last_loss(config),
+        "time/train_s": time.perf_counter() - start,
+        **_last_evaluation(trainer),
+    }
+    end_at(model, data.end_ids)
+    with written_into(config.output_dir) as folder:
+        save(model, data.tokenizer, folder)
+    return SftResult(config.output_dir, metrics)
+
+
+# Before a model is loaded
+
+
+def check(config: SftStageConfig) -> None:
+    """Raises for every mistake that shows without loading a tokenizer or a model."""
+    running.check_stage(config, "sft")
+    for key in ("demonstrations", "eval_demonstrations"):
+        if (source := getattr(config.data, key)) is not None:
+            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir)
+
+
+@dataclass(frozen=True)
+class SftData:
+    """The demonstrations of a run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]
+    """Tokens that end an answer."""
+    train: list[Demonstration]
+    held_out: list[Demonstration]
+    num_too_long: int
+
+    @property
+    def counts(self) -> dict[str, float]:
+        return {
+            "demonstrations/train": float(len(self.train)),
+            "demonstrations/eval": float(len(self.held_out)),
+            "demonstrations/too_long": float(self.num_too_long),
+        }
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the start of a run: how many demonstrations there are, and the first, special tokens visible."""
+        first = self.train[0]
+        query, response = self.tokenizer.decode(first.query_ids), self.tokenizer.decode(first.response_ids)
+        return [
+            f"demonstrations: {len(self.train)} to train on, {len(self.held_out)} held out, "
+            f"{self.num_too_long} dropped as too long",
+            f"the first prompt: {query!r}, and what is trained on: {response!r}",
+        ]
+
+
+def load_data(config: SftStageConfig) -> SftData:
+    """The tokenizer, and demonstrations to train on and held-out ones as token ids.
+
+    Raises:
+        DataError: no demonstration can be held out, though some are to be.
+    """
+    data = config.data
+    tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
+    check_template_kwargs(tokenizer, data.chat_template_kwargs)
+    generation = load_generation_config(config.model.path, revision=config.model.revision)
+    end_ids = stop_token_ids(tokenizer, generation, "eos")
+    read = _read(data.demonstrations, data.split, "data.demonstrations", data, tokenizer, end_ids)
+    if data.eval_demonstrations is not None:
+        others = _read(data.eval_demonstrations, data.eval_split, "data.eval_demonstrations", data, tokenizer, end_ids)
+        too_long = read.num_too_long + others.num_too_long
+        return SftData(tokenizer, end_ids, read.demonstrations, others.demonstrations, too_long)
+    # a row's turns, and equal prompts, are never on both sides: what they begin with is the same
+    first = {each.row: each.query_ids for each in reversed(read.demonstrations)}
+    train, held_out = split_off(
+        read.demonstrations, data.held_out_fraction, config.train.seed, lambda each: _same(first[each.row], each.row)
+    )
+    if data.held_out_fraction > 0 and not held_out:
+        raise DataError("data.eval_fraction: all demonstrations have one prompt, so none can be held out")
+    return SftData(tokenizer, end_ids, train, held_out, read.num_too_long)
+
+
+def _same(query: tuple[int, ...], row: int) -> tuple[int, ...] | int:
+    """What demonstrations of one prompt have in common; plain texts have no prompt but their first token."""
+    return query if len(query) > 1 else row
+
+
+def _read(
+    source: str | Sequence[str],
+    split: str,
+    key: str,
+    data: DemonstrationsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: frozenset[int],
+) -> DemonstrationData:
+    return load_demonstrations(
+        source,
+        tokenizer,
+        split=split,
+        max_length=data.max_length,
+        end_ids=end_ids,
+        key=key,
+        length_key="data.max_length",
+        every_turn=data.turns == "all",
+        ends_text=True,
+        **data.chat,
+        **data.origin,
+    )
+
+
+# The model
+
+
+def start_model(config: SftModelConfig, *, bf16: bool) -> PreTrainedModel | PeftModel:
+    """The language model that training starts from; with lora, an adapter on it, fresh or the one that goes on.
+
+    Raises:
+        ConfigError: ``lora`` does not fit the model, or the adapter that is continued.
+        ModelError: it cannot be loaded, or is no language model.
+    """
+    before = start_adapter(config)
+    if before is not None and before.head:
+        raise ModelError(f"model.path: {config.path} is a reward adapter (it holds a head); wanted a language model's")
+    path, of = base_of(config, before)
+    model = load_causal_lm(path, **loading_options(config, bf16=bf16), **of)
+    if config.lora is None:
+        return model.requires_grad_(True)  # also where an adapter was merged into it
+    adapted = with_lora(model, config, before, task_type="CAUSAL_LM")
+    if before is not None:
+        place_adapter(adapted, DEFAULT, before)
+    return adapted
+
+
+@contextmanager
+def _settings_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """Puts configuration and generation config back at the end: the trainer aligns both with the tokenizer."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    settings, generation = copy.deepcopy(base.config), copy.deepcopy(base.generation_config)
+    try:
+        yield
+    finally:
+        base.config, base.generation_config = settings, generation
+
+
+# Training and saving
+
+
+def _trainer(
+    model: PreTrainedModel | PeftModel, data: SftData, config: SftStageConfig, *, bf16: bool, watch: running.Watch
+) -> Trainer:
+    """TRL's trainer, which trains the model in place."""
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = running.trainer_arguments(config, len(data.train), bf16=bf16, kind=SFTConfig)
+    evaluates = bool(data.held_out) and config.train.eval_steps is not None
+    return SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            **arguments,
+            eval_strategy="steps" if evaluates else "no",
+            eval_steps=config.train.eval_steps if evaluates else None,
+        ),
+        train_dataset=_dataset(data.train),
+        eval_dataset=_dataset(data.held_out) if data.held_out else None,
+        processing_class=copy.deepcopy(data.tokenizer),  # it is given a pad token where it has none
+        callbacks=[watch],
+    )
+
+
+def _dataset(demonstrations: Sequence[Demonstration]) -> Dataset:
+    """Token ids, and as labels those of them that are trained on."""
+    return Dataset.from_dict(
+        {
+            "input_ids": [[*each.query_ids, *each.response_ids] for each in demonstrations],
+            "labels": [[IGNORED] * len(each.query_ids) + list(each.response_ids) for each in demonstrations],
+        }
+    )
+
+
+def _is_evaluated(trainer: Trainer) -> bool:
+    """Whether the last step was evaluated."""
+    return any("eval_loss" in row and row["step"] == trainer.state.global_step for row in trainer.state.log_history)
+
+
+def _last_evaluation(trainer: Trainer) -> Mapping[str, float]:
+    """Loss and token accuracy of the last evaluation, if there was one."""
+    row = next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), {})
+    return {name: row[name] for name in ("eval_loss", "eval_mean_token_accuracy") if name in row}
+
+
+def save(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes the policy with tokenizer and generation config, to be loaded by transformers or PEFT."""
+    if isinstance(model, PeftModel):
+        model.save_pretrained(folder, save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty form of a model card
+        model.generation_config.save_pretrained(folder)
+    else:
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,77 @@
+"""What a stage's model starts from: a full model, or an adapter, which goes on with ``model.lora``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from tether.config.schema import ModelConfig
+from tether.errors import ConfigError
+from tether.models.adapters import (
+    Adapter,
+    changed_config,
+    check_continued,
+    check_shareable,
+    peft_lora_config,
+    read_adapter,
+    with_adapter,
+)
+from tether.models.paths import absolute_source, is_adapter
+
+
+def origin(config: ModelConfig) -> dict[str, Any]:
+    """Where the model is from, as the functions that load it take it."""
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+def loading_options(config: ModelConfig, *, bf16: bool) -> dict[str, Any]:
+    """How the model is loaded: float32 where its weights train, bfloat16 where they are frozen and bf16 is on."""
+    auto = torch.bfloat16 if config.lora is not None and bf16 else torch.float32
+    return {
+        "dtype": auto if config.dtype == "auto" else getattr(torch, config.dtype),
+        "attn_implementation": config.attn_implementation,
+    }
+
+
+def start_adapter(config: ModelConfig) -> Adapter | None:
+    """The adapter in ``model.path``, None where it holds a full model."""
+    return read_adapter(config.path, config.revision) if is_adapter(config.path, config.revision) else None
+
+
+def base_of(config: ModelConfig, start: Adapter | None) -> tuple[str, dict[str, Any]]:
+    """Path and origin of what is loaded: the adapter's base where the adapter goes on, otherwise ``model.path``."""
+    if start is None or config.lora is None:
+        return config.path, origin(config)
+    return start.config.base_model_name_or_path, origin(config) | {"revision": start.config.revision}
+
+
+def with_lora(
+    model: PreTrainedModel, config: ModelConfig, start: Adapter | None, *, task_type: str, kept: str | None = None
+) -> PeftModel:
+    """``model`` with a LoRA adapter of the settings that are asked for, or of those of the adapter that goes on; its
+    weights are not yet those of that one.
+
+    Args:
+        kept: a module that is trained as a whole and saved with the adapter.
+
+    Raises:
+        ConfigError: ``model.lora`` does not fit the model, or the adapter that goes on.
+        ModelError: the adapter that goes on changes its base.
+    """
+    path, of = base_of(config, start)
+    if start is None:
+        settings = peft_lora_config(config.lora, model)
+    else:
+        check_shareable(start)
+        check_continued(config.lora, start, model)
+        settings = start.config
+    modules = [*(settings.modules_to_save or ()), *([kept] if kept else [])]
+    changes = {"base_model_name_or_path": absolute_source(path), "revision": of["revision"], "inference_mode": False}
+    settings = changed_config(settings, task_type=task_type, modules_to_save=modules or None, **changes)
+    try:
+        return with_adapter(model, settings)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.target_modules: got {config.lora.target_modules}: {error}") from error

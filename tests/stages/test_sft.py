@@ -1,0 +1,276 @@
+"""``tether sft``: what is trained on, what it writes, and that the next stage takes it."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tests.tiny import EOS, save_tiny
+from tether.config.load import load_config
+from tether.config.sft_stage import SftStageConfig
+from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
+from tether.metrics.writers import read_jsonl
+from tether.models.loading import load_causal_lm, load_tokenizer
+from tether.models.saving import verify_manifest
+from tether.stages.sft import IGNORED, _dataset, load_data, train_sft
+
+ROWS = [
+    {"prompt": " ".join(words), "completion": f"{words[1]} is {'good' if words[1] == 'cat' else 'bad'}"}
+    for words in itertools.product(("the", "a"), ("cat", "dog", "sun"), ("sees", "likes", "eats"))
+]
+
+
+def stage(folder, *, kind="llama", rows=ROWS, lora=None, data=None, model=None, out="out", **train):
+    """A run in ``folder`` on a tiny model."""
+    if not (folder / "model").exists():
+        save_tiny(folder / "model", kind)
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    usual = {"bf16": False, "learning_rate": 1e-2, "num_train_epochs": 8, "batch_size": 6, "micro_batch_size": 3}
+    if "max_steps" in train:
+        del usual["num_train_epochs"]
+    return SftStageConfig.model_validate(
+        {
+            "model": {"path": str(model or folder / "model")} | ({} if lora is None else {"lora": lora}),
+            "data": {"demonstrations": str(folder / "rows.jsonl")} | (data or {}),
+            "train": usual | train,
+            "output_dir": str(folder / out),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    config = stage(tmp_path_factory.mktemp("full"), kind="gpt2", data={"eval_fraction": 0.2}, eval_steps=5)
+    return config, train_sft(config)
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    config = stage(tmp_path_factory.mktemp("lora"), lora={"r": 4}, data={"eval_fraction": 0.2})
+    return config, train_sft(config)
+
+
+def weights(folder):
+    return load_file(next(folder.glob("*model.safetensors")))
+
+
+@pytest.mark.parametrize("trained", ["full", "lora"])
+def test_it_learns_and_logs_what_it_learned(trained, request):
+    config, result = request.getfixturevalue(trained)
+    rows = read_jsonl(config.output_dir / "metrics.jsonl")
+    steps, evaluations = [r for r in rows if "loss" in r], [r for r in rows if "eval_loss" in r]
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
+    assert steps[-1]["loss"] < 0.5 * steps[0]["loss"] and steps[-1]["mean_token_accuracy"] > 0.7
+    assert result.metrics["train_loss"] == steps[-1]["loss"]
+    assert [row["step"] for row in evaluations] == ([5, 10, 15, 20, 24] if trained == "full" else [24])
+    assert result.metrics["eval_loss"] == evaluations[-1]["eval_loss"]
+    assert result.metrics["eval_mean_token_accuracy"] > 0.5
+    assert result.metrics["demonstrations/train"] + result.metrics["demonstrations/eval"] == len(ROWS)
+
+
+@torch.no_grad()
+def test_the_folder_is_a_plain_model_that_says_what_it_was_taught(full):
+    config, _ = full
+    verify_manifest(config.output_dir)
+    assert load_config(config.output_dir / "config.yaml", section=SftStageConfig) == config
+    model = AutoModelForCausalLM.from_pretrained(config.output_dir).eval()
+    tokenizer = AutoTokenizer.from_pretrained(config.output_dir)
+    assert tokenizer.chat_template == load_tokenizer(config.model.path).chat_template
+    before, after = (GenerationConfig.from_pretrained(path) for path in (config.model.path, config.output_dir))
+    assert before.to_diff_dict() == after.to_diff_dict()
+    start = AutoModelForCausalLM.from_pretrained(config.model.path)
+    assert start.config.to_diff_dict() == model.config.to_diff_dict()
+    assert set(weights(config.output_dir)) == set(load_file(f"{config.model.path}/model.safetensors"))
+    query = tokenizer.apply_chat_template([{"role": "user", "content": "the cat sees"}], add_generation_prompt=True)
+    answer = model.generate(torch.tensor([query["input_ids"]]), do_sample=False, max_new_tokens=8)[0]
+    words = tokenizer.decode(answer[len(query["input_ids"]) :]).split()
+    assert words[:2] == ["cat", "is"] and words[2] in ("good", "bad")
+    assert words[3:] == ["<eos>"], "the end is trained, too"
+
+
+def test_an_adapter_loads_in_peft_on_the_start(lora):
+    config, _ = lora
+    base = AutoModelForCausalLM.from_pretrained(config.model.path)
+    model = PeftModel.from_pretrained(base, config.output_dir)
+    assert model.peft_config["default"].base_model_name_or_path == config.model.path
+    names = {file.name for file in config.output_dir.iterdir()}
+    assert {"adapter_model.safetensors", "generation_config.json", "tokenizer.json"} <= names
+    assert not names & {"README.md", "model.safetensors", "training_args.bin"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_first_loss_is_the_mean_over_the_answers_tokens(tmp_path, kind):
+    """Of answers of unequal length in unequal micro-batches; prompts, and pads, count nothing."""
+    rows = [{"prompt": "the cat", "completion": "is good and nice"}, {"prompt": "a very nice day", "completion": "two"}]
+    config = stage(tmp_path, kind=kind, rows=rows, batch_size=2, micro_batch_size=1, max_steps=1, learning_rate=1e-12)
+    train_sft(config)
+    (line,) = read_jsonl(config.output_dir / "metrics.jsonl")
+    model, total, count = load_causal_lm(config.model.path, dtype=torch.float32), 0.0, 0
+    tokenizer = load_tokenizer(config.model.path)
+    for row in rows:
+        text = f"<user> {row['prompt']} <eos> <assistant>"
+        query = tokenizer(text, add_special_tokens=False)["input_ids"]
+        answer = [*tokenizer(f" {row['completion']}", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([query + answer])).logits[0].log_softmax(-1)
+        for place, token in enumerate(answer, start=len(query) - 1):
+            total, count = total - logprobs[place, token].item(), count + 1
+    assert line["loss"] == pytest.approx(total / count, abs=1e-4)
+
+
+TURNS = [
+    {"role": "user", "content": "the cat"},
+    {"role": "assistant", "content": "is good"},
+    {"role": "user", "content": "and you"},
+    {"role": "assistant", "content": "very nice"},
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "turns", "trained"),
+    [
+        ({"prompt": "the cat", "completion": "is good"}, "all", ["is good <eos>"]),
+        ({"prompt": TURNS[:3], "completion": TURNS[3:]}, "all", ["very nice <eos>"]),
+        ({"messages": TURNS}, "all", ["is good <eos>", "very nice <eos>"]),
+        ({"messages": TURNS}, "last", ["very nice <eos>"]),
+        ({"text": "the cat is good"}, "all", ["cat is good <eos>"]),
+        ({"prompt": "the cat", "chosen": "is good", "rejected": "is bad"}, "all", ["is good <eos>"]),
+        ({"chosen": "\n\nHuman: the cat\n\nAssistant: is good", "rejected": "x"}, "all", ["is good <eos>"]),
+    ],
+)
+def test_what_is_trained_on(tmp_path, row, turns, trained):
+    data = load_data(stage(tmp_path, rows=[row], data={"turns": turns}))
+    labels = [[token for token in entry["labels"] if token != IGNORED] for entry in _dataset(data.train)]
+    assert [data.tokenizer.decode(ids) for ids in labels] == trained
+    for entry, ids in zip(_dataset(data.train), labels, strict=True):
+        assert entry["input_ids"][-len(ids) :] == ids and ids[-1] == EOS
+        assert entry["labels"][: -len(ids)] == [IGNORED] * (len(entry["labels"]) - len(ids))
+
+
+def test_a_conversations_turns_stay_on_one_side_of_the_split(tmp_path):
+    rows = [{"messages": [{**TURNS[0], "content": f"the {word}"}, *TURNS[1:]]} for word in ("cat", "dog", "sun", "day")]
+    data = load_data(stage(tmp_path, rows=rows, data={"eval_fraction": 0.5}))
+    assert not {each.row for each in data.train} & {each.row for each in data.held_out}
+    assert (len(data.train), len(data.held_out)) == (4, 4)
+
+
+@pytest.mark.parametrize("how", [{}, {"lora": {"r": 4}}], ids=["full", "lora"])
+def test_a_stopped_run_goes_on_bitwise(tmp_path, how):
+    straight = stage(tmp_path, out="straight", max_steps=6, **how)
+    train_sft(straight)
+    stopped = stage(tmp_path, out="stopped", max_steps=6, **how)
+    asked = iter([None, None, "SIGTERM"])
+    assert train_sft(stopped, stop=lambda: next(asked)).interrupted == "SIGTERM"
+    assert not list(stopped.output_dir.glob("*model.safetensors"))
+    resumed = stopped.model_copy(update={"resume": True})
+    assert train_sft(resumed).interrupted is None
+    first, second = weights(straight.output_dir), weights(stopped.output_dir)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    log = [read_jsonl(config.output_dir / "metrics.jsonl") for config in (straight, stopped)]
+    assert log[0] == log[1] and [row["step"] for row in log[0]] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(CheckpointError, match="is finished"):
+        train_sft(resumed)
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
+    config = stage(tmp_path, max_steps=4, save_steps=1, save_total_limit=None)
+    asked = iter([None, None, "SIGINT"])
+    train_sft(config, stop=lambda: next(asked))
+    (config.output_dir / "checkpoint-3" / "trainer_state.json").write_text('{"global_')
+    told = []
+    train_sft(config.model_copy(update={"resume": True}), tell=told.append)
+    assert any("checkpoint-3 was not written to its end" in line for line in told)
+    assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_what_cannot_go_on_is_told(tmp_path):
+    config = stage(tmp_path, max_steps=4)
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        train_sft(config.model_copy(update={"resume": True}))
+    train_sft(config, stop=lambda: "SIGTERM")
+    other = config.model_copy(update={"resume": True, "train": config.train.model_copy(update={"seed": 7})})
+    with pytest.raises(CheckpointError, match=r"another run: train\.seed 42 → 7"):
+        train_sft(other)
+    with pytest.raises(ConfigError, match=r"output_dir: .* is not empty\. Add --resume"):
+        train_sft(config)
+
+
+def test_an_adapter_goes_on_with_lora_and_is_merged_without(lora, tmp_path):
+    before, _ = lora
+    folder = before.output_dir
+    on = stage(tmp_path, model=folder, lora={}, max_steps=1, learning_rate=1e-12)
+    train_sft(on)
+    settings = json.loads((on.output_dir / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["r"]) == (before.model.path, 4)
+    old, new = weights(folder), weights(on.output_dir)
+    assert old.keys() == new.keys()
+    assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old)
+    merged = stage(tmp_path, model=folder, max_steps=1, learning_rate=1e-12, out="merged")
+    train_sft(merged)
+    expected = load_causal_lm(str(folder), dtype=torch.float32).state_dict()
+    for name, tensor in weights(merged.output_dir).items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)
+    with pytest.raises(ConfigError, match=r"model\.lora\.r: 8, but the adapter"):
+        train_sft(stage(tmp_path, model=folder, lora={"r": 8}, out="other"))
+
+
+def test_a_named_template_is_saved_and_ends_answers_at_its_own_token(tmp_path):
+    folder = save_tiny(tmp_path / "model", chat_template=False)
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <system> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    config = stage(tmp_path, model=folder, data={"chat_template": str(tmp_path / "own.jinja")}, max_steps=1)
+    train_sft(config)
+    tokenizer = AutoTokenizer.from_pretrained(config.output_dir)
+    end = tokenizer.convert_tokens_to_ids("<system>")
+    assert tokenizer.eos_token == "<system>" and tokenizer.chat_template == (tmp_path / "own.jinja").read_text()
+    assert GenerationConfig.from_pretrained(config.output_dir).eos_token_id == sorted([EOS, end])
+    data = load_data(config)
+    assert {each.response_ids[-1] for each in data.train} == {end}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    config = stage(tmp_path, learning_rate=1e30, max_grad_norm=None)
+    with pytest.raises(TrainingError, match=r"step \d+: the loss is"):
+        train_sft(config)
+    assert not (config.output_dir / "model.safetensors").exists()
+
+
+def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
+    def no_model(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("tether.stages.sft.start_model", no_model)
+    for rows, error, message in [
+        ([*ROWS, {"prompt": "the", "completion": 3}], DataError, r"row 18 \(line 19\), completion: got 3"),
+        ([{"prompt": "the cat " * 600, "completion": "is"}], DataError, r"longer than data\.max_length 1024"),
+    ]:
+        with pytest.raises(error, match=message):
+            train_sft(stage(tmp_path, rows=rows))
+    config = stage(tmp_path)
+    for section, keys, error, message in [
+        ("model", {"path": str(tmp_path / "none")}, ModelError, r"model\.path: .* does not exist"),
+        ("data", {"eval_demonstrations": "none.jsonl"}, DataError, r"data\.eval_demonstrations: no such file"),
+        ("data", {"chat_template": "chatml"}, ConfigError, r"data\.chat_template: chatml needs <\|im_start\|>"),
+        ("data", {"chat_template": "chatmall"}, ConfigError, r"chat_template: got chatmall, wanted auto, none, a file"),
+        ("data", {"chat_template_kwargs": {"thinking": 1}}, ConfigError, r"chat_template_kwargs\.thinking: .* no use"),
+        ("train", {"lr_scheduler_type": "stairs"}, ConfigError, r"train\.lr_scheduler_type: got stairs"),
+    ]:
+        changed = config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})
+        with pytest.raises(error, match=message):
+            train_sft(changed)
+
+
+def test_the_first_demonstration_is_told_with_its_special_tokens(tmp_path):
+    told = []
+    train_sft(stage(tmp_path, max_steps=1), tell=told.append)
+    assert told[1] == (
+        "the first prompt: '<user> the cat sees <eos> <assistant>', and what is trained on: 'cat is good <eos>'"
+    )
+    assert math.isfinite(read_jsonl(tmp_path / "out" / "metrics.jsonl")[0]["loss"])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tether.cli import moving
 from tether.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ def demo(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     run.__name__.replace("_", "-"): run
     for run in (ppo, sft, reward, pipeline, plan, score, serve_reward, evaluate, generate, merge, report, demo)
-}
+} | moving.COMMANDS
 
 
 def run_arguments(command: str, arguments: Sequence[str]) -> tuple[str, list[str]]:

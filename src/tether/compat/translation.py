@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tether.compat.scalars import Scalar
 from tether.config import keys, text
 from tether.config.base import Section
 from tether.config.load import checked_config
@@ -34,6 +35,8 @@ class Translation:
     """Their key and value, and ours."""
     ignored: Sequence[tuple[str, str]]
     """Their key and value, and why it changes nothing here."""
+    dropped: Sequence[tuple[str, str]]
+    """Their key and value, and why it has no place here; of files that are converted, not run."""
     notes: Sequence[str]
     """What else is different here, a sentence each."""
     plots: bool = False
@@ -42,7 +45,9 @@ class Translation:
     @property
     def table(self) -> list[list[str]]:
         """Every key of theirs with what became of it, a row each."""
-        return [[*row] for row in self.became] + [[theirs, f"ignored: {why}"] for theirs, why in self.ignored]
+        dropped = [[theirs, f"dropped: {why}"] for theirs, why in self.dropped]
+        ignored = [[theirs, f"ignored: {why}"] for theirs, why in self.ignored]
+        return [[*row] for row in self.became] + dropped + ignored
 
     def checked(self, section: type[S], overrides: Sequence[str] = ()) -> S:
         """The configuration itself.
@@ -64,6 +69,7 @@ class Translation:
             command: what runs the file, for its first line.
         """
         lines = [f"{command}", f"From {self.source} ({self.system}).", ""]
+        lines += [f"dropped, {theirs}: {why}" for theirs, why in self.dropped]
         lines += [f"ignored, {theirs}: {why}" for theirs, why in self.ignored]
         lines += self.notes
         head = "".join(f"# {line}".rstrip() + "\n" for line in lines)
@@ -92,6 +98,7 @@ class Translator:
         self._became: list[tuple[str, str]] = []
         self._ignored: list[tuple[str, str]] = []
         self._notes: list[str] = []
+        self._dropped: list[tuple[str, str]] = []
         self._problems: list[tuple[str, str]] = []
 
     def take(self, key: str, default: Any = None) -> Any:
@@ -157,6 +164,25 @@ class Translator:
         self._seen.add(key)
         self._problems.append((key, f"got {self._value(key)}; {why}" if self.gives(key) else why))
 
+    def drop(self, why: str, *theirs: str) -> None:
+        """Leaves out keys that have no place here, and says so."""
+        for key in theirs:
+            self._seen.add(key)
+            if self.gives(key) and key not in self._told:
+                self._told.add(key)
+                self._dropped.append((self._shown(key), why))
+
+    def drop_rest(self, why: str) -> None:
+        """Leaves out every key that nothing was said of yet."""
+        self.drop(why, *(key for key in self.given if key not in self._seen))
+
+    def put_scalars(self, table: Iterable[Scalar]) -> None:
+        """Sets the keys that only have another name; what is null is left out."""
+        for scalar in table:
+            value = self.take(scalar.theirs, scalar.default)
+            if value is not None:
+                self.put(scalar.ours, value, scalar.theirs)
+
     def off(self, why: str, **usual: Any) -> None:
         """Refuses keys that are set to anything but the value that leaves them without effect.
 
@@ -188,7 +214,7 @@ class Translator:
             ConfigError: keys were refused, or are none of the other system's; names all of them.
         """
         known = set(known)
-        for key in self.given.keys() - known:
+        for key in self.given.keys() - known - self._seen:
             close = difflib.get_close_matches(key, sorted(known), n=1)
             hint = f"did you mean {close[0]}?" if close else "leave it out"
             self._problems.append((key, f"{self.system} has no such key; {hint}"))
@@ -199,7 +225,15 @@ class Translator:
         forgotten = self.given.keys() - self._seen
         assert not forgotten, f"known, but neither taken nor passed over: {sorted(forgotten)}"
         return Translation(
-            self.source, self.system, self.config, self._ours, self._became, self._ignored, self._notes, self.plots
+            self.source,
+            self.system,
+            self.config,
+            self._ours,
+            self._became,
+            self._ignored,
+            self._dropped,
+            self._notes,
+            self.plots,
         )
 
     def _place(self, key: str, what: str) -> str:

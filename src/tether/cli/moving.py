@@ -1,0 +1,43 @@
+"""The commands by which runs and models come and go: each parses its arguments and makes one call."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tether.errors import ConfigError
+
+
+def convert(arguments: Sequence[str]) -> int:
+    """Write a file of another system as ours, or back: tether convert FILE --to tether"""
+    parser = argparse.ArgumentParser(
+        "tether convert",
+        description="Reads LLaMA-Factory's YAML, verl's YAML or launch, OpenRLHF's launch, TRL's PPO command line, or "
+        "our YAML, and writes our YAML or a launch of OpenRLHF or verl. Comments name what was left out.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="FILE", help="YAML, shell script, or a file of arguments")
+    parser.add_argument("--to", choices=("tether", "openrlhf", "verl"), required=True, help="whose file is written")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    given = parser.parse_args(arguments)
+    if given.output.exists():
+        raise ConfigError(f"--output: {given.output} exists; name a new file")
+
+    from tether.compat.convert import convert as converted
+
+    result = converted(given.file, given.to, given.output)
+    given.output.write_text(result.text, encoding="utf-8")
+    if given.to != "tether":
+        given.output.chmod(given.output.stat().st_mode | 0o111)
+
+    from tether.cli.display import RunDisplay
+    from tether.cli.foreign import announce
+
+    with RunDisplay() as display:
+        announce(result.translation, display)
+        display.message(f"{given.to}: {given.output}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {run.__name__: run for run in (convert,)}

@@ -1,0 +1,98 @@
+"""A configuration or launch of one system as that of another: ``tether convert``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tether.compat import llamafactory, openrlhf, trl_arguments, verl
+from tether.compat.launch import Launch, flat, launches, options, overrides
+from tether.compat.translation import Translation
+from tether.config import text
+from tether.config.load import checked_config, read_file
+from tether.config.reward_stage import RewardStageConfig
+from tether.config.schema import RunConfig
+from tether.config.sft_stage import SftStageConfig
+from tether.errors import ConfigError
+
+Target = Literal["tether", "openrlhf", "verl"]
+SECTIONS = {"ppo": RunConfig, "reward": RewardStageConfig, "sft": SftStageConfig}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What ``convert`` made."""
+
+    text: str
+    """The new file."""
+    translation: Translation | None
+    """How theirs became ours; None for a file that was ours."""
+
+
+def convert(path: str | Path, to: Target, output: str | Path) -> Converted:
+    """The file as one of another system.
+
+    Args:
+        path: our YAML, LLaMA-Factory's, verl's YAML, or a script or list of arguments that launches OpenRLHF, verl or
+            TRL's PPO.
+        output: where the new file will be, for the command in its first line.
+
+    Raises:
+        ConfigError: it is none of these, or what it says has no place in the other system.
+    """
+    command, translation = _read(path)
+    if translation is None:
+        config = checked_config(_data(path), source=str(path), origins={})
+        if to == "tether":
+            raise ConfigError(f"{path} is Tether's own; wanted a file of another system, or --to openrlhf or verl")
+    else:
+        config = translation.checked(SECTIONS[command])
+        if to == "tether":
+            return Converted(translation.yaml(f"tether {command} {output}"), translation)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{path}: {command} has no launch in {to}: convert runs of PPO only, or use --to tether")
+    writer = {"openrlhf": openrlhf, "verl": verl}[to]
+    return Converted(writer.launch(config, source=str(path)), translation)
+
+
+def _read(path: str | Path) -> tuple[str, Translation | None]:
+    """Our command, and the translation; None for a file in our own words."""
+    data, source = _data(path), str(path)
+    if llamafactory.recognised(data):
+        return llamafactory.translated(source, data, {})
+    if isinstance(data, dict):
+        settings = flat(data)
+        if any(key.startswith("actor_rollout_ref.") for key in settings):
+            return "ppo", verl.translated(source, settings)
+        return "ppo", None
+    for launch in launches(read_file(path), source):
+        if (translation := _launched(launch, source)) is not None:
+            return "ppo", translation
+    raise ConfigError(
+        f"{path}: wanted our YAML, LLaMA-Factory's or verl's, or a script that launches OpenRLHF, verl or TRL's PPO"
+    )
+
+
+def _data(path: str | Path) -> Any:
+    """The file as YAML; None where it is none, as scripts are."""
+    try:
+        return text.parse(read_file(path)).data
+    except text.TextError as error:
+        if Path(path).suffix in (".yaml", ".yml", ".json"):
+            raise ConfigError(f"{path}, line {error.line}: {error}") from error
+        return None
+
+
+def _launched(launch: Launch, source: str) -> Translation | None:
+    """The run that a command line starts, if it is of a system that is known here."""
+    if "verl" in launch.program or any(word.startswith("actor_rollout_ref.") for word in launch.words):
+        return verl.translated(source, overrides(launch.words))
+    if not any(word.startswith("--") for word in launch.words):
+        return None
+    given = options(launch.words, source)
+    if openrlhf.MODULE in launch.program or {"actor.model_name_or_path", "pretrain"} & given.keys():
+        return openrlhf.translated(source, given)
+    if launch.program.rpartition("/")[2].startswith("ppo") or {"sft_model_path", "reward_model_path"} & given.keys():
+        return trl_arguments.translated(source, given)
+    return None

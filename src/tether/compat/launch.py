@@ -1,0 +1,149 @@
+"""Command lines of other systems as keys and values: shell scripts, lists of arguments, Hydra overrides, YAML."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tether.config import text
+from tether.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One command line."""
+
+    program: str
+    """What is started, by the words before its first argument."""
+    words: Sequence[str]
+    """The arguments."""
+
+
+def launches(script: str, source: str) -> list[Launch]:
+    """The command lines of a shell script, or one of nothing but arguments.
+
+    Lines that end in a backslash go on; variables that the script sets are filled in; what a command is wrapped in
+    (``ray job submit … --``) is part of its program.
+
+    Raises:
+        ConfigError: the quotes of a line do not close.
+    """
+    variables: dict[str, str] = {}
+    found = []
+    for number, line in _lines(script):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ConfigError(f"{source}, line {number}: {error}") from error
+        words = [_filled(word, variables) for word in words]
+        while words and (assigned := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.DOTALL)):
+            variables[assigned[1]] = assigned[2]
+            words = words[1:]
+        if words[:1] in (["export"], ["set"], ["cd"], ["echo"]):
+            for word in words[1:]:
+                name, equals, value = word.partition("=")
+                if equals:
+                    variables[name] = value
+            continue
+        if words:
+            first = next((i for i, word in enumerate(words) if _is_argument(word)), len(words))
+            if "--" in words:  # ray job submit … -- python …
+                inner = words.index("--") + 1
+                first = next((i for i in range(inner, len(words)) if _is_argument(words[i])), len(words))
+            found.append(Launch(" ".join(words[:first]), words[first:]))
+    return found
+
+
+def _lines(script: str) -> Iterator[tuple[int, str]]:
+    """Whole commands with the number of their first line."""
+    begun, start = "", 1
+    for number, line in enumerate(script.splitlines(), start=1):
+        if not begun:
+            start = number
+        stripped = line.rstrip()
+        if re.match(r"\s*#", line):
+            continue
+        if stripped.endswith("\\"):
+            begun += stripped[:-1] + " "
+            continue
+        whole, begun = begun + line, ""
+        if whole.strip():
+            yield start, whole
+    if begun.strip():
+        yield start, begun
+
+
+def _filled(word: str, variables: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[3], match[2]
+        return variables.get(name, default if default is not None else match[0])
+
+    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, word)
+
+
+def _is_argument(word: str) -> bool:
+    return word.startswith("--") or re.match(r"[+~]{0,2}[A-Za-z_][\w.]*\.[\w.]+=", word) is not None
+
+
+def options(words: Sequence[str], source: str) -> dict[str, Any]:
+    """``--key value value --flag`` as keys with values; several values are a list, none is true.
+
+    Raises:
+        ConfigError: a value has no key before it.
+    """
+    given: dict[str, Any] = {}
+    key = None
+    values: list[str] = []
+
+    def close() -> None:
+        if key is not None:
+            given[key] = True if not values else _value(values[0]) if len(values) == 1 else [*map(_value, values)]
+
+    for word in words:
+        if re.match(r"--[A-Za-z_]", word):
+            close()
+            name, equals, value = word[2:].partition("=")
+            key, values = name.replace("-", "_"), [value] if equals else []
+        elif key is None:
+            raise ConfigError(f"{source}: {word} stands before the first option; wanted --key value")
+        else:
+            values.append(word)
+    close()
+    return given
+
+
+def overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Hydra's ``a.b=value`` as keys with values; the signs before additions are dropped."""
+    given = {}
+    for word in words:
+        if match := re.fullmatch(r"[+]{0,2}([A-Za-z_][\w.]*)=(.*)", word, re.DOTALL):
+            quoted = re.fullmatch(r"(['\"])(.*)\1", match[2], re.DOTALL)
+            given[match[1]] = re.sub(r"\\(['\"])", r"\1", quoted[2]) if quoted else _value(match[2])
+    return given
+
+
+def flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested mapping with its keys joined by dots."""
+    given: dict[str, Any] = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        given |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return given
+
+
+def command(program: Sequence[str], words: Sequence[tuple[str, ...]]) -> str:
+    """A shell command over several lines, every word quoted where it must be."""
+    lines = [" ".join(map(shlex.quote, program)), *(" ".join(map(shlex.quote, line)) for line in words)]
+    return " \\\n    ".join(lines) + "\n"
+
+
+def _value(word: str) -> Any:
+    """What a word stands for; text that is no YAML is itself."""
+    try:
+        value = text.parse(word).data
+    except text.TextError:
+        return word
+    return word if isinstance(value, dict) else value

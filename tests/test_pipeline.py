@@ -1,0 +1,218 @@
+"""``tether pipeline``: three stages from one file, on tiny models."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import save_tiny
+from tether.cli.main import main
+from tether.config.pipeline import load_pipeline
+from tether.errors import ConfigError, DataError
+from tether.metrics.writers import read_jsonl
+from tether.models.loading import load_causal_lm
+from tether.models.paths import adapter_base, is_adapter
+from tether.pipeline import run_pipeline
+from tether.train.display import NullDisplay
+
+PIPELINE = """
+model: {{path: {folder}/model, lora: {{r: 2}}}}
+output_dir: {folder}/out
+seed: 3
+sft:
+  data: {{demonstrations: {folder}/pairs.jsonl, eval_fraction: 0.2}}
+  train: {{max_steps: 3, batch_size: 2, micro_batch_size: 2, learning_rate: 1.0e-2}}
+reward:
+  data: {{pairs: {folder}/pairs.jsonl, eval_fraction: 0.25}}
+  train: {{max_steps: 3, batch_size: 2, micro_batch_size: 2, learning_rate: 1.0e-2}}
+ppo:
+  data: {{prompts: {folder}/pairs.jsonl, eval_fraction: 0.2}}
+  sampling: {{response_length: 5}}
+  train: {{max_steps: 3, rollout_batch_size: 4, micro_batch_size: 2, save_steps: 1, learning_rate: 1.0e-3}}
+"""
+FULL = ["--sft.model.lora=null", "--reward.model.lora=null", "--ppo.model.lora=null"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A pipeline on one file of HH-RLHF transcripts, which serves all three stages."""
+    save_tiny(tmp_path / "model")
+    words = ("cat", "dog", "sun", "day", "rain", "night")
+    rows = [
+        {
+            "chosen": f"\n\nHuman: the {word}\n\nAssistant: is good",
+            "rejected": f"\n\nHuman: the {word}\n\nAssistant: is bad",
+        }
+        for word in words
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "run.yaml").write_text(PIPELINE.format(folder=tmp_path))
+    return tmp_path / "run.yaml"
+
+
+class Told(NullDisplay):
+    """Keeps the messages and the tables of roles."""
+
+    def __init__(self):
+        self.lines, self.roles = [], {}
+
+    def message(self, text):
+        self.lines.append(text)
+
+    def table(self, title, columns, rows):
+        if title == "roles":
+            self.roles = {row[0]: row for row in rows}
+
+
+def run(file, *overrides):
+    told = Told()
+    return run_pipeline(load_pipeline(file, overrides), display=told), told
+
+
+def weights(folder):
+    return load_file(next(folder.glob("*model.safetensors")))
+
+
+def test_with_lora_all_stages_share_one_base(file, tmp_path):
+    result, told = run(file)
+    assert list(result.folders) == ["sft", "reward", "ppo"] and result.interrupted is None
+    start = str(tmp_path / "model")
+    for folder in result.folders.values():
+        assert is_adapter(str(folder)) and adapter_base(str(folder)) == start
+    assert told.roles["policy"][1] == str(tmp_path / "out/sft")
+    assert told.roles["reference"][5] == "frozen adapter on the base", "the start of PPO, not the bare base"
+    assert all("adapter on the" in row[5] for name, row in told.roles.items()), told.roles
+    assert [row["step"] for row in read_jsonl(tmp_path / "out/sft/metrics.jsonl")] == [1, 2, 3, 3]
+    update = next(row for row in read_jsonl(tmp_path / "out/ppo/metrics.jsonl") if row["step"] == 1)
+    assert update["objective/kl"] == 0.0
+    load_causal_lm(str(result.folders["ppo"]), dtype=torch.float32)
+
+
+def test_with_all_weights_each_stage_is_a_model_of_its_own(file, tmp_path):
+    result, told = run(file, *FULL)
+    for folder in result.folders.values():
+        assert not is_adapter(str(folder))
+    AutoModelForCausalLM.from_pretrained(result.folders["ppo"])
+    assert told.roles["policy"][1] == str(tmp_path / "out/sft")
+    assert told.roles["value"][1] == str(tmp_path / "out/reward"), "the critic starts from the reward model"
+    pipeline = load_pipeline(file, FULL)
+    assert [reward.type for reward in pipeline.stages["ppo"].rewards] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "judge"),
+    [
+        ([], "adapter"),
+        (["--sft.model.lora=null"], "adapter"),
+        (["--reward.model.lora=null"], "model"),
+        (["--ppo.model.lora=null"], "model"),
+        (["--reward.model.path=other"], "model"),
+    ],
+)
+def test_the_judge_shares_the_policys_base_where_it_can(file, overrides, judge):
+    stages = load_pipeline(file, overrides).stages
+    (reward,) = stages["ppo"].rewards
+    assert (reward.type, reward.path) == (judge, str(stages["reward"].output_dir))
+
+
+def test_mixed_stages_run(file, tmp_path):
+    """An SFT adapter is merged into a reward model of its own, and goes on in PPO."""
+    result, told = run(file, "--reward.model.lora=null")
+    assert [is_adapter(str(folder)) for folder in result.folders.values()] == [True, False, True]
+    assert told.roles["policy"][1] == str(tmp_path / "out/sft")
+
+
+def test_finished_stages_are_skipped_and_an_unfinished_one_goes_on_bitwise(file, tmp_path, monkeypatch):
+    run(file, f"--output_dir={tmp_path / 'straight'}")
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tether.pipeline.train_reward_model", killed)
+        run(file)
+    before = (tmp_path / "out/sft/adapter_model.safetensors").stat().st_mtime_ns
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tether.train.run.save_final", killed)  # after the last update of PPO
+        run(file)
+    result, told = run(file)
+    assert f"sft: finished in {tmp_path / 'out/sft'}" in told.lines
+    assert f"ppo: goes on in {tmp_path / 'out/ppo'}" in told.lines
+    assert (tmp_path / "out/sft/adapter_model.safetensors").stat().st_mtime_ns == before
+    for name, folder in result.folders.items():
+        first, second = weights(tmp_path / "straight" / name), weights(folder)
+        assert all(torch.equal(first[key], second[key]) for key in first), name
+    _, told = run(file)
+    assert [line for line in told.lines if ": finished in " in line] == told.lines[:3]
+
+
+def test_a_signal_ends_with_130_and_the_same_command_goes_on(file, tmp_path):
+    command = [sys.executable, "-m", "tether", "pipeline", str(file), "--sft.train.max_steps=400"]
+    process = subprocess.Popen(command, env=os.environ | {"TETHER_DEBUG": "0"}, stdout=subprocess.PIPE)
+    log = tmp_path / "out/sft/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.is_file() and log.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert b"stopped by SIGTERM" in output
+    pipeline = load_pipeline(file, ["--sft.train.max_steps=400"])
+    assert not (tmp_path / "out/reward").exists()
+    (checkpoint,) = pipeline.stages["sft"].output_dir.glob("checkpoint-*")
+    steps = int(checkpoint.name.partition("-")[2])
+    assert 0 < steps < 400 and [row["step"] for row in read_jsonl(log)] == list(range(1, steps + 1))
+
+
+def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file, tmp_path, monkeypatch):
+    def no_model(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("tether.stages.sft.start_model", no_model)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": 3}')
+    for override, error, message in [
+        (f"--ppo.data.prompts={tmp_path / 'bad.jsonl'}", DataError, r"data\.prompts: .*row 1 \(line 2\)"),
+        ("--reward.data.max_length=2", DataError, r"data\.pairs: none of the 6 rows"),
+        ("--ppo.sampling.response_length=500", ConfigError, r"sampling\.response_length 500 .* the model has 128"),
+        ("--data.chat_template=chatml", ConfigError, r"data\.chat_template: chatml needs"),
+    ]:
+        with pytest.raises(error, match=message) as told:
+            run(file, override)
+        assert any("in the section" in note for note in told.value.__notes__)
+    assert not (tmp_path / "out/sft").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--ppo.model.lora.r=4", r"ppo\.model\.lora\.r: 4, but ppo goes on with the adapter of sft, which has 2"),
+        ("--sft.output_dir=x", r"sft\.output_dir: the pipeline's own output_dir says it"),
+        ("--ppo.train.learning_rat=1", r"section ppo, --train\.learning_rat: unknown key; did you mean"),
+        ("--sft.train.max_steps=none", r"section sft, --train\.max_steps: got none, wanted a whole number"),
+        ("--seed=x", r"--seed: got x, wanted a whole number"),
+    ],
+)
+def test_wrong_keys_are_told_with_their_section(file, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_pipeline(file, [override])
+
+
+def test_one_stage_is_no_pipeline(tmp_path):
+    (tmp_path / "one.yaml").write_text("{model: {path: m}, output_dir: o, ppo: {}}")
+    with pytest.raises(ConfigError, match="at least two of the sections sft, reward, ppo, got ppo"):
+        load_pipeline(tmp_path / "one.yaml")
+
+
+def test_a_finished_stage_of_another_configuration_is_not_taken_for_this_one(file, tmp_path, capsys):
+    assert main(["pipeline", str(file)]) == 0
+    assert f"ppo: {tmp_path / 'out/ppo'}" in capsys.readouterr().out.replace("\n", "")
+    assert main(["pipeline", str(file), "--sft.train.learning_rate=0.02"]) == 2
+    assert "holds this stage with another train.learning_rate" in capsys.readouterr().err
+    assert main(["pipeline", str(file), "--sft.train.learning_rate=0.02", "--overwrite"]) == 0

@@ -163,7 +163,7 @@ def test_the_folder_is_whole_and_holds_its_configuration(lora):
     assert load_config(config.output_dir / "config.yaml", section=RewardStageConfig) == config
     names = {file.name for file in config.output_dir.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "reward_eval.json", "metrics.jsonl"} <= names
-    assert not names & {"README.md", "model.safetensors", "training_args.bin"}
+    assert not names & {"model.safetensors", "training_args.bin"}
     tensors = load_file(config.output_dir / "adapter_model.safetensors")
     assert {"base_model.model.score.weight"} == {name for name in tensors if "score" in name}
 

@@ -156,6 +156,13 @@ def read_run(folder: Path) -> Run:
     return run
 
 
+def read_settings(folder: Path) -> Run:
+    """Reads config.yaml of a run alone."""
+    run = Run(folder)
+    _read_config(run)
+    return run
+
+
 def _series(lines: Mapping[int, Mapping[str, float]], name: str) -> Series:
     steps = [step for step in sorted(lines) if name in lines[step]]
     return Series(steps, [lines[step][name] for step in steps])

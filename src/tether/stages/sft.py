@@ -35,6 +35,7 @@ from tether.models.loading import (
     stop_token_ids,
 )
 from tether.models.saving import written_into
+from tether.report.card import write_card
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
 from tether.stages.start import base_of, loading_options, origin, start_adapter, with_lora
@@ -105,6 +106,7 @@ def train_sft(
     end_at(model, data.end_ids)
     with written_into(config.output_dir) as folder:
         save(model, data.tokenizer, folder)
+        write_card(folder, config.output_dir, evaluation=_last_evaluation(trainer))
     return SftResult(config.output_dir, metrics)
 
 

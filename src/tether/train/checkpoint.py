@@ -32,6 +32,7 @@ from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import CheckpointError
 from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder, save_policy, verify_manifest
+from tether.report.card import write_card
 from tether.train.ema import PolicyAverage
 from tether.train.optim import PassOptimizer
 
@@ -113,6 +114,7 @@ class Checkpoints:
         with atomic_folder(path) as folder:
             with self.average.applied() if self.average is not None else nullcontext():
                 save_policy(self.roles, self.tokenizer, folder)
+            write_card(folder, self.config.output_dir, step=state.step)
             inner = folder / STATE_DIR
             inner.mkdir()
             record = {**asdict(state), "config": dump_config(self.config)}

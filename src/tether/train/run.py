@@ -25,6 +25,7 @@ from tether.models.loading import end_at, load_causal_lm, load_tokenizer, stop_t
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles, build_roles
 from tether.models.saving import atomic_folder, files_written, save_critic, save_policy, written_into
+from tether.report.card import write_card
 from tether.report.html import REPORT, write_report
 from tether.rewards.build import build_rewards, try_services
 from tether.train.callbacks import Callbacks
@@ -95,6 +96,7 @@ def train_policy(
             if config.value.save:
                 with atomic_folder(config.output_dir / CRITIC) as folder:
                     save_critic(trainer.roles, folder)
+                    write_card(folder, config.output_dir, role="critic")
     return RunResult(config.output_dir, log.updates, log.evaluations, config.output_dir / REPORT, interrupted)
 
 
@@ -299,3 +301,4 @@ def save_final(folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBa
     """Puts the policy at the root of ``folder``, each file whole or not there."""
     with written_into(folder) as temporary:
         save_policy(roles, tokenizer, temporary)
+        write_card(temporary, folder)

@@ -1,0 +1,268 @@
+"""The model card, README.md of every saved folder: what it holds, what it was trained on, and what came of it.
+
+It is made of the run's files. Text of datasets and models is escaped, addresses lose what may be a key.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+import yaml
+from huggingface_hub import ModelCardData
+
+from tether.report.read import Run, read_run, read_settings
+from tether.report.summary import pairs, verdict
+from tether.report.text import number, one_line
+
+CARD = "README.md"
+ROWS, SAMPLES, SHOWN = 6, 3, 200
+PACKAGES = ("tether", "torch", "transformers", "peft", "trl")
+CURVES = {
+    "objective/scores": "score", "objective/kl": "KL", "rollout/length": "length", "rollout/eos_rate": "ended",
+    "loss": "loss", "accuracy": "accuracy", "mean_token_accuracy": "token accuracy",
+}  # fmt: skip
+"""Metrics of the table of curves, with their headings."""
+JUDGES = ("reward", "critic")
+
+Kind = Literal["ppo", "sft", "reward", "critic"]
+
+
+def write_card(
+    folder: Path,
+    run: Path,
+    *,
+    role: Literal["critic"] | None = None,
+    evaluation: Mapping[str, float] = MappingProxyType({}),
+    step: int | None = None,
+) -> None:
+    """Writes the card of a saved model; a run whose config.yaml is not there gets none.
+
+    Args:
+        folder: what was saved.
+        run: the run's output folder.
+        role: what it is, if not the run's model.
+        evaluation: metrics on what was held out, of a stage before PPO.
+        step: for a checkpoint, the updates before it; its card is short.
+    """
+    read = read_run(run) if step is None else read_settings(run)
+    kind = role or _kind(read.config)
+    if kind is not None:
+        text = card(read, kind, adapter=_adapter(folder), evaluation=evaluation, step=step)
+        (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def card(
+    run: Run,
+    kind: Kind,
+    *,
+    adapter: Mapping[str, Any] | None,
+    evaluation: Mapping[str, float] = MappingProxyType({}),
+    step: int | None = None,
+) -> str:
+    """The text of a card.
+
+    Args:
+        adapter: the settings of the PEFT adapter that was saved, None for a full model.
+        evaluation, step: as for ``write_card``.
+    """
+    base = adapter.get("base_model_name_or_path") if adapter else run.setting("model.path")
+    base = base if isinstance(base, str) else None
+    parts = [_title(run, kind, step), _summary(run, kind, base, is_adapter=adapter is not None, step=step)]
+    if step is None and kind != "critic":
+        parts += [_result(run, kind, evaluation), _curves(run), _answers(run)]
+    parts += [_use(kind, base, is_adapter=adapter is not None), _data(run, kind)]
+    if step is None:
+        parts += [_command(run, kind), _versions()]
+    return f"---\n{_metadata(run, kind, base, adapter).to_yaml()}\n---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _kind(config: Mapping[str, Any]) -> Kind | None:
+    data = config.get("data")
+    keys = data.keys() if isinstance(data, dict) else set()
+    return "ppo" if "prompts" in keys else "reward" if "pairs" in keys else "sft" if "demonstrations" in keys else None
+
+
+def _adapter(folder: Path) -> dict[str, Any] | None:
+    file = folder / "adapter_config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _metadata(run: Run, kind: Kind, base: str | None, adapter: Mapping[str, Any] | None) -> ModelCardData:
+    """What the hub reads. The licence is the user's to name."""
+    named = [source for source in _sources(run, kind) if _is_hub_id(source)]
+    return ModelCardData(
+        base_model=base if base and _is_hub_id(base) else None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-classification" if kind in JUDGES else "text-generation",
+        datasets=named if named and run.setting("data.dataset_dir") is None else None,
+        tags=["tether", {"ppo": "ppo", "sft": "sft", "reward": "reward-model", "critic": "critic"}[kind]]
+        + (["lora"] if adapter else [])
+        + (["rlhf"] if kind == "ppo" else []),
+    )
+
+
+def _is_hub_id(path: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not Path(path).exists()
+
+
+def _title(run: Run, kind: Kind, step: int | None) -> str:
+    name = _escaped(run.folder.absolute().name, 80)
+    what = {"ppo": "", "sft": "", "reward": "", "critic": ": critic"}[kind]
+    return f"# {name}{what}" + (f", after {step} updates" if step is not None else "")
+
+
+def _summary(run: Run, kind: Kind, base: str | None, *, is_adapter: bool, step: int | None) -> str:
+    """What this is, in a sentence or two."""
+    origin = f"`{_path(base)}`" if base else "a local model"
+    form = "A LoRA adapter of" if is_adapter else "Made from"
+    by = {
+        "ppo": "PPO against the rewards below",
+        "sft": "supervised fine-tuning",
+        "reward": "preference pairs, as a judge",
+        "critic": "PPO, as the critic of its policy: it gives the value of a text, and can start another critic",
+    }[kind]
+    text = f"{form} {origin}, trained by {by}, with Tether."
+    if step is not None:
+        text += " This is a checkpoint: `tether_state` holds what the run needs to go on from here."
+    return text
+
+
+def _result(run: Run, kind: Kind, evaluation: Mapping[str, float]) -> str:
+    """What came of it."""
+    if kind == "ppo":
+        found = verdict(run, pairs(run))
+        kl = run.evaluated("eval_kl").late or run.series("objective/kl").late
+        shown = f"{found.answer} {found.sentence} {found.detail}".strip()
+        return f"## Result\n\nIs it better by its judge? {_escaped(shown, 600)}" + (
+            f" KL to the start: {number(kl)} nats an answer." if kl is not None else ""
+        )
+    rows = [[_escaped(name, 60), number(value)] for name, value in evaluation.items()]
+    return _table("## Result", ["held out", "value"], rows) if rows else ""
+
+
+def _curves(run: Run) -> str:
+    """A few rows of the metrics, evenly spaced, the first and the last among them."""
+    steps = sorted(run.updates)
+    if not steps:
+        return ""
+    count = min(ROWS, len(steps))
+    chosen = [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
+    names = [name for name in CURVES if any(name in run.updates[step] for step in chosen)]
+    header = ["step", *(CURVES[name] for name in names)]
+    rows = [[str(step), *(number(run.updates[step].get(name)) for name in names)] for step in chosen]
+    return _table("## Curves", header, rows)
+
+
+def _answers(run: Run) -> str:
+    """A few answers to held-out prompts, before and after."""
+    compared = [pair for pair in pairs(run) if pair.after is not None][:SAMPLES]
+    texts = [(pair.before.prompt, pair.before.response, pair.after.response) for pair in compared]
+    rows = [[_escaped(text, SHOWN) for text in row] for row in texts]
+    return _table("## Answers", ["prompt", "before", "after"], rows) if rows else ""
+
+
+def _use(kind: Kind, base: str | None, *, is_adapter: bool) -> str:
+    auto = "SequenceClassification" if kind in JUDGES else "CausalLM"
+    labels = ", num_labels=1" if auto != "CausalLM" else ""
+    if is_adapter:
+        lines = [
+            "from peft import PeftModel",
+            f"from transformers import AutoModelFor{auto}, AutoTokenizer",
+            "",
+            f'base = AutoModelFor{auto}.from_pretrained("{_path(base) if base else "BASE"}"{labels})',
+            "model = PeftModel.from_pretrained(base, PATH)",
+        ]
+    else:
+        lines = [
+            f"from transformers import AutoModelFor{auto}, AutoTokenizer",
+            "",
+            f"model = AutoModelFor{auto}.from_pretrained(PATH)",
+        ]
+    return "\n".join(["## Use", "", "```python", *lines, "tokenizer = AutoTokenizer.from_pretrained(PATH)", "```"])
+
+
+def _data(run: Run, kind: Kind) -> str:
+    """Data, rewards and KL."""
+    data = ", ".join(f"`{_path(source)}`" for source in _sources(run, kind))
+    lines = ["## Training", "", f"- data: {data or 'none'}"]
+    if kind in ("ppo", "critic"):
+        lines += [f"- reward: {line}" for line in _rewards(run.setting("rewards"))]
+        coef, estimator, where = (run.setting(f"ppo.{key}") for key in ("kl_coef", "kl_estimator", "kl_in"))
+        lines.append(f"- KL: coefficient {coef}, {estimator} in the {where}")
+    return "\n".join(lines)
+
+
+def _sources(run: Run, kind: Kind) -> list[str]:
+    key = {"ppo": "prompts", "critic": "prompts", "reward": "pairs", "sft": "demonstrations"}[kind]
+    value = run.setting(f"data.{key}")
+    return [str(each) for each in (value if isinstance(value, list) else [value] if value else [])]
+
+
+def _rewards(sources: Any) -> Iterator[str]:
+    """A line a reward source."""
+    for source in sources if isinstance(sources, list) else ():
+        if isinstance(source, dict):
+            place = next((source[key] for key in ("path", "url", "base_url") if source.get(key)), None)
+            inner = "; ".join(_rewards(source.get("members")))
+            text = f"{source.get('name') or source.get('type')}, of type {source.get('type')}"
+            text += f", `{_path(str(place))}`" if place else ""
+            yield text + f", weight {source.get('weight', 1.0):g}" + (f" ({inner})" if inner else "")
+
+
+def _command(run: Run, kind: Kind) -> str:
+    """What made it, to be run again."""
+    command = {"ppo": "ppo", "critic": "ppo", "reward": "reward", "sft": "sft"}[kind]
+    text = yaml.safe_dump(_without_keys(run.config), sort_keys=False, allow_unicode=True, width=100)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    return f"## Command\n\n`tether {command} config.yaml` with\n\n{fence}yaml\n{text}{fence}"
+
+
+def _without_keys(value: Any, key: str = "") -> Any:
+    """The configuration without what may hold a key: the query of an address, further fields of a request."""
+    if isinstance(value, dict):
+        return {name: _without_keys(inner, name) for name, inner in value.items() if name != "extra_body" or not inner}
+    if isinstance(value, list):
+        return [_without_keys(inner, key) for inner in value]
+    return _address(value) if isinstance(value, str) and key in ("url", "base_url") else value
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="…" if parts.query else ""))
+
+
+def _versions() -> str:
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return f"## Versions\n\n{', '.join(found)}"
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    return "\n".join([title, "", *lines])
+
+
+def _path(path: str) -> str:
+    """A path or an address as it may stand between backticks."""
+    text = _address(path) if "://" in path else path
+    return one_line(text, 200).replace("`", "'").replace("|", "\\|")
+
+
+def _escaped(text: str, limit: int) -> str:
+    """Text of unknown origin on one line of Markdown, without effect there."""
+    plain = re.sub(r"([\\`*_{}\[\]#|!~$])", r"\\\1", html.escape(one_line(text, limit), quote=False))
+    for sign, entity in (("://", ":&#47;&#47;"), ("www.", "www&#46;"), ("@", "&#64;")):  # nothing becomes a link
+        plain = plain.replace(sign, entity)
+    return plain or "–"

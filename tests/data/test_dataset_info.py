@@ -1,0 +1,262 @@
+"""LLaMA-Factory's dataset_info.json: what its entries' rows become, and what is refused with which words."""
+
+import json
+
+import pytest
+
+from tests.tiny import EOS, tiny_tokenizer
+from tether.data.dataset_info import check_entry, read_entry
+from tether.data.demonstrations import load_demonstrations
+from tether.data.joined import check_datasets, read_datasets
+from tether.data.pairs import load_pairs
+from tether.data.prompts import load_prompts
+from tether.errors import DataError
+
+CHAT = {"chat_template": "auto", "system_prompt": None}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+@pytest.fixture
+def entry(tmp_path):
+    """Writes a dataset and its entry, called ``d``; returns the folder."""
+
+    def write(rows, **settings):
+        (tmp_path / "rows.json").write_text(json.dumps(rows))
+        info = {"d": {"file_name": "rows.json"} | settings, "other": {"nonsense": True}}
+        (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+        return str(tmp_path)
+
+    return write
+
+
+def test_alpaca_columns_by_default(entry):
+    rows = [
+        {"instruction": "the cat", "input": "sees", "output": "a dog", "other": 1},
+        {"instruction": "you", "input": "", "output": "run"},
+    ]
+    first, second = read_entry(entry(rows), "d", "k").rows
+    assert first == {
+        "prompt": [user("the cat\nsees")],
+        "messages": [user("the cat\nsees"), assistant("a dog")],
+        "other": 1,
+    }
+    assert second["prompt"] == [user("you")]
+
+
+def test_alpaca_columns_under_their_own_names_with_history_and_system(entry):
+    rows = [{"q": "the cat", "a": "a dog", "s": "be nice", "h": [["one", "two"], ["red", "blue"]]}]
+    columns = {"prompt": "q", "response": "a", "system": "s", "history": "h"}
+    (row,) = read_entry(entry(rows, columns=columns), "d", "k").rows
+    before = [system("be nice"), user("one"), assistant("two"), user("red"), assistant("blue"), user("the cat")]
+    assert row == {"prompt": before, "messages": [*before, assistant("a dog")]}
+
+
+def test_alpaca_pairs(entry):
+    rows = [{"instruction": "the cat", "input": "", "chosen": "is good", "rejected": "is bad"}]
+    columns = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
+    (row,) = read_entry(entry(rows, ranking=True, columns=columns), "d", "k").rows
+    assert row == {"prompt": [user("the cat")], "chosen": "is good", "rejected": "is bad"}
+
+
+TURNS = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "is good"}]
+TAGS = {
+    "role_tag": "role", "content_tag": "content", "user_tag": "person", "assistant_tag": "machine", "system_tag": "sys",
+}  # fmt: skip
+
+
+def test_sharegpt_turns_by_default(entry):
+    (row,) = read_entry(entry([{"conversations": TURNS}], formatting="sharegpt"), "d", "k").rows
+    assert row == {"prompt": [user("the cat")], "messages": [user("the cat"), assistant("is good")]}
+
+
+def test_sharegpt_turns_under_their_own_tags(entry):
+    turns = [("sys", "be nice"), ("person", "the cat"), ("machine", "is"), ("person", "and"), ("machine", "good")]
+    rows = [{"talk": [{"role": role, "content": content} for role, content in turns]}]
+    folder = entry(rows, formatting="sharegpt", columns={"messages": "talk"}, tags=TAGS)
+    (row,) = read_entry(folder, "d", "k").rows
+    assert row["prompt"] == [system("be nice"), user("the cat"), assistant("is"), user("and")]
+    assert row["messages"] == [*row["prompt"], assistant("good")]
+
+
+def test_sharegpt_pairs_and_a_column_for_the_system_message(entry):
+    rows = [{"conversations": TURNS[:1], "better": TURNS[1], "worse": {"from": "gpt", "value": "is bad"}, "s": "you"}]
+    columns = {"messages": "conversations", "chosen": "better", "rejected": "worse", "system": "s"}
+    (row,) = read_entry(entry(rows, formatting="sharegpt", ranking=True, columns=columns), "d", "k").rows
+    assert row == {"prompt": [system("you"), user("the cat")], "chosen": "is good", "rejected": "is bad"}
+
+
+def test_calls_of_functions_are_handed_to_the_template(entry):
+    call = {"name": "look", "arguments": {"at": "cat"}}
+    turns = [
+        {"from": "human", "value": "the cat"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "red"},
+        {"from": "gpt", "value": "it is red"},
+    ]
+    rows = [{"conversations": turns, "tools": '[{"name": "look"}]'}]
+    folder = entry(rows, formatting="sharegpt", columns={"messages": "conversations", "tools": "tools"})
+    (row,) = read_entry(folder, "d", "k").rows
+    assert row["prompt"][1] == {
+        "role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}],
+    }  # fmt: skip
+    assert row["prompt"][2] == {"role": "tool", "content": "red"}
+    tokenizer = tiny_tokenizer()
+    options = {"split": "train", "max_prompt_length": 64, "key": "data.prompts", "dataset_dir": folder} | CHAT
+    with pytest.raises(DataError, match=r"row 0, tools: the chat template makes no use of tools"):
+        load_prompts("d", tokenizer, **options)
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.name }} {% endfor %}{% for m in messages %}<{{ m.role }}> "
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.at }}{% endfor %}{{ m.content }} {% endfor %}"
+    )
+    (prompt,) = load_prompts("d", tokenizer, **options).prompts
+    assert prompt.text == "look <user> the cat <assistant> cat <tool> red "
+    (demonstration,) = load_demonstrations(
+        "d", tokenizer, split="train", max_length=64, end_ids={EOS}, key="k", every_turn=True, dataset_dir=folder, **CHAT
+    ).demonstrations  # the call is no answer that is trained on
+    assert tokenizer.decode(demonstration.response_ids) == "it is red <eos>"
+
+
+def test_every_stage_reads_an_entry(entry):
+    tokenizer = tiny_tokenizer()
+    query = "<user> the cat <eos> <assistant>"
+    folder = entry([{"instruction": "the cat", "output": "is good"}])
+    same = {"split": "train", "key": "k", "dataset_dir": folder} | CHAT
+    (prompt,) = load_prompts("d", tokenizer, max_prompt_length=64, **same).prompts
+    assert prompt.text == query and prompt.columns["messages"][-1] == assistant("is good")
+    (demonstration,) = load_demonstrations("d", tokenizer, max_length=64, end_ids={EOS}, **same).demonstrations
+    assert tokenizer.decode(demonstration.query_ids) == query
+    assert tokenizer.decode(demonstration.response_ids) == "is good <eos>"
+    columns = {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}
+    rows = [{"instruction": "the cat", "chosen": "is good", "rejected": "is bad"}]
+    entry(rows, ranking=True, columns=columns)
+    (pair,) = load_pairs("d", tokenizer, max_length=64, end_ids={EOS}, **same).pairs
+    assert tokenizer.decode(pair.chosen_ids) == f"{query} is good <eos>"
+    (prompt,) = load_prompts("d", tokenizer, max_prompt_length=64, **same).prompts
+    assert prompt.text == query
+
+
+def test_a_number_of_samples_is_drawn_and_keeps_the_rows_own_numbers(entry):
+    rows = [{"instruction": str(i), "output": "x"} for i in range(20)]
+    table = read_entry(entry(rows, num_samples=5), "d", "k")
+    numbers = [int(row["prompt"][0]["content"]) for row in table.rows]
+    assert len(set(numbers)) == 5 and numbers != list(range(5))
+    assert [table.where(i).rpartition("row ")[2] for i in range(5)] == list(map(str, numbers))
+    assert read_entry(entry(rows, num_samples=5), "d", "k").rows == table.rows
+    more = [row["prompt"][0]["content"] for row in read_entry(entry(rows, num_samples=50), "d", "k").rows]
+    assert len(more) == 50 and set(more) == {str(i) for i in range(20)}
+
+
+def test_a_hub_dataset_with_its_subset_and_split(entry, monkeypatch, tmp_path):
+    import datasets
+
+    asked = []
+
+    def load_dataset(path, **options):
+        asked.append((path, options))
+        return datasets.Dataset.from_list([{"instruction": "a", "input": "", "output": "b"}])
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, config_name, data_dir: ["train", "test"])
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    info = {"d": {"hf_hub_url": "org/data", "subset": "en", "folder": "v2", "split": "test"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    check_entry(str(tmp_path), "d", "k")
+    assert read_entry(str(tmp_path), "d", "k").rows[0]["prompt"] == [user("a")]
+    assert asked == [("org/data", {"split": "test", "name": "en", "data_dir": "v2"})]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"formatting": "openai"}, "formatting is 'openai', wanted alpaca or sharegpt"),
+        ({"columns": {"kto_tag": "label"}}, r"columns\.kto_tag: single answers with a verdict are for KTO"),
+        ({"columns": {"images": "images"}}, r"columns\.images: the models here read text only"),
+        ({"columns": {"answer": "a"}}, r"unknown key columns\.answer; allowed are chosen, history"),
+        ({"tags": {"user": "a"}}, r"unknown key tags\.user"),
+        ({"ranking": True}, r"ranking needs columns\.chosen and columns\.rejected"),
+        ({"num_samples": 0}, "num_samples is 0, wanted a whole number above 0"),
+        ({"file": "x"}, "unknown key file"),
+        ({"file_name": "none.json"}, "no such file"),
+    ],
+)
+def test_entries_that_cannot_be_read(entry, settings, message):
+    with pytest.raises(DataError, match=f"^data.prompts: d in .*dataset_info.json.*{message}"):
+        check_entry(entry([], **settings), "d", "data.prompts")
+
+
+@pytest.mark.parametrize("key", ["script_url", "ms_hub_url"])
+def test_origins_that_are_refused(tmp_path, key):
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"d": {key: "x"}}))
+    with pytest.raises(DataError, match=rf"{key}: "):
+        check_entry(str(tmp_path), "d", "k")
+
+
+def test_names_and_folders_that_are_not_there(entry, tmp_path):
+    with pytest.raises(DataError, match=r"^k: .*dataset_info\.json has no dataset e; it has d, other$"):
+        check_datasets(["d", "e"], "k", dataset_dir=entry([]))
+    with pytest.raises(DataError, match=r"^data\.dataset_dir: .*none/dataset_info\.json cannot be read"):
+        check_datasets("d", "k", dataset_dir=str(tmp_path / "none"))
+    (tmp_path / "dataset_info.json").write_text("{")
+    with pytest.raises(DataError, match="is not JSON"):
+        check_datasets("d", "k", dataset_dir=str(tmp_path))
+
+
+ALPACA = {"instruction": "a", "output": "b"}
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({"output": "b"}, {}, "instruction: there is no column instruction; it has output, wanted text"),
+        ({"instruction": 3, "output": "b"}, {}, "instruction: got 3, wanted text"),
+        ({"instruction": "a", "output": 3}, {}, "output: got 3, wanted text"),
+        (
+            {"instruction": "a", "h": [["a"]]},
+            {"columns": {"prompt": "instruction", "history": "h"}},
+            r"h, entry 0: got \['a'\], wanted a question and its answer",
+        ),
+        ({"conversations": []}, {"formatting": "sharegpt"}, "conversations: got .*, wanted a list of turns"),
+        (
+            {"conversations": [{"from": "bot", "value": "x"}]},
+            {"formatting": "sharegpt"},
+            "turn 0: from is 'bot', wanted one of human, gpt, observation, system",
+        ),
+        (
+            {"conversations": [{"role": "user", "content": "x"}]},
+            {"formatting": "sharegpt"},
+            "turn 0: got .*, wanted text under from and value",
+        ),
+        (
+            {"conversations": [*TURNS, {"from": "function_call", "value": "look"}]},
+            {"formatting": "sharegpt"},
+            "turn 2: the function call is not JSON",
+        ),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(entry, row, settings, message):
+    good = {"conversations": TURNS} if settings.get("formatting") else ALPACA
+    with pytest.raises(DataError, match=f"row 1, {'conversations, ' if 'turn ' in message[:5] else ''}{message}"):
+        read_entry(entry([good, row], **settings), "d", "k")
+
+
+def test_several_datasets_are_joined_and_each_is_cut(tmp_path):
+    for name, count in (("a", 3), ("b", 2)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": f"{name}{i}"}) for i in range(count)))
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    table = read_datasets(files, split="train", key="k", max_samples=2)
+    assert [row["prompt"] for row in table.rows] == ["a0", "a1", "b0", "b1"]
+    assert table.where(2) == f"{files[1]}, row 0 (line 1)"
+    assert [row["prompt"] for row in read_datasets(files[1], split="train", key="k").rows] == ["b0", "b1"]
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"none\.jsonl has no rows"):
+        read_datasets([*files, str(tmp_path / "none.jsonl")], split="train", key="k")

@@ -90,9 +90,9 @@ def model_card(
         + (f" on {one_line(dataset_name, 96)}." if dataset_name else "."),
         "## Training",
         f"Rewards: {', '.join(one_line(reward, 96) for reward in config.reward_names)}. "
-        f"KL coefficient {ppo.kl_coef:g}, learning rate {config.learning_rate:g}, {train.rollout_batch_size} answers an update of at "
-        f"most {config.sampling.response_length} tokens at temperature {config.sampling.temperature:g}, "
-        f"{ppo.num_ppo_epochs} epochs of {ppo.num_mini_batches} mini-batches.",
+        f"KL coefficient {ppo.kl_coef:g}, learning rate {config.learning_rate:g}, {train.rollout_batch_size} answers "
+        f"an update of at most {config.sampling.response_length} tokens at temperature "
+        f"{config.sampling.temperature:g}, {ppo.num_ppo_epochs} epochs of {ppo.num_mini_batches} mini-batches.",
         _table([row for row in history if "objective/scores" in row]),
     ]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(line for line in lines if line) + "\n"

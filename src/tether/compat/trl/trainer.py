@@ -97,7 +97,7 @@ class PPOTrainer:
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         peft_config: Any = None,
     ) -> None:
-        _check_kinds(args, processing_class, data_collator)
+        check_kinds(args, processing_class, data_collator)
         check_arguments(args)
         self.args, self.processing_class = args, processing_class
         judges = Judges(reward_model)
@@ -394,7 +394,7 @@ class PPOTrainer:
         )
 
 
-def _check_kinds(args: Any, tokenizer: Any, collator: Any) -> None:
+def check_kinds(args: Any, tokenizer: Any, collator: Any) -> None:
     """Raises ``ConfigError`` for arguments of a wrong kind that are neither models nor data."""
     if not isinstance(args, PPOConfig):
         raise ConfigError(f"args: got {type(args).__name__}, wanted a tether.compat.trl.PPOConfig")

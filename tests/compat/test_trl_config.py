@@ -1,0 +1,143 @@
+"""TRL's arguments: their names, their defaults, and what becomes of each."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from transformers import HfArgumentParser
+
+import tether.compat.trl
+from tests.compat.trl_runs import arguments, trainer
+from tether.compat.trl import PPOConfig
+from tether.compat.trl.config import DERIVED, IN_SCRIPTS, INERT, REFUSED, check_arguments, derive, run_config
+from tether.errors import ConfigError
+
+DEFAULTS = {
+    "num_ppo_epochs": 4, "whiten_rewards": False, "kl_coef": 0.05, "kl_estimator": "k1", "cliprange": 0.2,
+    "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95, "ds3_gather_for_generation": True,
+    "response_length": 53, "stop_token": None, "stop_token_id": None, "temperature": 0.7, "missing_eos_penalty": None,
+    "sft_model_path": "EleutherAI/pythia-160m", "reward_model_path": "EleutherAI/pythia-160m",
+    "model_adapter_name": None, "ref_adapter_name": None, "num_sample_generations": 10,
+    "local_rollout_forward_batch_size": 64, "num_mini_batches": 1, "total_episodes": None, "dataset_num_proc": None,
+    "learning_rate": 3e-6, "logging_steps": 10, "gradient_checkpointing": True, "push_to_hub": False,
+    "per_device_train_batch_size": 8, "num_train_epochs": 3.0, "seed": 42, "world_size": None, "batch_size": None,
+}  # fmt: skip
+WRONG = ("stop", "k2")
+"""Values that the type of their argument does not allow, which the tests' check of types refuses first."""
+REWARDS = [{"type": "model", "path": "judge", "name": "judge"}]
+
+
+def config_of(args, num_prompts=100, **changes):
+    derive(args, num_prompts)
+    given = {"lora": None, "rewards": REWARDS, "evaluates": True, "stop_token": "eos"} | changes
+    return run_config(args, model_path="policy", num_prompts=num_prompts, **given)
+
+
+def test_defaults_are_those_of_trl(tmp_path):
+    args = PPOConfig(output_dir=str(tmp_path))
+    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
+
+
+def test_the_parser_of_transformers_takes_them(tmp_path):
+    command = ["--output_dir", str(tmp_path), "--kl_estimator", "k3", "--stop_token", "eos", "--lam", "1.0"]
+    args = HfArgumentParser(PPOConfig).parse_args([*command, "--missing_eos_penalty", "1", "--bf16", "False"])
+    assert (args.kl_estimator, args.stop_token, args.lam, args.missing_eos_penalty) == ("k3", "eos", 1.0, 1.0)
+    assert args.bf16 is False
+    with pytest.raises(SystemExit):
+        HfArgumentParser(PPOConfig).parse_args([*command, "--kl_estimator", "k2"])
+
+
+def test_every_argument_is_read_refused_or_said_to_be_inert():
+    folder = Path(tether.compat.trl.__file__).parent
+    source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    source = source.replace(source[source.index("INERT = frozenset") : source.index("IN_SCRIPTS = ")], "")
+    named = {name for pattern in (r"args\.(\w+)", r"self\.(\w+)", r'"(\w+)"') for name in re.findall(pattern, source)}
+    read = {"log_level", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"}  # by callbacks
+    names = {field.name for field in dataclasses.fields(PPOConfig) if not field.name.startswith("_")}
+    assert names - named - INERT - IN_SCRIPTS - read == set()
+    assert not INERT & (set(REFUSED) | DERIVED)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_result_is_refused_by_name(tmp_path, name):
+    args = arguments(tmp_path)
+    check_arguments(args)
+    setattr(args, name, "x")
+    with pytest.raises(ConfigError, match=f"PPOConfig.{name} 'x'"):
+        check_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim": "adafactor"}, "optim adafactor: wanted adamw_torch"),
+        ({"stop_token_id": 5}, "got stop_token eos and stop_token_id 5"),
+        ({"stop_token": "stop"}, "stop_token: got 'stop', wanted eos or None"),
+        ({"kl_estimator": "k2"}, "kl_estimator: got 'k2', wanted k1 or k3"),
+        ({"max_steps": 3}, "got max_steps 3 and total_episodes 16"),
+        ({"hub_strategy": "checkpoint"}, "hub_strategy: got checkpoint, wanted end or every_save"),
+        ({"save_strategy": "best"}, "save_strategy best needs metric_for_best_model"),
+        ({"num_mini_batches": 3}, "num_mini_batches 3 must divide .*, which is 8"),
+        ({"num_mini_batches": 0}, "num_mini_batches: got 0, wanted at least 1"),
+        ({"cliprange": 2.0}, "cliprange: ppo.cliprange: got 2, wanted"),
+        ({"temperature": 0.0}, "temperature: sampling.temperature: got 0, wanted"),
+        ({"local_rollout_forward_batch_size": 0}, "local_rollout_forward_batch_size: .*got 0, wanted"),
+        ({"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}, "got eval_loss, wanted one of"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "wanted min_lr or min_lr_rate"),
+        ({"stop_token": None, "stop_token_id": 99}, "the tokenizer has no token 99"),
+        ({"response_length": 126}, "needs 131 positions, model has 128"),
+    ],
+)
+def test_mistakes_are_found_at_construction(tmp_path, changes, message):
+    args = arguments(tmp_path, **{name: value for name, value in changes.items() if value not in WRONG})
+    for name in changes.keys() & {"stop_token", "kl_estimator"}:
+        setattr(args, name, changes[name])
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, args=args, eval_dataset=[{"input_ids": [7, 20]}])
+
+
+def test_inert_arguments_that_are_set_are_named_once(tmp_path, caplog):
+    trainer(tmp_path, args=arguments(tmp_path, logging_steps=1, dataloader_num_workers=2))
+    assert [r.message for r in caplog.records if "not read" in r.message] == [
+        "PPOConfig: not read here: dataloader_num_workers, logging_steps"
+    ]
+
+
+def test_batch_sizes_and_updates_by_hand(tmp_path):
+    changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6, "num_mini_batches": 2}
+    args = arguments(tmp_path, **changes, total_episodes=100)
+    derive(args, 10)
+    assert (args.batch_size, args.local_batch_size, args.micro_batch_size, args.world_size) == (24, 24, 4, 1)
+    assert (args.mini_batch_size, args.local_mini_batch_size, args.num_total_batches) == (12, 12, 5)
+    args = arguments(tmp_path, **changes, total_episodes=None, num_train_epochs=2.5)
+    derive(args, 10)
+    assert (args.total_episodes, args.num_total_batches) == (25, 2)
+    args = arguments(tmp_path, **changes, total_episodes=None, max_steps=7)
+    derive(args, 10)
+    assert args.num_total_batches == 7
+
+
+def test_arguments_become_a_run(tmp_path):
+    args = arguments(
+        tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=3, num_mini_batches=2, total_episodes=480,
+        lam=0.9, kl_coef=0.1, missing_eos_penalty=2.0, adam_epsilon=1e-7, max_grad_norm=0, warmup_steps=5,
+        eval_strategy="steps", eval_steps=0.25, save_strategy="epoch", metric_for_best_model="scores",
+        lr_scheduler_type="cosine", lr_scheduler_kwargs='{"num_cycles": 0.3}', local_rollout_forward_batch_size=7,
+    )  # fmt: skip
+    config = config_of(args)
+    train, ppo, sampling = config.train, config.ppo, config.sampling
+    assert (train.rollout_batch_size, train.micro_batch_size, config.mini_batch_size) == (24, 4, 12)
+    assert (train.total_episodes, config.num_updates(100), train.eval_steps, train.save_steps) == (480, 20, 5, 4)
+    assert (ppo.lam, ppo.kl_coef, ppo.missing_eos_penalty, ppo.num_mini_batches) == (0.9, 0.1, 2.0, 2)
+    assert (train.adam_epsilon, train.max_grad_norm, train.warmup_ratio) == (1e-7, None, 0.25)
+    assert (train.lr_scheduler_type, train.lr_scheduler_kwargs) == ("cosine", {"num_cycles": 0.3})
+    assert (sampling.temperature, sampling.response_length, sampling.batch_size) == (0.7, 6, 7)
+    assert (train.metric_for_best_model, train.greater_is_better, train.bf16) == ("eval_scores", True, False)
+    assert config.value_kind == "model"
+    assert config.model.path == "policy"
+
+
+def test_a_small_warm_up_is_a_share_and_no_evaluation_has_no_steps(tmp_path):
+    config = config_of(arguments(tmp_path, warmup_steps=0.1, save_strategy="no"), evaluates=False)
+    assert (config.train.warmup_ratio, config.train.eval_steps, config.train.save_steps) == (0.1, None, None)

@@ -1,0 +1,541 @@
+"""TRL's trainer: what it takes, what it does, what it leaves behind."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithPadding,
+    EarlyStoppingCallback,
+    TrainerCallback,
+)
+
+from tests.compat.trl_runs import TEXTS, arguments, classifier, loaded, policy, rows, trainer
+from tests.tiny import EOS, PAD, tiny_tokenizer
+from tether.compat.trl import events
+from tether.compat.trl.samples import print_table
+from tether.compat.trl.trainer import check_kinds
+from tether.config.schema import RunConfig
+from tether.errors import ConfigError, DataError, ModelError
+from tether.metrics.writers import read_jsonl
+from tether.train.run import train_policy
+
+TRL_METRICS = {
+    "eps", "objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward",
+    "objective/scores", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg",
+    "loss/value_avg", "val/clipfrac_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode", "epoch",
+}  # fmt: skip
+
+
+def lora():
+    """Settings of an adapter; PEFT writes into those that it is given."""
+    return LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"])
+
+
+def words(prompts, completions, **columns):
+    return [float(len(completion.split())) for completion in completions]
+
+
+def short(prompts, completions):
+    return [-1.0 for _ in completions]
+
+
+def tensors(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def changed(before, model):
+    return {name for name, tensor in model.state_dict().items() if not torch.equal(before[name], tensor)}
+
+
+def timeless(row):
+    return {name: value for name, value in row.items() if "time/" not in name and name not in ("eps", "epoch")}
+
+
+class Seen(TrainerCallback):
+    """Notes every event."""
+
+    def __init__(self):
+        self.events, self.logs, self.given = [], [], {}
+
+    def __getattribute__(self, name):
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def noted(args, state, control, **kwargs):
+            self.events.append((name, state.global_step))
+            self.given = {**kwargs, "args": args}
+            self.logs += [kwargs["logs"]] if name == "on_log" else []
+
+        return noted
+
+
+def test_a_run_trains_both_models_in_place_and_logs_under_trls_names(tmp_path):
+    model, value, reward, seen = policy(tmp_path), classifier(tmp_path), classifier(tmp_path), Seen()
+    before = [tensors(each) for each in (model, value, reward)]
+    made = trainer(tmp_path, model=model, value_model=value, reward_model=reward, callbacks=[seen])
+    reference = made.ref_model
+    assert made.train() is None
+    assert made.policy_model is model is made.model.policy
+    assert made.model.value_model is value
+    assert len(changed(before[0], model)) > 10
+    assert len(changed(before[1], value)) > 10
+    assert not changed(before[2], reward)
+    assert not changed(before[0], reference)
+    history = made.state.log_history
+    assert [row["step"] for row in history] == [1, 2]
+    assert all(row.keys() >= TRL_METRICS for row in history)
+    assert (history[0]["objective/kl"], history[0]["val/first_ratio_error"]) == (0, 0)
+    assert history[1]["objective/kl"] != 0
+    assert (made.state.global_step, made.state.episode, made.state.max_steps) == (2, 16, 2)
+    assert history[1]["epoch"] == pytest.approx(16 / len(TEXTS))
+    names = [name for name, _ in seen.events]
+    assert names[0] == "on_train_begin"
+    assert names[-1] == "on_train_end"
+    assert [step for name, step in seen.events if name == "on_step_end"] == [1, 2]
+    assert names.index("on_log") < names.index("on_step_end")
+    assert [{k: v for k, v in row.items() if k != "step"} for row in history] == seen.logs
+    assert seen.given["args"] is made.args
+    assert seen.given["model"] is made.model
+    assert seen.given["processing_class"] is made.processing_class
+    assert seen.given["optimizer"] is made.optimizer
+
+
+def test_the_policy_is_saved_as_transformers_saves_it(tmp_path):
+    made = trainer(tmp_path)
+    made.train()
+    made.save_model(tmp_path / "saved")
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(info.values()), info
+    assert not changed(tensors(made.policy_model), again)
+    assert again.generation_config.eos_token_id == EOS
+    assert again.config.use_cache == loaded(tmp_path, "llama", None).config.use_cache
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files >= {"metrics.jsonl", "samples.jsonl", "config.yaml", "report.html", "checkpoint-2"}
+    assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1, 2]
+
+
+def test_it_is_the_run_that_tether_makes_of_the_same_settings(tmp_path):
+    """No second loop: every metric of the updates is bitwise that of ``train_policy`` on the same folders."""
+    loaded(tmp_path, "llama", None), loaded(tmp_path, "llama", 1)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    judge = str(tmp_path / "llama-1")
+    args = arguments(tmp_path, num_mini_batches=2, missing_eos_penalty=0.5, kl_estimator="k3", whiten_rewards=True)
+    made = trainer(tmp_path, args=args, train_dataset=Dataset.from_list([{"prompt": text} for text in TEXTS]))
+    made.train()
+    config = RunConfig.model_validate({
+        "model": {"path": str(tmp_path / "llama-None")},
+        "value": {"init": judge},
+        "rewards": [{"type": "model", "path": judge, "name": "llama-1"}],
+        "data": {"prompts": str(tmp_path / "prompts.jsonl")},
+        "sampling": {"response_length": 6, "temperature": 0.7},
+        "ppo": {
+            "num_ppo_epochs": 2, "num_mini_batches": 2, "missing_eos_penalty": 0.5, "kl_estimator": "k3",
+            "whiten_rewards": True,
+        },
+        "train": {
+            "total_episodes": 16, "rollout_batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-3,
+            "adam_epsilon": 1e-8, "gradient_checkpointing": True, "bf16": False, "seed": 0,
+        },
+        "output_dir": str(tmp_path / "native"),
+    })  # fmt: skip
+    native = train_policy(config)
+    assert [timeless(row) for row in made.state.log_history] == [timeless(row) for row in native.updates]
+
+
+def test_peft_config_trains_an_adapter_over_the_model_as_reference(tmp_path):
+    model = policy(tmp_path)
+    before = tensors(model)
+    made = trainer(tmp_path, model=model, peft_config=lora())
+    made.train()
+    assert made.is_peft_model
+    assert made.ref_model is None
+    assert (made.state.log_history[0]["objective/kl"], made.state.log_history[1]["objective/kl"] != 0) == (0, True)
+    made.save_model()
+    base = policy(tmp_path)
+    assert not changed(before, base)
+    again = PeftModel.from_pretrained(base, tmp_path / "out")
+    assert again.peft_config["default"].base_model_name_or_path == str(tmp_path / "llama-None")
+    assert again.peft_config["default"].task_type == "CAUSAL_LM"
+    ids = torch.tensor([[7, 20, 22]])
+    assert torch.equal(again(ids).logits, made.policy_model.eval()(ids).logits)
+    with made.policy_model.disable_adapter():
+        assert torch.equal(made.policy_model(ids).logits, policy(tmp_path).eval()(ids).logits)
+
+
+def test_adapters_by_name_one_trains_and_one_is_the_reference(tmp_path):
+    model = get_peft_model(policy(tmp_path), lora(), adapter_name="learner")
+    model.add_adapter("kept", lora())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.05)
+    before = tensors(model)
+    args = arguments(tmp_path, model_adapter_name="learner", ref_adapter_name="kept")
+    made = trainer(tmp_path, args=args, model=model)
+    made.train()
+    moved = changed(before, model)
+    assert moved
+    assert all(".learner." in name for name in moved)
+    assert made.state.log_history[0]["objective/kl"] != 0  # lora_A differs between the two
+    made.save_model()
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    again = PeftModel.from_pretrained(policy(tmp_path), tmp_path / "out")
+    ids = torch.tensor([[7, 20, 22]])
+    assert torch.equal(again(ids).logits, made.policy_model.eval()(ids).logits)
+
+
+def test_a_reference_model_is_what_the_kl_is_to(tmp_path):
+    other = policy(tmp_path)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.5)
+    made = trainer(tmp_path, ref_model=other)
+    assert made.ref_model is other
+    made.train()
+    assert made.state.log_history[0]["objective/kl"] > 0.1
+
+
+def test_frozen_parameters_of_the_policy_stay(tmp_path):
+    model = policy(tmp_path)
+    model.model.layers[0].requires_grad_(False)
+    before = tensors(model)
+    trainer(tmp_path, model=model).train()
+    assert changed(before, model)
+    assert not any(name.startswith("model.layers.0.") for name in changed(before, model))
+
+
+def test_rewards_may_be_functions_paths_and_models_which_are_added_up(tmp_path):
+    loaded(tmp_path, "llama", 1)
+    made = trainer(tmp_path, reward_model=[words, short, str(tmp_path / "llama-1"), classifier(tmp_path)])
+    made.train()
+    names = {name for name in made.state.log_history[0] if name.startswith("rewards/")}
+    assert names == {"rewards/words", "rewards/short", "rewards/llama-1_2", "rewards/llama-1_3"}
+    row = made.state.log_history[0]
+    assert row["rewards/llama-1_2"] == pytest.approx(row["rewards/llama-1_3"])
+    assert row["objective/scores"] == pytest.approx(sum(row[name] for name in names), abs=1e-5)
+    for sample in read_jsonl(tmp_path / "out" / "samples.jsonl"):
+        assert sample["rewards"]["words"] == len(sample["response"].split())
+
+
+def test_reward_functions_are_given_prompts_and_columns(tmp_path):
+    seen = []
+
+    def judge(prompts, completions, level):
+        seen.extend(zip(prompts, level, strict=True))
+        return [0.0] * len(prompts)
+
+    tokenizer = tiny_tokenizer()
+    data = [row | {"level": i} for i, row in enumerate(rows(tokenizer))]
+    trainer(tmp_path, reward_model=judge, train_dataset=data).train()
+    assert set(seen) == set(zip(TEXTS, range(6), strict=True))
+    with pytest.raises(ConfigError, match="judge needs level"):
+        trainer(tmp_path, reward_model=judge)
+
+
+def test_without_a_stop_token_answers_run_on_and_the_penalty_is_for_those_without_an_end(tmp_path):
+    args = arguments(tmp_path, stop_token=None, missing_eos_penalty=3.0, response_length=60)
+    made = trainer(tmp_path, args=args, reward_model=short)
+    made.train()
+    samples = read_jsonl(tmp_path / "out" / "samples.jsonl")
+    assert {sample["length"] for sample in samples} == {60}
+    assert {sample["score"] for sample in samples} == {-1.0, -4.0}
+    assert {sample["rewards"]["short"] for sample in samples} == {-1.0}
+
+
+def test_another_stop_token_ends_answers(tmp_path):
+    made = trainer(tmp_path, args=arguments(tmp_path, stop_token=None, stop_token_id=20, response_length=30))
+    made.train()
+    samples = read_jsonl(tmp_path / "out" / "samples.jsonl")
+    ended = [sample for sample in samples if sample["finish_reason"] == "stop"]
+    assert ended
+    assert all(sample["response"].endswith("cat") for sample in ended)
+
+
+def test_padding_in_the_dataset_is_no_part_of_a_prompt(tmp_path):
+    """Left, right, by mask or by the pad token: the same run."""
+    tokenizer, histories = tiny_tokenizer(), []
+    padded = tokenizer(list(TEXTS), padding="max_length", max_length=9)
+    forms = [
+        rows(tokenizer),
+        [{"input_ids": [PAD] * 3 + row["input_ids"]} for row in rows(tokenizer)],
+        Dataset.from_dict({name: padded[name] for name in ("input_ids", "attention_mask")}),
+        [{"input_ids": torch.tensor(row["input_ids"])} for row in rows(tokenizer)],
+    ]
+    for data in forms:
+        made = trainer(tmp_path, args=arguments(tmp_path, total_episodes=8), train_dataset=data)
+        made.train()
+        histories.append(timeless(made.state.log_history[0]))
+    assert all(history == histories[0] for history in histories)
+
+
+def test_a_collator_may_tokenise(tmp_path):
+    tokenizer = tiny_tokenizer()
+
+    def collated(features):
+        return tokenizer([feature["question"] for feature in features], return_tensors="pt", padding=True)
+
+    args = arguments(tmp_path, total_episodes=8)
+    made = trainer(tmp_path, args=args, train_dataset=[{"question": text} for text in TEXTS], data_collator=collated)
+    made.train()
+    usual = trainer(tmp_path, args=args, data_collator=DataCollatorWithPadding(tokenizer))
+    usual.train()
+    assert timeless(made.state.log_history[0]) == timeless(usual.state.log_history[0])
+
+
+def test_evaluation_and_early_stopping(tmp_path):
+    args = arguments(
+        tmp_path, total_episodes=80, eval_strategy="steps", eval_steps=1, metric_for_best_model="scores",
+        learning_rate=1e-9, load_best_model_at_end=True, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    data = rows(tiny_tokenizer(), TEXTS[:3])
+    made = trainer(tmp_path, args=args, eval_dataset=data, callbacks=[EarlyStoppingCallback(2)], reward_model=short)
+    made.train()
+    assert made.state.global_step == 2  # no evaluation is better than the one before the first update
+    scores = [row["eval_scores"] for row in made.state.log_history if "eval_scores" in row]
+    assert scores == [-1.0] * 3
+    metrics = made.evaluate()
+    assert metrics["eval_scores"] == -1.0
+    assert made.state.log_history[-1]["eval_kl"] == metrics["eval_kl"]
+
+
+def test_without_a_strategy_nothing_is_evaluated_and_samples_are_shown_by_number(tmp_path, monkeypatch):
+    shown = []
+    args = arguments(tmp_path, total_episodes=32, num_sample_generations=2, per_device_eval_batch_size=2)
+    made = trainer(tmp_path, args=args, eval_dataset=rows(tiny_tokenizer(), TEXTS[:3]))
+    monkeypatch.setattr(made, "generate_completions", lambda sampling: shown.append(made.state.global_step))
+    made.train()
+    assert shown == [1, 3]
+    assert not any("eval_scores" in row for row in made.state.log_history)
+
+
+def test_generated_completions(tmp_path, capsys):
+    made = trainer(
+        tmp_path,
+        args=arguments(tmp_path, missing_eos_penalty=5.0, per_device_eval_batch_size=2),
+        eval_dataset=rows(tiny_tokenizer(), TEXTS[:3]),
+        reward_model=words,
+    )
+    table = made.generate_completions()
+    assert [row["query"] for row in table] == list(TEXTS[:3])
+    for row in table:
+        assert row["score"] == len([word for word in row["model response"].split() if not word.startswith("<")])
+    assert table[0]["query"] in capsys.readouterr().out
+    assert made.generate_completions(sampling=True) == table[:2]
+    assert trainer(tmp_path).generate_completions() == []
+
+
+def test_hostile_text_cannot_act_on_the_terminal(capsys):
+    print_table([{"query": "[red]a[/red]", "model response": "\x1b[2J\u202e", "score": -0.5}])
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\\x1b[2J" in shown
+    assert "[red]a[/red]" in shown
+
+
+def test_callbacks_are_added_as_objects_or_classes_and_taken_out(tmp_path):
+    made = trainer(tmp_path, callbacks=[Seen])
+    extra = Seen()
+    made.add_callback(extra)
+    first = made.pop_callback(Seen)
+    assert isinstance(first, Seen)
+    assert first is not extra
+    made.remove_callback(extra)
+    assert made.pop_callback(Seen) is None
+    made.train()
+    assert extra.events == first.events == []
+
+
+def test_report_to_starts_the_callbacks_of_transformers(tmp_path, monkeypatch):
+    tracker, asked = Seen(), []
+    monkeypatch.setattr(
+        events, "get_reporting_integration_callbacks", lambda names: asked.append(names) or [tracker]
+    )
+    args = arguments(tmp_path, report_to=["tracker"])
+    trainer(tmp_path, args=args).train()
+    assert asked == [["tracker"]]
+    assert len([logs["objective/scores"] for logs in tracker.logs]) == 2
+    assert tracker.given["args"].report_to == ["tracker"]
+
+
+def test_log_may_be_replaced(tmp_path):
+    made, seen = trainer(tmp_path), []
+    original = made.log
+
+    def log(logs, *args):
+        seen.append(logs["objective/scores"])
+        original(logs | {"extra": 1.0}, *args)
+
+    made.log = log
+    made.train()
+    assert [row["extra"] for row in made.state.log_history] == [1.0, 1.0]
+    assert seen == [row["objective/scores"] for row in made.state.log_history]
+
+
+def test_an_optimizer_and_its_schedule_from_the_user(tmp_path):
+    model, value = policy(tmp_path), classifier(tmp_path)
+    optimizer = torch.optim.SGD([*model.parameters(), *value.parameters()], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    before, of_value = tensors(model), tensors(value)
+    made = trainer(tmp_path, model=model, value_model=value, optimizers=(optimizer, schedule))
+    assert made.optimizer is optimizer
+    assert made.lr_scheduler is schedule
+    made.train()
+    assert [row["lr"] for row in made.state.log_history] == [0.1, 0.05]  # once an update
+    assert changed(before, model)
+    assert "score.weight" in changed(of_value, value)
+    with pytest.raises(ConfigError, match="none of the parameters that the policy trains"):
+        trainer(tmp_path, optimizers=(optimizer, None))
+    with pytest.raises(ConfigError, match="schedule without its optimizer"):
+        trainer(tmp_path, optimizers=(None, schedule))
+
+
+def test_a_run_goes_on_from_a_checkpoint_bitwise(tmp_path):
+    args = arguments(tmp_path, save_steps=1)
+    whole = trainer(tmp_path, args=args)
+    whole.train()
+    half = trainer(tmp_path, args=args)
+    half.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert [timeless(row) for row in half.state.log_history] == [timeless(whole.state.log_history[1])]
+    assert not changed(tensors(whole.policy_model), half.policy_model)
+    with pytest.raises(ConfigError, match="has trained"):
+        half.train()
+
+
+def test_a_second_run_replaces_the_first(tmp_path):
+    for episodes in (16, 8):
+        trainer(tmp_path, args=arguments(tmp_path, total_episodes=episodes)).train()
+    assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1]
+    assert not (tmp_path / "out" / "checkpoint-2").exists()
+
+
+def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
+    made = trainer(tmp_path)
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            made._phases.stop.reason = "SIGINT"
+
+    made.add_callback(Stop)
+    with pytest.raises(KeyboardInterrupt, match="SIGINT: stopped after 1 updates, and the state is saved"):
+        made.train()
+    assert (tmp_path / "out" / "checkpoint-1").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: {"model": "gpt2"}, "model: got str, wanted a causal language model"),
+        (lambda f: {"model": classifier(f)}, "model: got LlamaForSequenceClassification, wanted a causal"),
+        (lambda f: {"ref_model": classifier(f)}, "ref_model: got LlamaForSequenceClassification, wanted a causal"),
+        (lambda f: {"ref_model": policy(f).to(torch.bfloat16)}, "ref_model: its weights are torch.bfloat16"),
+        (lambda f: {"value_model": policy(f)}, "value_model: got LlamaForCausalLM without .* wanted a sequence class"),
+        (lambda f: {"value_model": None}, "value_model: got NoneType, wanted a sequence classifier"),
+        (lambda f: {"value_model": classifier(f, num_labels=2)}, "value_model: got a classifier with 2 labels"),
+        (lambda f: {"value_model": classifier(f).requires_grad_(False)}, "value_model: none of its parameters"),
+        (lambda f: {"reward_model": policy(f)}, "reward_model: got LlamaForCausalLM without .* or a list"),
+        (lambda f: {"reward_model": None}, "reward_model: got NoneType, wanted a sequence classifier .* a list"),
+        (lambda f: {"reward_model": []}, "reward_model: got an empty list"),
+        (lambda f: {"reward_model": torch.nn.Linear(1, 1)}, "reward_model: got Linear, wanted"),
+        (lambda f: {"reward_model": lambda texts: texts}, "does not take prompts and completions"),
+        (lambda f: {"reward_model": [words, 3]}, "reward_model: got int, wanted"),
+        (lambda f: {"peft_config": {"r": 4}}, "peft_config: got dict, wanted a peft.LoraConfig"),
+        (lambda f: {"model": get_peft_model(policy(f), lora()), "peft_config": lora()}, "is a PEFT model already"),
+        (lambda f: {"peft_config": LoraConfig(task_type="SEQ_CLS")}, "an adapter for SEQ_CLS, wanted one for CAUSAL"),
+        (lambda f: {"model": policy(f).requires_grad_(False)}, "model: none of its parameters requires a gradient"),
+        (lambda f: {"train_dataset": None}, "train_dataset: got NoneType, wanted one datasets.Dataset"),
+        (lambda f: {"eval_dataset": {"a": [], "b": []}}, r"eval_dataset: got several datasets \(a, b\)"),
+        (lambda f: {"train_dataset": ["text"]}, "train_dataset: its rows are of type str, wanted mappings"),
+        (lambda f: {"data_collator": lambda rows: rows}, "data_collator: got list without input_ids"),
+        (lambda f: {"optimizers": None}, "optimizers: got NoneType, wanted"),
+        (lambda f: {"optimizers": (1, 2)}, "optimizers: got int and int, wanted a torch optimizer"),
+    ],
+)
+def test_wrong_kinds_of_argument_name_what_is_accepted(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, **change(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (({}, None, None), r"args: got dict, wanted a tether\.compat\.trl\.PPOConfig"),
+        ((None, "gpt2", None), "processing_class: got str, wanted the policy's tokenizer"),
+        ((None, tiny_tokenizer(), "pad"), "data_collator: got str, wanted a function of a list of rows"),
+    ],
+)
+def test_wrong_kinds_of_the_other_arguments(tmp_path, given, message):
+    args, tokenizer, collator = given
+    with pytest.raises(ConfigError, match=message):
+        check_kinds(arguments(tmp_path) if args is None else args, tokenizer, collator)
+
+
+def test_two_roles_cannot_be_one_object(tmp_path):
+    model, judge = policy(tmp_path), classifier(tmp_path)
+    with pytest.raises(ConfigError, match="ref_model: got the same object as model"):
+        trainer(tmp_path, model=model, ref_model=model)
+    with pytest.raises(ConfigError, match="value_model: got the same object as reward_model"):
+        trainer(tmp_path, reward_model=[words, judge], value_model=judge)
+
+
+def test_models_that_cannot_read_the_tokens_are_refused(tmp_path):
+    small = copy.deepcopy(loaded(tmp_path, "llama", 1))
+    small.resize_token_embeddings(30)
+    with pytest.raises(ModelError, match="reward_model llama-1: knows 30 tokens, the tokenizer writes token 39"):
+        trainer(tmp_path, reward_model=small)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [7, 20, EOS]}, "train_dataset, row 1: the prompt already ends its answer"),
+        ({"input_ids": [PAD, PAD]}, "train_dataset, row 1 has no prompt"),
+        ({"input_ids": "the cat"}, "train_dataset, row 1: input_ids is str, wanted a list of token ids"),
+        ({"input_ids": [0.5]}, "row 1: input_ids is list, wanted a list of token ids"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
+        trainer(tmp_path, train_dataset=[{"input_ids": [7, 20]}, row])
+
+
+def test_rows_without_a_prompt_name_their_columns(tmp_path):
+    with pytest.raises(DataError, match=r"wanted a column input_ids .* its columns are question"):
+        trainer(tmp_path, train_dataset=[{"question": "why"}])
+
+
+def test_nothing_has_changed_after_a_refusal(tmp_path):
+    model, value = policy(tmp_path), classifier(tmp_path)
+    head = value.score
+    with pytest.raises(ConfigError):
+        trainer(tmp_path, model=model, value_model=value, peft_config=lora(), args=arguments(tmp_path, cliprange=2.0))
+    assert value.score is head
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    assert not (tmp_path / "out").exists()
+
+
+def test_kl_coef_0_has_no_reference(tmp_path):
+    made = trainer(tmp_path, args=arguments(tmp_path, kl_coef=0.0))
+    made.train()
+    assert made.ref_model is None
+    assert "objective/kl" not in made.state.log_history[0]
+    assert math.isfinite(made.state.log_history[1]["objective/scores"])
+
+
+def test_messages_and_gpt2(tmp_path):
+    """Another family, tied, with chat messages in place of token ids."""
+    data = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
+    made = trainer(
+        tmp_path, model=policy(tmp_path, "gpt2"), value_model=classifier(tmp_path, "gpt2"), reward_model=short,
+        train_dataset=data,
+    )  # fmt: skip
+    made.train()
+    samples = read_jsonl(tmp_path / "out" / "samples.jsonl")
+    assert samples[0]["query"].startswith("<user>")
+    made.save_model()
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info

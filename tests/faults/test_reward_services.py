@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rewards.services import Close, Hang, Reply, lengths, local_service
+from tests.rewards.services import Close, Flood, Hang, Reply, in_turn, lengths, local_service
+from tests.rewards.test_judge_source import says
 from tests.train.runs import tiny_run
 from tests.train.test_run import assert_same_weights, reproducible, weights
 from tether.cli.main import main
@@ -20,13 +21,19 @@ from tether.train.saved import evaluate_path
 
 FAILURES = {
     "49: 500 with scores": lambda n: Reply({"scores": [0.5] * n}, 500),
+    "49: 404 with a page": lambda n: Reply(b"<html>nothing here</html>", 404),
     "49: one score too few": lambda n: Reply({"scores": [0.5] * (n - 1)}),
     "49: one score too many": lambda n: Reply({"scores": [0.5] * (n + 1)}),
     "49: NaN": lambda n: Reply(b'{"scores": [' + b", ".join([b"NaN"] * n) + b"]}"),
+    "49: null": lambda n: Reply({"scores": [None] * n}),
     "49: text": lambda n: Reply({"scores": "0.5"}),
+    "49: numbers as text": lambda n: Reply({"scores": ["0.5"] * n}),
     "49: nested": lambda n: Reply({"scores": [[0.5]] * n}),
+    "49: nested once more": lambda n: Reply({"scores": [[[[0.5]]]] * n}),
+    "49: a step that is NaN": lambda n: Reply(b'{"scores": [' + b", ".join([b"[[1, NaN]]"] * n) + b"]}"),
     "49: a hang": lambda n: Hang(),
     "49: a closed socket": lambda n: Close(),
+    "49: a gigabyte": lambda n: Flood(),
     "50: 422": lambda n: Reply({"detail": "unprocessable"}, 422),
 }
 
@@ -42,8 +49,8 @@ class Failing:
         return self.failure(len(payload["responses"])) if self.fails(self.calls) else lengths(payload)
 
 
-def service_run(folder, url, name="out", **changes):
-    quick = {"connect_timeout": 0.5, "read_timeout": 0.5, "retries": 1, "retry_delay": 0.01, "batch_size": 64}
+def service_run(folder, url, name="out", *, read_timeout=0.5, **changes):
+    quick = {"connect_timeout": 0.5, "read_timeout": read_timeout, "retries": 1, "retry_delay": 0.01, "batch_size": 64}
     rewards = [{"type": "http", "url": url, "weight": 0.1, **quick}]
     changes = {"train__max_steps": 3, "ppo__num_ppo_epochs": 1} | changes
     return tiny_run(folder, rewards=rewards, output_dir=str(folder / name), **changes)
@@ -109,6 +116,47 @@ def test_no_failure_reaches_the_optimizer(tmp_path, failure):
     assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
     assert (config.output_dir / "checkpoint-1" / "manifest.json").is_file()
     assert not (config.output_dir / "model.safetensors").exists()
+
+
+def test_49_of_a_gigabyte_only_the_beginning_is_read(tmp_path):
+    with local_service(in_turn(lengths({"responses": ["Hello."]}), Flood())) as local:
+        with pytest.raises(RewardResponseError, match=rf"{local.url}.* returned more than 16 MiB; wanted JSON"):
+            train_policy(service_run(tmp_path, local.url, read_timeout=20.0))
+        assert 2**24 <= local.flooded < 2**26
+
+
+JUDGED = {
+    "an error with a body": (Reply({"error": {"message": "model overloaded"}}, 500), "status 500 .*model overloaded"),
+    "no reply": (Reply({"choices": []}), r"wanted JSON \{\"choices\""),
+    "a reply that is no text": (says(7), r"gave no number from 1 to 10 for answer"),
+    "NaN": (says("NaN"), "gave no number from 1 to 10 for answer .*'NaN'"),
+    "a list": (says("[7]"), "gave no number from 1 to 10 for answer"),
+    "a number in a sentence": (says("I would say 7 or 8"), "the last reply: 'I would say 7 or 8'"),
+    "a hang": (Hang(), "no whole answer within read_timeout"),
+    "a closed socket": (Close(), "the connection failed"),
+    "a gigabyte": (Flood(), "returned more than 16 MiB"),
+}
+
+
+@pytest.mark.parametrize(("failure", "told"), JUDGED.values(), ids=JUDGED)
+def test_49_no_failure_of_a_judge_reaches_the_optimizer(tmp_path, failure, told):
+    asked = []
+
+    def judge(payload):
+        asked.append(payload)
+        return says(str(len(asked) % 10 + 1)) if len(asked) <= 9 else failure  # a first try, and one update
+
+    quick = {"connect_timeout": 1.0, "read_timeout": 4.0, "retries": 0, "attempts": 2, "max_concurrency": 2}
+    if isinstance(failure, Hang):
+        quick |= {"connect_timeout": 0.3, "read_timeout": 0.3}
+    with local_service(judge) as local:
+        rewards = [{"type": "judge", "base_url": local.url, "model": "m", "rubric": "{prompt} {response}", **quick}]
+        config = tiny_run(tmp_path, rewards=rewards, ppo__num_ppo_epochs=1)
+        with pytest.raises(RewardError, match=told) as caught:
+            train_policy(config)
+    assert local.url in str(caught.value)
+    assert caught.value.__notes__ == ["the state after 1 updates is saved; --resume goes on from there"]
+    assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
 
 
 def test_50_a_failure_that_passes_changes_nothing(tmp_path, straight):

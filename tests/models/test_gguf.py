@@ -52,6 +52,7 @@ def test_weights_configuration_and_tokenizer_are_those_of_the_file_and_can_be_sa
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
         assert each(text)["input_ids"] == wanted(text)["input_ids"]
         assert (each.eos_token_id, each.chat_template) == (EOS, CHAT_TEMPLATE)
+        assert each.get_vocab() == wanted.get_vocab()
 
 
 def test_half_precision_and_the_configuration_alone(tmp_path):

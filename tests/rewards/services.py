@@ -36,6 +36,10 @@ class Trickle:
     """Sends one byte of an endless answer every few milliseconds."""
 
 
+class Flood:
+    """Begins an answer of a gigabyte."""
+
+
 Behaviour = Callable[[Any], Any]
 
 
@@ -49,7 +53,7 @@ class Local:
         self.paths: list[str] = []
         self.over = threading.Event()
         self.lock = threading.Lock()
-        self.at_work = self.most_at_work = 0
+        self.at_work = self.most_at_work = self.flooded = 0
         local = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -92,6 +96,14 @@ class Local:
                 handler.end_headers()
                 while not self.over.wait(0.02):
                     handler.wfile.write(b" ")
+            case Flood():
+                handler.send_response(200)
+                handler.send_header("Content-Length", str(2**30))
+                handler.end_headers()
+                handler.wfile.write(b'{"scores": [')
+                while self.flooded < 2**30 and not self.over.is_set():
+                    handler.wfile.write(b" " * 2**16)
+                    self.flooded += 2**16
             case Reply():
                 handler.send_response(reply.status)
                 for name, value in reply.headers.items():

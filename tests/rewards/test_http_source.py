@@ -3,6 +3,7 @@
 import logging
 import math
 import socket
+import threading
 import time
 from datetime import date
 
@@ -76,8 +77,12 @@ def test_text_that_is_no_unicode_is_sent_as_json_escapes():
 
 
 def test_batches_are_put_together_in_order_with_their_components_and_not_too_many_at_once():
+    all_at_work = threading.Barrier(3)
+
     def slow(payload):
-        time.sleep(0.05 if payload["responses"][0] == "a" else 0.01)  # the first batch comes back last
+        if len(payload["responses"][0]) in (1, 4, 7):
+            all_at_work.wait(10)
+        time.sleep(0.05 if payload["responses"][0] == "a" else 0.0)  # the first batch comes back last
         sizes = [len(text) for text in payload["responses"]]
         return Reply({"scores": sizes, "components": {"half": [size / 2 for size in sizes]}})
 

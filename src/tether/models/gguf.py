@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from tether.errors import ModelError
 
@@ -61,6 +69,19 @@ def check_gguf(source: GgufSource, key: str) -> None:
         with file.open("rb") as stream:
             if stream.read(4) != b"GGUF":
                 raise ModelError(f"{key}: {file} is not what its name says; a GGUF file begins with GGUF")
+
+
+def own_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreTrainedTokenizerBase:
+    """The tokenizer without tokens beyond the model's vocabulary: transformers adds one that many files do not have."""
+    if all(token < vocab_size for token in tokenizer.added_tokens_decoder):
+        return tokenizer
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["id"] < vocab_size]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(settings)),
+        chat_template=tokenizer.chat_template,
+        **tokenizer.special_tokens_map,
+    )
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:

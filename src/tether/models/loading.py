@@ -31,9 +31,9 @@ from transformers.utils import logging
 
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
-from tether.models.bitsandbytes import FewBits
+from tether.models.bitsandbytes import FewBits, is_quantized, keep_differentiable
 from tether.models.chat import turn_end
-from tether.models.gguf import gguf_source, plain_config, plain_model
+from tether.models.gguf import gguf_source, own_tokens, plain_config, plain_model
 from tether.models.heads import (
     HEAD_NAMES,
     VALUE_HEAD_FILES,
@@ -95,7 +95,12 @@ def load_tokenizer(
         return load_tokenizer(adapter_base(path), trust_remote_code=trust_remote_code)
     place, file = _place(path)
     with model_errors(path):
-        return AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code, **file)
+        tokenizer = AutoTokenizer.from_pretrained(
+            place, revision=revision, trust_remote_code=trust_remote_code, **file
+        )
+    if not file:
+        return tokenizer
+    return own_tokens(tokenizer, load_config(path, revision=revision).get_text_config().vocab_size)
 
 
 def load_generation_config(path: str, *, revision: str | None = None) -> GenerationConfig | None:

@@ -9,6 +9,7 @@
     │   └── RewardResponseError  it answered something that is not one finite score an answer
     ├── GenerationError          the policy could not produce an answer
     ├── TrainingError            a loss, a gradient or a parameter is not finite
+    ├── HubError                 a model could not be pushed to the hub
     └── CheckpointError          a saved state is incomplete, damaged or of another run
 
 The command line turns ``ConfigError``, ``DataError``, ``ModelError`` and ``CheckpointError`` into one readable message
@@ -50,6 +51,10 @@ class GenerationError(TetherError):
 
 class TrainingError(TetherError):
     """A loss, a gradient or a parameter is not finite; raised before the optimizer step."""
+
+
+class HubError(TetherError):
+    """A model could not be pushed to the hub; it is whole in its folder."""
 
 
 class CheckpointError(TetherError):

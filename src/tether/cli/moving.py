@@ -40,4 +40,28 @@ def convert(arguments: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {run.__name__: run for run in (convert,)}
+def push(arguments: Sequence[str]) -> int:
+    """Upload a saved model to the hub: tether push RUN"""
+    parser = argparse.ArgumentParser(
+        "tether push",
+        description="Uploads the model of a run, a checkpoint or a merged model, with tokenizer and card, to the "
+        "Hugging Face hub. The token is that of `hf auth login` or HF_TOKEN.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of a run, or any model folder")
+    parser.add_argument("--to", metavar="OWNER/NAME", help="repository; the folder's name if left out")
+    parser.add_argument("--public", action="store_true", help="make a new repository public; private otherwise")
+    given = parser.parse_args(arguments)
+
+    from tether.train import hub
+
+    hub.model_files(given.run)
+    if (base := hub.unreachable_base(given.run)) is not None:
+        print(f"note: the adapter's base is the local folder {base}: others need it too, or the merged model")
+    name = given.to or given.run.absolute().name
+    repository = hub.open_repository(name, private=not given.public, key="tether push")
+    print(f"pushed: {hub.push(given.run, repository)}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {run.__name__: run for run in (convert, push)}

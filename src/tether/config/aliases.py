@@ -168,7 +168,7 @@ ALIASES = _table(
     ("save_path default_local_dir ckpt_path checkpoint_dir", _to("output_dir")),
     ("overwrite_output", _to("overwrite_output_dir")),
     ("plot_loss", _absent("report.html in the output folder has every curve")),
-    ("push_to_hub", _absent("the output folder is a plain model folder: upload it with the hub's own tools")),
+    ("push_to_hub_model_id", _to("train.hub_model_id")),
     ("stage do_train", _absent("the command says what runs: `tether ppo`, `tether reward`")),
 )
 

@@ -85,8 +85,7 @@ class ModelConfig(Section):
     def _quantised_weights_stay(self) -> ModelConfig:
         if self.quantization is not None and self.lora is None:
             raise ValueError(
-                f"quantization {self.quantization}: weights in few bits cannot be trained themselves: add `lora: {{}}`, "
-                "or leave quantization out"
+                f"quantization {self.quantization}: weights in few bits cannot be trained themselves; add `lora: {{}}`"
             )
         return self
 
@@ -406,6 +405,13 @@ class TrainConfig(Section):
     """Name of the run in the trackers; ``output_dir`` if left out."""
     max_runtime: PositiveFloat | None = None
     """Hours after which the run saves its state and ends with exit code 130."""
+    push_to_hub: bool = False
+    """Push the trained policy with its card to the Hugging Face hub at the end. The token is that of ``hf auth login``
+    or HF_TOKEN."""
+    hub_model_id: str | None = None
+    """Repository to push to, OWNER/NAME; the name of ``output_dir``, of the token's owner, if left out."""
+    hub_private_repo: bool = True
+    """Whether a new repository is private; false makes it public."""
 
     @model_validator(mode="after")
     def _cross_checks(self) -> TrainConfig:

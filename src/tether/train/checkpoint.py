@@ -41,7 +41,7 @@ MAY_CHANGE = frozenset({
     "resume", "overwrite_output_dir", "output_dir", "train.total_episodes", "train.num_train_epochs", "train.max_steps",
     "train.logging_steps", "train.log_samples", "train.eval_steps", "train.save_steps", "train.save_total_limit",
     "train.report_to", "train.run_name", "train.max_runtime", "train.metric_for_best_model", "train.greater_is_better",
-    "train.load_best_model_at_end", "value.save",
+    "train.load_best_model_at_end", "value.save", "train.push_to_hub", "train.hub_model_id", "train.hub_private_repo",
 })
 """Keys that a resumed run may change."""
 SERVICE_MAY_CHANGE = re.compile(

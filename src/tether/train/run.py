@@ -40,6 +40,7 @@ from tether.train.checkpoint import (
 from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
+from tether.train.hub import open_repository, push
 from tether.train.inputs import RunData, check, check_data, first_answer, load_data, resolved, tell_data
 from tether.train.log import METRICS, SAMPLES, RunLog
 from tether.train.parts import Parts
@@ -84,6 +85,7 @@ def train_policy(
             wherever it can be seen by then.
         RewardError: answers could not be scored; the state after the last finished update is saved.
         GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
+        HubError: the policy is saved, but could not be pushed.
     """
     with open_trainer(config, rewards=rewards, display=display, callbacks=callbacks) as trainer:
         config, log = trainer.config, trainer.log
@@ -97,7 +99,16 @@ def train_policy(
                 with atomic_folder(config.output_dir / CRITIC) as folder:
                     save_critic(trainer.roles, folder)
                     write_card(folder, config.output_dir, role="critic")
+    if config.train.push_to_hub and interrupted is None:
+        told = push(config.output_dir, hub_repository(config))
+        (display or NullDisplay()).message(f"pushed: {told}")
     return RunResult(config.output_dir, log.updates, log.evaluations, config.output_dir / REPORT, interrupted)
+
+
+def hub_repository(config: RunConfig) -> str:
+    """The repository that the policy is pushed to, opened."""
+    name = config.train.hub_model_id or config.output_dir.absolute().name
+    return open_repository(name, private=config.train.hub_private_repo, key="train.push_to_hub")
 
 
 @contextmanager
@@ -131,6 +142,8 @@ def open_trainer(
     tell_data(config, data, display)
     if rewards is None:
         try_services(config.rewards, config.reward_names, first_answer(data), data.tokenizer)
+    if config.train.push_to_hub:
+        hub_repository(config)
     with claimed(config.output_dir):
         check_folder(config)  # once more: another run may have begun there meanwhile
         prepare_folder(config, checkpoint, tell=display.message)

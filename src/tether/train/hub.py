@@ -1,0 +1,86 @@
+"""A saved model on the Hugging Face hub. The token is that of the environment or of `hf auth login`, never another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+from tether.errors import ConfigError, HubError
+from tether.models.paths import ADAPTER_CONFIG
+from tether.models.saving import MANIFEST, files_written
+from tether.report.text import one_line
+
+MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md"]
+"""What is pushed of a folder without a manifest."""
+
+
+def open_repository(name: str, *, private: bool, key: str) -> str:
+    """Makes the model repository that is pushed to, unless it is there; returns its full name.
+
+    Args:
+        name: with its owner, or without: then the owner of the token's.
+        private: whether a new repository is for its owner alone.
+        key: what asked for it, for messages.
+
+    Raises:
+        ConfigError: the hub is switched off, cannot be reached, or refuses.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"{key}: HF_HUB_OFFLINE is set, so nothing can be pushed. Unset it, or push later")
+    try:
+        return HfApi().create_repo(name, private=private, exist_ok=True).repo_id
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{key}: no repository {name} could be opened on the hub: {_reason(error)}. Log in by `hf auth login` or "
+            "set HF_TOKEN to a token that may write, and check the name"
+        ) from error
+
+
+def push(folder: Path, repository: str) -> str:
+    """Uploads the model in a folder, its tokenizer and its card; returns the commit's address.
+
+    What a run needs to go on, its metrics and its samples stay here.
+
+    Raises:
+        ConfigError: the folder holds no model.
+        HubError: the upload failed; the folder is as it was.
+    """
+    files = model_files(folder)
+    try:
+        commit = HfApi().upload_folder(
+            repo_id=repository, folder_path=folder, allow_patterns=files, commit_message=f"{folder.name}, by Tether"
+        )
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
+        raise HubError(
+            f"{folder} could not be pushed to {repository}: {_reason(error)}. The model is whole where it is; "
+            f"`tether push {folder} --to {repository}` tries again"
+        ) from error
+    return commit.commit_url
+
+
+def model_files(folder: Path) -> list[str]:
+    """What belongs to the model in a folder: files that were saved with it, or by their names.
+
+    Raises:
+        ConfigError: it is none, or holds no model.
+    """
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise ConfigError(f"{folder} holds no model; wanted a run's output folder, a checkpoint, or a merged model")
+    written = [name for name in files_written(folder) if "/" not in name and name != MANIFEST]
+    return written or MODEL_FILES
+
+
+def unreachable_base(folder: Path) -> str | None:
+    """The base of an adapter if it is a local path, which nobody else can load; None for others."""
+    settings = folder / ADAPTER_CONFIG
+    if not settings.is_file():
+        return None
+    base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    return base if base and Path(base).exists() else None
+
+
+def _reason(error: Exception) -> str:
+    return one_line(str(error), 300) or type(error).__name__

@@ -1,0 +1,105 @@
+"""Pushing to a hub: what goes there, what stays, and what is said where it cannot go."""
+
+import json
+
+import pytest
+
+from tests.hub import TOKEN, fake_hub
+from tests.models.build import save_adapter
+from tests.train.runs import tiny_run
+from tether.cli.main import main
+from tether.errors import ConfigError, HubError
+from tether.models.saving import merge_adapter
+from tether.train.hub import model_files
+from tether.train.run import train_policy
+
+MODEL = {"config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer.json",
+         "tokenizer_config.json", "chat_template.jinja"}  # fmt: skip
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr("tether.cli.main.quieten", lambda *, debug: None)
+    with fake_hub(monkeypatch) as running:
+        yield running
+
+
+class Said:
+    """A display that keeps its messages."""
+
+    def __init__(self):
+        self.messages = []
+
+    def message(self, text):
+        self.messages.append(text)
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+def test_a_run_is_pushed_at_its_end(tmp_path, hub):
+    config = tiny_run(tmp_path, train__push_to_hub=True, train__hub_model_id="lab/better", train__max_steps=1)
+    said = Said()
+    train_policy(config, display=said)
+    assert hub.repositories == {"lab/better": True}
+    assert hub.files.keys() == MODEL
+    assert hub.files["model.safetensors"] == (config.output_dir / "model.safetensors").read_bytes()
+    assert said.messages[-1].startswith("pushed: ") and hub.tokens == {f"Bearer {TOKEN}"}
+    assert TOKEN not in (config.output_dir / "config.yaml").read_text() + hub.files["README.md"].decode()
+
+
+def test_the_command_pushes_a_checkpoint_without_its_state(tmp_path, hub, capsys):
+    config = tiny_run(tmp_path, train__save_steps=1, model__lora={"r": 2}, train__max_steps=1)
+    train_policy(config)
+    assert main(["push", str(config.output_dir / "checkpoint-1"), "--public"]) == 0
+    assert hub.repositories == {"me/checkpoint-1": False}
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= hub.files.keys()
+    assert not any("tether_state" in name or name == "manifest.json" for name in hub.files)
+    shown = capsys.readouterr().out
+    assert "base is the local folder" in shown and "pushed: http" in shown
+
+
+def test_folders_of_others_are_pushed_by_the_names_of_their_files(tmp_path, hub):
+    base = tiny_run(tmp_path).model.path
+    (tmp_path / base / "notes.md").write_text("mine")
+    assert main(["push", str(base), "--to", "lab/start"]) == 0
+    assert "model.safetensors" in hub.files and "notes.md" not in hub.files
+    adapter = save_adapter(tmp_path / "adapter", base, tokenizer=True)
+    merge_adapter(str(adapter), tmp_path / "merged")
+    assert "model.safetensors" in model_files(tmp_path / "merged")
+
+
+def test_offline_is_told_before_training(tmp_path, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("tether.train.run.build_trainer", lambda *args: pytest.fail("a model was loaded"))
+    with pytest.raises(ConfigError, match=r"train.push_to_hub: HF_HUB_OFFLINE is set"):
+        train_policy(tiny_run(tmp_path, train__push_to_hub=True))
+
+
+def test_a_hub_that_refuses_is_told_before_training(tmp_path, hub, monkeypatch):
+    hub.refuses = True
+    monkeypatch.setattr("tether.train.run.build_trainer", lambda *args: pytest.fail("a model was loaded"))
+    with pytest.raises(ConfigError, match=r"no repository out could be opened on the hub: .*hf auth login") as raised:
+        train_policy(tiny_run(tmp_path, train__push_to_hub=True))
+    assert TOKEN not in str(raised.value)
+
+
+def test_a_failure_at_the_end_leaves_the_model_and_says_how_to_try_again(tmp_path, hub, monkeypatch):
+    config = tiny_run(tmp_path, train__push_to_hub=True, train__max_steps=1)
+    preupload = type(hub).post
+
+    def post(self, path, body):
+        return (500, {"error": "down"}) if "/commit/" in path else preupload(self, path, body)
+
+    monkeypatch.setattr(type(hub), "post", post)
+    with pytest.raises(HubError, match=r"out could not be pushed to me/out: .*--to me/out` tries again"):
+        train_policy(config)
+    assert (config.output_dir / "model.safetensors").is_file() and (config.output_dir / "report.html").is_file()
+
+
+def test_folders_without_a_model_are_refused(tmp_path, hub, capsys):
+    assert main(["push", str(tmp_path)]) == 2
+    assert "holds no model" in capsys.readouterr().err and hub.repositories == {}
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": {}}))
+    with pytest.raises(ConfigError):
+        model_files(tmp_path)

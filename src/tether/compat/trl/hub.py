@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from tether.compat.trl.config import PPOConfig
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
-from tether.models.saving import files_written
+from tether.models.saving import MANIFEST, files_written
 from tether.report.text import number, one_line
 
 CARD = "README.md"
@@ -38,7 +38,7 @@ def open_repository(args: PPOConfig, *, token: str | None = None, private: bool 
             name, private=args.hub_private_repo if private is None else private, exist_ok=True
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()
+        reason = str(error).strip(" .\n").splitlines()
         raise ConfigError(
             f"push_to_hub: no repository {name} could be opened: {reason[0] if reason else type(error).__name__}. Log "
             "in by `hf auth login`, or set hub_model_id and hub_token"
@@ -53,7 +53,7 @@ def upload(
     return HfApi(token=token or args.hub_token).upload_folder(
         repo_id=repository,
         folder_path=args.output_dir,
-        allow_patterns=[*files_written(args.output_dir), CARD],
+        allow_patterns=[*(name for name in files_written(args.output_dir) if name != MANIFEST), CARD],
         commit_message=message,
         revision=revision or args.hub_revision,
         run_as_future=not blocking,

@@ -64,4 +64,40 @@ def push(arguments: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {run.__name__: run for run in (convert, push)}
+def chat(arguments: Sequence[str]) -> int:
+    """Talk to a trained model beside its start: tether chat RUN_OR_MODEL"""
+    parser = argparse.ArgumentParser(
+        "tether chat",
+        description="Answers what you type by the model and, side by side, by the model that its run started from. "
+        "/new forgets the conversation, /system TEXT sets a system prompt, /quit ends.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's output folder, a model folder, or a hub id")
+    parser.add_argument("--beside", metavar="MODEL", help="model to compare with; the run's start if left out")
+    parser.add_argument("--alone", action="store_true", help="compare with nothing")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt; the run's if left out")
+    parser.add_argument("--response_length", type=int, help="most tokens of an answer; the run's, or 256")
+    parser.add_argument("--temperature", type=float, help="0 takes the most likely token; the run's, or 1")
+    parser.add_argument("--seed", type=int, default=42, help="seed of sampling (default: %(default)s)")
+    given = parser.parse_args(arguments)
+
+    from tether.cli.display import RunDisplay
+    from tether.cli.talk import talk
+    from tether.train.chat import open_chat
+
+    with RunDisplay() as display:
+        display.phase("loading models", 0, 1)
+        conversation = open_chat(
+            given.model,
+            beside=given.beside,
+            alone=given.alone,
+            system=given.system,
+            response_length=given.response_length,
+            temperature=given.temperature,
+            seed=given.seed,
+        )
+    talk(conversation)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {run.__name__: run for run in (convert, push, chat)}

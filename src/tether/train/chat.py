@@ -1,0 +1,129 @@
+"""A conversation with a trained model, side by side with the model that it started from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.config.chat import ChatKeys
+from tether.config.schema import RunConfig
+from tether.data.prompts import encoded_queries
+from tether.errors import ConfigError
+from tether.generation.hf import HFGenerator
+from tether.models.chat import templated
+from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.paths import check_model_path
+from tether.train.distributed import Dist
+from tether.train.run import sampling_of
+from tether.train.saved import run_config
+from tether.types import Message, Request, Sampling, noise_key
+
+
+@dataclass
+class Speaker:
+    """One side of the conversation."""
+
+    name: str
+    """Where the model is from."""
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    turns: list[Message] = field(default_factory=list)
+    """What was said so far."""
+
+
+@dataclass
+class Chat:
+    """What both sides have in common."""
+
+    speakers: list[Speaker]
+    keys: Mapping[str, Any]
+    """How conversations become text, as in the run."""
+    system: str | None
+    seed: int
+    asked: int = 0
+    """Questions so far; each has noise of its own, the same for both sides."""
+
+    @torch.no_grad()
+    def say(self, text: str) -> list[str]:
+        """Every side's answer to ``text`` after what it heard and said before.
+
+        Raises:
+            ConfigError: the conversation is longer than a model can read; it is as it was before.
+        """
+        key = noise_key(self.seed, "chat", self.asked, 0)
+        answers = [self._answer(speaker, text, key) for speaker in self.speakers]
+        for speaker, answer in zip(self.speakers, answers, strict=True):
+            speaker.turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        self.asked += 1
+        return answers
+
+    def forget(self) -> None:
+        """Begins a new conversation."""
+        for speaker in self.speakers:
+            speaker.turns.clear()
+
+    def _answer(self, speaker: Speaker, text: str, key: int) -> str:
+        plain = speaker.tokenizer.chat_template is None or self.keys["chat_template"] == "none"
+        source = text if plain else [*speaker.turns, {"role": "user", "content": text}]
+        _, (query,) = encoded_queries(
+            [source],
+            speaker.tokenizer,
+            self.keys["chat_template"],
+            None if plain else self.system,
+            ["what you typed"],
+            [self.keys["chat_template_kwargs"]],
+        )
+        generator = HFGenerator(lambda: nullcontext(speaker.model), batch_size=1, device=speaker.model.device)
+        ((_, answer),) = generator.generate([Request(query, key)], speaker.sampling)
+        return speaker.tokenizer.decode(answer.token_ids, skip_special_tokens=True).strip()
+
+
+def open_chat(
+    model: str,
+    *,
+    beside: str | None,
+    alone: bool,
+    system: str | None,
+    response_length: int | None,
+    temperature: float | None,
+    seed: int,
+) -> Chat:
+    """Loads a model, and the one that its run started from.
+
+    Args:
+        model: a run's output folder, a checkpoint in it, a model or adapter folder, or a hub id.
+        beside: another model to compare with.
+        alone: whether to compare with none.
+        system: system prompt; the run's if None.
+        response_length, temperature: the run's, or 256 and 1, if None.
+
+    Raises:
+        ConfigError, ModelError: a model is not there.
+    """
+    run = run_config(Path(model))
+    start = beside or (run.model.path if run else None)
+    paths = {"RUN_OR_MODEL": model} | ({"--beside": start} if start and not alone else {})
+    for key, path in paths.items():
+        check_model_path(path, key)
+    asked = {"max_new_tokens": response_length, "temperature": temperature}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if min(asked.values(), default=1) < 0 or asked.get("max_new_tokens") == 0:
+        raise ConfigError("--response_length must be above 0, --temperature at least 0")
+    keys = run.data.chat if run else ChatKeys().chat
+    speakers = [_speaker(path, run, keys["chat_template"], asked) for path in paths.values()]
+    return Chat(speakers, keys, system or keys["system_prompt"], seed)
+
+
+def _speaker(path: str, run: RunConfig | None, chat_template: str, asked: Mapping[str, Any]) -> Speaker:
+    tokenizer = templated(load_tokenizer(path), chat_template)
+    policy = load_causal_lm(path, dtype=None).to(Dist().device)
+    stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
+    sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)
+    return Speaker(path, policy, tokenizer, replace(sampling, **asked))

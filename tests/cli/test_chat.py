@@ -1,0 +1,102 @@
+"""``tether chat`` with what is typed piped in."""
+
+import io
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.models.build import save_adapter
+from tests.tiny import save_tiny
+from tether.cli.main import main
+from tether.train.chat import open_chat
+
+OPTIONS = {"beside": None, "alone": False, "system": None, "response_length": 6, "temperature": 0.0, "seed": 1}
+
+
+@pytest.fixture(autouse=True)
+def leave_the_process_as_it_was(monkeypatch):
+    monkeypatch.setattr("tether.cli.main.quieten", lambda *, debug: None)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    start = save_tiny(folder / "start", tied=False)
+    return start, save_adapter(folder / "trained", start, tokenizer=True)
+
+
+def typed(monkeypatch, text):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def by_transformers(folder, messages):
+    """The six most likely tokens after a conversation."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    return tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+
+def test_answers_are_those_of_transformers_over_turns(models):
+    start, _ = models
+    chat = open_chat(str(start), **OPTIONS | {"system": "you run"})
+    messages = [{"role": "system", "content": "you run"}]
+    for text in ("the cat sees", "i like the dog"):
+        messages.append({"role": "user", "content": text})
+        (answer,) = chat.say(text)
+        assert answer == by_transformers(start, messages)
+        messages.append({"role": "assistant", "content": answer})
+    chat.forget()
+    assert chat.say("the cat sees") == [by_transformers(start, [messages[0], messages[1]])]
+
+
+def test_two_models_hear_their_own_answers(models):
+    start, trained = models
+    chat = open_chat(str(trained), **OPTIONS | {"beside": str(start)})
+    first = chat.say("the cat sees")
+    assert first[0] != first[1] == by_transformers(start, [{"role": "user", "content": "the cat sees"}])
+    assert [speaker.turns[-1]["content"] for speaker in chat.speakers] == first
+
+
+def test_piped_lines_are_answered_until_quit(models, monkeypatch, capsys):
+    start, trained = models
+    typed(monkeypatch, "the cat sees\n\n/new\n/system you run\n/help\ni like\n/quit\nnever\n")
+    arguments = ["chat", str(trained), "--beside", str(start), "--response_length", "5", "--temperature", "0"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("/trained") == 2 and shown.count("/start") == 2  # two answers, side by side
+    assert shown.count("a new conversation") == 2 and "/new forgets" in shown and "never" not in shown
+
+
+def test_the_end_of_input_ends_it(models, monkeypatch, capsys):
+    typed(monkeypatch, "")
+    assert main(["chat", str(models[0])]) == 0
+
+
+def test_a_conversation_that_is_too_long_is_told_and_kept(models, monkeypatch, capsys):
+    typed(monkeypatch, " ".join(["the"] * 130) + "\n/new\nthe cat\n")
+    assert main(["chat", str(models[0]), "--response_length", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "/new begins again" in " ".join(shown.split()) and "/start" in shown
+
+
+def test_without_a_chat_template_text_is_continued(tmp_path):
+    folder = save_tiny(tmp_path / "plain", chat_template=False)
+    chat = open_chat(str(folder), **OPTIONS)
+    assert chat.say("the cat") == chat.say("the cat")  # nothing is remembered
+
+
+def test_what_a_model_says_does_nothing_to_the_terminal(models, monkeypatch, capsys):
+    typed(monkeypatch, "the cat\n")
+    monkeypatch.setattr("tether.train.chat.Chat._answer", lambda *args: "\x1b[2J[bold]x[/bold]")
+    assert main(["chat", str(models[0])]) == 0
+    shown = capsys.readouterr().out
+    assert "\\x1b[2J[bold]x[/bold]" in shown and "\x1b[2J" not in shown
+
+
+@pytest.mark.parametrize(("option", "message"), [("--response_length=0", "above 0"), ("--beside=missing", "missing")])
+def test_mistakes(models, capsys, option, message):
+    assert main(["chat", str(models[0]), option]) == 2
+    assert message in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.compat.llamafactory import MODEL, PPO, REWARD, write_home, write_reward
+from tests.compat.llamafactory import MODEL, PPO, REWARD, RM, SFT, write_home, write_reward
 from tests.models.build import save_adapter
 from tests.rewards.services import Reply, local_service
 from tests.rewards.value_heads import save_value_head
@@ -16,7 +16,9 @@ from tether.cli.main import main
 from tether.compat import llamafactory
 from tether.compat.load import load_any
 from tether.config.load import load_config, parse_config
+from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig
+from tether.config.sft_stage import SftStageConfig
 from tether.errors import ConfigError
 from tether.metrics.writers import read_jsonl
 
@@ -265,6 +267,49 @@ class TestModels:
         save_tiny(home / "bare", chat_template=False)
         with pytest.raises(ConfigError, match=r"template: got deepseek3; wanted one of .*no chat template"):
             read(PPO, "--template=deepseek3", "--model_name_or_path=bare")
+
+
+    def test_quantised(self, tmp_path):
+        overrides = ["--quantization_bit=4", "--reward_model_quantization_bit=4", "--ref_model_quantization_bit=4"]
+        config, translation = read(PPO, *overrides, folder=tmp_path)
+        assert config.model.quantization == "4bit"
+        assert any(theirs == "ref_model_quantization_bit: 4" for theirs, _ in translation.ignored)
+        with pytest.raises(ConfigError, match="quantization_bit: got 3; wanted 4 or 8"):
+            read(PPO, "--quantization_bit=3", folder=tmp_path)
+        with pytest.raises(ConfigError, match="reward_model_quantization_bit: got 8; reward models are loaded as they"):
+            read(PPO, "--reward_model_quantization_bit=8", "--reward_model_type=full", folder=tmp_path)
+
+
+class TestOtherStages:
+    """The files of the stages before, one after the other, in the folders that they name."""
+
+    def test_run_as_they_are_and_the_judge_serves_ppo(self, home, capsys):
+        assert main(["sft", "llama3_lora_sft.yaml"]) == 0
+        assert main(["reward", "llama3_lora_reward.yaml", "val_size=0.5"]) == 0
+        for folder, task in (("saves/llama3-8b/lora/sft", "CAUSAL_LM"), (REWARD, "SEQ_CLS")):
+            config = json.loads((home / folder / "adapter_config.json").read_text())
+            assert (config["r"], config["lora_alpha"], config["task_type"]) == (8, 16, task)
+            assert (home / folder / "training_loss.png").is_file() and (home / folder / "README.md").is_file()
+        assert "accuracy" in capsys.readouterr().out
+        options = ["max_steps=1", "max_new_tokens=4", "adapter_name_or_path=saves/llama3-8b/lora/sft"]
+        assert main(["ppo", "llama3_lora_ppo.yaml", *options]) == 0
+        assert "type: adapter" in Path("saves/llama3-8b/lora/ppo/config.yaml").read_text()
+
+    def test_become(self, tmp_path):
+        config, _ = load_any(write(tmp_path, SFT), ["--mask_history=true"], SftStageConfig, "sft")
+        assert (config.data.demonstrations, config.data.turns) == (["identity", "alpaca_en_demo"], "last")
+        assert (config.data.max_length, config.data.max_samples) == (2048, 1000)
+        train = config.train
+        assert (train.batch_size, train.micro_batch_size, train.num_train_epochs) == (8, 1, 3)
+        assert (train.learning_rate, train.lr_scheduler_type, train.warmup_ratio) == (1e-4, "cosine", 0.1)
+        assert (train.save_steps, train.save_total_limit) == (500, None)
+        judge, _ = load_any(write(tmp_path, RM), [], RewardStageConfig, "reward")
+        assert judge.data.pairs == ["dpo_en_demo"] and judge.data.held_out_fraction == 0.0
+
+    @pytest.mark.parametrize("override", ["packing=true", "train_on_prompt=true", "disable_shuffling=true"])
+    def test_refuse_by_name(self, tmp_path, override):
+        with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}: got true; "):
+            load_any(write(tmp_path, SFT), [f"--{override}"], SftStageConfig, "sft")
 
 
 class TestRecognition:

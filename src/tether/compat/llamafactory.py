@@ -286,10 +286,12 @@ def _precision(keys: Translator) -> None:
         not keys.take("disable_gradient_checkpointing", False),
         "disable_gradient_checkpointing",
     )
-    for key in ("quantization_bit", "ref_model_quantization_bit", "reward_model_quantization_bit"):
-        if keys.take(key) is not None:
-            keys.refuse(key, "quantised models are not trained here: leave it out")
-    keys.ignore("for quantised models only", "quantization_method", "quantization_type")
+    if (bits := keys.take("quantization_bit")) in (4, 8):
+        keys.put("model.quantization", f"{bits}bit", "quantization_bit")
+    elif bits is not None:
+        keys.refuse("quantization_bit", "wanted 4 or 8")
+    keys.off("models are quantised by bitsandbytes: leave it out", quantization_method=("bnb", "bitsandbytes"))
+    keys.off("4 bits are of the type nf4: leave it out", quantization_type="nf4")
 
 
 def _sharding(keys: Translator) -> None:
@@ -450,6 +452,7 @@ def _reference(keys: Translator) -> None:
             if keys.gives(key):
                 keys.refuse(key, "the reference is the policy that the run starts from: leave it out")
     keys.covered("ref_model", "ref_model_adapters", by="the policy that the run starts from")
+    keys.ignore("the reference shares the policy's base", "ref_model_quantization_bit")
     if keys.gives("adapter_name_or_path") and not keys.gives("ref_model"):
         keys.note("The reference is the adapter that the run starts from; LLaMA-Factory's is the base without it.")
 
@@ -471,6 +474,9 @@ def _reward_source(keys: Translator) -> None:
         source = {"type": _reward_type(folder, kind), "path": folder}
         if source["type"] != "adapter" and keys.take("trust_remote_code", False):
             source["trust_remote_code"] = True
+    if keys.take("reward_model_quantization_bit") is not None and kind == "full":
+        keys.refuse("reward_model_quantization_bit", "reward models are loaded as they are saved: leave it out")
+    keys.ignore("the reward shares the policy's base, or is a service", "reward_model_quantization_bit")
     theirs = ("reward_model", "reward_model_type", "reward_model_adapters")
     if path is not None and kind in ("lora", "full", "api") and len(adapters) < 2:
         keys.put("rewards", [source], *theirs)
@@ -556,8 +562,7 @@ def _saves(keys: Translator) -> None:
         keys.covered("save_strategy", "save_steps", by="the final model alone is saved")
     else:
         keys.refuse("save_strategy", "wanted steps, with save_steps, or no")
-    if keys.gives("save_total_limit"):
-        keys.put("train.save_total_limit", keys.take("save_total_limit"), "save_total_limit")
+    keys.put("train.save_total_limit", keys.take("save_total_limit"), "save_total_limit")
 
 
 # The stages rm and sft
@@ -618,7 +623,8 @@ def _stage(keys: Translator) -> None:
     keys.covered("resume_from_checkpoint", by="its default, as here")
     keys.ignore(
         "for the stage ppo only",
-        *("ref_model", "ref_model_adapters", "reward_model", "reward_model_type", "reward_model_adapters"),
+        *("ref_model", "ref_model_adapters", "ref_model_quantization_bit", "reward_model", "reward_model_type"),
+        *("reward_model_adapters", "reward_model_quantization_bit"),
         *("ppo_buffer_size", "ppo_epochs", "ppo_score_norm", "ppo_target", "ppo_whiten_rewards", "do_sample"),
         *("temperature", "top_p", "top_k", "num_beams", "max_length", "max_new_tokens", "repetition_penalty"),
     )

@@ -12,6 +12,7 @@ import torch
 
 from tests.tiny import save_tiny
 from tests.train.test_run import weights
+from tether.cli.main import main
 from tether.config.load import load_config
 from tether.metrics.writers import read_jsonl
 from tether.train.run import train_policy
@@ -89,6 +90,23 @@ def test_preset_runs(preset, tmp_path, name):
     assert [row["update/num_steps"] for row in result.updates] == [STEPS[name]] * 3
     assert ("loss/policy_avg" in result.updates[0]) == (config.value.warmup_steps == 0)
     assert result.updates[0].keys() >= {"value/lr", "objective/kl"}
+
+
+def test_pipeline_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "model")
+    words = ("cat", "dog", "sun", "day", "rain", "night")
+    rows = [{"prompt": f"the {word}", "chosen": "is good", "rejected": "is bad"} for word in words]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    small = {"sampling.response_length": 8, "train.rollout_batch_size": 16, "train.micro_batch_size": 4}
+    small |= {"train.total_episodes": 32, "train.save_steps": 1, "ppo.score_norm_samples": 8}
+    overrides = [f"--ppo.{key}={value}" for key, value in small.items()]
+    arguments = [str(EXAMPLES / "pipeline.yaml"), "--model.path=model", *overrides]
+    assert main(["pipeline", *arguments]) == 0
+    for stage in ("sft", "reward", "ppo"):
+        assert (tmp_path / "runs/pipeline" / stage / "adapter_model.safetensors").is_file()
+    updates = [row for row in read_jsonl(tmp_path / "runs/pipeline/ppo/metrics.jsonl") if "objective/kl" in row]
+    assert [row["step"] for row in updates] == [1, 2] and updates[0]["objective/kl"] == 0.0
 
 
 def test_verifiable_reward_takes_off_for_length(preset):

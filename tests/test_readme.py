@@ -23,6 +23,21 @@ data: {pairs: pairs.jsonl, eval_fraction: 0.25}
 train: {batch_size: 4, micro_batch_size: 4}
 output_dir: runs/reward
 """
+SFT_YAML = """
+model: {path: path/or/hub-id, lora: {r: 4}}
+data: {demonstrations: pairs.jsonl}
+train: {batch_size: 4, micro_batch_size: 4}
+output_dir: runs/sft
+"""
+PIPELINE_YAML = """
+model: {path: path/or/hub-id, lora: {r: 4}}
+output_dir: runs/pipeline
+reward: {data: {pairs: pairs.jsonl, eval_fraction: 0.25}, train: {batch_size: 4, micro_batch_size: 4}}
+ppo:
+  data: {prompts: prompts.jsonl}
+  sampling: {response_length: 4}
+  train: {max_steps: 1, rollout_batch_size: 4, micro_batch_size: 4}
+"""
 
 
 def commands() -> list[str]:
@@ -49,6 +64,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs * 4), encoding="utf-8")
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "reward.yaml").write_text(REWARD_YAML, encoding="utf-8")
+    (tmp_path / "sft.yaml").write_text(SFT_YAML, encoding="utf-8")
+    (tmp_path / "pipeline.yaml").write_text(PIPELINE_YAML, encoding="utf-8")
     (tmp_path / "run.yaml").write_text(smaller(blocks("yaml")[0]), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -122,9 +122,10 @@ def test_calls_of_functions_are_handed_to_the_template(entry):
     (prompt,) = load_prompts("d", tokenizer, **options).prompts
     assert prompt.text == "look <user> the cat <assistant> cat <tool> red "
     (demonstration,) = load_demonstrations(
-        "d", tokenizer, split="train", max_length=64, end_ids={EOS}, key="k", every_turn=True, dataset_dir=folder, **CHAT
-    ).demonstrations  # the call is no answer that is trained on
-    assert tokenizer.decode(demonstration.response_ids) == "it is red <eos>"
+        "d", tokenizer, split="train", max_length=64, end_ids={EOS}, key="k", every_turn=True, dataset_dir=folder,
+        **CHAT,
+    ).demonstrations  # fmt: skip
+    assert tokenizer.decode(demonstration.response_ids) == "it is red <eos>", "and not the call"
 
 
 def test_every_stage_reads_an_entry(entry):

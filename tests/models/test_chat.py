@@ -16,8 +16,8 @@ TURNS = [
 ]
 QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, and "
-    "polite answers to the user's questions."
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions."
 )
 ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 TEXTS = {
@@ -53,7 +53,9 @@ ALONE = {
     "vicuna": f"<bos>{VICUNA} USER: Hi ASSISTANT:",
     "zephyr": "<|user|>\nHi<eos>\n<|assistant|>\n",
 }
-ENDS = {"chatml": "<|im_end|>", "gemma": "<end_of_turn>", "llama3": "<|eot_id|>", "phi3": "<|end|>", "qwen": "<|im_end|>"}
+ENDS = {
+    "chatml": "<|im_end|>", "gemma": "<end_of_turn>", "llama3": "<|eot_id|>", "phi3": "<|end|>", "qwen": "<|im_end|>",
+}  # fmt: skip
 
 
 def tokenizer_for(name):

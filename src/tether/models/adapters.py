@@ -249,8 +249,8 @@ def check_targets(lora: LoraConfig, shape: PreTrainedConfig, *, trust_remote_cod
 def target_names(model: PreTrainedModel, targets: str | Iterable[str]) -> set[str]:
     """Modules of the bare model that a PEFT ``target_modules`` names."""
     if targets == "all-linear":
-        output = model.get_output_embeddings()
-        return {n for n, m in model.named_modules() if isinstance(m, LINEAR) and m is not output}
+        heads = (model.get_output_embeddings(), getattr(model, "score", None))  # of a language model, of a classifier
+        return {n for n, m in model.named_modules() if isinstance(m, LINEAR) and all(m is not head for head in heads)}
     names = {name for name, _ in model.named_modules()}
     if isinstance(targets, str):
         return {name for name in names if re.fullmatch(targets, name)}

@@ -204,8 +204,8 @@ def _check_same(config: Any, folder: Path) -> None:
     ]
     if differing:
         raise ConfigError(
-            f"output_dir: {folder} holds this stage with another {' and '.join(differing[:3])}. Name another output_dir, or "
-            "add --overwrite to run all stages anew"
+            f"output_dir: {folder} holds this stage with another {' and '.join(differing[:3])}. Name another "
+            "output_dir, or add --overwrite to run all stages anew"
         )
 
 

@@ -105,10 +105,13 @@ def train_reward_model(
     if config.model.lora is not None:
         model = adapted(model, config.model)
     running.prepare_folder(config, checkpoint)
+    settings = model.config.get_text_config()
+    uses_cache = settings.use_cache
     start, watch = time.perf_counter(), running.watch(config, on_progress, stop)
     running.train(lambda: _trainer(model, tokenizer, data.train, config, bf16=bf16, watch=watch), checkpoint)
     if watch.interrupted is not None:
         return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
+    settings.use_cache = uses_cache  # TRL turns it off for training, and the folder would keep that
     model.eval()
     metrics = {
         **data.counts,

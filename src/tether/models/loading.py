@@ -69,6 +69,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 # Devices
 
 
+def default_device() -> torch.device:
+    """The accelerator of this machine, or else the CPU."""
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
 def bf16_supported(device: torch.device | str) -> bool:
     """Whether the hardware multiplies bfloat16 matrices, so that bf16 autocast saves time."""
     kind = torch.device(device).type
@@ -175,16 +180,22 @@ def load_causal_lm(
     revision: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    few_bits: FewBits | None = None,
 ) -> PreTrainedModel:
     """The language model in ``path``, in eval mode; an adapter is merged into its base in float32, then cast.
 
     Args:
         dtype: of the weights; None: as saved.
+        few_bits: holds the linear layers in 4 or 8 bits, on their device.
 
     Raises:
-        ModelError: it is not there, is a classifier, or some of its weights are missing.
+        ModelError: it is not there, is a classifier, or some of its weights are missing; or it is an adapter, and
+            ``few_bits`` are asked for.
     """
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    if few_bits is not None:
+        _check_full(path, revision, few_bits)
+        options |= few_bits.options()
     if is_adapter(path, revision):
         adapter = read_adapter(path, revision)
         if adapter.head:
@@ -241,6 +252,7 @@ def load_reward_model(
     revision: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    few_bits: FewBits | None = None,
 ) -> PreTrainedModel:
     """The sequence classifier with one label in ``path``, in eval mode; an adapter is merged into its base.
 
@@ -249,12 +261,16 @@ def load_reward_model(
 
     Args:
         dtype: of the weights, a decoder's head aside; None: as saved.
+        few_bits: holds the linear layers in 4 or 8 bits, on their device.
 
     Raises:
         ModelError: it is not there, has more labels than one, no head, several, or weights that are missing or that
-            have no place in the model.
+            have no place in the model; or it is an adapter, and ``few_bits`` are asked for.
     """
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    if few_bits is not None:
+        _check_full(path, revision, few_bits)
+        options |= few_bits.options(heads=HEADS)
     if is_adapter(path, revision):
         return _adapted_classifier(read_adapter(path, revision), dtype, options)
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -275,6 +291,15 @@ def load_reward_model(
         tensors["score.weight"] = model.score.weight
     model.score = head_from(tensors, model.score.in_features, path)
     return model
+
+
+def _check_full(path: str, revision: str | None, few_bits: FewBits) -> None:
+    """Raises ``ModelError`` for an adapter, which would have to be merged into weights in few bits."""
+    if is_adapter(path, revision):
+        raise ModelError(
+            f"{path}: an adapter cannot be merged into a base in {few_bits.bits}: write the merged model by "
+            f"`tether merge {path} -o FOLDER`, and name that folder"
+        )
 
 
 def _is_unused(name: str, model: PreTrainedModel) -> bool:
@@ -473,6 +498,8 @@ def _from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTr
             )
     finally:
         logging.set_verbosity(level)
+    if is_quantized(model):
+        keep_differentiable(model)
     return model.eval(), info
 
 

@@ -38,6 +38,7 @@ from tether.models.adapters import (
     read_adapter,
     with_adapter,
 )
+from tether.models.bitsandbytes import FewBits, is_quantized, num_weights
 from tether.models.forward import (
     LogprobOutput,
     head_matches,
@@ -200,7 +201,7 @@ class ModelRoles:
         self.detach_value = detach_value
         """Whether the value loss is kept out of the policy's weights."""
         for model in {role.model for role in self._by_name.values()} | ({adapted} if adapted else set()):
-            model.requires_grad_(False).eval().to(self.device)
+            _placed(model.requires_grad_(False).eval(), self.device)
         for role in self._by_name.values():
             if role.head is not None:
                 role.head.requires_grad_(False).to(self.device)
@@ -256,13 +257,13 @@ class ModelRoles:
             used = self._parameters_of(role)
             sizes: dict[str, int] = {}
             for p in used:
-                sizes[str(p.dtype)] = sizes.get(str(p.dtype), 0) + p.numel()
+                sizes[str(p.dtype)] = sizes.get(str(p.dtype), 0) + num_weights(p)
             dtypes = [name.removeprefix("torch.") for name in sorted(sizes, key=sizes.get, reverse=True)]
             rows.append(
                 RoleRow(
                     role=role.name,
                     source=role.source,
-                    parameters=sum(p.numel() for p in used),
+                    parameters=sum(num_weights(p) for p in used),
                     trainable=sum(p.numel() for p in role.trained.values()),
                     dtype=" + ".join(dtypes),
                     sharing=role.sharing,
@@ -384,7 +385,7 @@ class ModelRoles:
             head = add_reward(self._adapted, adapter, path, self.base_source, float32=self.mixed_precision)
         for parameter in adapter_parameters(self._adapted, adapter).values():
             parameter.requires_grad_(False)
-        self._adapted.eval().to(self.device)
+        _placed(self._adapted.eval(), self.device)
         self._parts.pop(self._adapted, None)
         role = Role(
             f"reward/{name}",
@@ -465,7 +466,7 @@ def build_roles(
         if config.model.lora is None:
             roles, adapted = _full_roles(config), None
         else:
-            roles, adapted = _lora_roles(config, mixed_precision=mixed_precision)
+            roles, adapted = _lora_roles(config, device=device, mixed_precision=mixed_precision)
         policy = roles[0]
         check_token_ids(policy.model, tokenizer)
         if config.value_kind == "adapter":
@@ -501,7 +502,9 @@ def _full_roles(config: RunConfig) -> list[Role]:
     return roles
 
 
-def _lora_roles(config: RunConfig, *, mixed_precision: bool) -> tuple[list[Role], PeftModel]:
+def _lora_roles(
+    config: RunConfig, *, device: torch.device | str, mixed_precision: bool
+) -> tuple[list[Role], PeftModel]:
     path, lora = config.model.path, config.model.lora
     base_source = _base_source(config)
     start = read_adapter(path, config.model.revision) if is_adapter(path, config.model.revision) else None
@@ -509,9 +512,12 @@ def _lora_roles(config: RunConfig, *, mixed_precision: bool) -> tuple[list[Role]
         check_shareable(start)
         if start.head:
             raise ModelError(f"model.path: {path} is a reward adapter (it holds a head); wanted a language model's")
-    dtype = _dtype(config, torch.bfloat16 if mixed_precision else torch.float32)
+    bits, compute_dtype = config.model.quantization, torch.bfloat16 if mixed_precision else torch.float32
+    # Beside quantised layers, norms and heads are float32, as in QLoRA.
+    dtype = _dtype(config, compute_dtype if bits is None else torch.float32)
+    few_bits = None if bits is None else FewBits(bits, torch.device(device), compute_dtype)
     revision = config.model.revision if start is None else start.config.revision
-    base = _load_policy(config, base_source, dtype, revision)
+    base = _load_policy(config, base_source, dtype, revision, few_bits)
     if start is None:
         settings = changed_config(peft_lora_config(lora, base), base_model_name_or_path=base_source, revision=revision)
     else:
@@ -558,6 +564,7 @@ def _model_critic(
 ) -> Role:
     """A sequence classifier of its own: a copy of a reward model, or of the start policy with a head that says 0."""
     dtype = torch.float32 if config.model.lora else _dtype(config, torch.float32)
+    where = config.model.path if source is None else source.path
     if source is not None:
         model = load_classifier(
             source.path,
@@ -570,9 +577,13 @@ def _model_critic(
         model = classifier_on(copy.deepcopy(policy.model))
     else:
         model = classifier_on(_load_policy(config, config.model.path, dtype, config.model.revision))
+    if is_quantized(model):
+        raise ConfigError(
+            f"value.kind model: {where} holds weights in few bits, which a critic of its own cannot train; set "
+            "value.kind to adapter or head, or value.init to another model"
+        )
     if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
         model.config.pad_token_id = padding_id(model, tokenizer)
-    where = config.model.path if source is None else source.path
     return Role(VALUE, model, where, "own weights", head=model.score, trained=dict(model.named_parameters()))
 
 
@@ -635,7 +646,9 @@ def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def _load_policy(config: RunConfig, path: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
+def _load_policy(
+    config: RunConfig, path: str, dtype: torch.dtype, revision: str | None, few_bits: FewBits | None = None
+) -> PreTrainedModel:
     """A language model under the options of ``model``."""
     return load_causal_lm(
         path,
@@ -643,7 +656,14 @@ def _load_policy(config: RunConfig, path: str, dtype: torch.dtype, revision: str
         revision=revision,
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,
+        few_bits=few_bits,
     )
+
+
+def _placed(model: nn.Module, device: torch.device) -> None:
+    """Puts the model on the device; one with weights in few bits is there from loading on, and so are its adapters."""
+    if not is_quantized(model):
+        model.to(device)
 
 
 def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:

@@ -15,10 +15,12 @@ from tether.data.prompts import PromptData, load_prompts, split_prompts
 from tether.errors import ConfigError, DataError
 from tether.metrics.trackers import check_report_to
 from tether.models.adapters import check_targets
+from tether.models.bitsandbytes import check_quantization
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.loading import (
     bf16_supported,
     check_classifier,
+    default_device,
     load_config,
     load_generation_config,
     load_tokenizer,
@@ -59,6 +61,8 @@ class RunData:
 def check(config: RunConfig) -> None:
     """Raises for every mistake that shows without loading a tokenizer or a model."""
     check_model_path(config.model.path, "model.path", takes_gguf=True)
+    if config.model.quantization is not None:
+        check_quantization(config.model.quantization, "model.quantization", default_device())
     check_template(config.data.chat_template)
     for key in ("prompts", "eval_prompts", "ptx"):
         if (source := getattr(config.data, key)) is not None:
@@ -130,6 +134,7 @@ def check_data(config: RunConfig, data: RunData) -> None:
     base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
     revision = model.revision if base == model.path else None
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
+    _check_weights(config, shape)
     _check_tokens(config, data, shape)
     _check_layers(config, shape, is_fresh=base == model.path)
     _check_lengths(config, data, shape)
@@ -141,6 +146,21 @@ def first_answer(data: RunData) -> RewardBatch:
     text = "Hello."
     ids = data.tokenizer(text, add_special_tokens=False)["input_ids"]
     return Answers(data.prompts.prompts[:1], [Completion(ids, "length")], [text]).reward_batch(data.tokenizer)
+
+
+def _check_weights(config: RunConfig, shape: PreTrainedConfig) -> None:
+    """Weights that a checkpoint itself holds in few bits are taken as they are, and frozen."""
+    saved = getattr(shape, "quantization_config", None)
+    if saved is not None and config.model.lora is None:
+        raise ConfigError(
+            f"model.path: {config.model.path} holds quantised weights, which cannot be trained themselves; add "
+            "`lora: {}` under model"
+        )
+    if saved is not None and config.model.quantization is not None:
+        raise ConfigError(
+            f"model.quantization {config.model.quantization}: the weights of {config.model.path} are quantised as they "
+            "are; leave it out"
+        )
 
 
 def _check_tokens(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:

@@ -1,0 +1,86 @@
+"""Weights in 4 or 8 bits by bitsandbytes: whether they can be had, and what transformers is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+from tether.config.base import Quantization
+from tether.errors import ConfigError
+
+
+def check_quantization(bits: Quantization, key: str, device: torch.device | str) -> None:
+    """Raises ``ConfigError`` if this machine cannot hold weights in 4 or 8 bits.
+
+    Args:
+        key: the configuration key that asks for it, for the message.
+        device: where the model is to be.
+    """
+    try:
+        version("bitsandbytes")
+    except PackageNotFoundError as error:
+        raise ConfigError(f"{key} {bits} needs the package bitsandbytes: pip install tether[quant]") from error
+    import bitsandbytes
+
+    kind, known = torch.device(device).type, sorted(bitsandbytes.supported_torch_devices)
+    if kind not in known:
+        raise ConfigError(f"{key} {bits}: bitsandbytes works on {', '.join(known)}, the run computes on {kind}")
+
+
+@dataclass(frozen=True)
+class FewBits:
+    """How the linear layers of a model are held in 4 or 8 bits.
+
+    4bit: NormalFloat, its scales quantised a second time. 8bit: LLM.int8(), with features that stand out in 16 bits.
+
+    Sources: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; Dettmers et al. 2022,
+    https://arxiv.org/abs/2208.07339
+    """
+
+    bits: Quantization
+    device: torch.device
+    """Where they are, from loading on."""
+    compute_dtype: torch.dtype
+    """What 4-bit weights are multiplied in."""
+
+    def options(self, *, heads: Sequence[str] | None = None) -> dict[str, Any]:
+        """Arguments of ``from_pretrained``.
+
+        Args:
+            heads: modules that keep all their bits; None: the output embedding and what is tied to it.
+        """
+        kept = {"llm_int8_skip_modules": None if heads is None else list(heads)}
+        if self.bits == "4bit":
+            nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+            settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=self.compute_dtype, **nf4, **kept)
+        else:
+            settings = BitsAndBytesConfig(load_in_8bit=True, **kept)
+        return {"quantization_config": settings, "device_map": {"": self.device}}
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether the model holds weights in few bits, which cannot be trained or cast."""
+    return bool(getattr(model, "is_quantized", False))
+
+
+def keep_differentiable(model: nn.Module) -> None:
+    """Keeps 4-bit weights in the layout that gradients pass through.
+
+    On a CPU that multiplies bfloat16, bitsandbytes packs the weights of a module in eval mode anew, for good, the first
+    time that no gradient is wanted, and the product with packed weights has no backward.
+    """
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
+
+
+def num_weights(parameter: nn.Parameter) -> int:
+    """How many weights a parameter stands for: in 4 bits, two share a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()

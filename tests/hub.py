@@ -21,6 +21,8 @@ class FakeHub:
         """Names with whether each is private."""
         self.files: dict[str, bytes] = {}
         """What was committed last, by path."""
+        self.messages: list[str] = []
+        """Of each commit."""
         self.tokens: set[str | None] = set()
         self.refuses = False
         hub = self
@@ -68,6 +70,8 @@ class FakeHub:
                                    for each in files]}  # fmt: skip
         if "/commit/" in path:
             for line in map(json.loads, body.splitlines()):
+                if line["key"] == "header":
+                    self.messages.append(line["value"]["summary"])
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             name = path.removeprefix("/api/models/").partition("/commit/")[0]

@@ -6,13 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.compat.fake_hub import fake_hub
 from tests.compat.trl_runs import TEXTS, arguments, trainer
+from tests.hub import fake_hub
 from tests.tiny import save_tiny
 from tether.errors import ConfigError
 from tether.metrics.writers import read_jsonl
@@ -59,17 +58,22 @@ def test_a_script_with_full_models(folder):
     assert (folder / "out" / "checkpoint-2").is_dir()
 
 
-def test_a_script_with_lora_under_accelerate_that_pushes(folder):
-    with fake_hub() as hub:
-        shown = ran(
-            folder, "summaries.py", "--use_peft", "--stop_token", "eos", "--eval_strategy", "steps", "--eval_steps",
-            "2", "--push_to_hub", "--hub_token", "hf_secret", "--hub_strategy", "end", launcher=LAUNCH,
-            HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0",
-        )  # fmt: skip
+@pytest.fixture
+def hub(monkeypatch):
+    with fake_hub(monkeypatch) as hub:
+        yield hub
+
+
+def test_a_script_with_lora_under_accelerate_that_pushes(folder, hub):
+    shown = ran(
+        folder, "summaries.py", "--use_peft", "--stop_token", "eos", "--eval_strategy", "steps", "--eval_steps", "2",
+        "--push_to_hub", "--hub_token", "hf_secret", "--hub_strategy", "end", launcher=LAUNCH, HF_ENDPOINT=hub.url,
+        HF_HUB_OFFLINE="0",
+    )  # fmt: skip
     assert "episodes 16" in shown
     assert "hf_secret" not in shown
-    assert [message for message, _ in hub.commits] == ["Model save", "End of training"]
-    _, files = hub.commits[-1]
+    assert hub.messages == ["Model save", "End of training"]
+    files = hub.files
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= set(files)
     assert not {"samples.jsonl", "metrics.jsonl", "config.yaml"} & set(files)
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "policy"), folder / "out")
@@ -79,49 +83,39 @@ def test_a_script_with_lora_under_accelerate_that_pushes(folder):
     assert not any(b"hf_secret" in path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file())
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    with fake_hub() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        yield hub
-
-
 def test_what_is_pushed_and_when(tmp_path, hub):
     own = {"hub_model_id": "mine", "hub_private_repo": True, "hub_token": "t"}
     args = arguments(tmp_path, push_to_hub=True, save_steps=1, **own)
     made = trainer(tmp_path, args=args)
-    (repository,) = hub.repositories
-    assert repository["name"] == "mine"
-    assert "private" in {repository.get("visibility"), "private" if repository.get("private") else None}
-    assert made.hub_model_id == "someone/mine"
+    assert hub.repositories == {"me/mine": True}
+    assert made.hub_model_id == "me/mine"
     made.train()
-    messages = ["Training in progress, step 1", "Training in progress, step 2"]
-    assert [message for message, _ in hub.commits] == messages
+    assert hub.messages == ["Training in progress, step 1", "Training in progress, step 2"]
     made.push_to_hub(dataset_name="org/prompts", tags="test", model_name="Mine")
-    message, files = hub.commits[-1]
-    assert message == "End of training"
-    assert files["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
-    card = files["README.md"].decode()
-    for text in ("# Mine", "- org/prompts", "- test", "- ppo", "library_name: transformers", "update 1 | update 2"):
+    assert hub.messages[-1] == "End of training"
+    assert hub.files["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+    card = hub.files["README.md"].decode()
+    for text in ("# Mine", "- org/prompts", "- test", "- ppo", "library_name: transformers", "PPOTrainer", "| 2 |"):
         assert text in card
-    assert str(tmp_path) not in card
-    assert set(files) <= {path.name for path in (tmp_path / "out").iterdir()}
-    assert not {"samples.jsonl", "metrics.jsonl", "config.yaml", "manifest.json"} & set(files)
+    assert "tether ppo" not in card
+    assert not {"samples.jsonl", "metrics.jsonl", "config.yaml", "manifest.json"} & set(hub.files)
     assert hub.tokens == {"Bearer t"}
 
 
 def test_pushing_without_having_asked_for_it_before(tmp_path, hub):
     made = trainer(tmp_path)
+    with pytest.raises(ConfigError, match="holds no run yet; train first"):
+        made.push_to_hub(token="t")
+    made.train()
     made.push_to_hub(token="t")
-    assert [repo["name"] for repo in hub.repositories] == ["out"]
-    assert [message for message, _ in hub.commits] == ["End of training"]
+    assert hub.repositories == {"me/out": False}
+    assert hub.messages == ["End of training"]
 
 
 def test_a_hub_that_refuses_stops_the_run_before_it_begins_and_not_later(tmp_path, hub, caplog):
     args = arguments(tmp_path, push_to_hub=True, hub_token="t", save_steps=1)
     made = trainer(tmp_path, args=args)
-    hub.status = 403
+    hub.refuses = True
     made.train()
     assert made.state.global_step == 2
     assert sum("push_to_hub after step" in record.message for record in caplog.records) == 2

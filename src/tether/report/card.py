@@ -42,6 +42,7 @@ def write_card(
     role: Literal["critic"] | None = None,
     evaluation: Mapping[str, float] = MappingProxyType({}),
     step: int | None = None,
+    command: str | None = None,
 ) -> None:
     """Writes the card of a saved model; a run whose config.yaml is not there gets none.
 
@@ -51,11 +52,12 @@ def write_card(
         role: what it is, if not the run's model.
         evaluation: metrics on what was held out, of a stage before PPO.
         step: for a checkpoint, the updates before it; its card is short.
+        command: what made it, if that was no command of Tether's.
     """
     read = read_run(run) if step is None else read_settings(run)
     kind = role or _kind(read.config)
     if kind is not None:
-        text = card(read, kind, adapter=_adapter(folder), evaluation=evaluation, step=step)
+        text = card(read, kind, adapter=_adapter(folder), evaluation=evaluation, step=step, command=command)
         (folder / CARD).write_text(text, encoding="utf-8")
 
 
@@ -66,12 +68,13 @@ def card(
     adapter: Mapping[str, Any] | None,
     evaluation: Mapping[str, float] = MappingProxyType({}),
     step: int | None = None,
+    command: str | None = None,
 ) -> str:
     """The text of a card.
 
     Args:
         adapter: the settings of the PEFT adapter that was saved, None for a full model.
-        evaluation, step: as for ``write_card``.
+        evaluation, step, command: as for ``write_card``.
     """
     base = adapter.get("base_model_name_or_path") if adapter else run.setting("model.path")
     base = base if isinstance(base, str) else None
@@ -80,7 +83,7 @@ def card(
         parts += [_result(run, kind, evaluation), _curves(run), _answers(run)]
     parts += [_use(kind, base, is_adapter=adapter is not None), _data(run, kind)]
     if step is None:
-        parts += [_command(run, kind), _versions()]
+        parts += [_command(run, kind, command), _versions()]
     return f"---\n{_metadata(run, kind, base, adapter).to_yaml()}\n---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -217,12 +220,13 @@ def _rewards(sources: Any) -> Iterator[str]:
             yield text + f", weight {source.get('weight', 1.0):g}" + (f" ({inner})" if inner else "")
 
 
-def _command(run: Run, kind: Kind) -> str:
+def _command(run: Run, kind: Kind, given: str | None) -> str:
     """What made it, to be run again."""
-    command = {"ppo": "ppo", "critic": "ppo", "reward": "reward", "sft": "sft"}[kind]
+    stage = {"ppo": "ppo", "critic": "ppo", "reward": "reward", "sft": "sft"}[kind]
+    command = given or f"tether {stage} config.yaml"
     text = yaml.safe_dump(_without_keys(run.config), sort_keys=False, allow_unicode=True, width=100)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
-    return f"## Command\n\n`tether {command} config.yaml` with\n\n{fence}yaml\n{text}{fence}"
+    return f"## Command\n\n`{command}` with\n\n{fence}yaml\n{text}{fence}"
 
 
 def _without_keys(value: Any, key: str = "") -> Any:

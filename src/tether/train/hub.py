@@ -1,4 +1,4 @@
-"""A saved model on the Hugging Face hub. The token is that of the environment or of `hf auth login`, never another."""
+"""A saved model on the Hugging Face hub. A run's token is that of the environment or of `hf auth login`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README
 """What is pushed of a folder without a manifest."""
 
 
-def open_repository(name: str, *, private: bool, key: str) -> str:
+def open_repository(name: str, *, private: bool | None, key: str, token: str | None = None) -> str:
     """Makes the model repository that is pushed to, unless it is there; returns its full name.
 
     Args:
         name: with its owner, or without: then the owner of the token's.
-        private: whether a new repository is for its owner alone.
+        private: whether a new repository is for its owner alone; None: as its owner has new ones.
         key: what asked for it, for messages.
+        token: for callers with one of their own.
 
     Raises:
         ConfigError: the hub is switched off, cannot be reached, or refuses.
@@ -31,7 +32,7 @@ def open_repository(name: str, *, private: bool, key: str) -> str:
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"{key}: HF_HUB_OFFLINE is set, so nothing can be pushed. Unset it, or push later")
     try:
-        return HfApi().create_repo(name, private=private, exist_ok=True).repo_id
+        return HfApi(token=token).create_repo(name, private=private, exist_ok=True).repo_id
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
             f"{key}: no repository {name} could be opened on the hub: {_reason(error)}. Log in by `hf auth login` or "

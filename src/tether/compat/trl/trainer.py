@@ -31,6 +31,8 @@ from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers
 from tether.models.adapters import DEFAULT
 from tether.models.roles import REFERENCE, VALUE
+from tether.models.saving import save_policy, written_into
+from tether.report.card import write_card
 from tether.report.html import write_report
 from tether.train import evaluate as evaluation
 from tether.train.checkpoint import check_same_run, find_checkpoint, read_state
@@ -40,7 +42,7 @@ from tether.train.log import METRICS, RunLog
 from tether.train.optim import check_schedule
 from tether.train.parts import Parts
 from tether.train.rollout import answer
-from tether.train.run import prepare_folder, save_final
+from tether.train.run import CONFIG, prepare_folder
 from tether.train.trainer import PPOTrainer as PhaseTrainer
 from tether.types import Request, Sampling, noise_key
 
@@ -344,7 +346,9 @@ class PPOTrainer:
         """
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        save_final(folder, self._roles, self.processing_class)
+        with written_into(folder) as temporary:
+            save_policy(self._roles, self.processing_class, temporary)
+            write_card(temporary, Path(self.args.output_dir), command=hub.COMMAND)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
@@ -354,19 +358,19 @@ class PPOTrainer:
         dataset_name: str | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> Path:
-        """Writes README.md for a hub page to ``args.output_dir``; returns its path."""
-        path = Path(self.args.output_dir) / "README.md"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = hub.model_card(
-            model_name or hub.model_name(self.args),
-            self._config,
-            self.state.log_history,
-            is_adapter=self.is_peft_model,
+        """Writes README.md for a hub page to ``args.output_dir``; returns its path.
+
+        Raises:
+            ConfigError: nothing was trained yet.
+        """
+        if not (Path(self.args.output_dir) / CONFIG).is_file():
+            raise ConfigError(f"create_model_card: {self.args.output_dir} holds no run yet; train first")
+        return hub.write_model_card(
+            self.args,
+            model_name=model_name,
             dataset_name=dataset_name,
             tags=[tags] if isinstance(tags, str) else list(tags or ()),
         )
-        path.write_text(text, encoding="utf-8")
-        return path
 
     def push_to_hub(
         self,

@@ -41,7 +41,7 @@ def selected_logprobs(
     targets: Int[Tensor, " N"],
     *,
     temperature: float,
-    chunk_size: int = 256,
+    chunk_size: int = 128,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """``logprobs_from_logits`` of ``head(hidden)``, with the logits of ``chunk_size`` tokens in memory at a time.

@@ -210,8 +210,11 @@ class PPOTrainer:
         with timed(metrics, "step"):
             answers = self.rollout(metrics)
             judged, moments = self.score(answers, metrics)
+            self.dist.release_memory()
             experience = self.experience(answers, judged, metrics)
+            self.dist.release_memory()
             optimizers = self.update(experience, answers, metrics)
+            self.dist.release_memory()
             self.parts.generator.sync_weights(self.roles.policy)
         return self.finish(metrics, moments, optimizers)
 

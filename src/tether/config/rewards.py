@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from tether.config.base import Section
+from tether.config.base import Quantization, Section
 
 
 def _checked_url(url: str) -> str:
@@ -91,6 +91,21 @@ class OwnModelReward(_Reward):
     of the last three for conversations."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    quantization: Quantization | None = None
+    """Hold its linear layers, but for the head, in 4 or 8 bits, as ``model.quantization`` does; ``dtype`` is that of
+    all other weights. Needs ``pip install tether[quant]``."""
+    offload: bool | None = None
+    """Keep it on the CPU while it does not score. Left out: as ``train.offload_idle_roles`` says."""
+    compile: bool = False
+    """Run it through torch.compile: the first scores take long, later ones less; they differ by rounding."""
+
+    @model_validator(mode="after")
+    def _stays_where_it_is(self) -> OwnModelReward:
+        if self.offload and self.quantization is not None:
+            raise ValueError(
+                f"offload: weights in few bits (quantization {self.quantization}) stay on their device; leave one out"
+            )
+        return self
 
 
 class ModelReward(OwnModelReward):

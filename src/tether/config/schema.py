@@ -380,6 +380,10 @@ class TrainConfig(Section):
     """bfloat16 autocast of all forwards. Left out: on where the hardware has it."""
     gradient_checkpointing: bool = False
     """Recompute activations in the update to save memory; never on while answers are generated."""
+    offload_idle_roles: bool = False
+    """Keep frozen models of their own (the reference of full fine-tuning, reward models) on the CPU while nobody uses
+    them. Critic and policy stay: their gradients and moments, three times their size, do too. On the CPU nothing
+    moves."""
     seed: int = 42
     """Seed of sampling, data order and initialisation."""
     logging_steps: PositiveInt = 1

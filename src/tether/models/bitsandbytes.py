@@ -69,6 +69,12 @@ def is_quantized(model: nn.Module) -> bool:
     return bool(getattr(model, "is_quantized", False))
 
 
+def placed(model: nn.Module, device: torch.device) -> None:
+    """Puts the model on the device; one with weights in few bits is there from loading on, and so are its adapters."""
+    if not is_quantized(model):
+        model.to(device)
+
+
 def keep_differentiable(model: nn.Module) -> None:
     """Keeps 4-bit weights in the layout that gradients pass through.
 

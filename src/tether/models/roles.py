@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -38,7 +38,7 @@ from tether.models.adapters import (
     read_adapter,
     with_adapter,
 )
-from tether.models.bitsandbytes import FewBits, is_quantized, num_weights
+from tether.models.bitsandbytes import FewBits, is_quantized, num_weights, placed
 from tether.models.forward import (
     LogprobOutput,
     head_matches,
@@ -49,6 +49,7 @@ from tether.models.forward import (
 from tether.models.heads import ScalarHead, state_size
 from tether.models.layers import parameters_above
 from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer
+from tether.models.offload import Offloaded, has_own_memory
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, adapter_base, is_adapter
 from tether.models.recompute import recomputed_layers
 from tether.types import MicroBatch
@@ -172,6 +173,7 @@ class ModelRoles:
         base_source: absolute path or hub id of the model that adapters sit on.
         tokenizer: the policy's.
         detach_value: keeps the value loss out of a trunk that policy and critic share.
+        offload_idle: keeps frozen models of their own on the CPU while nobody uses them.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class ModelRoles:
         device: torch.device | str,
         mixed_precision: bool,
         detach_value: bool,
+        offload_idle: bool = False,
     ) -> None:
         self._by_name = {role.name: role for role in roles}
         self._adapted = adapted
@@ -200,13 +203,23 @@ class ModelRoles:
         """Whether forwards run under bfloat16 autocast."""
         self.detach_value = detach_value
         """Whether the value loss is kept out of the policy's weights."""
-        for model in {role.model for role in self._by_name.values()} | ({adapted} if adapted else set()):
-            _placed(model.requires_grad_(False).eval(), self.device)
+        models = {role.model for role in self._by_name.values()} | ({adapted} if adapted else set())
+        idle = self._idle_models() if offload_idle and has_own_memory(self.device) else set()
+        for model in models:
+            model.requires_grad_(False).eval()
+        for model in models - idle:
+            placed(model, self.device)
+        self._offloaded = {model: Offloaded(model, device=self.device) for model in idle}
         for role in self._by_name.values():
             if role.head is not None:
                 role.head.requires_grad_(False).to(self.device)
             for parameter in role.trained.values():
                 parameter.requires_grad_(True)
+
+    def _idle_models(self) -> set[PreTrainedModel]:
+        """Models that are one frozen role's alone."""
+        trained = {role.model for role in self._by_name.values() if role.trained}
+        return {role.model for role in self._by_name.values()} - trained
 
     # What there is
 
@@ -303,11 +316,24 @@ class ModelRoles:
         played = self.role(role)
         with_gradients = self._recompute and torch.is_grad_enabled()
         with (
+            self._fetched(played.model),
             self._parts_of(played.model if played.adapter is None else self._adapted).in_eval_mode(),
             self._switched(played.adapter),
             recomputed_layers(played.model) if with_gradients else nullcontext(),
         ):
             yield
+
+    @contextmanager
+    def fetched(self) -> Iterator[None]:
+        """Inside, no weights wait on the CPU: for a phase that uses their role many times. Without it each use fetches
+        them anew."""
+        with ExitStack() as stack:
+            for model in self._offloaded:
+                stack.enter_context(self._fetched(model))
+            yield
+
+    def _fetched(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        return self._offloaded[model].fetched() if model in self._offloaded else nullcontext()
 
     def _parts_of(self, model: nn.Module) -> _Parts:
         if model not in self._parts:
@@ -385,7 +411,7 @@ class ModelRoles:
             head = add_reward(self._adapted, adapter, path, self.base_source, float32=self.mixed_precision)
         for parameter in adapter_parameters(self._adapted, adapter).values():
             parameter.requires_grad_(False)
-        _placed(self._adapted.eval(), self.device)
+        placed(self._adapted.eval(), self.device)
         self._parts.pop(self._adapted, None)
         role = Role(
             f"reward/{name}",
@@ -485,6 +511,7 @@ def build_roles(
         device=device,
         mixed_precision=mixed_precision,
         detach_value=config.value.detach,
+        offload_idle=config.train.offload_idle_roles,
     )
     models.gradient_checkpointing(config.train.gradient_checkpointing)
     with models.use(POLICY) as model:
@@ -658,12 +685,6 @@ def _load_policy(
         trust_remote_code=config.model.trust_remote_code,
         few_bits=few_bits,
     )
-
-
-def _placed(model: nn.Module, device: torch.device) -> None:
-    """Puts the model on the device; one with weights in few bits is there from loading on, and so are its adapters."""
-    if not is_quantized(model):
-        model.to(device)
 
 
 def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config.rewards import (
     AdapterReward,
@@ -24,15 +26,19 @@ from tether.config.rewards import (
     sources_of,
 )
 from tether.errors import ConfigError, ModelError, RewardError
+from tether.models.bitsandbytes import FewBits, check_quantization, is_quantized, placed
 from tether.models.heads import value_head_file
 from tether.models.loading import (
+    bf16_supported,
     check_classifier,
     check_value_head,
+    default_device,
     load_reward_model,
     load_tokenizer,
     load_value_head_model,
     reads_last_token,
 )
+from tether.models.offload import Offloaded, has_own_memory
 from tether.models.paths import ADAPTER_CONFIG, check_model_path
 from tether.models.roles import ModelRoles
 from tether.rewards.adapter import AdapterSource
@@ -63,6 +69,8 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
         ConfigError, ModelError: the first mistake, with its key.
     """
     for key, config in sources_of(configs):
+        if isinstance(config, OwnModelReward) and config.quantization is not None:
+            check_quantization(config.quantization, f"{key}.quantization", default_device())
         match config:
             case FunctionReward():
                 function = load_function(config.path, config.name, key)
@@ -125,6 +133,7 @@ def build_rewards(
     roles: ModelRoles | None,
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device | str,
+    offload_idle: bool = False,
 ) -> RewardSource:
     """The weighted sum of the configured sources, each a component under its name.
 
@@ -132,6 +141,7 @@ def build_rewards(
         names: of the sources, unique, in the order of ``configs``.
         roles: the policy's models, which share their base with reward adapters; None where there are none of these.
         tokenizer: the policy's; None where every source reads text as the dataset had it.
+        offload_idle: keeps models on the CPU while they do not score, unless their source says otherwise.
 
     Raises:
         ConfigError, ModelError: a source cannot be loaded.
@@ -145,7 +155,7 @@ def build_rewards(
                 roles.add_reward_adapter(name, config.path)
                 return AdapterSource(roles, name, tokenizer, batch_size=config.batch_size, device=device)
             case OwnModelReward():
-                return _model_source(config, name, tokenizer, device)
+                return _model_source(config, name, tokenizer, torch.device(device), offload_idle=offload_idle)
             case ReadyReward():
                 return ready_source(config, name)
             case HttpReward():
@@ -205,26 +215,52 @@ def try_services(
 
 
 def _model_source(
-    config: OwnModelReward, name: str, policy_tokenizer: PreTrainedTokenizerBase, device: torch.device | str
+    config: OwnModelReward,
+    name: str,
+    policy_tokenizer: PreTrainedTokenizerBase | None,
+    device: torch.device,
+    *,
+    offload_idle: bool,
 ) -> RewardSource:
-    where = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    tokenizer = load_tokenizer(config.path, **where)
+    model, head = _model_and_head(config, device)
+    tokenizer = load_tokenizer(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    parts = [model] if head is None else [model, head]
+    waits = offload_idle if config.offload is None else config.offload
+    if waits and not is_quantized(model) and has_own_memory(device):
+        fetched = Offloaded(*parts, device=device).fetched
+    else:
+        fetched = nullcontext
+        for part in parts:
+            placed(part, device)
+    if config.compile:
+        (model if head is None else model.base_model).compile(dynamic=True)
     options = {
         "name": name,
         "input_format": config.input_format,
         "batch_size": config.batch_size,
         "max_length": config.max_length,
         "device": device,
+        "fetched": fetched,
     }
+    if head is None:
+        return EncoderSource(model, tokenizer, **options)
+    return ModelSource(model, head, tokenizer, policy_tokenizer, **options)
+
+
+def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTrainedModel, nn.Module | None]:
+    """The model of a source, and the head that reads its last token's state; None where the model pools otherwise."""
+    options = {
+        "dtype": None if config.dtype == "auto" else getattr(torch, config.dtype),
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if config.quantization is not None:
+        compute_dtype = torch.bfloat16 if bf16_supported(device) else torch.float32
+        options["few_bits"] = FewBits(config.quantization, device, compute_dtype)
     if isinstance(config, ValueHeadReward):
-        model, head = load_value_head_model(config.path, dtype=dtype, **where)
-    else:
-        model = load_reward_model(config.path, dtype=dtype, **where).to(device)
-        if not reads_last_token(model):
-            return EncoderSource(model, tokenizer, **options)
-        head = model.score
-    return ModelSource(model.to(device), head.to(device), tokenizer, policy_tokenizer, **options)
+        return load_value_head_model(config.path, **options)
+    model = load_reward_model(config.path, **options)
+    return model, model.score if reads_last_token(model) else None
 
 
 def _check_reward_adapter(path: str, key: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ class EncoderSource:
         name: how messages name it.
         batch_size: answers in one forward.
         max_length: most tokens of prompt and answer, special tokens included; the model's own limit if None.
+        fetched: a context in which the weights are on ``device``.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class EncoderSource:
         batch_size: int,
         max_length: int | None,
         device: torch.device | str,
+        fetched: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -45,6 +49,7 @@ class EncoderSource:
         self.batch_size = batch_size if tokenizer.pad_token is not None else 1
         self.max_length = max_length or position_limit(model)
         self.device = device
+        self.fetched = fetched
         self.reader = Reader(tokenizer, input_format, name)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
@@ -58,9 +63,10 @@ class EncoderSource:
         lengths = [len(each["input_ids"]) for each in encoded]
         check_lengths(lengths, self.max_length, self.name)
         scores = [math.nan] * len(batch)
-        for rows in plan_micro_batches([0] * len(batch), lengths, self.batch_size):
-            for row, score in zip(rows, self._scores([encoded[row] for row in rows]).tolist(), strict=True):
-                scores[row] = score
+        with self.fetched():
+            for rows in plan_micro_batches([0] * len(batch), lengths, self.batch_size):
+                for row, score in zip(rows, self._scores([encoded[row] for row in rows]).tolist(), strict=True):
+                    scores[row] = score
         return RewardOutput(checked(scores, len(batch), f"reward {self.name}"))
 
     def seen(self, batch: RewardBatch) -> list[str]:

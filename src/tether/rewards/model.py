@@ -6,7 +6,8 @@ Otherwise they are scored as text: see ``tether.rewards.reading``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class ModelSource:
         input_format: ``auto`` reads the policy's token ids where the tokenizers are the same; see ``Reader``.
         batch_size: answers in one forward.
         max_length: most tokens of query and answer; the model's own limit if None.
+        fetched: a context in which the weights are on ``device``.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ModelSource:
         batch_size: int,
         max_length: int | None,
         device: torch.device | str,
+        fetched: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model = model
         self.head = head
@@ -52,6 +55,7 @@ class ModelSource:
         self.batch_size = batch_size
         self.max_length = max_length or getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.device = device
+        self.fetched = fetched
         self.reader = Reader(tokenizer, input_format, name)
         self.shares_ids = input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
 
@@ -64,7 +68,8 @@ class ModelSource:
         """
         sequences = self._sequences(batch)
         check_lengths([len(ids) for ids in sequences], self.max_length, self.name)
-        scores = score_sequences(sequences, self._score_batch, batch_size=self.batch_size, device=self.device)
+        with self.fetched():
+            scores = score_sequences(sequences, self._score_batch, batch_size=self.batch_size, device=self.device)
         return RewardOutput(checked(scores, len(batch), f"reward {self.name}"))
 
     def seen(self, batch: RewardBatch) -> list[str]:

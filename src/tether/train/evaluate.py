@@ -44,7 +44,8 @@ def evaluate(
     requests = [Request(p.token_ids, noise_key(config.train.seed, "eval", p.row, 0)) for p in prompts]
     answers = answer(parts, prompts, requests, phase=phase, check=check, name="evaluation")
     judged = judge(parts, answers, config, moments)
-    kl = sequence_kl(parts.roles, answers, config, phase=phase, check=check)
+    with parts.roles.fetched():
+        kl = sequence_kl(parts.roles, answers, config, phase=phase, check=check)
     metrics = Metrics()
     metrics.mean("eval_scores", judged.scores)
     metrics.var("eval_scores_var", judged.scores)

@@ -22,6 +22,7 @@ from tether.metrics.trackers import Trackers
 from tether.metrics.writers import truncate_after
 from tether.models.gguf import gguf_source
 from tether.models.loading import end_at, load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.offload import has_own_memory
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles, build_roles
 from tether.models.saving import atomic_folder, files_written, save_critic, save_policy, written_into
@@ -215,6 +216,8 @@ def build_trainer(
     set_seed(config.train.seed)
     events = Callbacks(callbacks, config, len(data.prompts.prompts))
     dist = Dist()
+    if config.train.offload_idle_roles and not has_own_memory(dist.device):
+        log.message(f"train.offload_idle_roles: nothing moves, as {dist.device} and the CPU have one memory")
     log.phase("loading models", 0, 1)
     parts = build_parts(config, data, rewards, dist)
     log.display.table("roles", *role_table(parts.roles))
@@ -228,7 +231,14 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
     roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=config.train.bf16)
     if rewards is None:
         names = config.reward_names
-        rewards = build_rewards(config.rewards, names, roles=roles, tokenizer=tokenizer, device=dist.device)
+        rewards = build_rewards(
+            config.rewards,
+            names,
+            roles=roles,
+            tokenizer=tokenizer,
+            device=dist.device,
+            offload_idle=config.train.offload_idle_roles,
+        )
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
     if config.sampling.stop_token == "eos":
         end_at(roles.policy, stops)

@@ -260,7 +260,7 @@ class PPOTrainer:
         """Everything the update needs, a record for each micro-batch."""
         ppo, kl_coef = self.config.ppo, self.state.kl_coef
         batches = self.micro_batches(answers)
-        with timed(metrics, "logprobs"):
+        with timed(metrics, "logprobs"), self.roles.fetched():
             outputs = self.outputs(batches, answers)
         scores = judged.scores.to(outputs.logprobs)
         kept = outputs.mask & answers.ended.to(outputs.mask.device).unsqueeze(1) if ppo.mask_truncated else outputs.mask

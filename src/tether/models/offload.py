@@ -1,0 +1,51 @@
+"""Frozen weights that wait on the CPU while nobody uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether weights on the device take memory that the CPU's do not."""
+    return device.type not in ("cpu", "mps")
+
+
+class Offloaded:
+    """Modules whose weights are on the CPU, and on the device inside ``with offloaded.fetched():``.
+
+    The weights must not change, so that they are only ever copied one way: afterwards the modules have again the very
+    tensors that stayed on the CPU.
+    """
+
+    def __init__(self, *modules: nn.Module, device: torch.device) -> None:
+        tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+        self._device, self._depth = device, 0
+        self._waiting = [(tensor, self._kept(tensor.data)) for tensor in tensors.values()]
+        self._send_back()
+
+    @contextmanager
+    def fetched(self) -> Iterator[None]:
+        """Inside, the weights are on the device. May be nested: they are copied once."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                for tensor, kept in self._waiting:
+                    tensor.data = kept.to(self._device, non_blocking=True, copy=True)
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._send_back()
+
+    def _send_back(self) -> None:
+        for tensor, kept in self._waiting:
+            tensor.data = kept
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """The tensor on the CPU, in pages that CUDA copies from without a detour."""
+        tensor = tensor.cpu()
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor

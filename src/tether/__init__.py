@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tether.generation.fake import FakeGenerator
     from tether.rewards.fake import FakeRewards
     from tether.train.plan import plan
-    from tether.train.run import RunResult, train_policy
+    from tether.train.run import RunResult, open_trainer, train_policy
     from tether.train.saved import evaluate_path, generate_path
     from tether.types import (
         Completion,
@@ -49,6 +49,7 @@ _HOMES = {
     "evaluate_path": "tether.train.saved",
     "generate_path": "tether.train.saved",
     "load_config": "tether.config.load",
+    "open_trainer": "tether.train.run",
     "plan": "tether.train.plan",
     "train_policy": "tether.train.run",
 }
@@ -69,6 +70,7 @@ __all__ = [
     "evaluate_path",
     "generate_path",
     "load_config",
+    "open_trainer",
     "plan",
     "train_policy",
 ]

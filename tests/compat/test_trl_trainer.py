@@ -200,6 +200,14 @@ def test_a_reference_model_is_what_the_kl_is_to(tmp_path):
     assert made.state.log_history[0]["objective/kl"] > 0.1
 
 
+def test_bf16_is_autocast_over_float32_weights(tmp_path):
+    made = trainer(tmp_path, args=arguments(tmp_path, bf16=True), peft_config=lora())
+    made.train()
+    first = made.state.log_history[0]
+    assert (first["objective/kl"], first["val/first_ratio_error"]) == (0, 0)
+    assert {parameter.dtype for parameter in made.policy_model.parameters()} == {torch.float32}
+
+
 def test_frozen_parameters_of_the_policy_stay(tmp_path):
     model = policy(tmp_path)
     model.model.layers[0].requires_grad_(False)

@@ -68,7 +68,7 @@ class TestHelp:
     def test_shortcuts_are_shown_where_they_exist(self, capsys):
         main(["ppo", "--help"])
         assert "short for --resume=true" in capsys.readouterr().out
-        main(["reward", "--help"])
+        main(["pipeline", "--help"])
         assert "short for --resume" not in capsys.readouterr().out
 
     def test_the_version_is_the_packages(self, capsys):

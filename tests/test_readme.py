@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compat.llamafactory import PPO as LLAMAFACTORY
+from tests.hub import fake_hub
 from tests.tiny import save_tiny
 from tests.train.runs import write_prompts
 from tether.cli.main import main
@@ -77,7 +80,14 @@ def smaller(text: str) -> str:
     return text.replace("10000", "128").replace("save_steps: 50", "save_steps: 1")
 
 
-def test_commands_of_the_readme_run(folder, capsys):
+def test_commands_of_the_readme_run(folder, capsys, monkeypatch):
+    (folder / "their.yaml").write_text(LLAMAFACTORY, encoding="utf-8")
+    with fake_hub(monkeypatch) as hub:
+        run_commands(folder, capsys, monkeypatch)
+    assert "README.md" in hub.files
+
+
+def run_commands(folder, capsys, monkeypatch):
     told = [command for command in commands() if command not in BY_CI]
     assert {command.split()[0] for command in told} == {"tether"}
     assert len(told) >= 9
@@ -85,6 +95,7 @@ def test_commands_of_the_readme_run(folder, capsys):
         arguments = command.split()[1:]
         if "--ppo.kl_coef=0.02" in arguments:
             arguments.append("--output_dir=runs/second")
+        monkeypatch.setattr("sys.stdin", io.StringIO("the cat sees\n/quit\n"))
         assert main(arguments) == 0, f"{command}: {capsys.readouterr().err}"
     assert (folder / "merged" / "model.safetensors").exists()
     assert (folder / "runs/first/report.html").exists()

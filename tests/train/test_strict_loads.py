@@ -29,7 +29,7 @@ def start_of(config):
 
 
 def strictly(folder, auto, base, *, tied=None):
-    """Loads a full model: every weight is there, none is left over, and none is written that its class does not know."""
+    """Loads a full model: every weight is there, none is left over, none is written that its class lacks."""
     model, info = auto.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     start = auto.from_pretrained(base, **({"num_labels": 1} if auto is CLASSIFIER else {}))

@@ -211,8 +211,9 @@ def test_one_stage_is_no_pipeline(tmp_path):
 
 
 def test_a_finished_stage_of_another_configuration_is_not_taken_for_this_one(file, tmp_path, capsys):
-    assert main(["pipeline", str(file)]) == 0
-    assert f"ppo: {tmp_path / 'out/ppo'}" in capsys.readouterr().out.replace("\n", "")
-    assert main(["pipeline", str(file), "--sft.train.learning_rate=0.02"]) == 2
+    command = ["pipeline", str(file), "--ppo=null"]
+    assert main(command) == 0
+    assert f"reward: {tmp_path / 'out/reward'}" in capsys.readouterr().out.replace("\n", "")
+    assert main([*command, "--sft.train.learning_rate=0.02"]) == 2
     assert "holds this stage with another train.learning_rate" in capsys.readouterr().err
-    assert main(["pipeline", str(file), "--sft.train.learning_rate=0.02", "--overwrite"]) == 0
+    assert main([*command, "--sft.train.learning_rate=0.02", "--overwrite"]) == 0

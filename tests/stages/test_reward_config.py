@@ -34,6 +34,9 @@ def test_a_tenth_is_held_out_unless_pairs_are_given_or_another_share():
         ({"data": {"pairs": "p", "eval_fraction": 1.0}}, "should be less than 1"),
         ({"train": {"batch_size": 16, "micro_batch_size": 6}}, "6 must divide batch_size 16: set batch_size to 12"),
         ({"train": {"batch_size": 4, "micro_batch_size": 6}}, "6 must divide batch_size 4: set batch_size to 6"),
+        ({"model": {"path": "m", "freeze_layers": 1}}, r"model\.freeze_layers 1 is for `tether ppo`"),
+        ({"model": {"path": "m", "lora": {}, "quantization": "4bit"}}, r"model\.quantization 4bit is for `tether ppo`"),
+        ({"train": {"max_steps": 1, "num_train_epochs": 1}}, r"max_steps \(1\) and num_train_epochs \(1\.0\) both"),
         ({"training": {}}, "Extra inputs are not permitted"),
     ],
 )

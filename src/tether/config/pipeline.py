@@ -114,8 +114,6 @@ def _composed(name: str, shared: PipelineConfig, before: Mapping[str, Section]) 
     """The section of a stage with all that it leaves out."""
     given = getattr(shared, name)
     model = shared.model.model_dump(mode="json", exclude_unset=True)
-    if name != "ppo":
-        model.pop("freeze_layers", None)
     start = str(before["sft"].output_dir) if "sft" in before else model["path"]
     own = given.get("model") or {}
     path = own.get("path", start) if isinstance(own, dict) else start

@@ -77,12 +77,13 @@ class StageConfig(Section):
         return self.train.learning_rate or (1e-4 if self.model.lora else 1e-5)
 
     @model_validator(mode="after")
-    def _trains_every_layer(self) -> StageConfig:
-        if self.model.freeze_layers:
-            raise ValueError(
-                f"model.freeze_layers {self.model.freeze_layers} is a key of `tether ppo`; leave it out, or train less "
-                "by model.lora"
-            )
+    def _no_keys_of_ppo(self) -> StageConfig:
+        for key in ("freeze_layers", "quantization"):
+            if value := getattr(self.model, key):
+                raise ValueError(
+                    f"model.{key} {value} is for `tether ppo` (in a pipeline: ppo.model.{key}); leave it out here, or "
+                    "train less by model.lora"
+                )
         return self
 
 

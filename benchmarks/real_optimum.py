@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import random
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -62,6 +63,9 @@ PROMPTS = {
     ),
 }
 """By the length of the answers. Three tokens each for SmolLM2, so that nothing is padded."""
+UNWANTED = ("the", "of", "to")
+"""Words that an answer of 16 tokens should do without: each of its tokens can spoil it, and the start policy seldom
+manages."""
 LEAST, MOST = 0.1, 0.3
 """Between these is the success rate of the start policy on every prompt."""
 RESULT = "real_optimum.json"
@@ -96,7 +100,7 @@ overwrite_output_dir: true
     16: """
 model: {path: SmolLM2-135M-Instruct, lora: {r: 16, alpha: 32}}
 value: {kind: head}
-rewards: [{type: function, path: real_optimum.py, name: holds_word}]
+rewards: [{type: function, path: real_optimum.py, name: lacks_words}]
 data: {prompts: prompts.jsonl, eval_prompts: eval_prompts.jsonl, chat_template: none}
 sampling: {response_length: 16, batch_size: 128}
 ppo:
@@ -107,7 +111,7 @@ ppo:
   whiten_advantages: false
   cliprange_value: null
 train:
-  max_steps: 100
+  max_steps: 80
   rollout_batch_size: 128
   micro_batch_size: 32
   learning_rate: 1.0e-4
@@ -221,11 +225,11 @@ def recipe(tokens: int, model: Path, output: Path, overrides: Sequence[str] = ()
     return parse_config(RECIPES[tokens], RunConfig, overrides=[*own, *overrides])
 
 
-def write_prompts(file: str, prompts: Sequence[str], wanted: Sequence[str | list[str]], *, times: int = 1) -> None:
-    """Writes every prompt ``times`` times, with what is wanted of its answers, to a file of prompts."""
+def write_prompts(file: str, prompts: Sequence[str], words: Sequence[Sequence[str]], *, times: int = 1) -> None:
+    """Writes every prompt ``times`` times, with the words that its answers are judged by, to a file of prompts."""
     rows = [
-        json.dumps({"prompt": prompt, "wanted": each}) + "\n"
-        for prompt, each in zip(prompts, wanted, strict=True)
+        json.dumps({"prompt": prompt, "words": each}) + "\n"
+        for prompt, each in zip(prompts, words, strict=True)
         for _ in range(times)
     ]
     path = Path(file)
@@ -247,9 +251,9 @@ def timed_run(
 # Answers of one token
 
 
-def is_wanted(prompts: Sequence[str], completions: Sequence[str], wanted: Sequence[Sequence[str]]) -> list[float]:
-    """1 for an answer that is, spaces around it aside, one of the words wanted for its prompt."""
-    return [float(text.strip() in words) for text, words in zip(completions, wanted, strict=True)]
+def is_wanted(prompts: Sequence[str], completions: Sequence[str], words: Sequence[Sequence[str]]) -> list[float]:
+    """1 for an answer that is, spaces around it aside, one of the words of its prompt."""
+    return [float(text.strip() in own) for text, own in zip(completions, words, strict=True)]
 
 
 def drawn_words(probabilities: Sequence[float], texts: Sequence[str], rng: random.Random) -> list[str]:
@@ -370,9 +374,12 @@ def one_token(config: RunConfig, display: Display) -> Trial:
 # Answers of 16 tokens
 
 
-def holds_word(prompts: Sequence[str], completions: Sequence[str], wanted: Sequence[str]) -> list[float]:
-    """1 for an answer that holds the word wanted for its prompt."""
-    return [float(word in text.lower().split()) for text, word in zip(completions, wanted, strict=True)]
+def lacks_words(prompts: Sequence[str], completions: Sequence[str], words: Sequence[Sequence[str]]) -> list[float]:
+    """1 for an answer that holds none of the words of its prompt."""
+    return [
+        float(set(re.findall("[a-z']+", text.lower())).isdisjoint(own))
+        for text, own in zip(completions, words, strict=True)
+    ]
 
 
 def measured(
@@ -409,9 +416,9 @@ def standard_errors(
 def sixteen_tokens(config: RunConfig, display: Display, *, samples: int) -> Trial:
     """Trains on answers of 16 tokens and measures the start policy and the trained one by ``samples`` a prompt."""
     prompts = PROMPTS[16]
-    wanted = ["and"] * len(prompts)
-    write_prompts(config.data.prompts, prompts, wanted)
-    write_prompts(config.data.eval_prompts, prompts, wanted, times=samples)
+    words = [UNWANTED] * len(prompts)
+    write_prompts(config.data.prompts, prompts, words)
+    write_prompts(config.data.eval_prompts, prompts, words, times=samples)
     result, seconds = timed_run(config, display)
     rows = [row for row in read_jsonl(config.output_dir / SAMPLES) if row["split"] == "eval"]
 

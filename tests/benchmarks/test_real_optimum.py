@@ -13,8 +13,8 @@ from benchmarks.real_optimum import (
     MOST,
     OptimumMeter,
     drawn_words,
-    holds_word,
     is_wanted,
+    lacks_words,
     least_kl,
     measured,
     next_logprobs,
@@ -123,8 +123,8 @@ def test_next_logprobs_of_a_query_are_those_of_the_model_alone_with_it():
 def test_rewards_read_the_text_and_the_column():
     texts = [" big", "small", "bigger", "", " Big "]
     assert is_wanted(texts, texts, [["a", "big"], ["big"], ["big"], ["big"], ["Big"]]) == [1.0, 0.0, 0.0, 0.0, 1.0]
-    texts = ["you and me", "sand", "And", "and"]
-    assert holds_word(texts, texts, ["and", "and", "and", "or"]) == [1.0, 0.0, 1.0, 0.0]
+    texts = ["you, of me", "soft", "Of.", "of", "it's"]
+    assert lacks_words(texts, texts, [["of"], ["of"], ["the", "of"], ["the"], ["it"]]) == [0.0, 1.0, 0.0, 1.0, 1.0]
 
 
 def test_drawn_words_are_between_a_tenth_and_three_tenths_of_the_answers():
@@ -229,10 +229,12 @@ def test_sixteen_tokens_on_a_tiny_model_are_measured_on_the_runs_own_answers(tin
     assert [point.episodes for point in trial.course] == [0, 32, 64]
     assert trial.course[0].kl == 0.0 != trial.course[1].kl  # the first rollout is the start policy's
     answers = [json.loads(line) for line in (tmp_path / "out/run/samples.jsonl").read_text().splitlines()]
+    successes = [{"the", "of", "to"}.isdisjoint(row["response"].split()) for row in answers]
+    assert {row["score"] for row in answers} == {0.0, 1.0} and [row["score"] for row in answers] == successes
     ends = [row for row in answers if row["step"] == 2]
     assert len(ends) == 12 * len(TINY_PROMPTS)
-    assert trial.end.success == pytest.approx(sum("and" in row["response"].split() for row in ends) / len(ends))
+    assert trial.end.success == pytest.approx(sum(row["score"] for row in ends) / len(ends))
     assert trial.end.kl == pytest.approx(sum(row["kl"] for row in ends) / len(ends))
     starts = [row for row in answers if row["step"] == 0 and row["prompt"] == TINY_PROMPTS[2]]
-    assert trial.start_rates[2] == pytest.approx(sum("and" in row["response"].split() for row in starts) / 12)
+    assert trial.start_rates[2] == pytest.approx(sum(row["score"] for row in starts) / 12)
     assert 0 < trial.errors.success < 0.1

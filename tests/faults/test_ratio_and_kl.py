@@ -213,13 +213,14 @@ class PoisonGradient(TrainerCallback):
 
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "LoRA"])
 def test_35_gradient_that_is_not_finite_never_reaches_a_weight(tmp_path, lora):
-    config, poison = tiny_run(tmp_path, model__lora=lora), PoisonGradient()
+    config, poison = tiny_run(tmp_path, model__lora=lora, train__max_bad_batches=0), PoisonGradient()
     with pytest.raises(TrainingError, match=r"^gradient is not finite for 8 .* no optimizer step was taken"):
         train_policy(config, callbacks=[poison])
     assert all(torch.equal(p, poison.before[name]) for name, p in poison.model.named_parameters())
     assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
-    record = json.loads((config.output_dir / "bad_batch.json").read_text())
-    assert record["not_finite"] == "gradient" and len(record["rollouts"]) == 8
+    record, mark = read_jsonl(config.output_dir / "bad_batches.jsonl")
+    assert record["what"] == "gradient is not finite" and len(record["rollouts"]) == 8
+    assert mark == {"step": 2, "last_good_checkpoint": None}
 
 
 def test_37_large_scores_stay_finite(tmp_path):

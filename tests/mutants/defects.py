@@ -901,16 +901,22 @@ UPDATE = (
     ),
     *in_file(
         "train/update.py",
-        ("the step that goes too far is taken", "                if stopped:\n", "                if False:\n"),
+        ("the step that goes too far is taken", "if stopped or is_bad:\n", "if is_bad:\n"),
         (
             "a step that is left out leaves its gradient behind",
             "                    optimizer.skip()\n",
             "                    pass\n",
         ),
-        ("steps that were left out are counted", "float(not stopped)", "1.0"),
+        ("steps that were left out are counted", "float(not (stopped or is_bad))", "1.0"),
         ("an update stops where every limit is passed", "return any(limit is not None", "return all(limit is not None"),
         ("an update stops where the policy stayed near", "moved[name] > limit", "moved[name] < limit"),
         tests=whole_step("early stop by KL, head"),
+    ),
+    *in_file(
+        "train/update.py",
+        ("a mini-batch that is not finite trains", "if stopped or is_bad:\n", "if stopped:\n"),
+        ("numbers of a mini-batch that is not finite are logged", "with self.metrics.attempt():", "if True:"),
+        tests=("tests/faults/test_bad_numbers.py",),
     ),
     *in_file(
         "train/update.py",
@@ -1500,7 +1506,7 @@ CHECKPOINT = in_file(
     ),
     (
         "a resumed run forgets the moving average",
-        "            self.average.load_state_dict(load_file(path / STATE_DIR / AVERAGE))\n",
+        "            self.average.load_state_dict(load_file(_piece(path, AVERAGE)))\n",
         "            pass\n",
     ),
     tests=(

@@ -85,7 +85,7 @@ class Run(reference.Run):
         self.metrics, self.tokens, self.norms = {"objective/kl_coef": self.kl_coef}, {}, {}
         self.rewards, self.sampled = rewards, sampled
         taken = super().update(rollouts, scores, steps, demonstrations)
-        self.metrics |= {"update/num_steps": taken, "episode": self.updates * len(rollouts)}
+        self.metrics |= {"update/num_steps": taken, "update/num_bad": 0, "episode": self.updates * len(rollouts)}
         self.metrics |= {name: mean(numbers) for name, numbers in (self.tokens | self.norms).items()}
         if "val/ratio" in self.tokens:
             ratios = self.tokens["val/ratio"]
@@ -96,6 +96,7 @@ class Run(reference.Run):
     def learn(self, rollouts, scores):
         learned = super().learn(rollouts, scores)
         s, old, lengths = self.s, learned.old, [len(rollout.response) for rollout in rollouts]
+        said = flat(rollout.response for rollout in rollouts)
         shaped = [shaped_score(x, rollout, self.seen_scores, s) for x, rollout in zip(scores, rollouts, strict=True)]
         seen = of_answers(rollouts, shaped, self.rewards)
         self.metrics |= {
@@ -104,6 +105,7 @@ class Run(reference.Run):
             "rollout/length": seen.pop("length"),
             "rollout/eos_rate": seen.pop("eos_rate"),
             "rollout/length_max": max(lengths),
+            "rollout/top_token_share": max(map(said.count, said)) / len(said),
             "tokens/rollout": sum(lengths),
             "val/num_eos_tokens": sum(rollout.ended for rollout in rollouts),
             **seen,

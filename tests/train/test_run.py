@@ -275,14 +275,14 @@ def test_bad_reward_never_reaches_the_optimizer(tmp_path):
 
 
 def test_value_that_is_not_finite_stops_the_run_and_is_written_down(tmp_path):
-    trainer = trainer_for(tiny_run(tmp_path, value__kind="model"), tmp_path)
+    trainer = trainer_for(tiny_run(tmp_path, value__kind="model", train__max_bad_batches=0), tmp_path)
     with torch.no_grad():
         trainer.roles.role("value").head.weight[0, 3] = float("nan")
     before = {name: p.detach().clone() for name, p in trainer.roles.role("policy").trained.items()}
     with pytest.raises(TrainingError, match=r"values is not finite .* no optimizer step"):
         trainer.step()
-    written = json.loads((trainer.config.output_dir / "bad_batch.json").read_text(encoding="utf-8"))
-    assert written["not_finite"] == "values"
+    (written,) = read_jsonl(trainer.config.output_dir / "bad_batches.jsonl")
+    assert (written["step"], written["what"]) == (1, "values is not finite")
     assert all(rollout["query"] and rollout["response_ids"] for rollout in written["rollouts"])
     for name, p in trainer.roles.role("policy").trained.items():
         assert torch.equal(p, before[name]), name

@@ -409,6 +409,12 @@ class TrainConfig(Section):
     """Name of the run in the trackers; ``output_dir`` if left out."""
     max_runtime: PositiveFloat | None = None
     """Hours after which the run saves its state and ends with exit code 130."""
+    max_bad_batches: NonNegativeInt = 3
+    """Batches in a row that are left out because a log-probability, a value, a loss or a gradient of them is not
+    finite: a mini-batch in the update, a whole rollout batch before it. One more ends the run."""
+    dry_step: bool | None = None
+    """Before training run one micro-batch of the longest lengths forward and backward, without effect: it says whether
+    the run fits into memory, and halves micro-batches that do not. Left out: where there is an accelerator."""
     push_to_hub: bool = False
     """Push the trained policy with its card to the Hugging Face hub at the end. The token is that of ``hf auth login``
     or HF_TOKEN."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -49,6 +50,17 @@ class Metrics:
     def value(self, name: str, x: float) -> None:
         """Sets a number that every process knows; the last one stands."""
         self._add(name, "value", _wide(x))
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Inside, entries count only if nothing is raised."""
+        reductions, lengths = dict(self._reductions), {name: len(parts) for name, parts in self._parts.items()}
+        try:
+            yield
+        except BaseException:
+            self._reductions = reductions
+            self._parts = {name: self._parts[name][:length] for name, length in lengths.items()}
+            raise
 
     def compute(self, reduce: Reduce | None = None, reduce_max: Reduce | None = None) -> dict[str, float]:
         """Every metric as one number, in the order in which the names first came.

@@ -201,9 +201,14 @@ def files_written(folder: Path | str) -> list[str]:
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and hash by the name of each file, from the folder's manifest."""
     try:
-        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+        files = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+        listed = {name: {"bytes": int(each["bytes"]), "sha256": str(each["sha256"])} for name, each in files.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error}") from error
+    for name in listed:  # of these, files are removed when a run is replaced
+        if name.startswith(("/", "\\")) or ".." in Path(name).parts:
+            raise CheckpointError(f"{folder / MANIFEST}: lists {name!r}, which is not in the folder")
+    return listed
 
 
 def _write_manifest(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 
 from tether.config.schema import RunConfig, TrainConfig
-from tether.train.checkpoint import improves
+from tether.errors import CheckpointError
+from tether.train.checkpoint import RunState, improves
 
 
 def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments:
@@ -94,9 +97,36 @@ class Callbacks:
         """Whether a callback asked for the end of training."""
         return self.control.should_training_stop
 
-    def resume(self, step: int, best_metric: float | None) -> None:
-        """Starts counting at ``step``."""
-        self.state.global_step, self.state.best_metric = step, best_metric
+    def exported(self) -> dict[str, list[dict[str, Any]]]:
+        """By class, what callbacks that have a state remember.
+
+        Raises:
+            CheckpointError: one remembers what JSON cannot hold.
+        """
+        found: dict[str, list[dict[str, Any]]] = {}
+        for callback in self.callbacks:
+            if isinstance(callback, ExportableState):
+                state, name = callback.state(), type(callback).__name__
+                try:
+                    found.setdefault(name, []).append(json.loads(json.dumps(state)))
+                except (TypeError, ValueError) as error:
+                    raise CheckpointError(f"the state of the callback {name} cannot be saved: {error}") from error
+        return found
+
+    def resume(self, state: RunState, history: Sequence[Mapping[str, Any]]) -> None:
+        """Goes on from a checkpoint.
+
+        Args:
+            history: the metrics of the updates and evaluations before it.
+        """
+        self.state.global_step, self.state.best_metric = state.step, state.best_metric
+        self.state.best_global_step = state.best_step
+        self.state.log_history = [dict(line) for line in history]
+        left = {name: list(states) for name, states in state.callbacks.items()}
+        for callback in self.callbacks:
+            if isinstance(callback, ExportableState) and left.get(type(callback).__name__):
+                for name, value in left[type(callback).__name__].pop(0)["attributes"].items():
+                    setattr(callback, name, value)
 
     def train_begin(self) -> None:
         """Before the first update."""

@@ -6,42 +6,58 @@
       tether_state/roles.safetensors trained weights of policy and critic, in the types they train in
       tether_state/optimizers.pt     optimizers and schedules, tensors and numbers only
       tether_state/average.safetensors    the trained weights under a moving average, which the policy above then is
+      tether_state/random.pt         generators of Python, NumPy and torch, which reward functions may draw from
       manifest.json                  size and SHA-256 of every file
 
-A folder appears complete or not at all. Sampling and shuffling draw from keys made of seed and counters, so the
-counters are the whole random state.
+A folder appears complete or not at all. Sampling and shuffling draw from keys made of seed and counters, so of their
+own random state the counters are the whole.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import re
 import shutil
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig, TrainConfig
-from tether.errors import CheckpointError
+from tether.data.demonstrations import Demonstration
+from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder, save_policy, verify_manifest
 from tether.report.card import write_card
 from tether.train.ema import PolicyAverage
 from tether.train.optim import PassOptimizer
+from tether.train.random_state import random_states, set_random_states
+from tether.types import Prompt
 
-STATE_DIR, AVERAGE = "tether_state", "average.safetensors"
+STATE_DIR, STATE, ROLES = "tether_state", "state.json", "roles.safetensors"
+OPTIMIZERS, AVERAGE, RANDOM = "optimizers.pt", "average.safetensors", "random.pt"
+TRIAL = "save-trial.tmp"
+ADAM_BYTES = 8
+"""Of AdamW's two moments, for each trained number."""
+DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+"""What the system says when a disk takes no more."""
 MAY_CHANGE = frozenset({
     "resume", "overwrite_output_dir", "output_dir", "train.total_episodes", "train.num_train_epochs", "train.max_steps",
     "train.logging_steps", "train.log_samples", "train.eval_steps", "train.save_steps", "train.save_total_limit",
     "train.report_to", "train.run_name", "train.max_runtime", "train.metric_for_best_model", "train.greater_is_better",
     "train.load_best_model_at_end", "value.save", "train.push_to_hub", "train.hub_model_id", "train.hub_private_repo",
+    "train.max_bad_batches", "train.dry_step",
 })
 """Keys that a resumed run may change."""
 SERVICE_MAY_CHANGE = re.compile(
@@ -71,6 +87,12 @@ class RunState:
     """Best value of ``metric_for_best_model`` so far."""
     best_step: int | None = None
     """Update that it belongs to."""
+    bad_batches: int = 0
+    """Batches in a row that were left out because something in them was not finite."""
+    halvings: int = 0
+    """How often micro-batches were halved because they did not fit into memory."""
+    callbacks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By class, what callbacks that have a state remember, in the form of ``transformers``."""
 
     def note_evaluation(self, metrics: dict[str, float], train: TrainConfig) -> bool:
         """Remembers an evaluation; returns whether it is the best so far of a run that keeps the best."""
@@ -90,7 +112,11 @@ def improves(value: float, best: float | None, *, greater_is_better: bool) -> bo
 
 
 class Checkpoints:
-    """Writes, finds, restores and drops the checkpoints of one run."""
+    """Writes, finds, restores and drops the checkpoints of one run.
+
+    Args:
+        data: what the run reads, by ``fingerprints``.
+    """
 
     def __init__(
         self,
@@ -99,43 +125,117 @@ class Checkpoints:
         tokenizer: PreTrainedTokenizerBase,
         optimizers: list[PassOptimizer],
         average: PolicyAverage | None,
+        data: Mapping[str, str],
     ) -> None:
         self.config, self.roles, self.tokenizer = config, roles, tokenizer
-        self.optimizers, self.average = optimizers, average
+        self.optimizers, self.average, self.data = optimizers, average, data
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint after ``step`` updates."""
         return self.config.output_dir / f"checkpoint-{step}"
 
+    def try_saving(self, state: RunState, num_updates: int) -> None:
+        """Writes a checkpoint of the start, reads it back and drops it, so that no run finds out later that it cannot.
+
+        Raises:
+            ConfigError: it cannot be written, or the disk has no room for those that the run will write.
+        """
+        trial = self.config.output_dir / TRIAL
+        try:
+            with atomic_folder(trial) as folder:
+                self._write(folder, state)
+            verify_manifest(trial)
+            size = sum(file.stat().st_size for file in trial.rglob("*"))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise ConfigError(f"output_dir: no checkpoint can be written to {self._where()}: {error}") from error
+        finally:
+            shutil.rmtree(trial, ignore_errors=True)
+        self._check_room(size + self._moments_to_come(), num_updates)
+
     def save(self, state: RunState) -> Path:
-        """Writes checkpoint-N for the present state, then drops checkpoints beyond ``save_total_limit``."""
-        state.saved_step = state.step
+        """Writes checkpoint-N for the present state, then drops checkpoints beyond ``save_total_limit``.
+
+        Raises:
+            CheckpointError: it could not be written; those before it are as they were.
+            TrainingError: a weight is not finite, so that this is nothing to go on from.
+        """
         path = self.path(state.step)
-        with atomic_folder(path) as folder:
-            with self.average.applied() if self.average is not None else nullcontext():
-                save_policy(self.roles, self.tokenizer, folder)
-            write_card(folder, self.config.output_dir, step=state.step)
-            inner = folder / STATE_DIR
-            inner.mkdir()
-            record = {**asdict(state), "config": dump_config(self.config)}
-            (inner / "state.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-            save_file({k: v.contiguous() for k, v in self.roles.state_dict().items()}, inner / "roles.safetensors")
-            if self.average is not None:
-                save_file(self.average.state_dict(), inner / AVERAGE)
-            torch.save({o.name: o.state_dict() for o in self.optimizers}, inner / "optimizers.pt")
+        self._check_weights(path)
+        before, state.saved_step = state.saved_step, state.step
+        try:
+            with atomic_folder(path) as folder:
+                self._write(folder, state)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            state.saved_step = before
+            raise CheckpointError(
+                f"{path} could not be written to {self._where()}: {error}. {self.way_on()}"
+            ) from error
         self._drop_old(state)
         return path
+
+    def way_on(self) -> str:
+        """Which checkpoint is there to go on from, in a sentence for the message that a run ends with."""
+        path = last_complete(self.config.output_dir)
+        if path is None:
+            return "No complete checkpoint is there to go on from; train.save_steps makes them"
+        return f"The last complete checkpoint is {path}: --resume goes on from there"
+
+    def _where(self) -> str:
+        folder = self.config.output_dir
+        return f"{folder} ({_gib(shutil.disk_usage(folder).free)} free)"
+
+    def _write(self, folder: Path, state: RunState) -> None:
+        with self.average.applied() if self.average is not None else nullcontext():
+            save_policy(self.roles, self.tokenizer, folder)
+        write_card(folder, self.config.output_dir, step=state.step)
+        inner = folder / STATE_DIR
+        inner.mkdir()
+        record = {**asdict(state), "config": dump_config(self.config), "data": dict(self.data)}
+        (inner / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        save_file({k: v.contiguous() for k, v in self.roles.state_dict().items()}, inner / ROLES)
+        if self.average is not None:
+            save_file(self.average.state_dict(), inner / AVERAGE)
+        torch.save({o.name: o.state_dict() for o in self.optimizers}, inner / OPTIMIZERS)
+        torch.save(random_states(), inner / RANDOM)
+
+    def _check_weights(self, path: Path) -> None:
+        bad = [name for name, x in self.roles.state_dict().items() if not bool(torch.isfinite(x).all())]
+        if bad:
+            raise TrainingError(
+                f"{path} is not written: {len(bad)} tensors of weights are not finite, {bad[0]} the first"
+            )
+
+    def _moments_to_come(self) -> int:
+        """Bytes of the optimizers' moments that the present state has not yet."""
+        return ADAM_BYTES * sum(p.numel() for o in self.optimizers for p in o.parameters if p not in o.optimizer.state)
+
+    def _check_room(self, size: int, num_updates: int) -> None:
+        """Raises ``ConfigError`` if checkpoints of ``size`` bytes, as many as will lie there at once, have no room."""
+        train = self.config.train
+        written = 1 if train.save_steps is None else max(1, num_updates // train.save_steps)
+        written += train.metric_for_best_model is not None
+        kept = written
+        if train.save_total_limit is not None:  # a new one is there before an old one goes
+            kept = min(written, train.save_total_limit + 1 + (train.metric_for_best_model is not None))
+        free = shutil.disk_usage(self.config.output_dir).free
+        if kept * size > free:
+            raise ConfigError(
+                f"output_dir: {kept} checkpoints of {_gib(size)} need {_gib(kept * size)}, {self.config.output_dir} "
+                f"has {_gib(free)} free. Make room, name a folder on another disk, or keep fewer of them with "
+                "train.save_total_limit"
+            )
 
     def restore(self, path: Path) -> RunState:
         """Brings roles and optimizers to the state saved in ``path``; returns the counters."""
         record = read_state(path)
         self.restore_weights_from(path)
-        states = torch.load(path / STATE_DIR / "optimizers.pt", weights_only=True, map_location="cpu")
+        states = torch.load(_piece(path, OPTIMIZERS), weights_only=True, map_location="cpu")
         missing = {o.name for o in self.optimizers} ^ set(states)
         if missing:
             raise CheckpointError(f"{path}: optimizer state does not fit the run's roles: {', '.join(sorted(missing))}")
         for optimizer in self.optimizers:
             optimizer.load_state_dict(states[optimizer.name])
+        del record["data"]
         saved = parse_config(record.pop("config"), RunConfig).train
         sources = {name: ScoreMoments(**moments) for name, moments in record.get("source_moments", {}).items()}
         moments = {"score_moments": ScoreMoments(**record["score_moments"]), "source_moments": sources}
@@ -143,6 +243,7 @@ class Checkpoints:
         criterion = (self.config.train.metric_for_best_model, self.config.train.greater_is_better)
         if criterion != (saved.metric_for_best_model, saved.greater_is_better) or not self._has_best(state):
             state.best_metric = state.best_step = None  # measured by something else, or not there to come back to
+        set_random_states(torch.load(_piece(path, RANDOM), weights_only=True, map_location="cpu"))
         return state
 
     def restore_weights(self, step: int) -> None:
@@ -152,9 +253,9 @@ class Checkpoints:
 
     def restore_weights_from(self, path: Path) -> None:
         """Brings the weights of policy and critic, and their average, to those saved in ``path``."""
-        self.roles.load_state_dict(load_file(path / STATE_DIR / "roles.safetensors"))
+        self.roles.load_state_dict(load_file(_piece(path, ROLES)))
         if self.average is not None:
-            self.average.load_state_dict(load_file(path / STATE_DIR / AVERAGE))
+            self.average.load_state_dict(load_file(_piece(path, AVERAGE)))
 
     def _has_best(self, state: RunState) -> bool:
         return state.best_step is not None and self.path(state.best_step).is_dir()
@@ -164,15 +265,29 @@ class Checkpoints:
         if limit is None:
             return
         paths = list_checkpoints(self.config.output_dir)
-        for path in paths[:-limit]:
-            if path != self.path(state.best_step if state.best_step is not None else -1):
-                shutil.rmtree(path)
+        best = self.path(state.best_step if state.best_step is not None else -1)
+        dropped = [path for path in paths[:-limit] if path != best]
+        if dropped:
+            verify_manifest(self.path(state.step))  # what stays is read back before anything goes
+        for path in dropped:
+            shutil.rmtree(path)
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Finished checkpoints in ``output_dir``, oldest first."""
-    named = (path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
-    return sorted(named, key=checkpoint_step)
+    """Finished checkpoints in ``output_dir``, oldest first. Links are none: what they lead to is not the run's."""
+    named = (path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", path.name))
+    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=checkpoint_step)
+
+
+def last_complete(output_dir: Path) -> Path | None:
+    """The newest checkpoint in ``output_dir`` that is what was written, or None."""
+    for path in reversed(list_checkpoints(output_dir)):
+        try:
+            verify_manifest(path)
+        except CheckpointError:
+            continue
+        return path
+    return None
 
 
 def checkpoint_step(path: Path) -> int:
@@ -180,7 +295,7 @@ def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("checkpoint-"))
 
 
-def find_checkpoint(config: RunConfig, *, tell: Any) -> Path | None:
+def find_checkpoint(config: RunConfig, *, tell: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume from, verified; None if the run starts anew.
 
     A damaged one is skipped, and ``tell`` is called with a line that says so; the one before it is used.
@@ -192,8 +307,8 @@ def find_checkpoint(config: RunConfig, *, tell: Any) -> Path | None:
         return None
     if isinstance(config.resume, str):
         path = Path(config.resume)
-        if not (path / STATE_DIR / "state.json").is_file():
-            raise CheckpointError(f"resume: {path} is not a checkpoint of a run (no {STATE_DIR}/state.json)")
+        if not (path / STATE_DIR / STATE).is_file():
+            raise CheckpointError(f"resume: {path} is not a checkpoint of a run (no {STATE_DIR}/{STATE})")
         verify_manifest(path)
         return path
     for path in reversed(list_checkpoints(config.output_dir)):
@@ -210,24 +325,92 @@ def find_checkpoint(config: RunConfig, *, tell: Any) -> Path | None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Counters and configuration saved in a checkpoint."""
-    return json.loads((path / STATE_DIR / "state.json").read_text(encoding="utf-8"))
+    """Counters, configuration and fingerprints of the data saved in a checkpoint.
 
-
-def check_same_run(saved: dict[str, Any], config: dict[str, Any], path: Path) -> None:
-    """Raises ``CheckpointError`` naming every key that differs between a checkpoint's run and this one and may not."""
-    before, now = _leaves(saved), _leaves(config)
-    changed = sorted(
-        key
-        for key in before.keys() | now.keys()
-        if before.get(key) != now.get(key) and key not in MAY_CHANGE and not SERVICE_MAY_CHANGE.fullmatch(key)
-    )
-    if changed:
-        lines = "\n".join(f"  {key}: was {before.get(key)!r}, now {now.get(key)!r}" for key in changed)
+    Raises:
+        CheckpointError: there are none, or one of them is missing; names it.
+    """
+    file = _piece(path, STATE)
+    try:
+        record = dict(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    wanted = {each.name for each in fields(RunState)} | {"config", "data"}
+    if odd := sorted(wanted ^ record.keys()):
         raise CheckpointError(
-            f"resume: {path} was made with another configuration:\n{lines}\n"
-            "Put these back, or start a new run in another output_dir."
+            f"{file}: {', '.join(odd)} {'is missing' if odd[0] in wanted else 'is unknown'}; the checkpoint was "
+            "written by another version of Tether"
         )
+    return record
+
+
+def _piece(path: Path, name: str) -> Path:
+    """A file of a checkpoint's state, which must be there."""
+    file = path / STATE_DIR / name
+    if not file.is_file():
+        raise CheckpointError(f"resume: {path} has no {STATE_DIR}/{name}, which the run needs to go on")
+    return file
+
+
+def check_same_run(saved: dict[str, Any], config: dict[str, Any], path: Path) -> list[str]:
+    """A line for every key that differs between a checkpoint's run and this one, and may.
+
+    Raises:
+        CheckpointError: keys differ that may not; names them, and those that may.
+    """
+    before, now = _leaves(saved), _leaves(config)
+    lines = {
+        key: f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    }
+    changed = [key for key in lines if key not in MAY_CHANGE and not SERVICE_MAY_CHANGE.fullmatch(key)]
+    if changed:
+        differ = "".join(f"  {lines[key]}\n" for key in changed)
+        raise CheckpointError(
+            f"resume: {path} was made with another configuration:\n{differ}"
+            f"Put these back, or start a new run in another output_dir. What may change: "
+            f"{', '.join(sorted(MAY_CHANGE))}, and where and how a reward service is asked"
+        )
+    return [line for key, line in lines.items() if key not in ("resume", "overwrite_output_dir")]
+
+
+def fingerprints(
+    prompts: Iterable[Prompt], eval_prompts: Iterable[Prompt], demonstrations: Iterable[Demonstration]
+) -> dict[str, str]:
+    """A hash of all that the run reads of each of its datasets, by the key that names it."""
+    return {
+        "data.prompts": _digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in prompts),
+        "held-out prompts": _digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in eval_prompts),
+        "data.ptx": _digest((each.row, (*each.query_ids, -1, *each.response_ids), {}) for each in demonstrations),
+    }
+
+
+def check_same_data(data: Mapping[str, str], path: Path) -> None:
+    """Checks that a run reads what the checkpoint's run read.
+
+    Raises:
+        CheckpointError: a dataset is another one; the order of the prompts, and what was trained on, would not fit.
+    """
+    saved = read_state(path)["data"]
+    if changed := [key for key in data if data[key] != saved.get(key)]:
+        raise CheckpointError(
+            f"resume: {' and '.join(changed)} changed since {path} was written: rows, their order, their other "
+            "columns, the tokenizer or its chat template. Put them back, or start a new run from the checkpoint: "
+            f"model.path: {path}, in another output_dir"
+        )
+
+
+def _digest(rows: Iterable[tuple[int, Iterable[int], Mapping[str, Any]]]) -> str:
+    digest = hashlib.sha256()
+    for row, ids, columns in rows:
+        digest.update(array("q", [row, *ids, -2]).tobytes())
+        digest.update(json.dumps(columns, default=str, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB"
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:

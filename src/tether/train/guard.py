@@ -1,50 +1,121 @@
-"""Nothing non-finite reaches an optimizer: it is named, written down, and ends the run."""
+"""Nothing non-finite reaches an optimizer: it is named, written down and left out, and too much of it ends the run."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tether.errors import TrainingError
+from tether.metrics.writers import JsonlWriter
 from tether.train.optim import PassOptimizer, all_finite
 from tether.train.rollout import Answers
 from tether.types import Experience, MicroBatch
 
-BAD_BATCH = "bad_batch.json"
+BAD_BATCHES = "bad_batches.jsonl"
 MOST_FIRST_RATIO_ERROR = 1e-3
 MOST_LOGPROB_GAP = 0.2
 """Nats a token; bfloat16 decoding differs from its forward by less."""
+MOST_OF_ONE_TOKEN = 0.9
+"""Share of the answers' tokens."""
 
 
-def check_finite(folder: Path, answers: Answers, batch: MicroBatch, **tensors: Tensor | None) -> None:
-    """Raises ``TrainingError`` if a response token's entry of a [M, R] tensor is not finite, naming tensor and rows.
+class NotFinite(TrainingError):
+    """A number that an optimizer step would come from is not finite; nothing was changed by it."""
 
-    What led to it is written to bad_batch.json in ``folder`` first.
+
+class Guard:
+    """Finds what is not finite before an optimizer sees it.
+
+    Args:
+        folder: where bad_batches.jsonl is written, a line for each find with the texts that led to it.
+        limit: finds in a row that are left out; the next one ends the run.
+        tell: told of each that is left out.
     """
-    for name, x in tensors.items():
-        if x is None:
-            continue
-        bad = (~torch.isfinite(x) & batch.response_mask).any(dim=1)
-        if bool(bad.any()):
-            rows = [row for row, is_bad in zip(batch.rows, bad.tolist(), strict=True) if is_bad]
-            _fail(folder, name.replace("_", " "), answers, rows)
 
+    def __init__(self, folder: Path, limit: int, tell: Callable[[str], None]) -> None:
+        self.folder, self.limit, self.tell = folder, limit, tell
+        self.step = 1
+        """Number of the present update, from 1."""
+        self.in_a_row = 0
+        """Finds since the last optimizer step that was taken."""
 
-def check_gradients(
-    folder: Path, optimizers: list[PassOptimizer], answers: Answers, mini_batch: Sequence[Experience]
-) -> None:
-    """Raises ``TrainingError`` if a gradient is not finite, before any optimizer steps."""
-    if not all_finite(optimizers):
-        _fail(folder, "gradient", answers, [row for item in mini_batch for row in item.batch.rows])
+    def check(self, answers: Answers, batch: MicroBatch, **tensors: Tensor | None) -> None:
+        """Raises ``NotFinite`` if a response token's entry of a [M, R] tensor is not, naming tensor and rows."""
+        for name, x in tensors.items():
+            if x is None:
+                continue
+            bad = (~torch.isfinite(x) & batch.response_mask).any(dim=1)
+            if bool(bad.any()):
+                rows = [row for row, is_bad in zip(batch.rows, bad.tolist(), strict=True) if is_bad]
+                self._found(name.replace("_", " "), answers, rows)
+
+    def check_gradients(
+        self, optimizers: list[PassOptimizer], answers: Answers, mini_batch: Sequence[Experience]
+    ) -> None:
+        """Raises ``NotFinite`` if a gradient is not, before any optimizer steps."""
+        if not all_finite(optimizers):
+            self._found("gradient", answers, [row for item in mini_batch for row in item.batch.rows])
+
+    def leave_out(self, error: NotFinite) -> None:
+        """Counts a batch that no optimizer step is taken with.
+
+        Raises:
+            TrainingError: there were too many in a row.
+        """
+        self.in_a_row += 1
+        if self.in_a_row <= self.limit:
+            self.tell(f"warning: {error} It is left out: {self.in_a_row} in a row, of at most {self.limit}")
+            return
+        before = "" if self.limit == 0 else f" after {self.limit} in a row that were left out (train.max_bad_batches)"
+        raise TrainingError(f"{error} The run ends{before}") from error
+
+    def took_step(self) -> None:
+        """Starts the count anew."""
+        self.in_a_row = 0
+
+    def write_down(self, what: str, answers: Answers, rows: Sequence[int]) -> Path:
+        """Writes the texts of some rollouts, with what is wrong with them; returns the file."""
+        path = self.folder / BAD_BATCHES
+        rollouts = [
+            {
+                "rollout": row,
+                "row": answers.prompts[row].row,
+                "query": answers.prompts[row].text,
+                "response": answers.texts[row],
+                "response_ids": list(answers.completions[row].token_ids),
+            }
+            for row in rows
+        ]
+        JsonlWriter(path).write({"step": self.step, "what": what, "rollouts": rollouts})
+        return path
+
+    def marked(self, checkpoint: Path | None) -> str:
+        """Writes down which checkpoint is the last good one, and says it."""
+        name = None if checkpoint is None else checkpoint.name
+        JsonlWriter(self.folder / BAD_BATCHES).write({"step": self.step, "last_good_checkpoint": name})
+        if checkpoint is None:
+            return "no checkpoint is there to go back to; train.save_steps makes them"
+        return (
+            f"the last good checkpoint is {checkpoint}; --resume takes the same way again from there, so name it as the "
+            "model.path of a run with other settings"
+        )
+
+    def _found(self, what: str, answers: Answers, rows: Sequence[int]) -> None:
+        path = self.write_down(f"{what} is not finite", answers, rows)
+        named = [str(answers.prompts[row].row) for row in rows]
+        raise NotFinite(
+            f"{what} is not finite for {len(rows)} rollouts of update {self.step} (dataset rows "
+            f"{', '.join(named[:8])}{', …' if len(named) > 8 else ''}); no optimizer step was taken with it. Their "
+            f"texts are in {path}. A smaller learning rate, or bf16: false, is the usual cure."
+        )
 
 
 def suspicions(metrics: Mapping[str, float]) -> list[str]:
-    """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on."""
+    """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on, or
+    it says nothing but one token."""
     found = []
     if metrics.get("val/first_ratio_error", 0.0) > MOST_FIRST_RATIO_ERROR:
         found.append(
@@ -57,24 +128,14 @@ def suspicions(metrics: Mapping[str, float]) -> list[str]:
             "model's cached decoding differs from its forward. Recurrent models do so where prompts of unequal length "
             "share a batch: set sampling.batch_size to 1"
         )
+    if metrics.get("rollout/top_token_share", 0.0) > MOST_OF_ONE_TOKEN and _could_say_more(metrics):
+        found.append(
+            "one token makes up nearly all that the policy says (rollout/top_token_share): it has collapsed. Go back "
+            "to a checkpoint from before, and raise ppo.kl_coef or lower train.learning_rate"
+        )
     return found
 
 
-def _fail(folder: Path, what: str, answers: Answers, rows: list[int]) -> None:
-    record: list[dict[str, Any]] = [
-        {
-            "rollout": row,
-            "row": answers.prompts[row].row,
-            "query": answers.prompts[row].text,
-            "response": answers.texts[row],
-            "response_ids": list(answers.completions[row].token_ids),
-        }
-        for row in rows
-    ]
-    path = folder / BAD_BATCH
-    path.write_text(json.dumps({"not_finite": what, "rollouts": record}, indent=1), encoding="utf-8")
-    raise TrainingError(
-        f"{what} is not finite for {len(rows)} of this update's rollouts (dataset rows "
-        f"{', '.join(str(r['row']) for r in record[:8])}{', …' if len(record) > 8 else ''}); no optimizer step was "
-        f"taken with it. Their texts are in {path}. A smaller learning rate, or bf16: false, is the usual cure."
-    )
+def _could_say_more(metrics: Mapping[str, float]) -> bool:
+    """Whether answers are of one token because they end at once, not because ``sampling.response_length`` is 1."""
+    return metrics["rollout/length_max"] > 1 or metrics["rollout/eos_rate"] == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,13 @@ from tether.types import Experience
 
 
 def measure_answers(metrics: Metrics, answers: Answers) -> None:
-    """Lengths and ends of a rollout batch."""
+    """Lengths and ends of a rollout batch, and how much of it one token is."""
     lengths, ended = answers.lengths.double(), answers.ended.double()
     metrics.mean("rollout/length", lengths)
     metrics.max("rollout/length_max", lengths)
     metrics.mean("rollout/eos_rate", ended)
+    counts = Counter(token for completion in answers.completions for token in completion.token_ids)
+    metrics.value("rollout/top_token_share", max(counts.values()) / counts.total())
     metrics.sum("val/num_eos_tokens", ended)
     metrics.sum("tokens/rollout", lengths)
 

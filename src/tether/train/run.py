@@ -32,15 +32,18 @@ from tether.rewards.build import build_rewards, try_services
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import (
     RunState,
+    check_same_data,
     check_same_run,
     checkpoint_step,
     find_checkpoint,
+    fingerprints,
     list_checkpoints,
     read_state,
 )
 from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
+from tether.train.guard import BAD_BATCHES
 from tether.train.hub import open_repository, push
 from tether.train.inputs import RunData, check, check_data, first_answer, load_data, resolved, tell_data
 from tether.train.log import METRICS, SAMPLES, RunLog
@@ -137,9 +140,13 @@ def open_trainer(
     checkpoint = find_checkpoint(config, tell=display.message)
     if checkpoint is not None:
         saved = parse_config(read_state(checkpoint)["config"], RunConfig)
-        check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
+        for change in check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint):
+            display.message(f"going on with another {change}")
     data = load_data(config)
     check_data(config, data)
+    if checkpoint is not None:
+        held_out = data.eval_prompts.prompts if data.eval_prompts else []
+        check_same_data(fingerprints(data.prompts.prompts, held_out, data.demonstrations), checkpoint)
     tell_data(config, data, display)
     if rewards is None:
         try_services(config.rewards, config.reward_names, first_answer(data), data.tokenizer)
@@ -161,8 +168,7 @@ def open_trainer(
                 write_base(config.model, config.output_dir / BASE)
             trainer = build_trainer(config, data, rewards, log, callbacks)
             if checkpoint is not None:
-                trainer.state = trainer.checkpoints.restore(checkpoint)
-                trainer.callbacks.resume(trainer.state.step, trainer.state.best_metric)
+                trainer.resume(checkpoint)
                 display.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
             yield trainer
             trainer.parts.generator.close()
@@ -296,13 +302,13 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
                 tell(f"removing {path}, as the run goes on from {checkpoint}")
                 shutil.rmtree(path)
         evaluated = -1 if state["evaluated_step"] is None else state["evaluated_step"]
-        for name in (METRICS, SAMPLES):
+        for name in (METRICS, SAMPLES, BAD_BATCHES):
             truncate_after(folder / name, state["step"], evaluated)
     elif config.overwrite_output_dir:
         for path in (*list_checkpoints(folder), folder / CRITIC, folder / BASE):
             shutil.rmtree(path, ignore_errors=not path.exists())
         # the policy too: an adapter beside another run's full model would be loaded together with it
-        for name in (METRICS, SAMPLES, REPORT, SCORE_NORM, *files_written(folder)):
+        for name in (METRICS, SAMPLES, BAD_BATCHES, REPORT, SCORE_NORM, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
     text = dump_config(config)
     temporary = folder / f".{CONFIG}.tmp"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -21,22 +22,25 @@ from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import collate
 from tether.data.stream import PromptStream
-from tether.errors import RewardError, TrainingError
+from tether.errors import CheckpointError, RewardError, RewardResponseError, TrainingError
 from tether.metrics.reduce import Metrics
+from tether.metrics.writers import read_jsonl
 from tether.models.roles import POLICY
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
-from tether.train.checkpoint import Checkpoints, RunState
+from tether.train.checkpoint import DISK_TROUBLE, Checkpoints, RunState, fingerprints, last_complete
 from tether.train.distributed import Dist
 from tether.train.ema import PolicyAverage
 from tether.train.evaluate import evaluate
 from tether.train.experience import Outputs, experience, joined, targets
-from tether.train.guard import check_finite, suspicions
+from tether.train.guard import Guard, NotFinite, suspicions
 from tether.train.interrupt import Stopped, StopRequest
-from tether.train.log import RunLog
+from tether.train.log import METRICS, RunLog
 from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
+from tether.train.memory import dry_step, halved
 from tether.train.optim import PassOptimizer, build_optimizers
 from tether.train.parts import Parts
+from tether.train.random_state import random_states, set_random_states
 from tether.train.rollout import Answers, Judged, answer, early_scores, micro_batch_plan, raw_scores, shaped_scores
 from tether.train.update import Update
 from tether.types import Experience, MicroBatch, Request, RewardOutput, noise_key
@@ -70,11 +74,15 @@ class PPOTrainer:
         self.optimizers = optimizers or build_optimizers(config, parts.roles, self.num_updates)
         trained = parts.roles.role(POLICY).trained
         self.average = PolicyAverage(trained, config.train.ema_decay) if config.train.ema_decay else None
-        self.checkpoints = Checkpoints(config, parts.roles, parts.tokenizer, self.optimizers, self.average)
+        data = fingerprints(parts.prompts, parts.eval_prompts, parts.demonstrations)
+        self.checkpoints = Checkpoints(config, parts.roles, parts.tokenizer, self.optimizers, self.average, data)
         self.callbacks = callbacks
         self.callbacks.attach(parts.roles.policy, parts.tokenizer)
         self.state = RunState(kl_coef=config.ppo.kl_coef)
         self.stop = StopRequest(config.train.max_runtime)
+        self.guard = Guard(config.output_dir, config.train.max_bad_batches, log.message)
+        self.before = random_states()
+        """The process-wide generators where the weights were last those of a finished update."""
 
     # The run
 
@@ -83,9 +91,32 @@ class PPOTrainer:
 
         Raises:
             RewardError: answers could not be scored; the state after the last finished update is saved.
+            ConfigError: a checkpoint cannot be written, or there will be no room for it.
+            CheckpointError: the disk takes no more; checkpoints that were finished are whole.
+            TrainingError: too much was not finite, or not even one answer fits into memory.
         """
+        try:
+            return self._fit()
+        except TrainingError as error:
+            if self.state.step > 0:
+                error.add_note(self.guard.marked(last_complete(self.config.output_dir)))
+            raise
+        except OSError as error:
+            if error.errno not in DISK_TROUBLE:
+                raise
+            raise CheckpointError(
+                f"{self.config.output_dir} cannot be written to any more: {error.strerror}. {self.checkpoints.way_on()}"
+            ) from error
+
+    def _fit(self) -> str | None:
+        if self.state.saved_step is None:
+            self.log.phase("trying to save", 0, 1)
+            self.checkpoints.try_saving(self.state, self.num_updates)
+        if self.wants_dry_step():
+            self.dry_step()
         self.callbacks.train_begin()
         self.log.display.update(self.state.step, self.num_updates, {})
+        self.before = random_states()
         try:
             with self.stop:
                 self.freeze_norms()
@@ -96,10 +127,12 @@ class PPOTrainer:
                 if self.state.evaluated_step != self.state.step:
                     self.evaluate()
         except Stopped as stopped:
+            set_random_states(self.before)
             self.save()
             return str(stopped)
         except RewardError as error:
             if self.state.step > 0:
+                set_random_states(self.before)
                 self.save()  # scoring comes before anything of an update changes
                 error.add_note(f"the state after {self.state.step} updates is saved; --resume goes on from there")
             raise
@@ -110,6 +143,7 @@ class PPOTrainer:
 
     def train_one_update(self) -> None:
         """One update with everything that may follow it: logging, evaluation, a checkpoint."""
+        self.before = random_states()
         self.callbacks.step_begin()
         self.record(self.step())
         if self.evaluation_due():
@@ -125,6 +159,7 @@ class PPOTrainer:
         """Answers and scores the held-out prompts; the best result so far is saved if the run keeps the best."""
         if not self.parts.eval_prompts:
             return
+        self.before = random_states()
         with self.policy_to_keep():
             metrics, samples = evaluate(
                 self.parts, self.config, self.state.score_moments, phase=self.log.phase, check=self.stop.check
@@ -136,8 +171,18 @@ class PPOTrainer:
         if is_best:
             self.save()
 
+    def resume(self, checkpoint: Path) -> None:
+        """Goes on from a checkpoint: weights, optimizers, counters, random states, and what callbacks remember."""
+        self.state = self.checkpoints.restore(checkpoint)
+        for _ in range(self.state.halvings):
+            self.config = halved(self.config)
+        self.guard.step, self.guard.in_a_row = self.state.step + 1, self.state.bad_batches
+        metrics = self.config.output_dir / METRICS
+        self.callbacks.resume(self.state, read_jsonl(metrics) if metrics.exists() else [])
+
     def save(self) -> None:
         """Writes checkpoint-N, complete or not at all, and drops those beyond the limit."""
+        self.state.callbacks = self.callbacks.exported()
         path = self.checkpoints.save(self.state)
         self.callbacks.saved(path)
 
@@ -202,6 +247,46 @@ class PPOTrainer:
             f"{moments.var**0.5:.3g}"
         )
 
+    # Memory
+
+    def wants_dry_step(self) -> bool:
+        """Whether the longest lengths are tried before training, the default resolved."""
+        wanted = self.config.train.dry_step
+        return self.dist.device.type != "cpu" if wanted is None else wanted
+
+    def dry_step(self) -> None:
+        """One micro-batch of the longest lengths forward and backward, without effect; halves what does not fit."""
+        while True:
+            self.log.phase("dry step", 0, 1)
+            try:
+                told = dry_step(self.config, self.parts, self.optimizers, self.dist, self.guard, self.micro_batches)
+            except torch.OutOfMemoryError as error:
+                self.halve(error)
+            else:
+                self.log.message(told)
+                return
+            finally:
+                self.dist.release_memory()
+
+    def halve(self, error: torch.OutOfMemoryError) -> None:
+        """Halves the micro-batches of every later pass, which changes results by rounding alone.
+
+        Raises:
+            TrainingError: they hold one answer already.
+        """
+        smaller = halved(self.config)
+        if smaller == self.config:
+            raise TrainingError(
+                f"out of memory with one answer in a micro-batch ({error}): set train.gradient_checkpointing, lower "
+                "sampling.response_length or data.max_prompt_length, or train with LoRA"
+            ) from error
+        self.config = smaller
+        self.state.halvings += 1
+        train = smaller.train
+        budget, rows = train.max_tokens_per_micro_batch, train.micro_batch_size
+        size = f"{rows} answers" if budget is None else f"{budget} tokens"
+        self.log.message(f"warning: out of memory; micro-batches are halved from now on, to at most {size}")
+
     # One update
 
     def step(self) -> dict[str, float]:
@@ -211,12 +296,37 @@ class PPOTrainer:
             answers = self.rollout(metrics)
             judged, moments = self.score(answers, metrics)
             self.dist.release_memory()
-            experience = self.experience(answers, judged, metrics)
-            self.dist.release_memory()
-            optimizers = self.update(experience, answers, metrics)
+            optimizers = self.learn(answers, judged, metrics)
             self.dist.release_memory()
             self.parts.generator.sync_weights(self.roles.policy)
         return self.finish(metrics, moments, optimizers)
+
+    def learn(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[PassOptimizer]:
+        """``experience`` and ``update``, begun anew with smaller micro-batches where those do not fit into memory, and
+        left out where the policy, the reference or the critic says something that is not finite."""
+        while True:
+            try:
+                with metrics.attempt():
+                    experience = self.experience(answers, judged, metrics)
+                    self.dist.release_memory()
+                    return self.update(experience, answers, metrics)
+            except NotFinite as error:
+                self.guard.leave_out(error)
+                return self.left_out(answers, metrics)
+            except torch.OutOfMemoryError as error:
+                self.halve(error)
+            self.dist.release_memory()
+
+    def left_out(self, answers: Answers, metrics: Metrics) -> list[PassOptimizer]:
+        """An update without a step; returns the optimizers that would have taken part, their schedules moved on."""
+        update, ppo = self.one_update(answers, metrics), self.config.ppo
+        count = ppo.num_ppo_epochs * ppo.num_mini_batches
+        for optimizer in update.optimizers_in_use():
+            for _ in range(count):
+                optimizer.skip()
+        metrics.sum("update/num_steps", 0.0)
+        metrics.sum("update/num_bad", float(count))
+        return update.optimizers_in_use()
 
     def rollout(self, metrics: Metrics) -> Answers:
         """The policy's answers to this update's prompts, those to one prompt in neighbouring rows."""
@@ -241,7 +351,12 @@ class PPOTrainer:
             output: scores of the answers, for callers that scored them; the reward sources are asked otherwise.
         """
         with timed(metrics, "reward"):
-            raw, output = raw_scores(self.parts, answers, output)
+            try:
+                raw, output = raw_scores(self.parts, answers, output)
+            except RewardResponseError as error:
+                path = self.guard.write_down(str(error), answers, range(len(answers.texts)))
+                self.log.message(f"the answers that have no score are in {path}")
+                raise
         moments = self.state.score_moments
         if self.config.ppo.score_norm == "running":
             moments = algo.merged_moments(moments, raw)
@@ -285,9 +400,7 @@ class PPOTrainer:
             self.stop.check()
             out = self.roles.score_pass(batch, temperature)
             ref = self.roles.ref_logprobs(batch, temperature) if self.roles.has_reference else None
-            check_finite(
-                self.config.output_dir, answers, batch, logprobs=out.logprobs, values=out.values, ref_logprobs=ref
-            )
+            self.guard.check(answers, batch, logprobs=out.logprobs, values=out.values, ref_logprobs=ref)
             seen.append(out)
             refs.append(ref)
         return Outputs(
@@ -303,7 +416,18 @@ class PPOTrainer:
 
         Returns the optimizers that took part: not the policy's while the critic warms up.
         """
-        update = Update(
+        update = self.one_update(answers, metrics)
+        with timed(metrics, "update"):
+            update.run(experience)
+        if update.was_short_of_memory:
+            self.halve(torch.OutOfMemoryError("in the middle of an update"))
+        if self.average is not None and not update.is_warming_up:
+            self.average.update()
+        return update.optimizers_in_use()
+
+    def one_update(self, answers: Answers, metrics: Metrics) -> Update:
+        """The present update, yet to be run."""
+        return Update(
             self.config,
             self.parts,
             self.optimizers,
@@ -312,12 +436,8 @@ class PPOTrainer:
             answers=answers,
             metrics=metrics,
             phase=self.log.phase,
+            guard=self.guard,
         )
-        with timed(metrics, "update"):
-            update.run(experience)
-        if self.average is not None and not update.is_warming_up:
-            self.average.update()
-        return update.optimizers_in_use()
 
     def finish(
         self, metrics: Metrics, moments: algo.ScoreMoments, optimizers: list[PassOptimizer]
@@ -338,6 +458,7 @@ class PPOTrainer:
     def record(self, metrics: dict[str, float]) -> None:
         """Counts an update and logs its metrics."""
         self.state.step += 1
+        self.state.bad_batches, self.guard.step = self.guard.in_a_row, self.state.step + 1
         for text in suspicions(metrics):
             self.log.warn_once(text)
         self.log.update(self.state.step, self.num_updates, metrics)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from tether.metrics.reduce import Metrics
 from tether.models.forward import LogprobOutput
 from tether.models.roles import POLICY, VALUE, Pass
 from tether.train.distributed import Dist
-from tether.train.guard import check_finite, check_gradients
+from tether.train.guard import Guard, NotFinite
 from tether.train.measure import measure_policy
 from tether.train.optim import PassOptimizer
 from tether.train.parts import Parts
@@ -34,6 +36,7 @@ class Update:
         answers: the rollout batch, for what is written down when something is not finite.
         metrics: where what happens is measured.
         phase: told of progress.
+        guard: keeps what is not finite from the optimizers.
     """
 
     def __init__(
@@ -47,26 +50,65 @@ class Update:
         answers: Answers,
         metrics: Metrics,
         phase: PhaseReport,
+        guard: Guard,
     ) -> None:
         self.config, self.roles, self.demonstrations = config, parts.roles, parts.demonstrations
         self.optimizers, self.dist, self.step = optimizers, dist, step
-        self.answers, self.metrics, self.phase = answers, metrics, phase
+        self.answers, self.metrics, self.phase, self.guard = answers, metrics, phase, guard
+        self.was_short_of_memory = False
+        """Whether micro-batches had to be halved on the way."""
         self.is_warming_up = step < config.value.warmup_steps
         """Whether this update trains the critic alone."""
 
     def run(self, experience: Sequence[Experience]) -> None:
-        """Takes an optimizer step for every mini-batch, until the policy has gone too far."""
+        """Takes an optimizer step for every mini-batch that is finite, until the policy has gone too far.
+
+        Raises:
+            TrainingError: too many mini-batches in a row are not finite.
+            torch.OutOfMemoryError: the first one does not fit, or one answer alone; nothing was changed by it.
+        """
         total, stopped = self.config.ppo.num_ppo_epochs * self.config.ppo.num_mini_batches, False
         for done, mini_batch in enumerate(mini_batches(experience, self.config, self.step)):
+            is_bad = False
             if not stopped:
                 self.phase("update", done, total)
-                stopped = self.add_gradients(mini_batch, done)
+                try:
+                    stopped = self.fitting_gradients(mini_batch, done)
+                except NotFinite as error:
+                    self.guard.leave_out(error)
+                    is_bad = True
             for optimizer in self.optimizers_in_use():
-                if stopped:
+                if stopped or is_bad:
                     optimizer.skip()
                 else:
                     self.take_step(optimizer)
-            self.metrics.sum("update/num_steps", float(not stopped))
+            if not (stopped or is_bad):
+                self.guard.took_step()
+            self.metrics.sum("update/num_steps", float(not (stopped or is_bad)))
+            self.metrics.sum("update/num_bad", float(is_bad))
+
+    def fitting_gradients(self, mini_batch: list[Experience], number: int) -> bool:
+        """``add_gradients``, with micro-batches halved as often as it takes for them to fit into memory.
+
+        In the first mini-batch that is left to the trainer, which can then halve them for every pass of the update.
+        """
+        while True:
+            try:
+                with self.metrics.attempt():
+                    return self.add_gradients(mini_batch, number)
+            except torch.OutOfMemoryError:
+                if number == 0 or all(len(item.batch.rows) == 1 for item in mini_batch):
+                    self.drop_gradients()
+                    raise
+            self.drop_gradients()  # here the error is gone, and with it what its frames held
+            self.dist.release_memory()
+            mini_batch = [half for item in mini_batch for half in halves(item)]
+            self.was_short_of_memory = True
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients of a mini-batch that was not finished."""
+        for optimizer in self.optimizers:
+            optimizer.optimizer.zero_grad(set_to_none=True)
 
     def add_gradients(self, mini_batch: list[Experience], number: int) -> bool:
         """Adds up the gradient of one optimizer step. Returns whether the policy went too far to take it.
@@ -88,7 +130,7 @@ class Update:
         if self.is_warming_up:
             for parameter in self.roles.role(POLICY).trained.values():
                 parameter.grad = None  # of a trunk that the critic shares
-        check_gradients(self.config.output_dir, self.optimizers, self.answers, mini_batch)
+        self.guard.check_gradients(self.optimizers, self.answers, mini_batch)
         return self.is_too_far(drift)
 
     def accumulate(self, item: Experience, normaliser: Tensor, drift: Metrics, *, is_first: bool) -> None:
@@ -98,7 +140,7 @@ class Update:
             with_entropy = ppo.entropy_coef > 0 and POLICY in pass_.trains
             with pass_(item.batch, temperature=self.config.sampling.temperature, with_entropy=with_entropy) as new:
                 losses = self.losses(new, item, drift, is_first=is_first)
-                check_finite(self.config.output_dir, self.answers, item.batch, **losses)
+                self.guard.check(self.answers, item.batch, **losses)
                 weights = {
                     "policy_loss": 1.0,
                     "kl_loss": item.kl_loss_coef,
@@ -198,6 +240,26 @@ class Update:
         """The optimizers of this update's passes."""
         names = {pass_.name for pass_ in self.passes}
         return [optimizer for optimizer in self.optimizers if optimizer.name in names]
+
+
+def halves(item: Experience) -> list[Experience]:
+    """A micro-batch in two of half as many answers, padding and all; one answer as it is."""
+    count = len(item.batch.rows)
+    if count == 1:
+        return [item]
+    parts = (slice(None, (count + 1) // 2), slice((count + 1) // 2, None))
+    return [_rows_of(item, part) for part in parts]
+
+
+def _rows_of(item: Experience, part: slice) -> Experience:
+    def cut(record: Any, names: Sequence[str]) -> dict[str, Any]:
+        return {name: None if (x := getattr(record, name)) is None else x[part] for name in names}
+
+    batch = replace(
+        item.batch, **cut(item.batch, ("rows", "token_ids", "attention_mask", "position_ids", "response_mask"))
+    )
+    tensors = ("logprobs", "advantages", "loss_mask", "values", "returns", "ref_logprobs")
+    return replace(item, batch=batch, **cut(item, tensors))
 
 
 def mini_batches(experience: Sequence[Experience], config: RunConfig, step: int) -> Iterator[list[Experience]]:

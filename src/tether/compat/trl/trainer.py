@@ -35,7 +35,7 @@ from tether.models.saving import save_policy, written_into
 from tether.report.card import write_card
 from tether.report.html import write_report
 from tether.train import evaluate as evaluation
-from tether.train.checkpoint import check_same_run, find_checkpoint, read_state
+from tether.train.checkpoint import check_same_data, check_same_run, find_checkpoint, read_state
 from tether.train.claim import claimed
 from tether.train.distributed import Dist
 from tether.train.log import METRICS, RunLog
@@ -274,8 +274,8 @@ class PPOTrainer:
                     config, self._parts, dist=self._dist, log=log, callbacks=self._events, optimizers=self._optimizers
                 )
                 if checkpoint is not None:
-                    phases.state = phases.checkpoints.restore(checkpoint)
-                    self._events.resume(phases.state.step, phases.state.best_metric)
+                    check_same_data(phases.checkpoints.data, checkpoint)
+                    phases.resume(checkpoint)
                 interrupted = phases.fit()
             finally:
                 log.close()

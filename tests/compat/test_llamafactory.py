@@ -270,14 +270,14 @@ class TestModels:
 
 
     def test_quantised(self, tmp_path):
-        overrides = ["--quantization_bit=4", "--reward_model_quantization_bit=4", "--ref_model_quantization_bit=4"]
+        overrides = ["--quantization_bit=4", "--ref_model_quantization_bit=4"]
         config, translation = read(PPO, *overrides, folder=tmp_path)
         assert config.model.quantization == "4bit"
         assert any(theirs == "ref_model_quantization_bit: 4" for theirs, _ in translation.ignored)
         with pytest.raises(ConfigError, match="quantization_bit: got 3; wanted 4 or 8"):
             read(PPO, "--quantization_bit=3", folder=tmp_path)
-        with pytest.raises(ConfigError, match="reward_model_quantization_bit: got 8; reward models are loaded as they"):
-            read(PPO, "--reward_model_quantization_bit=8", "--reward_model_type=full", folder=tmp_path)
+        config, _ = read(PPO, "--reward_model_quantization_bit=8", "--reward_model_type=full", folder=tmp_path)
+        assert config.rewards[0].quantization == "8bit"
 
 
 class TestOtherStages:

@@ -474,8 +474,9 @@ def _reward_source(keys: Translator) -> None:
         source = {"type": _reward_type(folder, kind), "path": folder}
         if source["type"] != "adapter" and keys.take("trust_remote_code", False):
             source["trust_remote_code"] = True
-    if keys.take("reward_model_quantization_bit") is not None and kind == "full":
-        keys.refuse("reward_model_quantization_bit", "reward models are loaded as they are saved: leave it out")
+        if source["type"] != "adapter" and (bits := keys.take("reward_model_quantization_bit")) is not None:
+            source["quantization"] = f"{bits}bit"
+            keys.covered("reward_model_quantization_bit", by=f"rewards.0.quantization: {bits}bit")
     keys.ignore("the reward shares the policy's base, or is a service", "reward_model_quantization_bit")
     theirs = ("reward_model", "reward_model_type", "reward_model_adapters")
     if path is not None and kind in ("lora", "full", "api") and len(adapters) < 2:

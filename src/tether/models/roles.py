@@ -601,14 +601,16 @@ def _model_critic(
             trust_remote_code=source.trust_remote_code,
         )
     elif config.model.lora is None:
-        model = classifier_on(copy.deepcopy(policy.model))
+        model = copy.deepcopy(policy.model)
     else:
-        model = classifier_on(_load_policy(config, config.model.path, dtype, config.model.revision))
+        model = _load_policy(config, config.model.path, dtype, config.model.revision)
     if is_quantized(model):
         raise ConfigError(
             f"value.kind model: {where} holds weights in few bits, which a critic of its own cannot train; set "
             "value.kind to adapter or head, or value.init to another model"
         )
+    if source is None:
+        model = classifier_on(model)
     if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
         model.config.pad_token_id = padding_id(model, tokenizer)
     return Role(VALUE, model, where, "own weights", head=model.score, trained=dict(model.named_parameters()))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, OPTConfig
+from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, OPTConfig
 
 from tests.models.build import (
     checksums,
@@ -191,6 +191,19 @@ def test_a_reward_of_another_vocabulary_is_no_start_of_a_critic(folders, tmp_pat
         roles_of(run_config(model, rewards=judge, value={"init": "reward"}))
     with pytest.raises(ConfigError, match=r"value.init: the tokenizer of .*other has another vocabulary"):
         roles_of(run_config(model, value={"init": str(other)}))
+
+
+def test_a_judge_that_is_no_decoder_is_no_start_of_a_critic(folders, tmp_path):
+    model, *_ = folders["llama"]
+    settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    encoder = BertForSequenceClassification(BertConfig(vocab_size=VOCAB_SIZE, num_labels=1, **settings))
+    encoder.save_pretrained(tmp_path)
+    load_tokenizer(str(model)).save_pretrained(tmp_path)  # the policy's own vocabulary
+    judge = [{"type": "model", "path": str(tmp_path)}]
+    assert roles_of(run_config(model, rewards=judge)).role("value").source == str(model)
+    for key, value in (("value.init reward", "reward"), ("value.init", str(tmp_path))):
+        with pytest.raises(ConfigError, match=f"{key}: {tmp_path} is no decoder, .*; set value.init to policy"):
+            roles_of(run_config(model, rewards=judge, value={"init": value}))
 
 
 def test_a_critic_model_from_a_reward_adapter_is_merged(folders):

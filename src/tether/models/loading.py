@@ -387,6 +387,15 @@ def reads_last_token(model: PreTrainedModel) -> bool:
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
 
 
+def pools_otherwise(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
+    """Whether the classifier in ``path`` is of a family that reads more than the last token; loads no weights."""
+    base = adapter_base(path, revision) if is_adapter(path, revision) else path
+    config = load_config(base, revision=revision if base == path else None, trust_remote_code=trust_remote_code)
+    with model_errors(path), torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+    return not reads_last_token(model)
+
+
 def load_value_head_model(
     path: str, *, revision: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel, ScalarHead]:

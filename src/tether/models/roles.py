@@ -48,7 +48,7 @@ from tether.models.forward import (
 )
 from tether.models.heads import ScalarHead, state_size
 from tether.models.layers import parameters_above
-from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer
+from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer, pools_otherwise
 from tether.models.offload import Offloaded, has_own_memory
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, adapter_base, is_adapter
 from tether.models.recompute import recomputed_layers
@@ -638,7 +638,7 @@ def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Crit
             why_not = f"the first reward is of type {reward.type}, wanted {' or '.join(wanted)}"
         else:
             source = CriticSource(reward.path, **reward.model_dump(include={"revision", "trust_remote_code"}))
-            why_not = _other_tokens(source, tokenizer) if kind == "model" else None
+            why_not = _no_critic(source, tokenizer) if kind == "model" else None
         if why_not is None:
             return source
         if init is None:
@@ -650,17 +650,21 @@ def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Crit
             "adapter on the policy's base. Set value.kind to model for a sequence classifier"
         )
     source = CriticSource(init, trust_remote_code=config.model.trust_remote_code)
-    if kind == "model" and (why_not := _other_tokens(source, tokenizer)):
+    if kind == "model" and (why_not := _no_critic(source, tokenizer)):
         raise ConfigError(f"value.init: {why_not}; set value.init to policy")
     return source
 
 
-def _other_tokens(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Why the model cannot read the policy's token ids, or None if it can."""
-    own = load_tokenizer(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code)
-    if own.get_vocab() == tokenizer.get_vocab():
-        return None
-    return f"the tokenizer of {source.path} has another vocabulary than the policy's, whose token ids the critic reads"
+def _no_critic(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Why the model gives no value of each of the policy's tokens, or None if it can."""
+    origin = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
+    if load_tokenizer(source.path, **origin).get_vocab() != tokenizer.get_vocab():
+        return (
+            f"the tokenizer of {source.path} has another vocabulary than the policy's, whose token ids the critic reads"
+        )
+    if pools_otherwise(source.path, **origin):
+        return f"{source.path} is no decoder, whose states know only the tokens before them"
+    return None
 
 
 def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

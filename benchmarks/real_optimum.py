@@ -8,9 +8,11 @@ SmolLM2-135M-Instruct continues eight short texts. A reward of 0 or 1, which the
     fraction of optimum = (J(π) − J(π_ref)) / (J* − J(π_ref))                  1 − regret
     KL efficiency       = least KL with which the success rates can be had / KL spent
 
---tokens 1    answers of one token: one forward pass over the prompts tells the whole policy, so everything is exact.
+--tokens 1    answers of one token, which should be one of a few words: one forward pass over the prompts tells the
+              whole policy, so everything is exact.
               Promise: fraction of optimum at least .95 within 15 minutes on two CPU cores.
---tokens 16   answers of 16 tokens, measured on answers to each prompt before and after training.
+--tokens 16   answers of 16 tokens, which should begin with one of a few words and go on as they would have,
+              measured on answers to each prompt before and after training.
               Promise: fraction of optimum at least .95, KL efficiency at least .8.
 
 Prints the course and the end, writes both to real_optimum.json in the output folder, and exits with 1 if a promise is
@@ -52,22 +54,15 @@ from tether.train.inputs import resolved
 from tether.train.log import SAMPLES
 from tether.train.run import RunResult, train_policy
 
-PROMPTS = {
-    1: (
-        *("The old man", "My dog likes", "We went to", "She said that"),
-        *("In the morning", "They have been", "You can see", "There was a"),
-    ),
-    16: (
-        *("The old man", "My dog likes", "I want to", "She said that"),
-        *("In the morning", "Once upon a", "You can see", "The cat sat"),
-    ),
-}
-"""By the length of the answers. Three tokens each for SmolLM2, so that nothing is padded."""
-UNWANTED = ("the", "of", "to")
-"""Words that an answer of 16 tokens should do without: each of its tokens can spoil it, and the start policy seldom
-manages."""
+PROMPTS = (
+    *("The old man", "My dog likes", "We went to", "She said that"),
+    *("In the morning", "They have been", "You can see", "There was a"),
+)
+"""Three tokens each for SmolLM2, so that nothing is padded."""
 LEAST, MOST = 0.1, 0.3
 """Between these is the success rate of the start policy on every prompt."""
+LEAST_OF_FIRST = 0.15
+"""Least share of first tokens that are a wanted word where answers go on: some of them are the beginning of another."""
 RESULT = "real_optimum.json"
 RESAMPLES = 500
 """Of the bootstrap."""
@@ -100,7 +95,7 @@ overwrite_output_dir: true
     16: """
 model: {path: SmolLM2-135M-Instruct, lora: {r: 16, alpha: 32}}
 value: {kind: head}
-rewards: [{type: function, path: real_optimum.py, name: lacks_words}]
+rewards: [{type: function, path: real_optimum.py, name: begins_well}]
 data: {prompts: prompts.jsonl, eval_prompts: eval_prompts.jsonl, chat_template: none}
 sampling: {response_length: 16, batch_size: 128}
 ppo:
@@ -256,8 +251,10 @@ def is_wanted(prompts: Sequence[str], completions: Sequence[str], words: Sequenc
     return [float(text.strip() in own) for text, own in zip(completions, words, strict=True)]
 
 
-def drawn_words(probabilities: Sequence[float], texts: Sequence[str], rng: random.Random) -> list[str]:
-    """Words that ``LEAST`` to ``MOST`` of the answers of one token are.
+def drawn_words(
+    probabilities: Sequence[float], texts: Sequence[str], rng: random.Random, least: float = LEAST
+) -> list[str]:
+    """Words that ``least`` to ``MOST`` of the first tokens are.
 
     They are drawn from the reference; one that would lift the sum over ``MOST`` is passed over.
 
@@ -273,10 +270,10 @@ def drawn_words(probabilities: Sequence[float], texts: Sequence[str], rng: rando
         if word := text.strip():
             shares[word] = shares.get(word, 0.0) + probability
     drawn, total = [], 0.0
-    while total < LEAST:
+    while total < least:
         fitting = {word: share for word, share in shares.items() if 0 < share <= MOST - total}
         if not fitting:
-            raise ValueError(f"no words are between {LEAST:.0%} and {MOST:.0%} of the first tokens")
+            raise ValueError(f"no words are between {least:.0%} and {MOST:.0%} of the first tokens")
         (word,) = rng.choices(list(fitting), list(fitting.values()))
         drawn.append(word)
         total += shares.pop(word)
@@ -350,19 +347,39 @@ class OptimumMeter(TrainerCallback):
         self.course.append((updates, seconds, standing(s, kl, self.start_rates, beta=self._beta)))
 
 
-def one_token(config: RunConfig, display: Display) -> Trial:
-    """Trains on answers of one token and measures the policy exactly on the way."""
+@dataclass(frozen=True)
+class Task:
+    """What is wanted of the answers."""
+
+    queries: list[list[int]]
+    """The prompts as token ids."""
+    texts: list[str]
+    """The tokens of the vocabulary as text."""
+    words: list[list[str]]
+    """The words wanted for each prompt."""
+
+
+def drawn_task(config: RunConfig) -> Task:
+    """The prompts, with words drawn from what the start policy says first."""
     model, tokenizer = load_causal_lm(config.model.path, dtype=torch.float32), load_tokenizer(config.model.path)
-    _, queries = encoded_queries(PROMPTS[1], tokenizer, "none", None, PROMPTS[1], [{}] * len(PROMPTS[1]))
+    _, queries = encoded_queries(PROMPTS, tokenizer, "none", None, PROMPTS, [{}] * len(PROMPTS))
     reference = next_logprobs(model, queries, bf16=False).exp()
     texts = tokenizer.batch_decode([[token] for token in range(reference.shape[1])], skip_special_tokens=True)
-    wanted = [
-        drawn_words(row, texts, random.Random(f"{config.train.seed}/{text}"))
-        for row, text in zip(reference.tolist(), PROMPTS[1], strict=True)
+    least = LEAST if config.sampling.response_length == 1 else LEAST_OF_FIRST
+    words = [
+        drawn_words(row, texts, random.Random(f"{config.train.seed}/{text}"), least)
+        for row, text in zip(reference.tolist(), PROMPTS, strict=True)
     ]
-    write_prompts(config.data.prompts, PROMPTS[1], wanted)
-    rewarded = torch.tensor([is_wanted(texts, texts, [words] * len(texts)) for words in wanted]) == 1
-    meter = OptimumMeter(queries, rewarded, beta=config.ppo.kl_coef, every=5, bf16=bool(resolved(config).train.bf16))
+    return Task(queries, texts, words)
+
+
+def one_token(config: RunConfig, display: Display) -> Trial:
+    """Trains on answers of one token and measures the policy exactly on the way."""
+    task = drawn_task(config)
+    write_prompts(config.data.prompts, PROMPTS, task.words)
+    rewarded = torch.tensor([is_wanted(task.texts, task.texts, [own] * len(task.texts)) for own in task.words]) == 1
+    bf16 = bool(resolved(config).train.bf16)
+    meter = OptimumMeter(task.queries, rewarded, beta=config.ppo.kl_coef, every=5, bf16=bf16)
     _, seconds = timed_run(config, display, [meter])
     course = [
         Point(updates * config.train.rollout_batch_size, at, now.success, now.kl, now.fraction)
@@ -374,12 +391,10 @@ def one_token(config: RunConfig, display: Display) -> Trial:
 # Answers of 16 tokens
 
 
-def lacks_words(prompts: Sequence[str], completions: Sequence[str], words: Sequence[Sequence[str]]) -> list[float]:
-    """1 for an answer that holds none of the words of its prompt."""
-    return [
-        float(set(re.findall("[a-z']+", text.lower())).isdisjoint(own))
-        for text, own in zip(completions, words, strict=True)
-    ]
+def begins_well(prompts: Sequence[str], completions: Sequence[str], words: Sequence[Sequence[str]]) -> list[float]:
+    """1 for an answer whose first word, or run of other signs, is one of the words of its prompt."""
+    firsts = [re.match(r"\s*(\w+|[^\w\s]+)?", text)[1] for text in completions]
+    return [float(first in own) for first, own in zip(firsts, words, strict=True)]
 
 
 def measured(
@@ -415,8 +430,7 @@ def standard_errors(
 
 def sixteen_tokens(config: RunConfig, display: Display, *, samples: int) -> Trial:
     """Trains on answers of 16 tokens and measures the start policy and the trained one by ``samples`` a prompt."""
-    prompts = PROMPTS[16]
-    words = [UNWANTED] * len(prompts)
+    prompts, words = PROMPTS, drawn_task(config).words
     write_prompts(config.data.prompts, prompts, words)
     write_prompts(config.data.eval_prompts, prompts, words, times=samples)
     result, seconds = timed_run(config, display)

@@ -12,9 +12,9 @@ from benchmarks.real_optimum import (
     LEAST,
     MOST,
     OptimumMeter,
+    begins_well,
     drawn_words,
     is_wanted,
-    lacks_words,
     least_kl,
     measured,
     next_logprobs,
@@ -123,8 +123,9 @@ def test_next_logprobs_of_a_query_are_those_of_the_model_alone_with_it():
 def test_rewards_read_the_text_and_the_column():
     texts = [" big", "small", "bigger", "", " Big "]
     assert is_wanted(texts, texts, [["a", "big"], ["big"], ["big"], ["big"], ["Big"]]) == [1.0, 0.0, 0.0, 0.0, 1.0]
-    texts = ["you, of me", "soft", "Of.", "of", "it's"]
-    assert lacks_words(texts, texts, [["of"], ["of"], ["the", "of"], ["the"], ["it"]]) == [0.0, 1.0, 0.0, 1.0, 1.0]
+    texts = [" you, of me", "often", "\n", ", and", "of. The", "", "..."]
+    words = [["you"], ["of"], [""], [",", "x"], ["of"], ["a"], ["."]]
+    assert begins_well(texts, texts, words) == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_drawn_words_are_between_a_tenth_and_three_tenths_of_the_answers():
@@ -209,7 +210,7 @@ TINY_PROMPTS = ("the cat", "a dog", "you", "we see", "it is", "i", "the rain was
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """A tiny model in a folder; the benchmark's prompts are of its words."""
-    monkeypatch.setattr("benchmarks.real_optimum.PROMPTS", {1: TINY_PROMPTS, 16: TINY_PROMPTS})
+    monkeypatch.setattr("benchmarks.real_optimum.PROMPTS", TINY_PROMPTS)
     return save_tiny(tmp_path / "tiny")
 
 
@@ -229,8 +230,6 @@ def test_sixteen_tokens_on_a_tiny_model_are_measured_on_the_runs_own_answers(tin
     assert [point.episodes for point in trial.course] == [0, 32, 64]
     assert trial.course[0].kl == 0.0 != trial.course[1].kl  # the first rollout is the start policy's
     answers = [json.loads(line) for line in (tmp_path / "out/run/samples.jsonl").read_text().splitlines()]
-    successes = [{"the", "of", "to"}.isdisjoint(row["response"].split()) for row in answers]
-    assert {row["score"] for row in answers} == {0.0, 1.0} and [row["score"] for row in answers] == successes
     ends = [row for row in answers if row["step"] == 2]
     assert len(ends) == 12 * len(TINY_PROMPTS)
     assert trial.end.success == pytest.approx(sum(row["score"] for row in ends) / len(ends))

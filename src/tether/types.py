@@ -153,6 +153,9 @@ class MicroBatch:
     """Position of each real token in its own row, from 0; 0 on padding."""
     response_mask: Bool[Tensor, "M R"]
     """True on response tokens, the end token included."""
+    group: int | None = None
+    """Number of the micro-batch that it is a part of, where that did not fit into memory: the update shuffles its parts
+    together, so that mini-batches hold the same answers. None: it is whole."""
 
     @property
     def lengths(self) -> Int[Tensor, " M"]:

@@ -960,8 +960,8 @@ UPDATE = (
         ),
         (
             "mini-batches are not shuffled",
-            "torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed)).tolist()",
-            "range(len(experience))",
+            "torch.randperm(len(micro_batches), generator=torch.Generator().manual_seed(seed)).tolist()",
+            "range(len(micro_batches))",
         ),
         ("the last mini-batch of an epoch is lost", "answers >= number * config", "answers > number * config"),
         (

@@ -97,7 +97,7 @@ def _save_reward_adapter(roles: ModelRoles, folder: Path) -> None:
     changed_config(
         settings,
         task_type="SEQ_CLS",
-        modules_to_save=[*(settings.modules_to_save or ()), "score"],
+        modules_to_save=[*(getattr(settings, "modules_to_save", None) or ()), "score"],
         base_model_name_or_path=roles.base_source,
         inference_mode=True,
     ).save_pretrained(folder)
@@ -142,8 +142,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     if replaced.exists() and not path.exists():
         replaced.rename(path)
     for leftover in (partial, replaced):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+        _remove(leftover)
     partial.mkdir()
     try:
         yield partial
@@ -155,8 +154,15 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         path.rename(replaced)
     partial.rename(path)
     _sync(path.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    """Removes what is there, if anything; of a link the link alone."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import pickle
 import re
 import shutil
 from array import array
@@ -229,7 +230,7 @@ class Checkpoints:
         """Brings roles and optimizers to the state saved in ``path``; returns the counters."""
         record = read_state(path)
         self.restore_weights_from(path)
-        states = torch.load(_piece(path, OPTIMIZERS), weights_only=True, map_location="cpu")
+        states = _loaded(path, OPTIMIZERS)
         missing = {o.name for o in self.optimizers} ^ set(states)
         if missing:
             raise CheckpointError(f"{path}: optimizer state does not fit the run's roles: {', '.join(sorted(missing))}")
@@ -243,7 +244,7 @@ class Checkpoints:
         criterion = (self.config.train.metric_for_best_model, self.config.train.greater_is_better)
         if criterion != (saved.metric_for_best_model, saved.greater_is_better) or not self._has_best(state):
             state.best_metric = state.best_step = None  # measured by something else, or not there to come back to
-        set_random_states(torch.load(_piece(path, RANDOM), weights_only=True, map_location="cpu"))
+        set_random_states(_loaded(path, RANDOM))
         return state
 
     def restore_weights(self, step: int) -> None:
@@ -350,6 +351,15 @@ def _piece(path: Path, name: str) -> Path:
     if not file.is_file():
         raise CheckpointError(f"resume: {path} has no {STATE_DIR}/{name}, which the run needs to go on")
     return file
+
+
+def _loaded(path: Path, name: str) -> dict[str, Any]:
+    """A file of tensors and numbers; one that would run code as it is read is refused."""
+    file = _piece(path, name)
+    try:
+        return torch.load(file, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise CheckpointError(f"{file} holds more than tensors and numbers, or is no file of torch's") from error
 
 
 def check_same_run(saved: dict[str, Any], config: dict[str, Any], path: Path) -> list[str]:

@@ -18,7 +18,7 @@ from tether.metrics.reduce import Metrics
 from tether.models.forward import response_outputs
 from tether.models.roles import ModelRoles
 from tether.train.parts import Parts
-from tether.train.rollout import Answers, PhaseReport, answer, judge, micro_batch_plan
+from tether.train.rollout import Answers, PhaseReport, answer, halves, judge, micro_batch_plan
 from tether.types import Request, noise_key
 
 
@@ -29,11 +29,13 @@ def evaluate(
     *,
     phase: PhaseReport,
     check: Callable[[], None],
+    halvings: int = 0,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Answers and scores ``parts.eval_prompts`` with the current policy.
 
     Args:
         moments: what scores are normalised by, as in training.
+        halvings: how often micro-batches are halved to fit into memory.
 
     Returns:
         ``eval_scores`` and its standard deviation, ``eval_kl`` in nats a sequence (absent without a reference),
@@ -45,7 +47,7 @@ def evaluate(
     answers = answer(parts, prompts, requests, phase=phase, check=check, name="evaluation")
     judged = judge(parts, answers, config, moments)
     with parts.roles.fetched():
-        kl = sequence_kl(parts.roles, answers, config, phase=phase, check=check)
+        kl = sequence_kl(parts.roles, answers, config, phase=phase, check=check, halvings=halvings)
     metrics = Metrics()
     metrics.mean("eval_scores", judged.scores)
     metrics.var("eval_scores_var", judged.scores)
@@ -67,7 +69,13 @@ def evaluate(
 
 @torch.no_grad()
 def sequence_kl(
-    roles: ModelRoles, answers: Answers, config: RunConfig, *, phase: PhaseReport, check: Callable[[], None]
+    roles: ModelRoles,
+    answers: Answers,
+    config: RunConfig,
+    *,
+    phase: PhaseReport,
+    check: Callable[[], None],
+    halvings: int = 0,
 ) -> list[float] | None:
     """log π(y) − log π_ref(y) of each answer, nats; None without a reference. Its mean estimates KL(π ‖ π_ref)."""
     if not roles.has_reference:
@@ -75,7 +83,7 @@ def sequence_kl(
     temperature = config.sampling.temperature
     queries = [p.token_ids for p in answers.prompts]
     responses = [c.token_ids for c in answers.completions]
-    plan = micro_batch_plan(config, queries, responses)
+    plan = [part for rows in micro_batch_plan(config, queries, responses) for part in halves(rows, halvings)]
     kl = [0.0] * len(responses)
     for done, rows in enumerate(plan):
         phase("evaluation KL", done, len(plan))

@@ -99,8 +99,8 @@ class Guard:
         if checkpoint is None:
             return "no checkpoint is there to go back to; train.save_steps makes them"
         return (
-            f"the last good checkpoint is {checkpoint}; --resume takes the same way again from there, so name it as the "
-            "model.path of a run with other settings"
+            f"the last good checkpoint is {checkpoint}; --resume takes the same way again from there, so name it as "
+            "the model.path of a run with other settings"
         )
 
     def _found(self, what: str, answers: Answers, rows: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, tried before it trains, and what becomes of micro-batches that do not."""
+"""Whether a run fits into memory, tried before it trains."""
 
 from __future__ import annotations
 
@@ -11,41 +11,25 @@ from tether.config.schema import RunConfig
 from tether.metrics.reduce import Metrics
 from tether.train.checkpoint import ADAM_BYTES
 from tether.train.distributed import Dist
-from tether.train.guard import Guard
-from tether.train.optim import PassOptimizer
 from tether.train.parts import Parts
 from tether.train.rollout import Answers
 from tether.train.update import Update
 from tether.types import Completion, Experience, MicroBatch
 
 
-def halved(config: RunConfig) -> RunConfig:
-    """The same run with at most half as many answers, or tokens, in a micro-batch; itself where that is one answer.
-
-    The number still divides the mini-batch.
-    """
-    train = config.train
-    if train.max_tokens_per_micro_batch is not None:
-        smaller = {"max_tokens_per_micro_batch": max(1, train.max_tokens_per_micro_batch // 2)}
-    else:
-        rows = train.max_rows_per_micro_batch
-        smaller = {"micro_batch_size": max(d for d in range(1, max(1, rows // 2) + 1) if rows % d == 0)}
-    return config.model_copy(update={"train": train.model_copy(update=smaller)})
-
-
 def dry_step(
     config: RunConfig,
     parts: Parts,
-    optimizers: list[PassOptimizer],
     dist: Dist,
-    guard: Guard,
     micro_batches: Callable[[Answers], list[MicroBatch]],
+    one_update: Callable[..., Update],
 ) -> str:
-    """Runs a micro-batch of the longest query with answers of ``sampling.response_length`` forward and backward beside
+    """Runs a micro-batch of the longest query with answers of ``sampling.response_length`` forward and backward, beside
     memory for the optimizers' moments, and forgets it; returns what it took, in a line.
 
     Args:
         micro_batches: of answers, as the run forms them.
+        one_update: of answers, metrics and a number of finished updates.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
@@ -58,9 +42,10 @@ def dry_step(
     batch = micro_batches(answers)[0]
     if dist.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(dist.device)
+    update = one_update(answers, Metrics(), step=config.value.warmup_steps)  # the first in which everything trains
     moments = [
         torch.empty(ADAM_BYTES * p.numel(), dtype=torch.uint8, device=p.device)
-        for optimizer in optimizers
+        for optimizer in update.optimizers
         for p in optimizer.parameters
         if p not in optimizer.optimizer.state
     ]
@@ -68,6 +53,7 @@ def dry_step(
         with torch.no_grad(), parts.roles.fetched():
             old = parts.roles.score_pass(batch, sampling.temperature)
             ref = parts.roles.ref_logprobs(batch, sampling.temperature) if parts.roles.has_reference else None
+        in_loss = config.ppo.kl_in == "loss"
         item = Experience(
             batch=batch,
             logprobs=old.logprobs,
@@ -75,27 +61,16 @@ def dry_step(
             loss_mask=batch.response_mask,
             values=old.values,
             returns=old.values,
-            ref_logprobs=ref if config.ppo.kl_in == "loss" else None,
-            kl_loss_coef=config.ppo.kl_coef if config.ppo.kl_in == "loss" else 0.0,
-        )
-        update = Update(
-            config,
-            parts,
-            optimizers,
-            dist,
-            step=config.value.warmup_steps,  # the first update in which everything trains
-            answers=answers,
-            metrics=Metrics(),
-            phase=lambda name, done, total: None,
-            guard=guard,
+            ref_logprobs=ref if in_loss else None,
+            kl_loss_coef=config.ppo.kl_coef if in_loss else 0.0,
         )
         update.add_gradients([item], 0)
     finally:
-        for optimizer in optimizers:
-            optimizer.optimizer.zero_grad(set_to_none=True)
-    del moments
+        update.drop_gradients()
+        del moments
     rows, tokens = batch.token_ids.shape
-    return f"dry step: {rows} answers of {tokens} tokens fit into memory{_peak(dist)}, {_seconds(start)}"
+    took = time.perf_counter() - start
+    return f"dry step: {rows} answers of {tokens} tokens fit into memory{_peak(dist)}; it took {took:.2g} s"
 
 
 def _peak(dist: Dist) -> str:
@@ -103,7 +78,3 @@ def _peak(dist: Dist) -> str:
         return ""
     peak, total = torch.cuda.max_memory_allocated(dist.device), torch.cuda.mem_get_info(dist.device)[1]
     return f" ({peak / 2**30:.3g} of {total / 2**30:.3g} GiB at most)"
-
-
-def _seconds(start: float) -> str:
-    return f"{time.perf_counter() - start:.2g} s"

@@ -175,6 +175,15 @@ def early_scores(
     ]
 
 
+def halves(rows: Sequence[int], halvings: int = 1) -> list[tuple[int, ...]]:
+    """Rows in 2^halvings parts of neighbours, as far as there are rows for them."""
+    parts = [tuple(rows)]
+    for _ in range(halvings):
+        middles = [(part, (len(part) + 1) // 2) for part in parts]
+        parts = [half for part, middle in middles for half in (part[:middle], part[middle:]) if half]
+    return parts
+
+
 def micro_batch_plan(
     config: RunConfig, queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:

@@ -37,11 +37,20 @@ from tether.train.guard import Guard, NotFinite, suspicions
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import METRICS, RunLog
 from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
-from tether.train.memory import dry_step, halved
+from tether.train.memory import dry_step
 from tether.train.optim import PassOptimizer, build_optimizers
 from tether.train.parts import Parts
 from tether.train.random_state import random_states, set_random_states
-from tether.train.rollout import Answers, Judged, answer, early_scores, micro_batch_plan, raw_scores, shaped_scores
+from tether.train.rollout import (
+    Answers,
+    Judged,
+    answer,
+    early_scores,
+    halves,
+    micro_batch_plan,
+    raw_scores,
+    shaped_scores,
+)
 from tether.train.update import Update
 from tether.types import Experience, MicroBatch, Request, RewardOutput, noise_key
 
@@ -162,7 +171,12 @@ class PPOTrainer:
         self.before = random_states()
         with self.policy_to_keep():
             metrics, samples = evaluate(
-                self.parts, self.config, self.state.score_moments, phase=self.log.phase, check=self.stop.check
+                self.parts,
+                self.config,
+                self.state.score_moments,
+                phase=self.log.phase,
+                check=self.stop.check,
+                halvings=self.state.halvings,
             )
         self.state.evaluated_step = self.state.step
         is_best = self.state.note_evaluation(metrics, self.config.train)
@@ -174,8 +188,6 @@ class PPOTrainer:
     def resume(self, checkpoint: Path) -> None:
         """Goes on from a checkpoint: weights, optimizers, counters, random states, and what callbacks remember."""
         self.state = self.checkpoints.restore(checkpoint)
-        for _ in range(self.state.halvings):
-            self.config = halved(self.config)
         self.guard.step, self.guard.in_a_row = self.state.step + 1, self.state.bad_batches
         metrics = self.config.output_dir / METRICS
         self.callbacks.resume(self.state, read_jsonl(metrics) if metrics.exists() else [])
@@ -259,7 +271,7 @@ class PPOTrainer:
         while True:
             self.log.phase("dry step", 0, 1)
             try:
-                told = dry_step(self.config, self.parts, self.optimizers, self.dist, self.guard, self.micro_batches)
+                told = dry_step(self.config, self.parts, self.dist, self.micro_batches, self.one_update)
             except torch.OutOfMemoryError as error:
                 self.halve(error)
             else:
@@ -269,23 +281,21 @@ class PPOTrainer:
                 self.dist.release_memory()
 
     def halve(self, error: torch.OutOfMemoryError) -> None:
-        """Halves the micro-batches of every later pass, which changes results by rounding alone.
+        """Halves the micro-batches of every later pass, which changes results by rounding alone: they are planned and
+        shuffled as before, and then run in parts.
 
         Raises:
             TrainingError: they hold one answer already.
         """
-        smaller = halved(self.config)
-        if smaller == self.config:
+        size = self.config.train.max_rows_per_micro_batch or self.config.mini_batch_size
+        if 2**self.state.halvings >= size:
             raise TrainingError(
                 f"out of memory with one answer in a micro-batch ({error}): set train.gradient_checkpointing, lower "
                 "sampling.response_length or data.max_prompt_length, or train with LoRA"
             ) from error
-        self.config = smaller
         self.state.halvings += 1
-        train = smaller.train
-        budget, rows = train.max_tokens_per_micro_batch, train.micro_batch_size
-        size = f"{rows} answers" if budget is None else f"{budget} tokens"
-        self.log.message(f"warning: out of memory; micro-batches are halved from now on, to at most {size}")
+        most = -(-size // 2**self.state.halvings)
+        self.log.message(f"warning: out of memory; micro-batches are halved from now on, to at most {most} answers")
 
     # One update
 
@@ -419,24 +429,25 @@ class PPOTrainer:
         update = self.one_update(answers, metrics)
         with timed(metrics, "update"):
             update.run(experience)
-        if update.was_short_of_memory:
+        while self.state.halvings < update.halvings:
             self.halve(torch.OutOfMemoryError("in the middle of an update"))
         if self.average is not None and not update.is_warming_up:
             self.average.update()
         return update.optimizers_in_use()
 
-    def one_update(self, answers: Answers, metrics: Metrics) -> Update:
-        """The present update, yet to be run."""
+    def one_update(self, answers: Answers, metrics: Metrics, *, step: int | None = None) -> Update:
+        """An update yet to be run: the present one, or that after ``step`` finished ones."""
         return Update(
             self.config,
             self.parts,
             self.optimizers,
             self.dist,
-            step=self.state.step,
+            step=self.state.step if step is None else step,
             answers=answers,
             metrics=metrics,
             phase=self.log.phase,
             guard=self.guard,
+            halvings=self.state.halvings,
         )
 
     def finish(
@@ -470,10 +481,12 @@ class PPOTrainer:
         """The rollout batch in padded micro-batches, formed once: every pass of this update uses the same ones."""
         queries = [prompt.token_ids for prompt in answers.prompts]
         responses = [completion.token_ids for completion in answers.completions]
-        return [
-            collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(self.dist.device)
-            for rows in micro_batch_plan(self.config, queries, responses)
-        ]
+        halvings, batches = self.state.halvings, []
+        for group, whole in enumerate(micro_batch_plan(self.config, queries, responses)):
+            for rows in halves(whole, halvings):
+                batch = collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(self.dist.device)
+                batches.append(replace(batch, group=group) if halvings else batch)
+        return batches
 
     def summary(self, metrics: Metrics) -> dict[str, float]:
         """The update's metrics as numbers, with what follows from them."""

@@ -20,7 +20,7 @@ from tether.train.guard import Guard, NotFinite
 from tether.train.measure import measure_policy
 from tether.train.optim import PassOptimizer
 from tether.train.parts import Parts
-from tether.train.rollout import Answers, PhaseReport
+from tether.train.rollout import Answers, PhaseReport, halves
 from tether.types import Experience, noise_key
 
 
@@ -37,6 +37,7 @@ class Update:
         metrics: where what happens is measured.
         phase: told of progress.
         guard: keeps what is not finite from the optimizers.
+        halvings: how often micro-batches were halved to fit into memory.
     """
 
     def __init__(
@@ -51,12 +52,15 @@ class Update:
         metrics: Metrics,
         phase: PhaseReport,
         guard: Guard,
+        halvings: int,
     ) -> None:
         self.config, self.roles, self.demonstrations = config, parts.roles, parts.demonstrations
         self.optimizers, self.dist, self.step = optimizers, dist, step
         self.answers, self.metrics, self.phase, self.guard = answers, metrics, phase, guard
-        self.was_short_of_memory = False
-        """Whether micro-batches had to be halved on the way."""
+        self.formed_with = halvings
+        """How often micro-batches were halved before the update."""
+        self.halvings = halvings
+        """How often they are halved by now."""
         self.is_warming_up = step < config.value.warmup_steps
         """Whether this update trains the critic alone."""
 
@@ -92,6 +96,8 @@ class Update:
 
         In the first mini-batch that is left to the trainer, which can then halve them for every pass of the update.
         """
+        for _ in range(self.halvings - self.formed_with):
+            mini_batch = [half for item in mini_batch for half in halved(item)]
         while True:
             try:
                 with self.metrics.attempt():
@@ -102,8 +108,8 @@ class Update:
                     raise
             self.drop_gradients()  # here the error is gone, and with it what its frames held
             self.dist.release_memory()
-            mini_batch = [half for item in mini_batch for half in halves(item)]
-            self.was_short_of_memory = True
+            mini_batch = [half for item in mini_batch for half in halved(item)]
+            self.halvings += 1
 
     def drop_gradients(self) -> None:
         """Forgets the gradients of a mini-batch that was not finished."""
@@ -152,6 +158,8 @@ class Update:
                     for name, x in losses.items()
                 )
                 self.dist.backward(total / normaliser.to(total))
+            if self.config.train.gradient_checkpointing:
+                self.dist.trim_heap()  # where memory counts more than time
 
     def imitate(self, number: int) -> None:
         """Adds the gradient of the SFT loss on as many demonstrations as the mini-batch has answers.
@@ -168,7 +176,7 @@ class Update:
             step,
             batch_size=config.mini_batch_size,
             seed=config.train.seed,
-            max_rows=config.train.max_rows_per_micro_batch or config.mini_batch_size,
+            max_rows=max(1, (config.train.max_rows_per_micro_batch or config.mini_batch_size) >> self.halvings),
             max_tokens=config.train.max_tokens_per_micro_batch,
         )
         num_tokens = self.dist.sum(torch.tensor(float(sum(batch.num_response_tokens for batch in batches))))
@@ -242,41 +250,40 @@ class Update:
         return [optimizer for optimizer in self.optimizers if optimizer.name in names]
 
 
-def halves(item: Experience) -> list[Experience]:
+def halved(item: Experience) -> list[Experience]:
     """A micro-batch in two of half as many answers, padding and all; one answer as it is."""
-    count = len(item.batch.rows)
-    if count == 1:
-        return [item]
-    parts = (slice(None, (count + 1) // 2), slice((count + 1) // 2, None))
-    return [_rows_of(item, part) for part in parts]
+    return [_part(item, part[0], part[-1] + 1) for part in halves(range(len(item.batch.rows)))]
 
 
-def _rows_of(item: Experience, part: slice) -> Experience:
+def _part(item: Experience, start: int, end: int) -> Experience:
     def cut(record: Any, names: Sequence[str]) -> dict[str, Any]:
-        return {name: None if (x := getattr(record, name)) is None else x[part] for name in names}
+        return {name: None if (x := getattr(record, name)) is None else x[start:end] for name in names}
 
-    batch = replace(
-        item.batch, **cut(item.batch, ("rows", "token_ids", "attention_mask", "position_ids", "response_mask"))
-    )
-    tensors = ("logprobs", "advantages", "loss_mask", "values", "returns", "ref_logprobs")
-    return replace(item, batch=batch, **cut(item, tensors))
+    of_batch = ("rows", "token_ids", "attention_mask", "position_ids", "response_mask")
+    own = ("logprobs", "advantages", "loss_mask", "values", "returns", "ref_logprobs")
+    return replace(item, batch=replace(item.batch, **cut(item.batch, of_batch)), **cut(item, own))
 
 
 def mini_batches(experience: Sequence[Experience], config: RunConfig, step: int) -> Iterator[list[Experience]]:
     """The micro-batches of every epoch, freshly shuffled, in groups; one group is one optimizer step.
 
-    Groups hold equally many answers, or with a token budget as nearly so as whole micro-batches allow.
+    Groups hold equally many answers, or with a token budget as nearly so as whole micro-batches allow. Parts of one
+    micro-batch stay together.
 
     Args:
         step: finished updates, which the shuffle is seeded by.
     """
+    whole: dict[int, list[Experience]] = {}
+    for i, item in enumerate(experience):
+        whole.setdefault(i if item.batch.group is None else item.batch.group, []).append(item)
+    micro_batches = list(whole.values())
     for epoch in range(config.ppo.num_ppo_epochs):
         seed = noise_key(config.train.seed, "shuffle", step, epoch)
-        order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed)).tolist()
+        order = torch.randperm(len(micro_batches), generator=torch.Generator().manual_seed(seed)).tolist()
         group, answers, number = [], 0, 1
         for i in order:
-            group.append(experience[i])
-            answers += len(experience[i].batch.rows)
+            group += micro_batches[i]
+            answers += sum(len(item.batch.rows) for item in micro_batches[i])
             if answers >= number * config.mini_batch_size:
                 yield group
                 group, number = [], number + 1

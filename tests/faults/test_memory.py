@@ -1,0 +1,131 @@
+"""Row 67 of the fault list, and memory that runs out: what does not fit is halved, and the results are the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.faults.test_bad_numbers import Heard
+from tests.train.runs import tiny_run
+from tests.train.test_run import assert_same_weights, reproducible, weights
+from tether.errors import TrainingError
+from tether.models.roles import ModelRoles
+from tether.train.rollout import halves
+from tether.train.run import train_policy
+from tether.train.update import Update, mini_batches
+from tether.types import Experience, MicroBatch
+
+MINIS = {"ppo__num_mini_batches": 2, "train__max_steps": 1}
+
+
+def small_machine(monkeypatch, owner, name, *, fits=2, after=0, times=1000):
+    """Makes calls of a method run out of memory, when done, where its micro-batch has more than ``fits`` rows.
+
+    Args:
+        after: calls that fit however large they are.
+        times: calls that fail.
+    """
+    wrapped, calls, widths = getattr(owner, name), {"fit": after, "fail": times}, []
+
+    def method(self, *args, **kwargs):
+        result = wrapped(self, *args, **kwargs)
+        batch = getattr(args[0], "batch", args[0])
+        widths.append(tuple(batch.token_ids.shape))
+        if len(batch.rows) > fits:
+            if calls["fit"]:
+                calls["fit"] -= 1
+            elif calls["fail"]:
+                calls["fail"] -= 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return result
+
+    monkeypatch.setattr(owner, name, method)
+    return widths
+
+
+def run(folder, name, **changes):
+    return tiny_run(folder, output_dir=str(folder / name), **MINIS | changes)
+
+
+def assert_nearly_same(one, other, start):
+    """Weights that were trained, and moved by rounding alone: settled bounds of float32 at a learning rate of 1e-3."""
+    assert max(float((one[key] - start[key]).abs().max()) for key in start) > 5e-4
+    for key in one:
+        torch.testing.assert_close(other[key], one[key], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("where", ["scoring", "first mini-batch", "later mini-batch", "dry step"])
+def test_what_does_not_fit_is_halved_and_results_move_by_rounding_alone(tmp_path, monkeypatch, where):
+    """The same answers stay in the same mini-batches, and nothing of a failed attempt is left in a gradient."""
+    usual = run(tmp_path, "usual")
+    train_policy(usual)
+    owner, name = (ModelRoles, "score_pass") if where == "scoring" else (Update, "accumulate")
+    small_machine(monkeypatch, owner, name, after=2 if where == "later mini-batch" else 0)
+    short, display = run(tmp_path, "short", train__dry_step=where == "dry step", train__save_steps=1), Heard()
+    train_policy(short, display=display)
+    assert_nearly_same(weights(usual.output_dir), weights(short.output_dir), weights(tmp_path / "llama-tied"))
+    (expected,), (got,) = reproducible(usual.output_dir), reproducible(short.output_dir)
+    assert got == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    assert got["val/first_ratio_error"] == 0, "the passes of an update had different micro-batches"
+    told = [text for text in display.said if "out of memory" in text]
+    assert told == ["warning: out of memory; micro-batches are halved from now on, to at most 2 answers"]
+    state = json.loads((short.output_dir / "checkpoint-1" / "tether_state" / "state.json").read_text())
+    assert state["halvings"] == 1
+
+
+def test_mini_batches_hold_the_same_answers_however_often_they_are_halved(tmp_path):
+    def item(rows, group):
+        ids, mask = torch.zeros(len(rows), 1, dtype=torch.long), torch.ones(len(rows), 1, dtype=torch.bool)
+        return Experience(MicroBatch(rows, ids, mask, ids, mask, group), ids.float(), ids.float(), mask)
+
+    config = run(tmp_path, "out", train__rollout_batch_size=12, train__micro_batch_size=3, ppo__num_ppo_epochs=3)
+    wholes = [tuple(range(start, start + 3)) for start in range(0, 12, 3)]
+    groups = []
+    for halvings in range(4):
+        numbered = [(number, rows) for number, whole in enumerate(wholes) for rows in halves(whole, halvings)]
+        parts = [item(rows, number if halvings else None) for number, rows in numbered]
+        groups.append([[row for part in group for row in part.batch.rows] for group in mini_batches(parts, config, 7)])
+    assert len(groups[0]) == 6 and all(len(group) == 6 for group in groups[0])
+    assert groups[0] == groups[1] == groups[2] == groups[3]
+
+
+def test_a_run_that_goes_on_keeps_the_smaller_micro_batches(tmp_path, monkeypatch):
+    steady = {"train__lr_scheduler_type": "constant", "train__save_steps": 1}
+    with monkeypatch.context() as patch:
+        small_machine(patch, ModelRoles, "score_pass")
+        train_policy(run(tmp_path, "out", **steady))
+    widths = small_machine(monkeypatch, ModelRoles, "score_pass", times=0)
+    train_policy(run(tmp_path, "out", resume=True, **steady | {"train__max_steps": 2}))
+    assert [rows for rows, _ in widths] == [2, 2, 2, 2]
+
+
+def test_tokens_of_a_micro_batch_are_halved_where_they_are_its_measure(tmp_path, monkeypatch):
+    budget = {"train__micro_batch_size": None, "train__max_tokens_per_micro_batch": 120}
+    usual, short = run(tmp_path, "usual", **budget), run(tmp_path, "short", **budget)
+    train_policy(usual)
+    widths = small_machine(monkeypatch, ModelRoles, "score_pass", fits=1)
+    train_policy(short)
+    assert widths[0][0] > 2 and widths[-1][0] == 1
+    assert_nearly_same(weights(usual.output_dir), weights(short.output_dir), weights(tmp_path / "llama-tied"))
+
+
+def test_one_answer_that_does_not_fit_ends_the_run_with_what_would_help(tmp_path, monkeypatch):
+    small_machine(monkeypatch, Update, "accumulate", fits=0)
+    with pytest.raises(TrainingError, match=r"one answer in a micro-batch .*2\.00 GiB.*train\.gradient_checkpointing"):
+        train_policy(run(tmp_path, "out"))
+
+
+@pytest.mark.parametrize("sharing", [{"value__kind": "head"}, {"model__lora": {"r": 2}}], ids=["full", "LoRA"])
+def test_the_dry_step_has_the_longest_lengths_and_no_effect(tmp_path, monkeypatch, sharing):
+    plain, display = run(tmp_path, "plain", **sharing), Heard()
+    tried = run(tmp_path, "tried", train__dry_step=True, **sharing)
+    train_policy(plain)
+    widths = small_machine(monkeypatch, Update, "accumulate", times=0)
+    train_policy(tried, display=display)
+    assert widths[0][0] == 4 and widths[0][1] >= max(width for _, width in widths[1:])
+    (told,) = [text for text in display.said if "dry step" in text]
+    assert told.startswith(f"dry step: {widths[0][0]} answers of {widths[0][1]} tokens fit into memory")
+    assert reproducible(tried.output_dir) == reproducible(plain.output_dir)
+    assert_same_weights(weights(tried.output_dir), weights(plain.output_dir))

@@ -294,3 +294,10 @@ def test_a_dump_holds_every_key(file):
 def test_any_text_is_a_configuration_or_a_readable_mistake(content):
     with pytest.raises(ConfigError, match=r"configuration(:|, line \d+:) "):
         parse_config(content)
+
+
+def test_a_path_at_home_is_no_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = parse_config(FILE, overrides=["--output_dir=~/runs/a", "--data.prompts=[~/one.jsonl, b~/two.jsonl]"])
+    assert config.output_dir == tmp_path / "runs/a"
+    assert config.data.prompts == [str(tmp_path / "one.jsonl"), "b~/two.jsonl"]

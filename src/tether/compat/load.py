@@ -10,7 +10,7 @@ from tether.compat import llamafactory
 from tether.compat.translation import Translation
 from tether.config import text
 from tether.config.base import Section
-from tether.config.load import load_config, override_pairs, read_file
+from tether.config.load import at_home, load_config, override_pairs, read_file
 from tether.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
@@ -40,7 +40,7 @@ def load_any(
             given[name], origins[name] = _value(name, value), f"--{name}"
         else:
             ours.append(f"--{name}={value}")
-    wanted, translation = llamafactory.translated(str(path), given, origins)
+    wanted, translation = llamafactory.translated(str(path), at_home(given), origins)
     if wanted != command:
         raise ConfigError(f"{path}: stage {given.get('stage', 'sft')} is run by `tether {wanted} {path}`")
     return translation.checked(section, ours), translation

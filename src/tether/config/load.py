@@ -24,7 +24,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), section: type[S
     """The configuration that a YAML file and overrides describe.
 
     Args:
-        path: the file. Relative paths in it are relative to the current folder, as everywhere in the ecosystem.
+        path: the file. Relative paths in it are relative to the current folder, as everywhere in the ecosystem, and
+            ``~/`` is the home folder.
         overrides: command-line arguments, ``--ppo.kl_coef=0.02`` or ``--ppo.kl_coef 0.02``; ``--rewards.0.weight=2``
             reaches into a list. Values are YAML, except that keys which take text take it as it is.
         section: class of the whole file.
@@ -72,6 +73,7 @@ def checked_config(
             origins = {k: o for k, o in origins.items() if k[: len(path)] != path} | {path: f"--{name}"}
         except ConfigError as error:
             problems.append(_Problem(f"--{name}", name, str(error)))
+    data = at_home(data)
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: wanted keys and values (`model:`, `data:`, …), got {keys.shown(data)}")
     try:
@@ -81,6 +83,15 @@ def checked_config(
     if problems:
         raise ConfigError(_message(source, problems))
     return config
+
+
+def at_home(data: Any) -> Any:
+    """The data with ``~/`` at the beginning of a text as the home folder, which a shell leaves alone after ``=``."""
+    if isinstance(data, dict):
+        return {key: at_home(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [at_home(value) for value in data]
+    return str(Path(data).expanduser()) if isinstance(data, str) and data.startswith("~/") else data
 
 
 def dump_config(config: Section) -> str:

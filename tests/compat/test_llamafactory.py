@@ -19,7 +19,7 @@ from tether.config.load import load_config, parse_config
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftStageConfig
-from tether.errors import ConfigError
+from tether.errors import ConfigError, ModelError
 from tether.metrics.writers import read_jsonl
 
 KEYS = Path(__file__).with_name("llamafactory_keys.txt").read_text(encoding="utf-8").split()
@@ -327,3 +327,42 @@ class TestRecognition:
         assert translation is None and config.model.path == "m"
         with pytest.raises(ConfigError, match="line 1: stage: unknown key"):
             read(f"stage: ppo\n{text}output_dir: o\n", folder=tmp_path)
+
+
+class TestValuesOfOtherKinds:
+    def test_a_list_or_a_group_where_one_value_is_wanted_is_named(self, home):
+        wrong = PPO.replace("stage: ppo\n", "stage: [ppo]\n")
+        with pytest.raises(ConfigError, match=r"line 1: stage: got \['ppo'\]; Tether has the stages ppo, sft, rm"):
+            read(wrong)
+        wrong = PPO.replace("template: llama3", "template: [llama3]").replace("lora_target: all", "lora_target: {a: b}")
+        with pytest.raises(ConfigError) as raised:
+            read(wrong.replace("bf16: true", "bf16: [true]"))
+        assert [line.split(": ", 1)[1] for line in str(raised.value).splitlines()[1:]] == [
+            "lora_target: got {a: b}; wanted names",
+            "template: got [llama3]; wanted one value",
+            "bf16: got [true]; wanted one value",
+        ]
+
+    def test_words_for_true_and_false_are_read_as_their_yaml_reads_them(self, home):
+        words = PPO.replace("trust_remote_code: true", "trust_remote_code: no").replace("bf16: true", "bf16: Yes")
+        words = words.replace("overwrite_output_dir: true", "overwrite_output_dir: off") + "use_galore: no\n"
+        config, _ = read(words + "ppo_score_norm: on\n")
+        assert not config.model.trust_remote_code and not config.overwrite_output_dir
+        assert config.train.bf16 is True and config.ppo.score_norm == "running"
+        with pytest.raises(ConfigError, match="trust_remote_code: got maybe; wanted true or false"):
+            read(PPO.replace("trust_remote_code: true", "trust_remote_code: maybe"))
+
+    def test_one_mistake_is_told_once(self, home):
+        with pytest.raises(ConfigError, match=r"their.yaml, line \d+: val_size: got x; wanted a number$"):
+            read(PPO + "val_size: x\n")
+
+    def test_a_missing_model_is_named_where_its_template_is_looked_for(self, home):
+        text = PPO.replace(MODEL, "./nowhere")
+        for odd in (text.replace("template: llama3", "template: odd"), text.replace("type: lora", "type: freeze")):
+            with pytest.raises(ModelError, match="model_name_or_path: ./nowhere does not exist; wanted a model folder"):
+                read(odd)
+
+    def test_paths_at_home(self, home, monkeypatch):
+        monkeypatch.setenv("HOME", str(home))
+        config, _ = read(PPO.replace(MODEL, f"~/{MODEL}").replace("template: llama3", "template: odd"))
+        assert Path(config.model.path) == home / MODEL

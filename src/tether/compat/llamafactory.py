@@ -134,6 +134,10 @@ TAKEN = (
     "repetition_penalty"
 )
 """Keys that become ours."""
+NAMES = ("adapter_name_or_path", "reward_model_adapters", "lora_target", "dataset", "eval_dataset", "report_to")
+"""Those of them that hold a name or several."""
+GROUPS = ("lr_scheduler_kwargs", "deepspeed", "fsdp")
+"""Those of them that hold groups of keys."""
 KNOWN = frozenset(key for names in (TAKEN, *IGNORED.values()) for key in names.split()).union(*OFF.values())
 """Every key of LLaMA-Factory's training files."""
 
@@ -155,10 +159,12 @@ def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]
         ConfigError: keys that would change the result have no place here, or are none; names all of them.
     """
     stage = given.get("stage") or "sft"
-    if stage not in STAGES:
-        wanted = ", ".join(STAGES)
-        raise ConfigError(f"{source}, {origins.get('stage', '')}: stage: got {stage}; Tether has the stages {wanted}")
+    if not isinstance(stage, str) or stage not in STAGES:
+        where = ", ".join(filter(None, (source, origins.get("stage"))))
+        raise ConfigError(f"{where}: stage: got {stage}; Tether has the stages {', '.join(STAGES)}")
     keys = Translator(source, SYSTEM, given, origins)
+    keys.single(*(key for key in TAKEN.split() if key not in (*NAMES, *GROUPS)))
+    keys.single(*NAMES, names=True)
     keys.covered("stage", by=f"tether {STAGES[stage]}")
     for why, names in IGNORED.items():
         keys.ignore(why, *names.split())
@@ -176,7 +182,7 @@ def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]
 def _model(keys: Translator) -> None:
     """The policy, or the model that becomes a judge."""
     path, adapters = keys.take("model_name_or_path"), _names(keys.take("adapter_name_or_path"))
-    fresh = keys.take("create_new_adapter", False)
+    fresh = keys.flag("create_new_adapter")
     if path is None:
         keys.refuse("model_name_or_path", "missing; wanted a hub id or the folder of a model")
     elif len(adapters) > 1 or (adapters and fresh):
@@ -198,7 +204,7 @@ def _model(keys: Translator) -> None:
     if keys.take("model_revision", "main") != "main":
         keys.put("model.revision", keys.take("model_revision"), "model_revision")
     keys.covered("model_revision", by="its default, as here")
-    if keys.take("trust_remote_code", False):
+    if keys.flag("trust_remote_code"):
         keys.put("model.trust_remote_code", True, "trust_remote_code")
     kernel = str(keys.take("flash_attn", "auto"))
     if kernel in ATTENTION:
@@ -258,8 +264,11 @@ def _freeze(keys: Translator) -> None:
                 keys.refuse(key, "here whole layers are trained, the last ones: leave it out, or use LoRA")
         return
     from tether.models.loading import load_config
+    from tether.models.paths import check_model_path
 
-    shape = load_config(str(keys.take("model_name_or_path")), trust_remote_code=keys.take("trust_remote_code", False))
+    path = str(keys.take("model_name_or_path"))
+    check_model_path(path, "model_name_or_path")
+    shape = load_config(path, trust_remote_code=keys.flag("trust_remote_code"))
     layers = shape.get_text_config().num_hidden_layers
     keys.put(
         "model.freeze_layers",
@@ -273,17 +282,17 @@ def _freeze(keys: Translator) -> None:
 
 def _precision(keys: Translator) -> None:
     """bf16, fp16, quantisation, and what is recomputed."""
-    if keys.take("fp16", False):
+    if keys.flag("fp16"):
         keys.refuse("fp16", "half precision is bfloat16 here: write bf16: true")
     keys.covered("fp16", by="its default, as here")
-    if keys.take("pure_bf16", False):
+    if keys.flag("pure_bf16"):
         keys.put("model.dtype", "bfloat16", "pure_bf16")
     keys.covered("pure_bf16", by="its default, as here")
     if keys.gives("bf16"):
-        keys.put("train.bf16", keys.take("bf16"), "bf16")
+        keys.put("train.bf16", keys.flag("bf16"), "bf16")
     keys.put(
         "train.gradient_checkpointing",
-        not keys.take("disable_gradient_checkpointing", False),
+        not keys.flag("disable_gradient_checkpointing"),
         "disable_gradient_checkpointing",
     )
     if (bits := keys.take("quantization_bit")) in (4, 8):
@@ -313,22 +322,22 @@ def _output(keys: Translator) -> None:
         keys.refuse("output_dir", "missing; wanted a folder")
     else:
         keys.put("output_dir", keys.take("output_dir"), "output_dir")
-    if keys.take("overwrite_output_dir", False):
+    if keys.flag("overwrite_output_dir"):
         keys.put("overwrite_output_dir", True, "overwrite_output_dir")
     keys.covered("overwrite_output_dir", by="its default, as here")
-    if keys.take("push_to_hub", False) and keys.take("stage") == "ppo":
+    if keys.flag("push_to_hub") and keys.take("stage") == "ppo":
         keys.put("train.push_to_hub", True, "push_to_hub")
-        keys.put("train.hub_private_repo", keys.take("hub_private_repo", False), "hub_private_repo")
+        keys.put("train.hub_private_repo", keys.flag("hub_private_repo"), "hub_private_repo")
         if keys.gives("hub_model_id"):
             keys.put("train.hub_model_id", keys.take("hub_model_id"), "hub_model_id")
     keys.off("push the folder afterwards: `tether push DIR`", push_to_hub=False)
     keys.ignore("for push_to_hub only", "hub_model_id", "hub_private_repo")
-    if keys.take("plot_loss", False):
+    if keys.flag("plot_loss"):
         if not can_plot():
             keys.ignore("report.html has every curve; PNG files need matplotlib, pip install tether[plot]", "plot_loss")
         else:
             keys.plots = True
-            keys.covered("plot_loss", by="training_loss.png and training_reward.png in output_dir")
+            keys.covered("plot_loss", by="the curves as PNG files in output_dir")
     keys.covered("plot_loss", by="its default, as here")
 
 
@@ -341,7 +350,7 @@ def _chat(keys: Translator) -> None:
         _own_template(keys, template)
     if keys.gives("default_system"):
         keys.put("data.system_prompt", keys.take("default_system"), "default_system")
-    if not keys.take("enable_thinking", True):
+    if not keys.flag("enable_thinking", True):
         keys.put("data.chat_template_kwargs", {"enable_thinking": False}, "enable_thinking")
     keys.covered("enable_thinking", by="its default, as here")
 
@@ -349,9 +358,12 @@ def _chat(keys: Translator) -> None:
 def _own_template(keys: Translator, template: str) -> None:
     """A template that we have no name for: the model's own stands in, if it has one."""
     from tether.models.loading import load_tokenizer
+    from tether.models.paths import check_model_path
 
     path = keys.take("model_name_or_path")
-    if path and load_tokenizer(path, trust_remote_code=keys.take("trust_remote_code", False)).chat_template:
+    if path:
+        check_model_path(str(path), "model_name_or_path")
+    if path and load_tokenizer(str(path), trust_remote_code=keys.flag("trust_remote_code")).chat_template:
         keys.put("data.chat_template", "auto", "template", note="the model's own")
     else:
         keys.refuse("template", f"wanted one of {', '.join(TEMPLATES)}, as the model's tokenizer has no chat template")
@@ -427,9 +439,9 @@ def _ppo(keys: Translator) -> None:
     keys.put("ppo.kl_target", keys.take("ppo_target", 6.0), "ppo_target")
     keys.put("ppo.num_ppo_epochs", keys.take("ppo_epochs", 4), "ppo_epochs")
     keys.put("ppo.max_ratio", 10.0, note="where their update skips")
-    if keys.take("ppo_score_norm", False):
+    if keys.flag("ppo_score_norm"):
         keys.put("ppo.score_norm", "running", "ppo_score_norm")
-    if keys.take("ppo_whiten_rewards", False):
+    if keys.flag("ppo_whiten_rewards"):
         keys.put("ppo.whiten_rewards", True, "ppo_whiten_rewards")
     keys.covered("ppo_score_norm", "ppo_whiten_rewards", by="its default, as here")
     _ppo_batches(keys)
@@ -472,7 +484,7 @@ def _reward_source(keys: Translator) -> None:
     else:
         folder = adapters[0] if adapters else str(path)
         source = {"type": _reward_type(folder, kind), "path": folder}
-        if source["type"] != "adapter" and keys.take("trust_remote_code", False):
+        if source["type"] != "adapter" and keys.flag("trust_remote_code"):
             source["trust_remote_code"] = True
         if source["type"] != "adapter" and (bits := keys.take("reward_model_quantization_bit")) is not None:
             source["quantization"] = f"{bits}bit"
@@ -534,7 +546,7 @@ def _ppo_logging(keys: Translator) -> None:
     keys.put("train.logging_steps", keys.take("logging_steps", 500), "logging_steps")
     _saves(keys)
     trackers = keys.take("report_to", "none")
-    if keys.take("use_swanlab", False):
+    if keys.flag("use_swanlab"):
         trackers = [*(trackers if isinstance(trackers, list) else [trackers]), "swanlab"]
         trackers = [name for name in trackers if name != "none"]
     keys.put("train.report_to", trackers, "report_to", "use_swanlab")
@@ -583,7 +595,7 @@ def _sft(keys: Translator) -> None:
     """A policy from demonstrations."""
     _datasets(keys, "demonstrations", "eval_demonstrations")
     keys.off("answers alone are trained on here: leave it out", train_on_prompt=False)
-    if keys.take("mask_history", False):
+    if keys.flag("mask_history"):
         keys.put("data.turns", "last", "mask_history")
     keys.covered("mask_history", by="its default, as here")
     held_out = keys.gives("eval_dataset") or bool(keys.take("val_size", 0.0))

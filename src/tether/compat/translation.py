@@ -16,6 +16,7 @@ from tether.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 
+_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 _SECRET = re.compile(r"hub_token$|api_key$|secret|webhook|^use_wandb$|wandb\.key$")
 
 
@@ -115,6 +116,25 @@ class Translator:
             return default
         return value
 
+    def flag(self, key: str, default: bool = False) -> bool:
+        """As ``take``, for a key that is true or false; one that holds anything else is refused."""
+        value = _boolean(self.take(key, default))
+        if not isinstance(value, bool):
+            self.refuse(key, "wanted true or false")
+            return default
+        return value
+
+    def single(self, *theirs: str, names: bool = False) -> None:
+        """Refuses lists and groups of keys where one value is wanted, and goes on without them.
+
+        Args:
+            names: a list is wanted as well.
+        """
+        for key in theirs:
+            if isinstance(self.given.get(key), dict if names else dict | list):
+                self.refuse(key, "wanted names" if names else "wanted one value")
+                self.given[key] = None
+
     def gives(self, key: str) -> bool:
         """Whether the file sets the key to something."""
         return self.given.get(key) is not None
@@ -160,9 +180,10 @@ class Translator:
                 self._ignored.append((self._shown(key), why))
 
     def refuse(self, key: str, why: str) -> None:
-        """Notes a key that would change the result and has no place here, with the way out."""
+        """Notes a key that would change the result and has no place here, with the way out; the first one a key."""
         self._seen.add(key)
-        self._problems.append((key, f"got {self._value(key)}; {why}" if self.gives(key) else why))
+        if all(key != other for other, _ in self._problems):
+            self._problems.append((key, f"got {self._value(key)}; {why}" if self.gives(key) else why))
 
     def drop(self, why: str, *theirs: str) -> None:
         """Leaves out keys that have no place here, and says so."""
@@ -195,7 +216,7 @@ class Translator:
             allowed = values if isinstance(values, tuple) else (values,)
             if not self.gives(key):
                 continue
-            if self.given[key] in allowed:
+            if self.given[key] in allowed or _boolean(self.given[key]) in allowed:
                 self.covered(key, by="its default, as here")
             else:
                 self.refuse(key, why)
@@ -244,6 +265,11 @@ class Translator:
 
     def _value(self, key: str) -> str:
         return "…" if _SECRET.search(key) else keys.shown(self.given[key])
+
+
+def _boolean(value: Any) -> Any:
+    """A value, the words for true and false of YAML 1.1 among them, which other systems read so."""
+    return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _message(source: str, problems: Sequence[str]) -> str:

@@ -67,7 +67,7 @@ def test_every_row_has_all_other_columns(tmp_path):
         ([{"prompt": "p", "chosen": "a", "rejected": None}], r"row 0 \(line 1\), rejected: got None"),
         ([{"response": "a"}], r"row 0 \(line 1\) has no prompt"),
         ([{"prompt": "p", "response": "a"}, {"prompt": "", "response": "a"}], r"row 1 \(line 2\) has no prompt"),
-        ([{"prompt": "p", "response": "\ud800"}], r"row 0 \(line 1\): an answer holds '\\ud800' at character 0"),
+        ([{"prompt": "p", "response": "\ud800"}], r"row 0 \(line 1\): got '\\ud800' at character 0"),
         ([{"messages": [user("p")]}], r"row 0 \(line 1\), messages: the last message is .* wanted the assistant's"),
     ],
 )

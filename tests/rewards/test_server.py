@@ -97,7 +97,7 @@ NO_REQUESTS = {
     ),
     "too few responses": ({"prompts": ["a", "b"], "responses": ["x"]}, r"responses: got 1 values for 2 prompts"),
     "a number as response": ({"prompts": ["a"], "responses": [7]}, r"responses, entry 0: an answer is a int"),
-    "half a character": ({"prompts": ["a"], "responses": ["\ud800"]}, r"responses, entry 0: an answer holds '\\ud800'"),
+    "half a character": ({"prompts": ["a"], "responses": ["\ud800"]}, r"responses, entry 0: got '\\ud800'"),
     "columns": (PAIR | {"columns": [1, 2]}, r"columns is a list, wanted names with lists of values"),
     "a short column": (PAIR | {"columns": {"x": [1]}}, r"column x: got 1 values for 2 prompts"),
     "a column of text": (PAIR | {"columns": {"x": "ab"}}, r"column x: got a str for 2 prompts"),

@@ -24,6 +24,21 @@ def last_turn(conversation: Any, where: str) -> tuple[list[Any], str]:
     return list(conversation[:-1]), last["content"]
 
 
+def encodable(text: str, where: str) -> str:
+    """``text``, if it can be written as UTF-8, which tokenizers read.
+
+    Raises:
+        DataError: it holds half of a surrogate pair; ``where`` names it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: got {text[error.start]!r} at character {error.start}, half of a surrogate pair, wanted text"
+        ) from error
+    return text
+
+
 def encoded_answers(
     answers: Sequence[str], leads: Sequence[str], tokenizer: PreTrainedTokenizerBase, closing_id: int
 ) -> list[list[int]]:

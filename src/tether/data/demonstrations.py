@@ -9,7 +9,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
-from tether.data.answers import closing_token, encoded_answers, last_turn, text_start
+from tether.data.answers import closing_token, encodable, encoded_answers, last_turn, text_start
 from tether.data.collate import collate, plan_micro_batches
 from tether.data.forms import plain_rows
 from tether.data.joined import column_names, read_datasets
@@ -222,10 +222,4 @@ def _checked(text: Any, where: str) -> str:
     """``text``, if it is text that can be encoded and not empty."""
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{where}: got {text!r}, wanted text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: got {text[error.start]!r} at character {error.start}, half of a surrogate pair, wanted text"
-        ) from error
-    return text
+    return encodable(text, where)

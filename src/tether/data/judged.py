@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tether.data.pairs import pair_texts, prompt_and_answer
+from tether.data.answers import encodable
+from tether.data.pairs import check_prompts, pair_texts, prompt_and_answer
 from tether.data.prompts import checked_prompt
 from tether.data.sources import Rows, read_rows
 from tether.errors import DataError
@@ -76,6 +77,7 @@ def load_judged(source: str, *, split: str, key: str) -> JudgedData:
             prompt, answers = checked_prompt(given, place), [answer]
         checked = tuple(checked_answer(answer, place) for answer in answers)
         rows.append(JudgedRow(prompt, checked, {name: row.get(name) for name in columns}, place))
+    check_prompts([row.prompt for row in rows], names, [row.place for row in rows], f"{key}: {table.name}")
     return JudgedData(table.name, is_pairs, rows, columns)
 
 
@@ -87,14 +89,7 @@ def checked_answer(value: Any, where: str) -> str:
     """
     if not isinstance(value, str):
         raise DataError(f"{where}: an answer is a {type(value).__name__}, wanted text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: an answer holds {value[error.start]!r} at character {error.start}, half of a surrogate pair, "
-            "which is no text"
-        ) from error
-    return value
+    return encodable(value, where)
 
 
 def _answer_column(table: Rows, names: list[str], key: str) -> str:

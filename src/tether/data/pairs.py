@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
-from tether.data.answers import answer_lead, closing_token, encoded_answers, last_turn, text_start
+from tether.data.answers import answer_lead, closing_token, encodable, encoded_answers, last_turn, text_start
 from tether.data.forms import plain_rows
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
@@ -17,6 +17,9 @@ from tether.data.prompts import checked_prompt, conversation, encoded_queries, t
 from tether.data.sources import Row, Rows
 from tether.errors import ConfigError, DataError
 from tether.types import Message
+
+PROMPT_NAMES = ("question", "instruction", "query", "input", "problem")
+"""What other datasets call a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ def load_pairs(
     rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
     texts = [pair_texts(row, place) for row, place in zip(rows, places, strict=True)]
     prompts = [text.prompt for text in texts]
+    check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
     arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
     queries = encoded_prompts(prompts, tokenizer, chat_template, system_prompt, places, arguments)
     leads = answer_leads(prompts, tokenizer, chat_template)
@@ -130,6 +134,29 @@ def _check_columns(table: Rows, key: str) -> None:
         raise DataError(f"{key}: {table.name} has no column {' and '.join(missing)}; its columns are: {got}")
 
 
+def check_prompts(
+    prompts: Sequence[object | None], names: Sequence[str], places: Sequence[str], source: str
+) -> None:
+    """Raises ``DataError`` if answers would be taken for whole texts though they are none: other rows have a prompt, or
+    a column has what is one by its name.
+
+    Args:
+        prompts: None where answers are whole texts.
+        names: all columns.
+        places: the row of each prompt, for messages.
+        source: the dataset, for messages.
+    """
+    missing = [place for prompt, place in zip(prompts, places, strict=True) if prompt is None]
+    if missing and len(missing) < len(places):
+        raise DataError(f"{missing[0]} has no prompt, as other rows have; mend the row, or leave it out")
+    named = [name for name in names if name.lower() in PROMPT_NAMES]
+    if missing and named:
+        raise DataError(
+            f"{source}: without a column prompt, chosen and rejected are whole texts, but there is a column "
+            f"{named[0]}. Rename it to prompt; leave it out if chosen and rejected hold it already"
+        )
+
+
 def pair_texts(row: Row, where: str) -> PairTexts:
     """The prompt and the two answers of a row.
 
@@ -141,6 +168,8 @@ def pair_texts(row: Row, where: str) -> PairTexts:
     )
     if prompt != other:
         raise DataError(f"{where}: chosen and rejected answer different prompts; wanted two answers to one prompt")
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        encodable(answer, f"{where}, {name}")
     return PairTexts(None if prompt is None else checked_prompt(prompt, where), chosen, rejected)
 
 

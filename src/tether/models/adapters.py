@@ -40,6 +40,14 @@ DEFAULT = "default"
 """PEFT's name of the policy's adapter: the one that it saves at a folder's root."""
 MODULE_PREFIX = "base_model.model."
 """What PEFT puts before the names of the adapted model's modules."""
+NOT_LAYERS = {
+    "ADALORA": "moves its ranks on a schedule of its own and trains alone on its base",
+    "ADAPTION_PROMPT": "puts virtual tokens into the attention",
+    "POLY": "picks its weights by a task id that a prompt does not have",
+    "SHADOW": "runs a second model beside the base",
+    "XLORA": "picks its weights by a pass of its own over every text",
+}
+"""Methods of PEFT that are more than weights in a model's layers, and what they do."""
 LINEAR = nn.Linear | Conv1D
 """Modules that ``all-linear`` means."""
 
@@ -156,7 +164,13 @@ def add_reward(model: PeftModel, name: str, path: str, base_source: str, *, floa
         ModelError: it was trained on another base, does not fit it, or has no scalar head.
     """
     adapter = read_adapter(path)
-    check_shareable(adapter)
+    kind, own = adapter.config.peft_type, next(iter(model.peft_config.values())).peft_type
+    if kind != own:
+        raise ModelError(
+            f"{path}: got a {kind.value} adapter; wanted a {own.value} adapter, as the policy's is: one base carries "
+            "adapters of one method. Use it as a reward of type model"
+        )
+    check_switched_off(path, adapter.config)
     base = adapter.config.base_model_name_or_path or ""
     if not is_same_model(base, base_source):
         raise ModelError(
@@ -188,17 +202,29 @@ def fill_adapter(model: PeftModel, name: str, adapter: Adapter, *, float32: bool
 
 
 def check_shareable(adapter: Adapter) -> None:
-    """Raises ``ModelError`` if the adapter changes the base, which other roles run on."""
-    config = adapter.config
-    if config.peft_type != peft.PeftType.LORA:
-        raise ModelError(f"{adapter.path}: got a {config.peft_type.value} adapter; wanted a LoRA adapter")
+    """Raises ``ModelError`` if the adapter is no LoRA adapter, or changes the base, which other roles run on."""
+    if adapter.config.peft_type != peft.PeftType.LORA:
+        raise ModelError(f"{adapter.path}: got a {adapter.config.peft_type.value} adapter; wanted a LoRA adapter")
+    check_switched_off(adapter.path, adapter.config)
+
+
+def check_switched_off(path: str, config: PeftConfig) -> None:
+    """Raises ``ModelError`` if the base beneath the adapter in ``path`` cannot be had back by switching it off."""
+    kind = config.peft_type.value
+    if config.is_prompt_learning or kind in NOT_LAYERS:
+        why = NOT_LAYERS.get(kind, "puts virtual tokens before every text")
+        raise ModelError(
+            f"{path}: a {kind} adapter {why}; wanted one that is in the model's layers alone, such as LoRA, IA3, LoHa, "
+            "LoKr, OFT or VeRA, so that its base can play the other roles"
+        )
+    bias, init = getattr(config, "bias", "none"), getattr(config, "init_lora_weights", None)
     changes = [
-        *([f"bias={config.bias}"] if config.bias != "none" else []),
-        *([f"init_lora_weights={config.init_lora_weights}"] if _changes_base(config.init_lora_weights) else []),
+        *([f"bias={bias}"] if isinstance(bias, str) and bias != "none" else []),
+        *([f"init_lora_weights={init}"] if _changes_base(init) else []),
     ]
     if changes:
         raise ModelError(
-            f"{adapter.path}: an adapter with {changes[0]} changes the weights of its base, which other roles share. "
+            f"{path}: an adapter with {changes[0]} changes the weights of its base, which other roles share. "
             "Convert it to a plain LoRA adapter, or merge it and give the merged folder"
         )
 
@@ -213,6 +239,14 @@ def check_continued(lora: LoraConfig, start: Adapter, base: PreTrainedModel) -> 
     Only what the configuration sets itself is compared: what it leaves out is taken from the adapter.
     """
     config = start.config
+    if config.peft_type != peft.PeftType.LORA:
+        if lora.model_fields_set:
+            kind = config.peft_type.value
+            raise ConfigError(
+                f"model.lora.{min(lora.model_fields_set)}: the adapter in {start.path} that is continued is a {kind} "
+                "adapter, which keeps its settings; write `lora: {}`"
+            )
+        return
     pairs = {
         "r": (lora.r, config.r),
         "alpha": (lora.alpha, config.lora_alpha),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float, Int
-from peft import PeftModel
+from peft import PeftModel, PeftType
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,7 +31,7 @@ from tether.models.adapters import (
     add_reward,
     changed_config,
     check_continued,
-    check_shareable,
+    check_switched_off,
     fill_adapter,
     flags_kept,
     peft_lora_config,
@@ -536,7 +536,7 @@ def _lora_roles(
     base_source = _base_source(config)
     start = read_adapter(path, config.model.revision) if is_adapter(path, config.model.revision) else None
     if start is not None:
-        check_shareable(start)
+        check_switched_off(path, start.config)
         if start.head:
             raise ModelError(f"model.path: {path} is a reward adapter (it holds a head); wanted a language model's")
     bits, compute_dtype = config.model.quantization, torch.bfloat16 if mixed_precision else torch.float32
@@ -574,9 +574,9 @@ def _adapter_critic(
 ) -> Role:
     """A second adapter on the policy's base with a head: a copy of a reward adapter, or a fresh one that says 0."""
     if source is None:
-        settings = changed_config(
-            adapted.peft_config[DEFAULT], modules_to_save=None, init_lora_weights=True, inference_mode=False
-        )
+        own = adapted.peft_config[DEFAULT]
+        fresh = {"init_lora_weights": True} if own.peft_type == PeftType.LORA else {}
+        settings = changed_config(own, modules_to_save=None, inference_mode=False, **fresh)
         adapted.add_adapter(VALUE, settings)
         head = ScalarHead(state_size(policy.model))
     else:

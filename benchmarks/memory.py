@@ -1,7 +1,7 @@
 """Peak memory of four roles on one base against four models: python benchmarks/memory.py [--updates 2] [--model FOLDER]
 
-Both sides are the same job on SmolLM2-135M-Instruct in float32 (the same prompts, batch sizes and lengths), each in a
-process of its own:
+Both sides are the same job on SmolLM2-135M-Instruct in float32 (the same prompts, batch sizes and lengths, gradient
+checkpointing as one has it on where memory is short), each in a process of its own:
 
     four models   full fine-tuning, a frozen copy as reference, a critic and a reward model of their own
     one base      LoRA policy, critic and reward as adapters, the base without any as reference
@@ -68,7 +68,13 @@ def measured(kind: str, model: str, updates: int) -> int:
                 data={"prompts": str(prompts)},
                 sampling={"response_length": 48},
                 ppo={"num_ppo_epochs": 1},
-                train={"max_steps": updates, "rollout_batch_size": 16, "micro_batch_size": 8, "bf16": False},
+                train={
+                    "max_steps": updates,
+                    "rollout_batch_size": 16,
+                    "micro_batch_size": 8,
+                    "bf16": False,
+                    "gradient_checkpointing": True,
+                },
                 output_dir=str(Path(folder) / "out"),
             )
         )

@@ -38,16 +38,19 @@ class Dist:
         self.accelerator.backward(loss)
 
     def release_memory(self) -> None:
-        """Gives back memory that nothing uses: the device's cache, and under glibc the free pages of the heap.
-
-        glibc seldom fits a new tensor into the place of an old one, so that otherwise each phase would need its memory
-        beside the one before.
-        """
-        if torch.accelerator.is_available():
+        """Gives back memory that nothing uses, between phases: the device's cache, on a CPU free pages of the heap."""
+        if self.device.type == "cpu":
+            self.trim_heap()
+        else:
             torch.accelerator.empty_cache()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-        if trim is not None:
-            trim(0)
+
+    def trim_heap(self) -> None:
+        """Gives free pages of the heap back to the system, where tensors are on it and the C library is glibc.
+
+        glibc seldom fits a new tensor into the place of an old one: the heap grows to twice of what is in it.
+        """
+        if self.device.type == "cpu" and sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all processes, elementwise."""

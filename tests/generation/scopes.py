@@ -34,9 +34,7 @@ class Scope:
             self.is_open = False
 
 
-def answers(
-    model: nn.Module, requests: list[Request], sampling: Sampling, batch_size: int = 16
-) -> list[Completion]:
+def answers(model: nn.Module, requests: list[Request], sampling: Sampling, batch_size: int = 16) -> list[Completion]:
     """All answers, in the order of the requests."""
     generated = dict(HFGenerator(Scope(model), batch_size=batch_size, device="cpu").generate(requests, sampling))
     return [generated[i] for i in range(len(requests))]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,10 +26,25 @@ from tether.types import Completion, Request, Sampling
 
 CUTTABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers whose whole state is cut by ``batch_select_indices``; recurrent states are not."""
+CACHES = ("cache", "past_key_values", "cache_params")
+"""What models call the cache that a forward takes and gives."""
+
+logger = logging.getLogger(__name__)
+
+
+class Decoding(Enum):
+    """What a model's cache allows."""
+
+    CUT = "queries are padded; rows are copied and dropped"
+    KEPT = "queries of equal length alone; rows stay to the end"
+    ANEW = "queries of equal length alone; the whole text is read anew for every token"
 
 
 class HFGenerator:
     """Answers by the policy's own forward: left-padded batches, a key-value cache, finished rows dropped from it.
+
+    A query that several answers of a batch begin with is read once. Where a model keeps anything but keys and values,
+    such as recurrent states, padding would be a part of them: then queries of one length alone share a batch.
 
     Tokens are drawn by Gumbel-max with noise that depends on the request's key and the position in the answer alone:
 
@@ -53,6 +71,7 @@ class HFGenerator:
         self._policy_scope = policy_scope
         self._batch_size = batch_size
         self._device = torch.device(device)
+        self._decoding: Decoding | None = None
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """Yields (position in ``requests``, answer) as answers finish; requests of similar length share a batch.
@@ -61,12 +80,16 @@ class HFGenerator:
             ConfigError: a query and the longest answer do not fit into the model's positions.
             GenerationError: the logits of a request are not finite; names its position.
         """
-        order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].token_ids), i))
-        for start in range(0, len(order), self._batch_size):
-            batch = _Batch([(i, requests[i]) for i in order[start : start + self._batch_size]], sampling, self._device)
+        if not requests:
+            return
+        if self._decoding is None:
+            with self._policy_scope() as policy, torch.no_grad():
+                self._decoding = decoding(_bare(policy), self._device)
+        for rows in batches([request.token_ids for request in requests], self._batch_size, self._decoding):
+            batch = _Batch([(i, requests[i]) for i in rows], sampling, self._device, self._decoding)
             while batch.rows:
                 with self._policy_scope() as policy, torch.no_grad():
-                    finished = batch.decode_until_one_ends(policy)
+                    finished = batch.decode_until_one_ends(_bare(policy))
                 yield from finished
 
     def sync_weights(self, policy: nn.Module) -> None:
@@ -89,21 +112,30 @@ class _Row:
 class _Batch:
     """Answers that are decoded side by side, and the cache they share."""
 
-    def __init__(self, requests: Sequence[tuple[int, Request]], sampling: Sampling, device: torch.device) -> None:
+    def __init__(
+        self,
+        requests: Sequence[tuple[int, Request]],
+        sampling: Sampling,
+        device: torch.device,
+        decoding: Decoding,
+    ) -> None:
         self.rows = [_Row(i, torch.Generator(device).manual_seed(request.key)) for i, request in requests]
-        self._slots = list(range(len(self.rows)))  # where each unfinished row is in the tensors
-        self._sampling = sampling
+        self._sampling, self._decoding = sampling, decoding
         self._cache: Any = None
-        ids, mask, positions = (x.to(device) for x in pad_left([request.token_ids for _, request in requests]))
+        queries, slots = [tuple(request.token_ids) for _, request in requests], list(range(len(requests)))
+        if decoding is not Decoding.KEPT:
+            places = {query: i for i, query in enumerate(dict.fromkeys(queries))}
+            queries, slots = list(places), [places[query] for query in queries]
+        self._slots = slots  # where each unfinished row is in the tensors; at first, where its query is
+        ids, mask, positions = (x.to(device) for x in pad_left(queries))
         self._inputs, self._positions = ids, positions
         # Columns for the whole answer are there from the start; a forward sees those up to its own token.
-        self._mask = torch.cat([mask, mask.new_ones(len(requests), sampling.max_new_tokens)], dim=1)
+        self._mask = torch.cat([mask, mask.new_ones(len(queries), sampling.max_new_tokens)], dim=1)
         self._seen = ids.shape[1]
 
-    def decode_until_one_ends(self, policy: nn.Module) -> list[tuple[int, Completion]]:
+    def decode_until_one_ends(self, model: nn.Module) -> list[tuple[int, Completion]]:
         """Writes token after token until an answer ends; returns what ended, the others stay in ``rows``."""
-        model = policy.get_base_model() if isinstance(policy, PeftModel) else policy
-        if self._cache is None:
+        if not self.rows[0].token_ids:
             self._check_positions(model)
         ended: list[bool] = [False]
         while not any(ended):
@@ -113,12 +145,17 @@ class _Batch:
                 for row, token in zip(self.rows, tokens, strict=True)
             ]
         finished = [row for row, end in zip(self.rows, ended, strict=True) if end]
-        self._keep([i for i, end in enumerate(ended) if not end])
+        kept = [i for i, end in enumerate(ended) if not end]
+        self.rows, self._slots = [self.rows[i] for i in kept], [self._slots[i] for i in kept]
+        if self.rows and self._decoding is not Decoding.KEPT:
+            self._select()
         return [(row.position, self._completion(row)) for row in finished]
 
     def _next_tokens(self, model: nn.Module) -> list[int]:
         """One forward and one more token for every unfinished row."""
         logits = self._forward(model)[self._slots]
+        if len(self.rows) > len(self._mask):  # answers to one query part ways
+            self._select()
         tokens, logprobs = drawn_tokens(logits, [row.noise for row in self.rows], self._sampling)
         drawn, scores = tokens.tolist(), logprobs.tolist()
         for row, token, logprob in zip(self.rows, drawn, scores, strict=True):
@@ -129,37 +166,41 @@ class _Batch:
                 )
             row.token_ids.append(token)
             row.logprobs.append(logprob)
-        self._inputs = self._inputs.new_zeros(len(self._mask), 1)
-        self._inputs[self._slots, 0] = tokens
-        self._positions = self._positions[:, -1:] + 1
+        added = self._inputs.new_zeros(len(self._mask), 1)
+        added[self._slots, 0] = tokens
+        if self._decoding is Decoding.ANEW:
+            self._inputs = torch.cat([self._inputs, added], dim=1)
+            self._positions = torch.cat([self._positions, self._positions[:, -1:] + 1], dim=1)
+        else:
+            self._inputs, self._positions = added, self._positions[:, -1:] + 1
         self._seen += 1
         return drawn
 
     def _forward(self, model: nn.Module) -> Float[Tensor, "M V"]:
-        """Logits after the last token; the cache then holds every token so far."""
+        """Logits after the last token; the cache, if there is one, then holds every token so far."""
         accepted = _parameters(type(model))
-        cache_name = "cache" if "cache" in accepted else "past_key_values"
+        name = None if self._decoding is Decoding.ANEW else _cache_name(model)
         # an index, not a count: the slice that transformers takes for a count is not contiguous, and the head's matrix
         # product on it can be hundreds of times slower in bfloat16
         optional = {"position_ids": self._positions, "logits_to_keep": torch.tensor([-1])}
+        # elsewhere nothing is padded, and Mamba takes a mask beside its cache for one of the single token
+        masked = {"attention_mask": self._mask[:, : self._seen]} if self._decoding is Decoding.CUT else {}
         output = model(
             input_ids=self._inputs,
-            attention_mask=self._mask[:, : self._seen],
-            use_cache=True,
-            **{cache_name: self._cache},
+            use_cache=name is not None,
+            **masked,
+            **({} if name is None else {name: self._cache}),
             **{name: value for name, value in optional.items() if name in accepted},
         )
-        self._cache = getattr(output, cache_name)
+        if name is not None:
+            self._cache = getattr(output, name)
         return output.logits[:, -1]
 
-    def _keep(self, kept: list[int]) -> None:
-        """Drops all rows but ``kept``, from the cache as well where it can be cut."""
-        self.rows = [self.rows[i] for i in kept]
-        self._slots = [self._slots[i] for i in kept]
-        if not self.rows or not cuttable(self._cache):
-            return
+    def _select(self) -> None:
+        """Makes the tensors and the cache hold the unfinished rows and no others, in their order."""
         indices = torch.tensor(self._slots, device=self._mask.device)
-        self._cache.batch_select_indices(indices)
+        if self._cache is not None:
+            self._cache.batch_select_indices(indices)
         self._inputs, self._positions, self._mask = (x[indices] for x in (self._inputs, self._positions, self._mask))
         self._slots = list(range(len(self.rows)))
 
@@ -217,12 +258,54 @@ def _truncated(scaled: Float[Tensor, "M V"], sampling: Sampling) -> Float[Tensor
     return scaled
 
 
+def batches(queries: Sequence[Sequence[int]], size: int, decoding: Decoding) -> Iterator[list[int]]:
+    """Positions of the queries that are answered side by side, longest first, equal ones next to each other."""
+    first = {tuple(query): i for i, query in reversed(list(enumerate(queries)))}
+    order = sorted(range(len(queries)), key=lambda i: (-len(queries[i]), first[tuple(queries[i])], i))
+    may_pad = decoding is Decoding.CUT
+    for _, rows in groupby(order, key=lambda i: 0 if may_pad else len(queries[i])):
+        group = list(rows)
+        yield from (group[start : start + size] for start in range(0, len(group), size))
+
+
+def decoding(model: nn.Module, device: torch.device) -> Decoding:
+    """How the model is decoded, by the cache that it makes of one token; anything but ``CUT`` is told in the log."""
+    name = _cache_name(model)
+    output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=name is not None)
+    cache = None if name is None else getattr(output, name, None)
+    if cache is None:
+        logger.warning(
+            "%s hands out no cache that could be decoded with: the whole text is read anew for every token of an "
+            "answer, and only prompts of equal length are answered side by side",
+            type(model).__name__,
+        )
+        return Decoding.ANEW
+    if cuttable(cache):
+        return Decoding.CUT
+    logger.warning(
+        "%s keeps more than keys and values of what it read: only prompts of equal length are answered side by side, "
+        "and those that have ended are decoded until the last one ends",
+        type(model).__name__,
+    )
+    return Decoding.KEPT
+
+
+def cuttable(cache: Any) -> bool:
+    """Whether a cache holds keys and values alone, so that padding can be masked and rows copied and dropped."""
+    return isinstance(cache, Cache) and all(type(layer) in CUTTABLE_LAYERS for layer in cache.layers)
+
+
+def _bare(policy: nn.Module) -> nn.Module:
+    """The model itself, its active adapter within it."""
+    return policy.get_base_model() if isinstance(policy, PeftModel) else policy
+
+
+def _cache_name(model: nn.Module) -> str | None:
+    """The argument that takes the model's cache; None if it has none."""
+    return next((name for name in CACHES if name in _parameters(type(model))), None)
+
+
 @lru_cache
 def _parameters(model_class: type) -> frozenset[str]:
     """Names that the forward of a model takes; they differ between architectures and releases of transformers."""
     return frozenset(inspect.signature(model_class.forward).parameters)
-
-
-def cuttable(cache: Any) -> bool:
-    """Whether rows can be dropped from ``cache``; where not, finished rows are decoded on and ignored."""
-    return isinstance(cache, Cache) and all(type(layer) in CUTTABLE_LAYERS for layer in cache.layers)

@@ -1,0 +1,119 @@
+"""Models that keep more than keys and values of what they read, and queries that several answers begin with."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from tests.generation.scopes import Scope, answers
+from tests.tiny import BOS, EOS, PAD, VOCAB_SIZE, tiny_causal_lm
+from tether.generation.hf import Decoding, HFGenerator, batches
+from tether.types import Request, Sampling, noise_key
+
+ATTENTION = {"intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+WINDOW = ATTENTION | {"head_dim": 4, "sliding_window": 4}
+CONFIGS = {
+    "gemma2": WINDOW,
+    "gemma3_text": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+    "mamba": {"state_size": 4},
+    "jamba": ATTENTION
+    | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    | {"mamba_d_state": 4, "mamba_dt_rank": 4},
+    "recurrent_gemma": ATTENTION | {"num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 4, "head_dim": 4},
+}
+KEPT, ANEW = ("mamba", "jamba"), ("recurrent_gemma",)
+SAMPLING = Sampling(10, stop_token_ids=frozenset({EOS, 9, 30}))
+
+
+def model_of(kind):
+    """Two or three layers of an architecture that tests/tiny.py does not know, float32."""
+    shared = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.3}
+    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **shared | ends | CONFIGS[kind])
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def requests(lengths, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(7, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+    return [Request(query, noise_key(seed, "train", i, 0)) for i, query in enumerate(ids)]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_log_probabilities_are_those_of_an_unpadded_forward(kind):
+    model, asked = model_of(kind), requests([1, 3, 7, 12, 12, 5, 3, 12])
+    got = answers(model, asked, SAMPLING, batch_size=8)
+    assert {completion.finish_reason for completion in got} == {"stop", "length"}
+    for request, completion in zip(asked, got, strict=True):
+        ids = torch.tensor([[*request.token_ids, *completion.token_ids]])
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(request.token_ids) - 1 : -1].detach()
+        wanted = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ("mamba", "jamba"))
+def test_greedy_answers_are_those_of_generate(kind):
+    model, asked = model_of(kind), requests([4, 9, 9, 1])
+    config = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=[EOS, 9], pad_token_id=PAD)
+    got = answers(model, asked, Sampling(10, temperature=0.0, stop_token_ids=frozenset({EOS, 9})))
+    for request, completion in zip(asked, got, strict=True):
+        wanted = model.generate(torch.tensor([request.token_ids]), generation_config=config)[0]
+        assert completion.token_ids == wanted[len(request.token_ids) :].tolist()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_the_cache_allows_is_told_and_kept_to(kind, caplog):
+    caplog.set_level(logging.WARNING, logger="tether.generation.hf")
+    scope = Scope(model_of(kind))
+    generator = HFGenerator(scope, batch_size=3, device="cpu")
+    asked = requests([5, 2, 5, 5, 5, 2])
+    for _ in range(2):
+        assert len(list(generator.generate(asked, SAMPLING))) == 6
+    told = [record.getMessage() for record in caplog.records]
+    if kind in KEPT + ANEW:
+        assert len(told) == 1 and "only prompts of equal length are answered side by side" in told[0]
+        assert ("read anew for every token" in told[0]) == (kind in ANEW)
+    else:
+        assert told == []
+    firsts = [width for _, width in scope.shapes[1:] if width > 1]  # the very first forward tries the cache
+    if kind in KEPT:
+        assert firsts == [5, 5, 2] * 2
+    elif kind in ANEW:
+        assert max(firsts) == 5 + SAMPLING.max_new_tokens - 1
+    else:
+        assert firsts == [5, 5] * 2
+
+
+def test_queries_of_one_length_alone_share_a_batch_without_padding():
+    queries = [[8] * 2, [8] * 5, [9] * 2, [9] * 5, [7] * 5]
+    assert list(batches(queries, 2, Decoding.KEPT)) == [[1, 3], [4], [0, 2]]
+    assert list(batches(queries, 2, Decoding.CUT)) == [[1, 3], [4, 0], [2]]
+
+
+def test_equal_queries_are_neighbours():
+    queries = [[8] * 3, [9] * 3, [8] * 3, [9, 8, 8, 8], [9] * 3]
+    assert list(batches(queries, 9, Decoding.CUT)) == [[3, 0, 2, 1, 4]]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma3_text", "recurrent_gemma"])
+def test_a_query_of_several_answers_is_read_once(kind):
+    model = model_of(kind) if kind in CONFIGS else tiny_causal_lm(kind, tied=False)
+    queries = [request.token_ids for request in requests([6, 3, 4, 6])]
+    asked = [Request(query, noise_key(0, "train", i, sample)) for sample in range(4) for i, query in enumerate(queries)]
+    alone = answers(model, asked, SAMPLING, batch_size=1)
+    scope = Scope(model)
+    generator = HFGenerator(scope, batch_size=16, device="cpu")
+    got = dict(generator.generate(asked, SAMPLING))
+    assert [got[i].token_ids for i in range(16)] == [completion.token_ids for completion in alone]
+    assert len({tuple(completion.token_ids) for completion in alone}) > 12
+    for i, completion in enumerate(alone):
+        torch.testing.assert_close(got[i].logprobs, completion.logprobs, atol=1e-4, rtol=0)
+    if kind in ANEW:
+        assert scope.shapes[1] == (2, 6) and (8, 6) not in scope.shapes
+        return
+    assert scope.shapes[1] == (4, 6)
+    read = sum(rows * width for rows, width in scope.shapes[2:])
+    assert read == sum(len(completion.token_ids) - 1 for completion in alone), "ended rows are dropped"

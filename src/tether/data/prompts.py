@@ -16,6 +16,7 @@ from tether.data.forms import plain_rows
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
 from tether.data.sources import Row, Rows
+from tether.data.typed import TypedTokens
 from tether.errors import ConfigError, DataError
 from tether.types import Message, Prompt
 
@@ -48,6 +49,7 @@ def load_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     dataset_dir: str | None = None,
     max_samples: int | None = None,
+    special_tokens: bool = False,
 ) -> PromptData:
     """Prompts of ``source`` as token ids.
 
@@ -68,6 +70,7 @@ def load_prompts(
         chat_template_kwargs: further arguments of the chat template.
         dataset_dir: folder of a ``dataset_info.json``, whose entries ``source`` names.
         max_samples: rows of each source that are used at most.
+        special_tokens: as ``encoded_queries``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template to put it in.
@@ -80,7 +83,9 @@ def load_prompts(
     column, columns = _columns(rows, table, key)
     sources = [checked_prompt(_prompt(row, column, place), place) for row, place in zip(rows, places, strict=True)]
     arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-    texts, queries = encoded_queries(sources, tokenizer, chat_template, system_prompt, places, arguments)
+    texts, queries = encoded_queries(
+        sources, tokenizer, chat_template, system_prompt, places, arguments, special_tokens=special_tokens
+    )
 
     prompts = [
         Prompt(
@@ -238,6 +243,8 @@ def encoded_queries(
     system_prompt: str | None,
     places: Sequence[str],
     arguments: Sequence[Mapping[str, Any]],
+    *,
+    special_tokens: bool = False,
 ) -> tuple[list[str], list[list[int]]]:
     """Prompts as queries: their text, and their token ids.
 
@@ -245,6 +252,8 @@ def encoded_queries(
         sources: prompts as ``checked_prompt`` returns them.
         places: the row of each prompt, for messages.
         arguments: further arguments of the chat template for each prompt.
+        special_tokens: whether special tokens that stand in the content of messages are control tokens; otherwise they
+            are the characters that they are written with. Text that goes through no template is taken as it is.
 
     Raises:
         ConfigError, DataError: as ``load_prompts``.
@@ -257,12 +266,19 @@ def encoded_queries(
             f"data.system_prompt needs a chat template for prompts that are text, and {why}: "
             "leave it out, or put it into the prompts"
         )
+    typed = TypedTokens(tokenizer)
+    hidden = [None if messages is None or special_tokens else typed.hidden(messages) for messages in conversations]
     texts = [
-        source if messages is None else _rendered(messages, tokenizer, place, given)
-        for source, messages, place, given in zip(sources, conversations, places, arguments, strict=True)
+        source if messages is None else _rendered(marked or messages, tokenizer, place, given)
+        for source, messages, marked, place, given in zip(
+            sources, conversations, hidden, places, arguments, strict=True
+        )
     ]
     bos = _bos_ids(tokenizer)
     queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for i, marked in enumerate(hidden):
+        if marked is not None:
+            texts[i], queries[i] = typed.encoded(texts[i])
     for i, (ids, is_plain, place) in enumerate(zip(queries, plain, places, strict=True)):
         _check_query(ids, tokenizer, place)
         if is_plain and bos and ids[:1] != bos:

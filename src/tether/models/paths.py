@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,6 +133,11 @@ def model_errors(path: str) -> Iterator[None]:
     """Turns what the libraries raise about a model's files into a ``ModelError`` that names ``path``."""
     try:
         yield
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"{path}: its weights are pickled with more than tensors, which could run code as they are read; wanted "
+            "safetensors"
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"{path}: {' '.join(line.strip() for line in reason[:4])}") from error

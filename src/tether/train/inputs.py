@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from peft import PeftConfig
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
@@ -14,7 +15,7 @@ from tether.data.joined import check_datasets
 from tether.data.prompts import PromptData, load_prompts, split_prompts
 from tether.errors import ConfigError, DataError
 from tether.metrics.trackers import check_report_to
-from tether.models.adapters import check_targets
+from tether.models.adapters import check_switched_off, check_targets
 from tether.models.bitsandbytes import check_quantization
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.loading import (
@@ -95,7 +96,8 @@ def load_prompt_sets(
 ) -> tuple[PromptData, PromptData | None]:
     """Prompts to train on and held-out prompts, if there are any."""
     data = config.data
-    same = {"max_prompt_length": data.max_prompt_length, **data.chat, **data.origin}
+    kept = {"max_prompt_length": data.max_prompt_length, "special_tokens": data.special_tokens}
+    same = {**kept, **data.chat, **data.origin}
     prompts = load_prompts(data.prompts, tokenizer, split=data.split, key="data.prompts", **same)
     if data.eval_prompts is not None:
         others = load_prompts(data.eval_prompts, tokenizer, split=data.eval_split, key="data.eval_prompts", **same)
@@ -132,6 +134,8 @@ def check_data(config: RunConfig, data: RunData) -> None:
         check_conversations(config.rewards, prompts.prompts, data.tokenizer)
     model = config.model
     base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
+    if base != model.path and model.lora is not None:
+        check_switched_off(model.path, PeftConfig.from_pretrained(model.path, revision=model.revision))
     revision = model.revision if base == model.path else None
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
     _check_weights(config, shape)

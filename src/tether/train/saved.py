@@ -104,6 +104,7 @@ def evaluate_path(
     else:
         length = config.data.max_prompt_length
         options = {"split": config.data.eval_split, "max_prompt_length": length, "key": "--prompts"}
+        options["special_tokens"] = config.data.special_tokens
         data = load_prompts(prompts, tokenizer, **options, **config.data.chat)
     run_data = RunData(tokenizer, data, data, None)
     try_services(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
@@ -155,6 +156,7 @@ def generate_path(
         tokenizer,
         split="train",
         max_prompt_length=run.data.max_prompt_length if run else 2048,
+        special_tokens=run.data.special_tokens if run else False,
         key="--prompts",
         **(run.data.chat if run else ChatKeys().chat),
     )

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_
 from tests.tiny import EOS, KINDS, save_tiny, tiny_tokenizer
 from tether.config.load import dump_config, load_config
 from tether.config.reward_stage import RewardStageConfig
-from tether.config.schema import RunConfig
+from tether.config.schema import LoraConfig, RunConfig
 from tether.data.pairs import load_pairs
 from tether.errors import ConfigError, DataError, ModelError, TrainingError
 from tether.metrics.writers import read_jsonl
@@ -279,6 +279,8 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "the cat", "chosen": "is", "rejected": "good " * 130}))
     for wrong, error, message in [
         (changed("model", path=str(tmp_path / "none")), ModelError, r"model\.path: .* does not exist"),
         (changed("data", pairs="none.jsonl"), DataError, r"data\.pairs: no such file"),
@@ -289,6 +291,8 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
             ConfigError,
             r"train\.lr_scheduler_type: got stairs, wanted one of",
         ),
+        (changed("model", lora=LoraConfig(target_modules=["nope"])), ConfigError, r"\['nope'\] names no module of"),
+        (changed("data", pairs=str(long)), ConfigError, r"the pair in row 0 has 1\d\d tokens, the model has 128 pos"),
         (config.model_copy(update={"output_dir": tmp_path / "full"}), ConfigError, r"output_dir: .* is not empty"),
         (
             config.model_copy(update={"output_dir": tmp_path / "full" / "file"}),

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.tiny import EOS, save_tiny
 from tether.config.load import load_config
+from tether.config.schema import LoraConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from tether.metrics.writers import read_jsonl
@@ -250,6 +251,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
     for rows, error, message in [
         ([*ROWS, {"prompt": "the", "completion": 3}], DataError, r"row 18 \(line 19\), completion: got 3"),
         ([{"prompt": "the cat " * 600, "completion": "is"}], DataError, r"longer than data\.max_length 1024"),
+        ([{"prompt": "the " * 130, "completion": "is"}], ConfigError, r"row 0 has 1\d\d tokens, the model has 128 pos"),
     ]:
         with pytest.raises(error, match=message):
             train_sft(stage(tmp_path, rows=rows))
@@ -261,10 +263,22 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
         ("data", {"chat_template": "chatmall"}, ConfigError, r"chat_template: got chatmall, wanted auto, none, a file"),
         ("data", {"chat_template_kwargs": {"thinking": 1}}, ConfigError, r"chat_template_kwargs\.thinking: .* no use"),
         ("train", {"lr_scheduler_type": "stairs"}, ConfigError, r"train\.lr_scheduler_type: got stairs"),
+        ("train", {"lr_scheduler_type": "cosine_with_min_lr"}, ConfigError, r"type: got cosine_with_min_lr, wanted"),
+        ("model", {"lora": LoraConfig(target_modules=["nope"])}, ConfigError, r"\['nope'\] names no module of Llama"),
+        ("model", {"path": str(save_tiny(tmp_path / "judge", num_labels=1))}, ModelError, "is a sequence classifier"),
     ]:
         changed = config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})
         with pytest.raises(error, match=message):
             train_sft(changed)
+
+
+def test_a_token_without_an_embedding_is_told_before_a_model_is_loaded(tmp_path):
+    config = stage(tmp_path, rows=[{"prompt": "the <new> cat", "completion": "is"}])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"token 40, '<new>', of the demonstration in row 0 has no embedding"):
+        train_sft(config)
 
 
 def test_the_first_demonstration_is_told_with_its_special_tokens(tmp_path):

@@ -48,7 +48,7 @@ from tether.report.card import write_card
 from tether.rewards.base import checked, score_sequences
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
-from tether.stages.start import base_of, loading_options, origin, start_adapter, with_lora
+from tether.stages.start import base_of, check_fit, loading_options, origin, start_adapter, with_lora
 
 EVAL_FILE = "reward_eval.json"
 LENGTH_GROUPS = 4
@@ -170,7 +170,18 @@ class _Data:
 
 
 def load_data(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
-    """The tokenizer, and pairs to train on and held-out pairs as token ids."""
+    """The tokenizer, and pairs to train on and held-out pairs as token ids, all of which fit the model.
+
+    Raises:
+        ConfigError: as ``check_fit``.
+    """
+    tokenizer, pairs = _loaded(config)
+    both = [(each.row, ids) for each in (*pairs.train, *pairs.held_out) for ids in (each.chosen_ids, each.rejected_ids)]
+    check_fit(config, tokenizer, both, "pair", takes_classifier=True)
+    return tokenizer, pairs
+
+
+def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
     data = config.data
     tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
     check_template_kwargs(tokenizer, data.chat_template_kwargs)

@@ -41,6 +41,14 @@ from tether.models.paths import check_model_path
 from tether.models.saving import MANIFEST
 
 CONFIG_FILE, METRICS_FILE, TRAINER_STATE = "config.yaml", "metrics.jsonl", "trainer_state.json"
+SCHEDULES = tuple(
+    kind.value
+    for kind in (
+        *(SchedulerType.LINEAR, SchedulerType.COSINE, SchedulerType.COSINE_WITH_RESTARTS, SchedulerType.POLYNOMIAL),
+        *(SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.INVERSE_SQRT),
+    )
+)
+"""Schedules of transformers that need no arguments of their own, and follow no metric."""
 MAY_CHANGE = frozenset({
     "resume", "overwrite_output_dir", "output_dir", "train.eval_steps", "train.save_steps", "train.save_total_limit",
 })  # fmt: skip
@@ -67,10 +75,9 @@ def check_stage(config: StageConfig, command: str) -> None:
         raise ConfigError(f"tether {command} runs in one process, got WORLD_SIZE {os.environ['WORLD_SIZE']}")
     check_model_path(config.model.path, "model.path")
     check_template(config.data.chat_template)
-    schedules = [schedule.value for schedule in SchedulerType]
-    if config.train.lr_scheduler_type not in schedules:
+    if config.train.lr_scheduler_type not in SCHEDULES:
         raise ConfigError(
-            f"train.lr_scheduler_type: got {config.train.lr_scheduler_type}, wanted one of {', '.join(schedules)}"
+            f"train.lr_scheduler_type: got {config.train.lr_scheduler_type}, wanted one of {', '.join(SCHEDULES)}"
         )
 
 
@@ -176,7 +183,10 @@ def prepare_folder(config: StageConfig, checkpoint: Path | None) -> None:
     folder = config.output_dir
     if checkpoint is None and folder.is_dir():
         shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir: {folder} cannot be made: {error.strerror}") from error
     if checkpoint is not None:
         step = _step(checkpoint)
         for path in folder.glob("checkpoint-*"):

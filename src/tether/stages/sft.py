@@ -38,7 +38,7 @@ from tether.models.saving import written_into
 from tether.report.card import write_card
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
-from tether.stages.start import base_of, loading_options, origin, start_adapter, with_lora
+from tether.stages.start import base_of, check_fit, loading_options, origin, start_adapter, with_lora
 
 IGNORED = -100
 """Label of tokens that are not trained on."""
@@ -153,11 +153,19 @@ class SftData:
 
 
 def load_data(config: SftStageConfig) -> SftData:
-    """The tokenizer, and demonstrations to train on and held-out ones as token ids.
+    """The tokenizer, and demonstrations to train on and held-out ones as token ids, all of which fit the model.
 
     Raises:
+        ConfigError, ModelError: as ``check_fit``.
         DataError: no demonstration can be held out, though some are to be.
     """
+    data = _loaded(config)
+    texts = [(each.row, each.query_ids + each.response_ids) for each in (*data.train, *data.held_out)]
+    check_fit(config, data.tokenizer, texts, "demonstration", takes_classifier=False)
+    return data
+
+
+def _loaded(config: SftStageConfig) -> SftData:
     data = config.data
     tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
     check_template_kwargs(tokenizer, data.chat_template_kwargs)

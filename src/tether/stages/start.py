@@ -2,29 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config.schema import ModelConfig
-from tether.errors import ConfigError
+from tether.config.stage import StageConfig
+from tether.errors import ConfigError, ModelError
 from tether.models.adapters import (
     Adapter,
     changed_config,
     check_continued,
     check_shareable,
+    check_targets,
     peft_lora_config,
     read_adapter,
     with_adapter,
 )
-from tether.models.paths import absolute_source, is_adapter
+from tether.models.loading import load_config
+from tether.models.paths import absolute_source, adapter_base, is_adapter
 
 
 def origin(config: ModelConfig) -> dict[str, Any]:
     """Where the model is from, as the functions that load it take it."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+def check_fit(
+    config: StageConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[tuple[int, Sequence[int]]],
+    kind: str,
+    *,
+    takes_classifier: bool,
+) -> None:
+    """Raises for what only the data and the model's own configuration show; loads no weights.
+
+    Args:
+        texts: row and token ids of every text of the run.
+        kind: what messages call a text.
+        takes_classifier: whether the run may start from a sequence classifier.
+
+    Raises:
+        ConfigError: a text has more tokens than the model has positions, or a token that it has no embedding for; LoRA
+            names no module of it.
+        ModelError: it is a classifier, and a language model is wanted.
+    """
+    model = config.model
+    base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
+    shape = load_config(base, **origin(model) | ({} if base == model.path else {"revision": None}))
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in shape.architectures or ())
+    if is_classifier and not takes_classifier:
+        raise ModelError(f"model.path: {base} is a sequence classifier; wanted a causal language model")
+    settings = shape.get_text_config()
+    limit, size = getattr(settings, "max_position_embeddings", None), settings.vocab_size
+    for row, ids in texts:
+        if limit is not None and len(ids) > limit:
+            raise ConfigError(
+                f"data.max_length {config.data.max_length}: the {kind} in row {row} has {len(ids)} tokens, the model "
+                f"has {limit} positions. Set it to at most {limit}"
+            )
+        if (highest := max(ids)) >= size:
+            raise ConfigError(
+                f"model.path: {model.path} knows {size} tokens, its tokenizer more: token {highest}, "
+                f"{tokenizer.decode([highest])!r}, of the {kind} in row {row} has no embedding. One of the two belongs "
+                "to another model"
+            )
+    if model.lora is not None and base == model.path and not is_classifier:
+        check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
 
 
 def loading_options(config: ModelConfig, *, bf16: bool) -> dict[str, Any]:

@@ -75,7 +75,8 @@ class ModelConfig(Section):
     """First transformer layers that stay as they are, with the embeddings (and a head that is tied to them). For full
     fine-tuning; a critic of kind model trains all of its own."""
     lora: LoraConfig | None = None
-    """Train a LoRA adapter instead of all weights; ``lora: {}`` takes the defaults."""
+    """Train a LoRA adapter instead of all weights; ``lora: {}`` takes the defaults, or where ``path`` holds an adapter,
+    of LoRA or another PEFT method, goes on with that."""
     quantization: Quantization | None = None
     """Hold the linear layers of the frozen base in 4 bits (``4bit``: NF4 with double quantisation, as in QLoRA) or 8
     (``8bit``: LLM.int8()); needs lora, and ``pip install tether[quant]``. All other weights are of ``dtype``, where

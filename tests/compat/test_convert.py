@@ -186,6 +186,12 @@ class TestToOurs:
             ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m\n", "data.train_files: missing"),
             ("python ppo.py --sft_model_path m --output_dir o\n", "reward_model_path: missing"),
             ("python -m openrlhf.cli.train_ppo_ray 'a\n", "line 1: No closing quotation"),
+            (f"{TRL.strip()} --num_mini_batches 0", "num_mini_batches: got 0; wanted a whole number above 0"),
+            (f"{TRL.strip()} --stop_token stop", "stop_token: got stop; wanted eos, or to leave it out"),
+            (f"{TRL.strip()} --use_peft perhaps", "use_peft: got perhaps; wanted true or false"),
+            (f"{OPENRLHF_OLD.strip()} --adam_betas 0.9", "actor.adam.betas: got 0.9; wanted two numbers"),
+            (VERL.replace("adv_estimator=gae", "adv_estimator=gae actor_rollout_ref.actor.optim.betas=[a,b]"),
+             r"optim.betas: got \[a, b\]; wanted two numbers"),
             ("python -m openrlhf.cli.train_ppo_ray x.yaml --seed 1\n", "actor.model_name_or_path: missing"),
         ],
     )
@@ -258,5 +264,17 @@ class TestCommand:
 
     def test_writes_over_nothing(self, tmp_path, capsys):
         out = written(tmp_path, "there.yaml", "mine")
+        nowhere = str(tmp_path / "none" / "new.yaml")
+        assert main(["convert", str(written(tmp_path, "l.sh", VERL)), "--to", "tether", "-o", nowhere]) == 2
+        assert "new.yaml cannot be written: No such file or directory" in capsys.readouterr().err.splitlines()[-1]
         assert main(["convert", str(written(tmp_path, "l.sh", VERL)), "--to", "tether", "-o", str(out)]) == 2
         assert "there.yaml exists" in capsys.readouterr().err and Path(out).read_text() == "mine"
+
+
+def test_what_the_launch_chooses_and_we_have_not_is_named(tmp_path):
+    text = VERL.replace("kl_ctrl.kl_coef=0.01", "kl_ctrl.kl_coef=0.01 algorithm.kl_penalty=full")
+    made = converted(written(tmp_path, "l.sh", text))
+    assert "# dropped, algorithm.kl_penalty: full: not offered here; k1 stands in" in made
+    text = text.replace("data.val_files=test.parquet", "data.val_files=$HOME/test.parquet")
+    made = parse_config(converted(written(tmp_path, "l.sh", text)))
+    assert made.data.eval_prompts == str(Path.home() / "test.parquet")

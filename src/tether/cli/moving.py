@@ -27,7 +27,10 @@ def convert(arguments: Sequence[str]) -> int:
     from tether.compat.convert import convert as converted
 
     result = converted(given.file, given.to, given.output)
-    given.output.write_text(result.text, encoding="utf-8")
+    try:
+        given.output.write_text(result.text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output: {given.output} cannot be written: {error.strerror}") from error
     if given.to != "tether":
         given.output.chmod(given.output.stat().st_mode | 0o111)
 

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tether.config import text
@@ -25,13 +26,13 @@ class Launch:
 def launches(script: str, source: str) -> list[Launch]:
     """The command lines of a shell script, or one of nothing but arguments.
 
-    Lines that end in a backslash go on; variables that the script sets are filled in; what a command is wrapped in
-    (``ray job submit … --``) is part of its program.
+    Lines that end in a backslash go on; variables that the script sets are filled in, and HOME; what a command is
+    wrapped in (``ray job submit … --``) is part of its program.
 
     Raises:
         ConfigError: the quotes of a line do not close.
     """
-    variables: dict[str, str] = {}
+    variables = {"HOME": str(Path.home())}
     found = []
     for number, line in _lines(script):
         try:

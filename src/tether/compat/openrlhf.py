@@ -175,10 +175,7 @@ def _rewards(keys: Translator) -> None:
 
 def _critic(keys: Translator) -> None:
     """A model of its own, from the reward model unless said otherwise."""
-    estimator = keys.take("algo.advantage.estimator", "gae")
-    if estimator not in ESTIMATORS:
-        keys.drop("not offered here; gae stands in", "algo.advantage.estimator")
-    ours = ESTIMATORS.get(estimator, "gae")
+    ours = keys.choice("algo.advantage.estimator", "gae", ESTIMATORS, "gae")
     keys.put("ppo.advantage_estimator", ours, "algo.advantage.estimator")
     if ours != "gae":
         keys.config.pop("value", None)
@@ -192,7 +189,7 @@ def _critic(keys: Translator) -> None:
     keys.covered("critic.model_name_or_path", by="the reward model, as by default here")
     if keys.number("critic.freezing_steps", -1) > 0:
         keys.put("value.warmup_steps", keys.take("critic.freezing_steps"), "critic.freezing_steps")
-    if keys.take("critic.save_value_network", False):
+    if keys.flag("critic.save_value_network"):
         keys.put("value.save", True, "critic.save_value_network")
 
 
@@ -209,7 +206,7 @@ def _data(keys: Translator) -> None:
         keys.note(f"Rename the column {keys.take('data.input_key', 'input')} of the prompts to prompt or messages.")
     keys.covered("data.input_key", by="the column prompt or messages")
     keys.covered("data.label_key", by="columns reach reward functions under their own names")
-    if not keys.take("data.apply_chat_template", False):
+    if not keys.flag("data.apply_chat_template"):
         keys.put("data.chat_template", "none", "data.apply_chat_template")
     keys.covered("data.apply_chat_template", by="the tokenizer's chat template, as by default here")
     if keys.number("data.max_samples", 1e8) < 1e8:
@@ -233,7 +230,7 @@ def _batches(keys: Translator) -> None:
     step = keys.number("train.batch_size", 128)
     keys.put("train.rollout_batch_size", answers, "rollout.batch_size", "rollout.n_samples_per_prompt")
     keys.put("ppo.num_mini_batches", max(1, answers // max(step, 1)), "train.batch_size")
-    if keys.take("train.dynamic_batch_enable", False):
+    if keys.flag("train.dynamic_batch_enable"):
         tokens = keys.take("train.max_tokens_per_gpu", 16192)
         keys.put("train.max_tokens_per_micro_batch", tokens, "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
         keys.ignore("train.max_tokens_per_gpu is what counts", "train.micro_batch_size")
@@ -246,33 +243,33 @@ def _batches(keys: Translator) -> None:
 
 def _algorithm(keys: Translator) -> None:
     """What has another form there than here."""
-    low, high = _two(keys.take("actor.eps_clip_low_high")) or (keys.take("actor.eps_clip", 0.2),) * 2
+    low, high = keys.pair("actor.eps_clip_low_high", (keys.take("actor.eps_clip", 0.2),) * 2)
     keys.put("ppo.cliprange", low, *(key for key in ("actor.eps_clip_low_high", "actor.eps_clip") if keys.gives(key)))
     if high != low:
         keys.put("ppo.cliprange_high", high, "actor.eps_clip_low_high")
     keys.covered("actor.eps_clip", by="ppo.cliprange")
-    if keys.take("algo.kl.use_loss", False):
+    if keys.flag("algo.kl.use_loss"):
         keys.put("ppo.kl_in", "loss", "algo.kl.use_loss")
     keys.covered("algo.kl.use_loss", by="its default, as here")
     keys.drop("theirs is in nats a token: ppo.kl_target is in nats an answer", "algo.kl.target", "algo.kl.horizon")
-    reduction = keys.take("actor.loss_agg_mode", "token-mean")
-    keys.put("ppo.loss_reduction", REDUCTIONS.get(reduction, "token_mean"), "actor.loss_agg_mode")
-    low, high = _two(keys.take("reward.clip_range", [-10, 10])) or (-10, 10)
+    reduction = keys.choice("actor.loss_agg_mode", "token-mean", REDUCTIONS, "token_mean")
+    keys.put("ppo.loss_reduction", reduction, "actor.loss_agg_mode")
+    low, high = keys.pair("reward.clip_range", (-10, 10))
     if low == -high:
         keys.put("ppo.reward_clip", high, "reward.clip_range")
     keys.drop("wanted bounds of equal size: use rewards.N.clip", "reward.clip_range")
     keys.drop("theirs are the reward model's own statistics: use rewards.N.norm", "reward.normalize_enable")
     keys.drop("theirs is a factor: use ppo.missing_eos_penalty or ppo.missing_eos_score",
               "reward.stop_properly_penalty_coef")  # fmt: skip
-    first, second = _two(keys.take("actor.adam.betas", [0.9, 0.95])) or (0.9, 0.95)
+    first, second = keys.pair("actor.adam.betas", (0.9, 0.95))
     keys.put("train.adam_beta1", first, "actor.adam.betas")
     keys.put("train.adam_beta2", second, "actor.adam.betas")
     if keys.take("actor.lr_scheduler", "cosine_with_min_lr").endswith("min_lr"):
         least = keys.take("actor.min_lr_ratio", 0.1)
         keys.put("train.lr_scheduler_kwargs", {"min_lr_rate": least}, "actor.min_lr_ratio")
-    if keys.take("train.enable_ema", False):
+    if keys.flag("train.enable_ema"):
         keys.put("train.ema_decay", keys.take("train.ema_beta", 0.992), "train.enable_ema", "train.ema_beta")
-    keys.put("train.gradient_checkpointing", keys.take("actor.gradient_checkpointing_enable", False),
+    keys.put("train.gradient_checkpointing", keys.flag("actor.gradient_checkpointing_enable"),
              "actor.gradient_checkpointing_enable")  # fmt: skip
 
 
@@ -292,7 +289,7 @@ def _lora(keys: Translator) -> None:
 def _output(keys: Translator) -> None:
     if keys.number("ckpt.save_steps", -1) > 0:
         keys.put("train.save_steps", keys.take("ckpt.save_steps"), "ckpt.save_steps")
-    if keys.take("ckpt.load_enable", False):
+    if keys.flag("ckpt.load_enable"):
         keys.put("resume", True, "ckpt.load_enable")
     trackers = [name for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir"))
                 if keys.gives(key)]  # fmt: skip
@@ -301,11 +298,6 @@ def _output(keys: Translator) -> None:
     if keys.gives("logger.wandb.run_name"):
         keys.put("train.run_name", keys.take("logger.wandb.run_name"), "logger.wandb.run_name")
     keys.covered("eval.steps", "ckpt.save_steps", by="not at all, as by default here")
-
-
-def _two(value: Any) -> tuple[float, float] | None:
-    parts = value if isinstance(value, list) else str(value).split() if value is not None else []
-    return (float(parts[0]), float(parts[1])) if len(parts) == 2 else None
 
 
 # From ours to theirs

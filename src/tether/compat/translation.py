@@ -116,6 +116,20 @@ class Translator:
             return default
         return value
 
+    def pair(self, key: str, default: tuple[Any, Any]) -> tuple[Any, Any]:
+        """As ``take``, for a key that holds two numbers, as a list or as words; anything else is refused."""
+        if not self.gives(key):
+            self._seen.add(key)
+            return default
+        value = self.take(key)
+        parts = value if isinstance(value, list) else str(value).split()
+        try:
+            first, second = map(float, parts)
+        except (TypeError, ValueError):
+            self.refuse(key, "wanted two numbers")
+            return default
+        return first, second
+
     def flag(self, key: str, default: bool = False) -> bool:
         """As ``take``, for a key that is true or false; one that holds anything else is refused."""
         value = _boolean(self.take(key, default))
@@ -123,6 +137,14 @@ class Translator:
             self.refuse(key, "wanted true or false")
             return default
         return value
+
+    def choice(self, key: str, default: str, table: Mapping[str, str], otherwise: str) -> str:
+        """Our word for theirs; where ours has none, ``otherwise`` stands in and the key is said to be dropped."""
+        value = self.take(key, default)
+        if isinstance(value, str) and value in table:
+            return table[value]
+        self.drop(f"not offered here; {otherwise} stands in", key)
+        return otherwise
 
     def single(self, *theirs: str, names: bool = False) -> None:
         """Refuses lists and groups of keys where one value is wanted, and goes on without them.

@@ -64,13 +64,15 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
     keys.put("model.path", keys.take(policy), policy)
     keys.covered("model_name_or_path", by="the model of sft_model_path")
     keys.put("rewards", [{"type": "model", "path": keys.take("reward_model_path")}], "reward_model_path")
-    if keys.take("use_peft", False):
+    if keys.flag("use_peft"):
         keys.put("model.lora.r", keys.take("lora_r", 16), "lora_r")
         keys.put("model.lora.alpha", keys.take("lora_alpha", 32), "lora_alpha")
         if keys.gives("lora_target_modules"):
             keys.put("model.lora.target_modules", keys.take("lora_target_modules"), "lora_target_modules")
     keys.covered("use_peft", by="model.lora")
     keys.put("value.kind", "model")
+    if keys.take("stop_token", "eos") != "eos":
+        keys.refuse("stop_token", "wanted eos, or to leave it out")
     ends = keys.take("stop_token") == "eos" or keys.gives("missing_eos_penalty")
     keys.put("sampling.stop_token", "eos" if ends else None, "stop_token")
     if ends and not keys.gives("stop_token"):
@@ -88,9 +90,11 @@ def _batches(keys: Translator) -> None:
     """Their rollout batch is rows × forwards, on each device."""
     rows, forwards = keys.number("per_device_train_batch_size", 8), keys.number("gradient_accumulation_steps", 1)
     minis = keys.number("num_mini_batches", 1)
+    if minis < 1:
+        keys.refuse("num_mini_batches", "wanted a whole number above 0")
     theirs = ("per_device_train_batch_size", "gradient_accumulation_steps")
     keys.put("train.rollout_batch_size", rows * forwards, *theirs, note="on one device")
-    keys.put("train.micro_batch_size", min(rows, rows * forwards // minis), "per_device_train_batch_size")
+    keys.put("train.micro_batch_size", min(rows, rows * forwards // max(minis, 1)), "per_device_train_batch_size")
     if keys.gives("total_episodes"):
         keys.put("train.total_episodes", keys.take("total_episodes"), "total_episodes")
         keys.ignore("total_episodes is what counts", "num_train_epochs")

@@ -105,7 +105,7 @@ def _rewards(keys: Translator) -> None:
         function = {"type": "function", "path": keys.take(path), "name": keys.take(name, "compute_score")}
         keys.put("rewards", [function], path, name)
         keys.note("The function must take (prompts, completions, **columns) here: docs/rewards.md has the signature.")
-    elif keys.gives(model) and keys.take(enabled, True):
+    elif keys.gives(model) and keys.flag(enabled, True):
         keys.put("rewards", [{"type": "model", "path": keys.take(model)}], model, enabled)
     else:
         keys.refuse(path, f"missing, and so is {model}; their rules for known datasets are not here")
@@ -114,10 +114,7 @@ def _rewards(keys: Translator) -> None:
 
 def _critic(keys: Translator) -> None:
     """A model of its own, from the path that they give it."""
-    estimator = keys.take("algorithm.adv_estimator", "gae")
-    if estimator not in ESTIMATORS:
-        keys.drop("not offered here; gae stands in", "algorithm.adv_estimator")
-    ours = ESTIMATORS.get(estimator, "gae")
+    ours = keys.choice("algorithm.adv_estimator", "gae", ESTIMATORS, "gae")
     keys.put("ppo.advantage_estimator", ours, "algorithm.adv_estimator")
     if ours != "gae":
         keys.config.pop("value", None)
@@ -161,7 +158,7 @@ def _batches(keys: Translator) -> None:
     keys.put("train.rollout_batch_size", prompts * answers, "data.train_batch_size", f"{ROLLOUT}.n")
     keys.put("ppo.num_mini_batches", max(1, prompts // max(step, 1)), f"{ACTOR}.ppo_mini_batch_size")
     tokens, rows = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
-    if keys.take(f"{ACTOR}.use_dynamic_bsz", False):
+    if keys.flag(f"{ACTOR}.use_dynamic_bsz"):
         keys.put("train.max_tokens_per_micro_batch", keys.take(tokens, 16384), tokens, f"{ACTOR}.use_dynamic_bsz")
         keys.ignore(f"{tokens} is what counts", rows)
     elif keys.gives(rows):
@@ -176,21 +173,21 @@ def _batches(keys: Translator) -> None:
 
 def _kl(keys: Translator) -> None:
     """Theirs is off by default, in the reward and in the loss."""
-    in_reward, in_loss = keys.take("algorithm.use_kl_in_reward", False), keys.take(f"{ACTOR}.use_kl_loss", False)
+    in_reward, in_loss = keys.flag("algorithm.use_kl_in_reward"), keys.flag(f"{ACTOR}.use_kl_loss")
     of_reward, of_loss = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"), (
         f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type",
     )  # fmt: skip
     if in_reward:
         coef, kind = of_reward
         keys.put("ppo.kl_coef", keys.take(coef, 0.001), "algorithm.use_kl_in_reward", coef)
-        keys.put("ppo.kl_estimator", KL.get(keys.take(kind, "kl"), "k1"), kind)
+        keys.put("ppo.kl_estimator", keys.choice(kind, "kl", KL, "k1"), kind)
         if in_loss:
             keys.drop("the KL is in the reward or in the loss, not in both", f"{ACTOR}.use_kl_loss")
     elif in_loss:
         coef, kind = of_loss
         keys.put("ppo.kl_in", "loss", f"{ACTOR}.use_kl_loss")
         keys.put("ppo.kl_coef", keys.take(coef, 0.001), coef)
-        keys.put("ppo.kl_estimator", KL.get(keys.take(kind, "low_var_kl"), "k3"), kind)
+        keys.put("ppo.kl_estimator", keys.choice(kind, "low_var_kl", KL, "k3"), kind)
     else:
         keys.put("ppo.kl_coef", 0.0, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
     adaptive = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
@@ -209,13 +206,11 @@ def _algorithm(keys: Translator) -> None:
     if high != low:
         keys.put("ppo.cliprange_high", high, f"{ACTOR}.clip_ratio_high")
     keys.covered(*(f"{ACTOR}.{key}" for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")), by="ppo.cliprange")
-    reduction = keys.take(f"{ACTOR}.loss_agg_mode", "token-mean")
-    if reduction not in REDUCTIONS:
-        keys.drop("not offered here; token_mean stands in", f"{ACTOR}.loss_agg_mode")
-    keys.put("ppo.loss_reduction", REDUCTIONS.get(reduction, "token_mean"), f"{ACTOR}.loss_agg_mode")
+    reduction = keys.choice(f"{ACTOR}.loss_agg_mode", "token-mean", REDUCTIONS, "token_mean")
+    keys.put("ppo.loss_reduction", reduction, f"{ACTOR}.loss_agg_mode")
     schedule = keys.take(f"{ACTOR}.optim.lr_scheduler_type", "constant")
-    keys.put("train.lr_scheduler_type", SCHEDULES.get(schedule, schedule), f"{ACTOR}.optim.lr_scheduler_type")
-    betas = keys.take(f"{ACTOR}.optim.betas", [0.9, 0.999])
+    keys.put("train.lr_scheduler_type", SCHEDULES.get(str(schedule), schedule), f"{ACTOR}.optim.lr_scheduler_type")
+    betas = keys.pair(f"{ACTOR}.optim.betas", (0.9, 0.999))
     for name, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
         keys.put(f"train.{name}", beta, f"{ACTOR}.optim.betas")
     keys.put("train.adam_epsilon", 1e-8)

@@ -86,7 +86,8 @@ class TestReading:
         assert config.data.pairs == "p.jsonl"
         assert problems("{model: {path: m}, data: {pairz: p}, output_dir: o}", section=RewardStageConfig) == [
             "line 1: data.pairz: unknown key; did you mean data.pairs?",
-            "line 1: data.pairs: missing; wanted text or a list of text, at least 1 (" + _help(RewardStageConfig, "data", "pairs") + ")",
+            "line 1: data.pairs: missing; wanted text or a list of text, at least 1 "
+            f"({_help(RewardStageConfig, 'data', 'pairs')})",
         ]
 
 

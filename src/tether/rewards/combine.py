@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tether.rewards.base import checked
+from tether.rewards.early import Begun, begun, whole
 from tether.rewards.tokens import on_tokens, with_rest
 from tether.types import RewardBatch, RewardOutput, RewardSource
 
@@ -67,8 +68,14 @@ class WeightedSum:
         Raises:
             RewardError: a part could not score an answer.
         """
-        counted = scored(self.parts, batch)
-        totals = checked([sum(row) for row in counted.rows], len(batch), "the weighted sum of the rewards")
+        return whole(self.begin(batch), batch)
+
+    def begin(self, batch: RewardBatch) -> Begun:
+        """Asks every part as early as it can be asked."""
+        return BegunParts(self.parts, batch, self._sum)
+
+    def _sum(self, counted: Counted) -> RewardOutput:
+        totals = checked([sum(row) for row in counted.rows], len(counted.rows), "the weighted sum of the rewards")
         return RewardOutput(totals, counted.components, counted.tokens(totals, lambda row: [1.0] * len(row)))
 
 
@@ -108,19 +115,47 @@ class Counted:
         ]
 
 
-def scored(parts: Sequence[Part], batch: RewardBatch) -> Counted:
-    """Asks every part and says what its scores count.
+class BegunParts:
+    """A batch that several parts are being asked about.
+
+    Args:
+        combine: makes one output of what the parts' scores count.
+    """
+
+    def __init__(self, parts: Sequence[Part], batch: RewardBatch, combine: Callable[[Counted], RewardOutput]) -> None:
+        self._parts, self._batch, self._combine = parts, batch, combine
+        self._begun = [begun(part.source, batch) for part in parts]
+
+    def finished(self, rows: Sequence[int]) -> None:
+        """Tells every part."""
+        for each in self._begun:
+            each.finished(rows)
+
+    def output(self) -> RewardOutput:
+        """What all parts say, combined; once one fails, the others are given up."""
+        try:
+            outputs = [each.output() for each in self._begun]
+        except BaseException:
+            self.give_up()
+            raise
+        return self._combine(counted(self._parts, outputs, self._batch))
+
+    def give_up(self) -> None:
+        """Gives up every part."""
+        for each in self._begun:
+            each.give_up()
+
+
+def counted(parts: Sequence[Part], outputs: Sequence[RewardOutput], batch: RewardBatch) -> Counted:
+    """What the scores that each part gave the batch count.
 
     Raises:
-        RewardError: a part could not score an answer.
+        RewardResponseError: a part did not score every answer.
     """
     components: dict[str, list[float]] = {}
-    outputs = []
-    for part in parts:
-        output = part.source.score(batch)
+    for part, output in zip(parts, outputs, strict=True):
         components[part.name] = checked(output.scores, len(batch), f"reward {part.name}")
         components |= {f"{part.name}/{name}": list(values) for name, values in output.components.items()}
-        outputs.append(output)
     columns = [[part.counted(score) for score in components[part.name]] for part in parts]
     token_rows = None
     if any(output.token_scores is not None for output in outputs):

@@ -8,7 +8,8 @@ from statistics import fmean, pvariance
 
 from tether.config.rewards import EnsembleReward
 from tether.rewards.base import checked
-from tether.rewards.combine import Part, check_parts, scored
+from tether.rewards.combine import BegunParts, Counted, Part, check_parts
+from tether.rewards.early import Begun, whole
 from tether.types import RewardBatch, RewardOutput
 
 Reduction = Callable[[Sequence[float]], float]
@@ -36,8 +37,14 @@ class Ensemble:
         Raises:
             RewardError: a member could not score an answer.
         """
-        counted = scored(self.members, batch)
-        scores = checked([self.reduce(row) for row in counted.rows], len(batch), f"reward {self.name}")
+        return whole(self.begin(batch), batch)
+
+    def begin(self, batch: RewardBatch) -> Begun:
+        """Asks every member as early as it can be asked."""
+        return BegunParts(self.members, batch, self._reduced)
+
+    def _reduced(self, counted: Counted) -> RewardOutput:
+        scores = checked([self.reduce(row) for row in counted.rows], len(counted.rows), f"reward {self.name}")
         return RewardOutput(scores, counted.components, counted.tokens(scores, self._shares))
 
     def _shares(self, row: Sequence[float]) -> list[float]:

@@ -8,7 +8,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 from tether.errors import ConfigError, RewardError, RewardResponseError
 from tether.report.text import one_line, prompt_text
 from tether.rewards.base import listed
-from tether.rewards.loop import awaited
+from tether.rewards.early import Asked, AtOnce, Begun, InGroups, joined, named
+from tether.rewards.loop import awaited, started
 from tether.rewards.tokens import judged
 from tether.types import RewardBatch, RewardOutput
 
@@ -25,15 +26,17 @@ RewardFunction = Callable[..., Any]
 _OURS = ("prompts", "completions")
 _IDS = "completion_ids"
 _SEARCH_SECONDS = 10.0
+GROUP = 16
+"""Answers that an ``async`` function is called for while others are still being written."""
 
 
 class FunctionSource:
-    """Scores answers by a Python function, called once a batch.
+    """Scores answers by a Python function, called once a batch; an ``async`` one is called as answers come.
 
     Prompts that the dataset had as chat messages are given as messages, and their completions as
     ``[{"role": "assistant", "content": text}]``; text is given as text. Of the dataset's other columns the function
     gets those that its signature names, or all if it takes ``**kwargs``; and ``completion_ids``, the answers as the
-    policy's token ids, if its signature names them. An ``async`` function is awaited.
+    policy's token ids, if its signature names them.
 
     Args:
         function: returns one number an answer, in order, or the scores of its parts as ``tether.rewards.tokens.judged``
@@ -54,6 +57,34 @@ class FunctionSource:
             RewardError: the function raised, or needs a column that the dataset lacks, or token ids that nobody has.
             RewardResponseError: it did not return one finite number for each answer, or for each part of it.
         """
+        self._check(batch)
+        rows = range(len(batch))
+        try:
+            scores = self._call(batch, rows)
+        except (Exception, SystemExit) as error:
+            raise self._failure(error, batch, rows) from error
+        return self._output(scores, batch, rows)
+
+    def begin(self, batch: RewardBatch) -> Begun:
+        """Calls an ``async`` function for every ``GROUP`` answers that are there; any other once for all."""
+        if not inspect.iscoroutinefunction(self.function):
+            return AtOnce(self, batch)
+        self._check(batch)
+        return InGroups(GROUP, lambda rows: started(self._result(batch, rows)), partial(self._joined, batch))
+
+    def _joined(self, batch: RewardBatch, asked: Asked[Any]) -> RewardOutput:
+        """What the function returned for the batch's answers."""
+        groups = []
+        for rows, future in asked:
+            try:
+                scores = future.result()
+            except (Exception, SystemExit) as error:
+                raise self._failure(error, batch, rows) from error
+            groups.append((rows, self._output(scores, batch, rows)))
+        return joined(groups, batch)
+
+    def _check(self, batch: RewardBatch) -> None:
+        """Raises ``RewardError`` if the function needs what the batch does not have."""
         missing = missing_columns(self.function, batch.columns)
         if missing:
             raise RewardError(_missing_message(f"reward function {self.name}", missing, batch.columns))
@@ -61,30 +92,38 @@ class FunctionSource:
             raise RewardError(
                 f"reward function {self.name} asks for {_IDS}, which are the policy's: name the policy, model.path"
             )
-        rows = range(len(batch))
-        try:
-            scores = self._call(batch, rows)
-        except (Exception, SystemExit) as error:
-            raise RewardError(
-                f"reward function {self.name} raised {type(error).__name__}: {error} ({self._where(batch, rows)})"
-            ) from error
-        return judged(self._filled(scores, len(batch)), batch, f"reward function {self.name}", by_token=True)
 
-    def _filled(self, scores: Any, n: int) -> Any:
-        """The scores with ``missing`` in place of None."""
+    def _failure(self, error: BaseException, batch: RewardBatch, rows: Sequence[int]) -> RewardError:
+        """What is said where the function raised, asked for these rows."""
+        where = self._where(batch, rows)
+        return RewardError(f"reward function {self.name} raised {type(error).__name__}: {error} ({where})")
+
+    def _output(self, scores: Any, batch: RewardBatch, rows: Sequence[int]) -> RewardOutput:
+        """What the function returned for these rows, checked."""
+        asked = f", asked for {named(rows)}," if len(rows) < len(batch) else ""
+        source = f"reward function {self.name}{asked}"
+        return judged(self._filled(scores, source), batch, source, by_token=True, rows=rows)
+
+    def _filled(self, scores: Any, source: str) -> Any:
+        """The scores with ``missing`` in place of None; messages name the ``source``."""
         values = listed(scores)
         if values is None:
             return scores
         row = next((row for row, value in enumerate(values) if value is None), None)
         if row is not None and self.missing is None:
             raise RewardResponseError(
-                f"reward function {self.name} returned None for answer {row} of {n} (counted from 0), which is no "
+                f"{source} returned None for answer {row} of {len(values)} (counted from 0), which is no "
                 "score; wanted a number, or set the reward's `missing` to the score of such answers"
             )
         return [self.missing if value is None else value for value in values]
 
     def _call(self, batch: RewardBatch, rows: Sequence[int]) -> Any:
-        """What the function returns for these rows of the batch."""
+        """What the function returns for these rows of the batch; waits for what is to be awaited."""
+        result = self._result(batch, rows)
+        return awaited(result) if inspect.isawaitable(result) else result
+
+    def _result(self, batch: RewardBatch, rows: Sequence[int]) -> Any:
+        """What the function, called with these rows of the batch, returns."""
         prompts = [batch.prompts[row] for row in rows]
         completions = [
             batch.responses[row]
@@ -99,8 +138,7 @@ class FunctionSource:
         }
         if _names(self.function, _IDS):
             columns[_IDS] = [batch.response_ids[row] for row in rows]
-        result = self.function(prompts=prompts, completions=completions, **columns)
-        return awaited(result) if inspect.isawaitable(result) else result
+        return self.function(prompts=prompts, completions=completions, **columns)
 
     def _where(self, batch: RewardBatch, rows: Sequence[int]) -> str:
         """The first row that fails alone, or all rows if none does within a few seconds; and its prompt."""
@@ -111,9 +149,9 @@ class FunctionSource:
             try:
                 self._call(batch, [row])
             except (Exception, SystemExit) as error:
-                found = f"answer {row} of {len(rows)}, counted from 0, fails alone too, with {type(error).__name__}"
+                found = f"answer {row} of {len(batch)}, counted from 0, fails alone too, with {type(error).__name__}"
                 return f"{found}; its prompt: {_prompt(batch, row)}"
-        return f"answers 0 to {len(rows) - 1} of one batch; the first prompt: {_prompt(batch, 0)}"
+        return f"{named(rows)} of one batch; the first prompt: {_prompt(batch, rows[0])}"
 
 
 def _prompt(batch: RewardBatch, row: int) -> str:

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from tether.config.rewards import HttpReward
 from tether.errors import ConfigError, RewardError, RewardResponseError
 from tether.rewards.base import checked
+from tether.rewards.early import Asked, Begun, InGroups, joined, named, whole
 from tether.rewards.service import Post, Service, service_of
-from tether.rewards.tokens import judged, on_tokens
+from tether.rewards.tokens import judged
 from tether.types import RewardBatch, RewardOutput
 
 Payload = Callable[[RewardBatch, Sequence[int]], Mapping[str, Any]]
@@ -46,28 +47,34 @@ class HttpSource:
             RewardResponseError: it answered anything but one finite number an answer, or a step.
             RewardError: it could not be reached, or the batch cannot be written as JSON.
         """
-        rows = range(len(batch))
-        requests = [rows[start : start + self.batch_size] for start in rows[:: self.batch_size]]
-        outputs = self.service.run([partial(self._scored, batch, request) for request in requests])
-        names = list(outputs[0].components)
-        for output in outputs:
+        return whole(self.begin(batch), batch)
+
+    def begin(self, batch: RewardBatch) -> Begun:
+        """Sends a request as soon as there are answers for it."""
+        session = self.service.session()
+        return InGroups(
+            self.batch_size,
+            lambda rows: session.start(partial(self._scored, batch, rows)),
+            partial(self._joined, batch),
+            session.close,
+        )
+
+    def _joined(self, batch: RewardBatch, asked: Asked[RewardOutput]) -> RewardOutput:
+        """What the service said of the batch's answers."""
+        groups = [(rows, future.result()) for rows, future in asked]
+        names = list(groups[0][1].components)
+        for _, output in groups:
             if list(output.components) != names:
                 raise RewardResponseError(
                     f"{self.service.place} returned the components {', '.join(output.components) or 'none'} in one "
                     f"answer and {', '.join(names) or 'none'} in another; wanted the same in all"
                 )
-        components = {name: [value for output in outputs for value in output.components[name]] for name in names}
-        scores = [score for output in outputs for score in output.scores]
-        token_scores = None
-        if any(output.token_scores is not None for output in outputs):
-            parts = zip(requests, outputs, strict=True)
-            token_scores = [row for request, output in parts for row in on_tokens(output, batch, request)]
-        return RewardOutput(scores, components, token_scores)
+        return joined(groups, batch)
 
     async def _scored(self, batch: RewardBatch, rows: Sequence[int], post: Post) -> RewardOutput:
         """What the service says of these rows."""
         answer = await post(self.payload(batch, rows))
-        asked = f", asked for answers {rows[0]} to {rows[-1]}," if len(rows) < len(batch) else ""
+        asked = f", asked for {named(rows)}," if len(rows) < len(batch) else ""
         place = self.service.place + asked
         if not isinstance(answer, dict) or "scores" not in answer:
             got = f"the keys {', '.join(answer) or 'none'}" if isinstance(answer, dict) else type(answer).__name__
@@ -81,9 +88,7 @@ class HttpSource:
             output = judged(answer["scores"], batch, place, by_token=False, rows=rows)
         else:
             output = RewardOutput(checked(answer["scores"], len(rows), place))
-        parts = {
-            name: checked(values, len(rows), f"{place}, component {name},") for name, values in components.items()
-        }
+        parts = {name: checked(values, len(rows), f"{place}, component {name},") for name, values in components.items()}
         return replace(output, components=parts)
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from tether.config.rewards import JudgeReward
 from tether.errors import RewardResponseError
 from tether.report.text import one_line, prompt_text
+from tether.rewards.early import Asked, Begun, InGroups, whole
 from tether.rewards.service import Post, Service, service_of
 from tether.types import RewardBatch, RewardOutput
 
@@ -55,7 +56,17 @@ class JudgeSource:
             RewardResponseError: it answered no reply, or the judge never gave a number on the scale.
             RewardError: it could not be reached.
         """
-        return RewardOutput(self.service.run([partial(self._graded, batch, row) for row in range(len(batch))]))
+        return whole(self.begin(batch), batch)
+
+    def begin(self, batch: RewardBatch) -> Begun:
+        """Asks about each answer as soon as it is there."""
+        session = self.service.session()
+
+        def in_order(asked: Asked[float]) -> RewardOutput:
+            scores = {row: future.result() for (row,), future in asked}
+            return RewardOutput([scores[row] for row in range(len(batch))])
+
+        return InGroups(1, lambda rows: session.start(partial(self._graded, batch, rows[0])), in_order, session.close)
 
     def seen(self, batch: RewardBatch) -> list[str]:
         """What the judge is asked about each answer."""

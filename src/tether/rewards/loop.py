@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from concurrent.futures import Future
 from functools import cache
 from threading import Thread
 from typing import TypeVar
@@ -13,11 +14,16 @@ T = TypeVar("T")
 
 def awaited(awaitable: Awaitable[T]) -> T:
     """What the awaitable gives, also where the calling thread already runs an event loop, as notebooks do."""
+    return started(awaitable).result()
+
+
+def started(awaitable: Awaitable[T]) -> Future[T]:
+    """What the awaitable will give; it is under way from now on, whatever the calling thread does."""
 
     async def main() -> T:
         return await awaitable
 
-    return asyncio.run_coroutine_threadsafe(main(), _event_loop()).result()
+    return asyncio.run_coroutine_threadsafe(main(), _event_loop())
 
 
 @cache

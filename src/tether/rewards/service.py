@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import httpx2
 from tether.config.rewards import ServiceReward
 from tether.errors import ConfigError, RewardError, RewardResponseError, RewardTimeout
 from tether.report.text import one_line
-from tether.rewards.loop import awaited
+from tether.rewards.loop import awaited, started
 
 T = TypeVar("T")
 Post = Callable[[Any], Awaitable[Any]]
@@ -55,37 +56,17 @@ class Service:
     max_concurrency: int
     """Most jobs at work at once."""
 
-    def run(self, jobs: Sequence[Callable[[Post], Awaitable[T]]]) -> list[T]:
-        """What each job returns, in their order; a job posts one payload after the other.
-
-        Raises:
-            RewardError: a job failed for good; the others are given up.
-        """
-        return awaited(self._run(jobs))
-
-    async def _run(self, jobs: Sequence[Callable[[Post], Awaitable[T]]]) -> list[T]:
-        gate = asyncio.Semaphore(self.max_concurrency)
+    def session(self) -> Session:
+        """Connections to the service, to be closed."""
         headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
         timeout = httpx2.Timeout(self.read_timeout, connect=self.connect_timeout)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.max_concurrency)
-
-        async def at_work(job: Callable[[Post], Awaitable[T]]) -> T:
-            async with gate:
-                return await job(lambda payload: self._posted(client, payload))
-
         # redirects are not followed: they would lose the payload, or carry the key elsewhere
-        async with httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits) as client:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(at_work(job)) for job in jobs]
-            except ExceptionGroup as failed:
-                first = failed.exceptions[0]
-                raise first from first.__cause__
-        return [task.result() for task in tasks]
+        return Session(self, httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits))
 
-    async def _posted(self, client: httpx2.AsyncClient, payload: Any) -> Any:
+    async def posted(self, client: httpx2.AsyncClient, payload: Any) -> Any:
         """The JSON that the service answers, after as many tries as it takes and is allowed."""
         content = json.dumps(payload, allow_nan=False).encode()
         for tried in range(1, self.retries + 2):
@@ -158,6 +139,31 @@ class Service:
         """The beginning of a body, without the key, which some services repeat."""
         text = body[: 4 * _SHOWN].decode(errors="replace")
         return repr(one_line(text.replace(self.key, "…") if self.key else text, _SHOWN)) if text else "an empty body"
+
+
+class Session:
+    """Jobs at work for one batch, over connections that they share.
+
+    Args:
+        service: who is asked.
+        client: its connections.
+    """
+
+    def __init__(self, service: Service, client: httpx2.AsyncClient) -> None:
+        self._service, self._client = service, client
+        self._gate = asyncio.Semaphore(service.max_concurrency)
+
+    def start(self, job: Callable[[Post], Awaitable[T]]) -> Future[T]:
+        """What the job will return, or ``RewardError`` if it fails for good; it posts one payload after the other."""
+        return started(self._at_work(job))
+
+    def close(self) -> None:
+        """Closes the connections."""
+        awaited(self._client.aclose())
+
+    async def _at_work(self, job: Callable[[Post], Awaitable[T]]) -> T:
+        async with self._gate:
+            return await job(lambda payload: self._service.posted(self._client, payload))
 
 
 def service_of(config: ServiceReward, url: str, *, name: str, key: str, wanted: str) -> Service:

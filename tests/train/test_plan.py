@@ -71,6 +71,15 @@ def test_adapters_that_are_continued_or_judge_are_counted_as_they_were_saved(tmp
     assert planned["policy"].trainable == 2 * 2 * (16 + 16)
 
 
+def test_linear_layers_in_few_bits_are_counted_in_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("tether.train.inputs.check_quantization", lambda *arguments: None)
+    linear, others = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 16 * 32 * 3), 40 * 16 + 5 * 16
+    for bits, size in (("4bit", 0.5 + (1 + 4 / 256) / 64), ("8bit", 1)):
+        (base, *_) = plan(tiny_run(tmp_path, model__lora={"r": 2}, model__quantization=bits)).roles
+        assert base.parameters == linear + others
+        assert base.weight_bytes == pytest.approx(4 * others + size * linear, abs=2)
+
+
 def test_services_add_nothing_and_are_not_asked(tmp_path):
     judge = {"type": "judge", "base_url": "http://127.0.0.1:1/v1", "model": "grader", "rubric": "{response}"}
     config = tiny_run(tmp_path, rewards=[{"type": "http", "url": "http://127.0.0.1:1/score"}, judge])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from tether.config.base import Quantization
 from tether.config.load import dump_config
 from tether.config.rewards import (
     AdapterReward,
@@ -36,6 +37,7 @@ from tether.models.adapters import (
     peft_lora_config,
     read_adapter,
     reward_head,
+    target_names,
     with_adapter,
 )
 from tether.models.heads import state_size
@@ -48,7 +50,10 @@ from tether.train.inputs import check, check_data, load_data, resolved
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 ADAM_BYTES = 8
 AVERAGE_BYTES = GRAD_BYTES = 4
-LOGIT_CHUNK = 256
+QUANTIZED_BYTES = {"4bit": 0.516, "8bit": 1.0}
+"""Bytes of a weight of a linear layer, with a share of what blocks of 64 are scaled by. Source: Dettmers et al. 2023,
+section 3, https://arxiv.org/abs/2305.14314"""
+LOGIT_CHUNK = 128
 ACTIVATION_FACTOR = 34
 """Bytes kept for backward by one transformer layer, for each token and hidden unit, with 16-bit activations and a fused
 attention kernel. Source: Korthikanti et al. 2022, eq. 1 without its attention term, https://arxiv.org/abs/2205.05198"""
@@ -155,10 +160,11 @@ def _full_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
 
 def _adapted_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
     path = config.model.path
-    dtype = _dtype(config, torch.bfloat16 if config.train.bf16 else torch.float32)
+    bits = config.model.quantization
+    dtype = _dtype(config, torch.bfloat16 if config.train.bf16 and bits is None else torch.float32)
     adapter = _adapter_size(config, base)
     roles = [
-        _role("base", path, _count(base), 0, dtype, "shared by the roles below"),
+        _frozen("base", path, base, dtype, "shared by the roles below", bits),
         _role("policy", path, adapter, adapter, torch.float32, "adapter on the base"),
     ]
     if config.ppo.kl_coef == 0:
@@ -215,8 +221,8 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
                 judge = auto.from_config(of)
             saved = getattr(of, "dtype", None) or torch.float32
             dtype = saved if reward.dtype == "auto" else getattr(torch, reward.dtype)
-            size = _count(judge) + (state_size(judge) if is_beside else 0)
-            return _role(label, reward.path, size, 0, dtype, "own weights")
+            role = _frozen(label, reward.path, judge, dtype, "own weights", reward.quantization)
+            return replace(role, parameters=role.parameters + (state_size(judge) if is_beside else 0))
 
 
 def _adapter_size(config: RunConfig, base: PreTrainedModel) -> int:
@@ -267,6 +273,18 @@ def estimate_memory(
 def _role(role: str, source: str, parameters: int, trainable: int, dtype: torch.dtype, sharing: str) -> RolePlan:
     name = str(dtype).removeprefix("torch.")
     return RolePlan(role, source, parameters, trainable, name, sharing, parameters * BYTES.get(dtype, 4))
+
+
+def _frozen(
+    role: str, source: str, model: PreTrainedModel, dtype: torch.dtype, sharing: str, bits: Quantization | None
+) -> RolePlan:
+    """A role that adds a whole model, whose linear layers may be in 4 or 8 bits."""
+    whole = _role(role, source, _count(model), 0, dtype, sharing)
+    if bits is None:
+        return whole
+    linear = sum(model.get_submodule(name).weight.numel() for name in target_names(model, "all-linear"))
+    others = (whole.parameters - linear) * BYTES.get(dtype, 4)
+    return replace(whole, dtype=f"{bits} + {whole.dtype}", weight_bytes=others + int(linear * QUANTIZED_BYTES[bits]))
 
 
 def _count(model: nn.Module) -> int:

@@ -459,6 +459,8 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
         (lambda f: {"eval_dataset": {"a": [], "b": []}}, r"eval_dataset: got several datasets \(a, b\)"),
         (lambda f: {"train_dataset": ["text"]}, "train_dataset: its rows are of type str, wanted mappings"),
         (lambda f: {"data_collator": lambda rows: rows}, "data_collator: got list without input_ids"),
+        (lambda f: {"callbacks": TrainerCallback()}, "callbacks: got TrainerCallback, wanted a list of transformers"),
+        (lambda f: {"callbacks": ["print"]}, "callbacks: got a list with str, wanted a list of transformers"),
         (lambda f: {"optimizers": None}, "optimizers: got NoneType, wanted"),
         (lambda f: {"optimizers": (1, 2)}, "optimizers: got int and int, wanted a torch optimizer"),
     ],
@@ -503,6 +505,9 @@ def test_models_that_cannot_read_the_tokens_are_refused(tmp_path):
         ({"input_ids": [7, 20, EOS]}, "train_dataset, row 1: the prompt already ends its answer"),
         ({"input_ids": [PAD, PAD]}, "train_dataset, row 1 has no prompt"),
         ({"input_ids": "the cat"}, "train_dataset, row 1: input_ids is str, wanted a list of token ids"),
+        ({"input_ids": [7, 999]}, "row 1: input_ids holds 999, and the tokenizer's tokens are 0 to 39"),
+        ({"input_ids": [7, -100]}, "row 1: input_ids holds -100, and the tokenizer's tokens are 0 to 39"),
+        ({"input_ids": [7, 8], "attention_mask": [1]}, "row 1: attention_mask has 1 entries, input_ids 2; wanted as"),
         ({"input_ids": [0.5]}, "row 1: input_ids is list, wanted a list of token ids"),
     ],
 )

@@ -58,6 +58,7 @@ def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Colla
         texts, queries = encoded_queries(sources, tokenizer, "auto", None, places, arguments)
         chats = [conversation(source, tokenizer, "auto", None) for source in sources]
     else:
+        _check_known(queries, tokenizer, places)
         texts = [tokenizer.decode(ids) for ids in queries]
         sources = sources or [tokenizer.decode(ids, skip_special_tokens=True) for ids in queries]
         chats = [None if isinstance(source, str) else source for source in sources]
@@ -96,7 +97,9 @@ def _query(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: st
     """The token ids of a row without padding."""
     ids = _numbers(row.get(IDS), where)
     if row.get(MASK) is not None:
-        mask = _numbers(row[MASK], where)
+        mask = _numbers(row[MASK], where, MASK)
+        if len(mask) != len(ids):
+            raise DataError(f"{where}: attention_mask has {len(mask)} entries, input_ids {len(ids)}; wanted as many")
         ids = [token for token, is_real in zip(ids, mask, strict=True) if is_real]
     elif tokenizer.pad_token_id != tokenizer.eos_token_id:
         real = [i for i, token in enumerate(ids) if token != tokenizer.pad_token_id]
@@ -111,8 +114,16 @@ def _query(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: st
     return ids
 
 
-def _numbers(values: Any, where: str) -> list[int]:
+def _numbers(values: Any, where: str, column: str = IDS) -> list[int]:
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, Sequence) or not all(isinstance(value, int) for value in listed):
-        raise DataError(f"{where}: input_ids is {type(values).__name__}, wanted a list of token ids")
+        raise DataError(f"{where}: {column} is {type(values).__name__}, wanted a list of token ids")
     return list(listed)
+
+
+def _check_known(queries: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, places: Sequence[str]) -> None:
+    """Raises ``DataError`` for a token id that the tokenizer does not have."""
+    highest = max(tokenizer.get_vocab().values())
+    for ids, place in zip(queries, places, strict=True):
+        if (unknown := next((token for token in ids if not 0 <= token <= highest), None)) is not None:
+            raise DataError(f"{place}: input_ids holds {unknown}, and the tokenizer's tokens are 0 to {highest}")

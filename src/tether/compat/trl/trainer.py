@@ -77,7 +77,7 @@ class PPOTrainer:
         data_collator: makes a batch of one row, whose ``input_ids`` are taken; called once a row.
         eval_dataset: held-out rows of the same form, which ``eval_strategy`` evaluates on and some of which are shown.
         optimizers: an optimizer of policy and critic, and its schedule, which moves on once an update.
-        callbacks: ``transformers`` callbacks, objects or classes; one step is one update.
+        callbacks: list of ``transformers`` callbacks, objects or classes; one step is one update.
         peft_config: LoRA settings; the policy's adapter is then made here.
 
     Raises:
@@ -96,7 +96,7 @@ class PPOTrainer:
         data_collator: Callable[..., Any] | None = None,
         eval_dataset: Any = None,
         optimizers: Any = (None, None),
-        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        callbacks: Any = None,
         peft_config: Any = None,
     ) -> None:
         check_kinds(args, processing_class, data_collator)
@@ -123,7 +123,7 @@ class PPOTrainer:
             stop_token=stop_token,
         )
         check_schedule(self._config, args.num_total_batches)
-        own = [callback() if isinstance(callback, type) else callback for callback in callbacks or ()]
+        own = _made(callbacks)
         every = default_callbacks(args, own)
         if inert := sorted(INERT & args.set_arguments):
             logger.warning("PPOConfig: not read here: %s", ", ".join(inert))
@@ -406,6 +406,22 @@ def check_kinds(args: Any, tokenizer: Any, collator: Any) -> None:
         raise ConfigError(f"processing_class: got {type(tokenizer).__name__}, wanted the policy's tokenizer")
     if collator is not None and not callable(collator):
         raise ConfigError(f"data_collator: got {type(collator).__name__}, wanted a function of a list of rows, or None")
+
+
+def _made(callbacks: Any) -> list[TrainerCallback]:
+    """The callbacks as objects.
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    wanted = "wanted a list of transformers.TrainerCallback, objects or classes"
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks: got {type(callbacks).__name__}, {wanted}")
+    made = [callback() if isinstance(callback, type) else callback for callback in callbacks or ()]
+    for callback in made:
+        if not isinstance(callback, TrainerCallback):
+            raise ConfigError(f"callbacks: got a list with {type(callback).__name__}, {wanted}")
+    return made
 
 
 def _policy_adapter(args: PPOConfig, model: Any) -> str:

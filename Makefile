@@ -1,6 +1,7 @@
 # make demo   install, then run the whole pipeline on a real model
 # make test   install, then run every test
 # make test-lowest   the same with the lowest versions that pyproject.toml allows
+# make chaos   kills, faults and nonsense in large numbers: nothing lost, nothing bad trained on; under an hour
 # make mutants   plant one defect after the other in a copy of the source: each must make a test fail
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints.txt
 INPUTS := pyproject.toml $(CONSTRAINTS)
 
-.PHONY: demo test test-lowest mutants venv lint docs bench-demo clean
+.PHONY: demo test test-lowest chaos mutants venv lint docs bench-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/tether demo
@@ -19,6 +20,9 @@ test: $(VENV)/.test
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
+
+chaos: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run
 
 mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutants.run

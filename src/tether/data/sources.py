@@ -104,11 +104,18 @@ def _jsonl(path: Path) -> Iterator[tuple[int | None, Row]]:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise _RowError(f", line {number}: not JSON: {error.msg} at column {error.colno}") from error
-                yield number, _checked(row, f", line {number}")
+                yield number, _checked(_decoded(line, f", line {number}"), f", line {number}")
+
+
+def _decoded(text: str, where: str) -> Any:
+    """What JSON text holds. ``where`` is left out where the text is a whole file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = where or f", line {error.lineno}"
+        raise _RowError(f"{line}: not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise _RowError(f"{where}: not JSON that can be read: {error}") from error
 
 
 def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
@@ -116,19 +123,16 @@ def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
     if not text.lstrip().startswith("["):  # the name .json is also common for one object a line
         yield from _jsonl(path)
         return
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _RowError(f", line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from error
-    for i, row in enumerate(rows):
+    for i, row in enumerate(_decoded(text, "")):
         yield None, _checked(row, f", row {i}")
 
 
 def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        header, start = next(reader, []), reader.line_num + 1
+        reader, start = csv.reader(file, strict=True), 1
         try:
+            header = next(reader, [])
+            start = reader.line_num + 1
             for cells in reader:
                 if cells:
                     if len(cells) != len(header):

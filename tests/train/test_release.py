@@ -1,0 +1,41 @@
+"""Memory that nothing uses goes back to the system."""
+
+import ctypes
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import tiny_run
+from tether.train.distributed import Dist
+from tether.train.run import train_policy
+
+GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim")
+
+
+def resident():
+    """Resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not GLIBC, reason="the C library is not glibc")
+def test_free_pages_below_a_block_in_use_go_back():
+    blocks = [bytearray(b"x" * 100_000) for _ in range(1000)]
+    last = blocks.pop()  # the heap cannot shrink below it
+    full = resident()
+    del blocks
+    Dist().release_memory()
+    assert full - resident() > 80e6 and len(last) == 100_000
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_phases_release_memory_and_passes_with_checkpointing_too(tmp_path, monkeypatch, checkpointing):
+    calls = {"release_memory": 0, "trim_heap": 0}
+    for name in calls:
+        monkeypatch.setattr(Dist, name, lambda dist, name=name: calls.update({name: calls[name] + 1}))
+    settings = {"train__max_steps": 2, "ppo__num_ppo_epochs": 1, "value__kind": "model"}
+    config = tiny_run(tmp_path, **settings, train__gradient_checkpointing=checkpointing)
+    train_policy(config)
+    passes = 2 * 2 * config.train.rollout_batch_size // config.train.micro_batch_size
+    assert calls == {"release_memory": 6, "trim_heap": passes if checkpointing else 0}

@@ -55,6 +55,7 @@ def test_a_bad_mini_batch_is_left_out_and_the_run_goes_on(tmp_path, lora):
     config, poison, display = tiny_run(tmp_path, model__lora=lora, train__max_steps=3, **ONE_STEP), Poison(2), Heard()
     result = train_policy(config, callbacks=[poison], display=display)
     assert [(row["update/num_steps"], row["update/num_bad"]) for row in result.updates] == [(1, 0), (0, 1), (1, 0)]
+    assert "loss/policy_avg" not in result.updates[1], "what was left out is in no mean"
     first, second, third = poison.weights
     assert_same_weights(first, second)
     assert any(not torch.equal(second[name], third[name]) for name in third)

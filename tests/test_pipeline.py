@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import save_tiny
 from tether.cli.main import main
 from tether.config.pipeline import load_pipeline
-from tether.errors import ConfigError, DataError
+from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
 from tether.models.paths import adapter_base, is_adapter
@@ -176,11 +176,13 @@ def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("tether.stages.sft.start_model", no_model)
+    save_tiny(tmp_path / "judge", num_labels=1)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": 3}')
     for override, error, message in [
         (f"--ppo.data.prompts={tmp_path / 'bad.jsonl'}", DataError, r"data\.prompts: .*row 1 \(line 2\)"),
         ("--reward.data.max_length=2", DataError, r"data\.pairs: none of the 6 rows"),
         ("--ppo.sampling.response_length=500", ConfigError, r"sampling\.response_length 500 .* the model has 128"),
+        (f"--ppo.model.path={tmp_path / 'judge'}", ModelError, "judge is a sequence classifier; wanted a causal"),
         ("--data.chat_template=chatml", ConfigError, r"data\.chat_template: chatml needs"),
     ]:
         with pytest.raises(error, match=message) as told:
@@ -194,8 +196,9 @@ def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file
     [
         ("--ppo.model.lora.r=4", r"ppo\.model\.lora\.r: 4, but ppo goes on with the adapter of sft, which has 2"),
         ("--sft.output_dir=x", r"sft\.output_dir: the pipeline's own output_dir says it"),
-        ("--ppo.train.learning_rat=1", r"section ppo, --train\.learning_rat: unknown key; did you mean"),
-        ("--sft.train.max_steps=none", r"section sft, --train\.max_steps: got none, wanted a whole number"),
+        ("--ppo.train.learning_rat=1", r"section ppo, --ppo\.train\.learning_rat: unknown key; did you mean"),
+        ("--sft.train.max_steps=none", r"section sft, --sft\.train\.max_steps: got none, wanted a whole number"),
+        ("--resume=true", "--resume: leave it out; a pipeline goes on where it was stopped by itself"),
         ("--seed=x", r"--seed: got x, wanted a whole number"),
     ],
 )

@@ -59,20 +59,22 @@ def checked_config(
     overrides: Sequence[str] = (),
     source: str,
     origins: Mapping[text.Path, str],
+    within: str = "",
 ) -> S:
     """As ``load_config``, from plain data.
 
     Args:
         source: where the data is from, for messages.
         origins: where in it each key was set, for messages.
+        within: what the command line puts before the keys, for messages: ``sft.``.
     """
     problems: list[_Problem] = []
     for name, value in override_pairs(overrides):
         try:
             data, path = _overridden(data, name, value, section)
-            origins = {k: o for k, o in origins.items() if k[: len(path)] != path} | {path: f"--{name}"}
+            origins = {k: o for k, o in origins.items() if k[: len(path)] != path} | {path: f"--{within}{name}"}
         except ConfigError as error:
-            problems.append(_Problem(f"--{name}", name, str(error)))
+            problems.append(_Problem(f"--{within}{name}", name, str(error)))
     data = at_home(data)
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: wanted keys and values (`model:`, `data:`, …), got {keys.shown(data)}")
@@ -109,7 +111,7 @@ class _Problem:
     """What is wrong with it."""
 
     def __str__(self) -> str:
-        key = "" if self.where == f"--{self.key}" else self.key
+        key = "" if self.where.startswith("--") and f".{self.where[2:]}".endswith(f".{self.key}") else self.key
         return ": ".join(part for part in (self.where, key, self.what) if part)
 
 

@@ -87,6 +87,8 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
     lines = {key: f"line {line}" for key, line in document.lines.items()}
     own: dict[str, list[str]] = {name: [] for name in (*STAGES, "")}
     for name, value in override_pairs(overrides):
+        if name == "resume":
+            raise ConfigError("--resume: leave it out; a pipeline goes on where it was stopped by itself")
         stage, _, key = name.partition(".")
         is_own = stage in STAGES and key and key not in _OWN
         own[stage if is_own else ""].append(f"--{key if is_own else name}={value}")
@@ -99,7 +101,8 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
         def checked(
             data: dict[str, Any], name: str = name, source: str = source, origins: dict[text.Path, str] = origins
         ) -> Section:
-            return checked_config(data, STAGES[name], overrides=own[name], source=source, origins=origins)
+            of_stage = {"overrides": own[name], "source": source, "origins": origins, "within": f"{name}."}
+            return checked_config(data, STAGES[name], **of_stage)
 
         data = _composed(name, shared, stages)
         config = checked(data)

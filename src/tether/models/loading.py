@@ -33,6 +33,7 @@ from tether.errors import ConfigError, ModelError
 from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
 from tether.models.bitsandbytes import FewBits, is_quantized, keep_differentiable
 from tether.models.chat import turn_end
+from tether.models.fit import is_classifier
 from tether.models.gguf import gguf_source, own_tokens, plain_config, plain_model
 from tether.models.heads import (
     HEAD_NAMES,
@@ -206,7 +207,7 @@ def load_causal_lm(
         return _cast(model, dtype or _saved_dtype(adapter, trust_remote_code))
     if gguf_source(path) is not None:
         return _dequantised(path, dtype or torch.float32, revision, options)
-    if _is_classifier(load_config(path, revision=revision, trust_remote_code=trust_remote_code)):
+    if is_classifier(load_config(path, revision=revision, trust_remote_code=trust_remote_code)):
         raise ModelError(f"{path}: got a sequence classifier; wanted a causal language model")
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype=dtype or "auto", revision=revision, **options)
     _check_complete(info, path)
@@ -274,7 +275,7 @@ def load_reward_model(
     if is_adapter(path, revision):
         return _adapted_classifier(read_adapter(path, revision), dtype, options)
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
-    if _is_classifier(config) and config.num_labels != 1:
+    if is_classifier(config) and config.num_labels != 1:
         raise ModelError(f"{path}: got a classifier with {config.num_labels} labels; wanted one label (num_labels=1)")
     model, info = _from_pretrained(
         AutoModelForSequenceClassification, path, dtype=dtype or "auto", revision=revision, num_labels=1, **options
@@ -523,10 +524,6 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
-
-
-def _is_classifier(config: PreTrainedConfig) -> bool:
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def _check_decoder(model: PreTrainedModel, path: str) -> None:

@@ -32,6 +32,7 @@ from tether.data.pairs import Pair, load_pairs, split_pairs
 from tether.errors import ModelError
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, place_adapter
 from tether.models.chat import check_template_kwargs, templated
+from tether.models.fit import is_classifier
 from tether.models.forward import last_token_scores
 from tether.models.loading import (
     bf16_supported,
@@ -217,16 +218,11 @@ def start_model(config: RewardModelConfig, *, bf16: bool) -> PreTrainedModel:
     """
     before = start_adapter(config)
     (path, of), options = base_of(config, before), loading_options(config, bf16=bf16)
-    if path == config.path and (bool(before.head) if before is not None else _is_classifier(path, of)):
+    if path == config.path and (bool(before.head) if before is not None else is_classifier(load_config(path, **of))):
         return load_classifier(path, **options, **of).requires_grad_(True)  # also where an adapter was merged into it
     model = classifier_on(load_causal_lm(path, **options, **of)).requires_grad_(True)
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     return model
-
-
-def _is_classifier(path: str, of: Mapping[str, Any]) -> bool:
-    kinds = load_config(path, **of).architectures or []
-    return any(kind.endswith("ForSequenceClassification") for kind in kinds)
 
 
 def adapted(model: PreTrainedModel, config: RewardModelConfig) -> PeftModel:

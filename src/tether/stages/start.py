@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config.schema import ModelConfig
 from tether.config.stage import StageConfig
-from tether.errors import ConfigError, ModelError
+from tether.errors import ConfigError
 from tether.models.adapters import (
     Adapter,
     changed_config,
@@ -22,6 +22,7 @@ from tether.models.adapters import (
     read_adapter,
     with_adapter,
 )
+from tether.models.fit import check_language_model, check_tokens, is_classifier, positions
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, adapter_base, is_adapter
 
@@ -34,7 +35,7 @@ def origin(config: ModelConfig) -> dict[str, Any]:
 def check_fit(
     config: StageConfig,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Iterable[tuple[int, Sequence[int]]],
+    texts: Sequence[tuple[int, Sequence[int]]],
     kind: str,
     *,
     takes_classifier: bool,
@@ -54,24 +55,17 @@ def check_fit(
     model = config.model
     base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
     shape = load_config(base, **origin(model) | ({} if base == model.path else {"revision": None}))
-    is_classifier = any(name.endswith("ForSequenceClassification") for name in shape.architectures or ())
-    if is_classifier and not takes_classifier:
-        raise ModelError(f"model.path: {base} is a sequence classifier; wanted a causal language model")
-    settings = shape.get_text_config()
-    limit, size = getattr(settings, "max_position_embeddings", None), settings.vocab_size
+    if not takes_classifier:
+        check_language_model(base, shape)
+    limit = positions(shape)
     for row, ids in texts:
         if limit is not None and len(ids) > limit:
             raise ConfigError(
                 f"data.max_length {config.data.max_length}: the {kind} in row {row} has {len(ids)} tokens, the model "
                 f"has {limit} positions. Set it to at most {limit}"
             )
-        if (highest := max(ids)) >= size:
-            raise ConfigError(
-                f"model.path: {model.path} knows {size} tokens, its tokenizer more: token {highest}, "
-                f"{tokenizer.decode([highest])!r}, of the {kind} in row {row} has no embedding. One of the two belongs "
-                "to another model"
-            )
-    if model.lora is not None and base == model.path and not is_classifier:
+    check_tokens(model.path, shape, tokenizer, ((kind, row, ids) for row, ids in texts))
+    if model.lora is not None and base == model.path and not is_classifier(shape):
         check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
 
 

@@ -18,6 +18,7 @@ from tether.metrics.trackers import check_report_to
 from tether.models.adapters import check_switched_off, check_targets
 from tether.models.bitsandbytes import check_quantization
 from tether.models.chat import check_template, check_template_kwargs, templated
+from tether.models.fit import check_language_model, check_tokens, positions
 from tether.models.loading import (
     bf16_supported,
     check_classifier,
@@ -138,6 +139,7 @@ def check_data(config: RunConfig, data: RunData) -> None:
         check_switched_off(model.path, PeftConfig.from_pretrained(model.path, revision=model.revision))
     revision = model.revision if base == model.path else None
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
+    check_language_model(base, shape)
     _check_weights(config, shape)
     _check_tokens(config, data, shape)
     _check_layers(config, shape, is_fresh=base == model.path)
@@ -168,16 +170,10 @@ def _check_weights(config: RunConfig, shape: PreTrainedConfig) -> None:
 
 
 def _check_tokens(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:
-    size = shape.get_text_config().vocab_size
     texts = [("prompt", prompt.row, prompt.token_ids) for each in data.prompt_sets for prompt in each.prompts]
     texts += [("demonstration", each.row, each.query_ids + each.response_ids) for each in data.demonstrations]
-    for kind, row, ids in texts:
-        if (highest := max(ids)) >= size:
-            raise ConfigError(
-                f"model.path: {config.model.path} knows {size} tokens, its tokenizer more: token {highest}, "
-                f"{data.tokenizer.decode([highest])!r}, of the {kind} in row {row} has no embedding. One of the two "
-                "belongs to another model"
-            )
+    check_tokens(config.model.path, shape, data.tokenizer, texts)
+    size = shape.get_text_config().vocab_size
     if config.sampling.stop_token not in (None, "eos"):
         (stop,) = stop_token_ids(data.tokenizer, None, config.sampling.stop_token)
         if stop >= size:
@@ -200,7 +196,7 @@ def _check_layers(config: RunConfig, shape: PreTrainedConfig, *, is_fresh: bool)
 
 
 def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:
-    limit = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    limit = positions(shape)
     longest = max(len(prompt.token_ids) for each in data.prompt_sets for prompt in each.prompts)
     answer, budget = config.sampling.response_length, config.train.max_tokens_per_micro_batch
     if budget is not None and longest + answer > budget:

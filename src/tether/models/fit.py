@@ -1,0 +1,46 @@
+"""Whether texts fit a model, told from its configuration before its weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from tether.errors import ConfigError, ModelError
+
+
+def is_classifier(shape: PreTrainedConfig) -> bool:
+    """Whether a model is a sequence classifier by its configuration."""
+    return any(name.endswith("ForSequenceClassification") for name in shape.architectures or ())
+
+
+def check_language_model(path: str, shape: PreTrainedConfig) -> None:
+    """Raises ``ModelError`` if ``model.path`` holds a sequence classifier."""
+    if is_classifier(shape):
+        raise ModelError(f"model.path: {path} is a sequence classifier; wanted a causal language model")
+
+
+def check_tokens(
+    path: str,
+    shape: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[tuple[str, int, Sequence[int]]],
+) -> None:
+    """Raises ``ConfigError`` if a text holds a token that the model in ``model.path`` has no embedding for.
+
+    Args:
+        texts: kind, row and token ids of each.
+    """
+    size = shape.get_text_config().vocab_size
+    for kind, row, ids in texts:
+        if (highest := max(ids)) >= size:
+            raise ConfigError(
+                f"model.path: {path} knows {size} tokens, its tokenizer more: token {highest}, "
+                f"{tokenizer.decode([highest])!r}, of the {kind} in row {row} has no embedding. One of the two belongs "
+                "to another model"
+            )
+
+
+def positions(shape: PreTrainedConfig) -> int | None:
+    """Tokens of the longest text that the model has positions for, None where its configuration names no limit."""
+    return getattr(shape.get_text_config(), "max_position_embeddings", None)

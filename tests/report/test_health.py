@@ -25,6 +25,15 @@ def findings(
     return by_metric
 
 
+def test_a_single_collapsed_update_is_enough_unless_answers_have_one_token_anyway(tmp_path):
+    def change(step, p):
+        return {"rollout__top_token_share": 0.99 if step == 7 else 0.1}
+
+    assert "update 7" in findings(tmp_path / "a", change)["rollout/top_token_share"].sentence
+    config = CONFIG.replace("response_length: 48", "response_length: 1")
+    assert "rollout/top_token_share" not in findings(tmp_path / "b", change, config=config)
+
+
 def test_a_healthy_run_has_nothing_to_report(tmp_path):
     found = findings(tmp_path)
     assert {f.level for f in found.values()} == {"ok"}
@@ -52,6 +61,8 @@ def test_a_healthy_run_has_nothing_to_report(tmp_path):
         ("rollout/length", {"rollout__length": 10.0}, "warn", "gamma"),
         ("rollout/logprob_gap", {"rollout__logprob_gap": 0.1}, "warn", "temperature"),
         ("rollout/logprob_gap", {"rollout__logprob_gap": 0.5}, "act", "0.2"),
+        ("rollout/top_token_share", {"rollout__top_token_share": 0.95}, "act", "collapsed"),
+        ("update/num_bad", {"update__num_bad": 2.0}, "warn", "80 mini-batches of 40 updates"),
     ],
 )
 def test_a_bad_metric_is_named_with_its_threshold_and_a_way_out(tmp_path, metric, change, level, words):

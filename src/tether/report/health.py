@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tether.report.read import Run, Series
-from tether.report.text import number, percent, signed
+from tether.report.text import counted, number, percent, signed
 
 LEVELS = ("act", "warn", "ok", "info")
 """Levels in the order of urgency; ``info``: there is too little to judge by."""
@@ -33,6 +33,7 @@ KL_LENGTH = 50
 EXPLAINED_VARIANCE = (0.2, 0.0)
 LOW_EOS_RATE = 0.8
 LOGPROB_GAP = (0.05, 0.2)
+TOP_TOKEN_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -400,6 +401,37 @@ def logprob_gap(run: Run) -> Finding | None:
     )
 
 
+def one_token(run: Run) -> Finding | None:
+    """Whether the policy says anything but one token; any single update counts."""
+    series = run.series("rollout/top_token_share")
+    if not series or run.setting("sampling.response_length") == 1:
+        return None
+    step, share = max(series.points, key=lambda p: p[1])
+    level = "act" if share > TOP_TOKEN_SHARE else "ok"
+    return Finding(
+        level,
+        "rollout/top_token_share",
+        f"One token made up {percent(share)} of the answers of update {step}; above {percent(TOP_TOKEN_SHARE)} the "
+        "policy has collapsed.",
+        "" if level == "ok" else "Go back to a checkpoint from before; raise ppo.kl_coef or lower train.learning_rate.",
+    )
+
+
+def left_out(run: Run) -> Finding | None:
+    """Mini-batches that were left out because something in them was not finite."""
+    series = run.series("update/num_bad")
+    bad = [(step, count) for step, count in series.points if count > 0]
+    if not bad:
+        return None
+    return Finding(
+        "warn",
+        "update/num_bad",
+        f"{counted(round(sum(count for _, count in bad)), 'mini-batch')} of {counted(len(bad), 'update')} held "
+        f"something that was not finite, first in update {bad[0][0]}, and trained nothing.",
+        "bad_batches.jsonl has their texts; lower train.learning_rate, or set train.bf16: false.",
+    )
+
+
 # Patterns over several metrics
 
 
@@ -487,7 +519,7 @@ def saturated(run: Run) -> Finding | None:
 
 RULES: tuple[Callable[[Run], Finding | None], ...] = (
     held_out, sequence_kl, negative_kl, eos_rate, length, entropy, approx_kl, clip_fraction, explained_variance,
-    first_ratio, ratio_spread, gradient_norm, logprob_gap, not_finite,
+    first_ratio, ratio_spread, gradient_norm, logprob_gap, one_token, left_out, not_finite,
     no_signal, noise_ascent, pattern_collapse, cold_critic, saturated,
 )  # fmt: skip
 """Every rule, in the order in which findings of one level are shown."""

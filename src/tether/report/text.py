@@ -89,8 +89,9 @@ def percent(share: float | None) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 update``, ``5,000 updates``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    """``1 update``, ``5,000 updates``, ``2 batches``."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
 
 
 def duration(seconds: float) -> str:

@@ -44,7 +44,7 @@ def evaluate(
     """
     prompts = list(parts.eval_prompts)
     requests = [Request(p.token_ids, noise_key(config.train.seed, "eval", p.row, 0)) for p in prompts]
-    answers = answer(parts, prompts, requests, phase=phase, check=check, name="evaluation")
+    answers = answer(parts, prompts, requests, phase=phase, check=check, name="evaluation", ask=True)
     judged = judge(parts, answers, config, moments)
     with parts.roles.fetched():
         kl = sequence_kl(parts.roles, answers, config, phase=phase, check=check, halvings=halvings)

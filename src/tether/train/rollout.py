@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import plan_micro_batches
 from tether.rewards.base import checked
+from tether.rewards.early import Begun, begun
 from tether.rewards.tokens import check_token_scores
 from tether.train.parts import Parts
 from tether.types import Completion, Prompt, Request, RewardBatch, RewardOutput
@@ -32,6 +33,8 @@ class Answers:
     completions: Sequence[Completion]
     texts: Sequence[str]
     """The answers without special tokens."""
+    asked: Begun | None = field(default=None, compare=False, repr=False)
+    """What the reward sources were asked about them while they came; None: nothing yet."""
 
     @property
     def ended(self) -> Bool[Tensor, " B"]:
@@ -49,17 +52,8 @@ class Answers:
         Args:
             tokenizer: the policy's.
         """
-        columns = {name: [p.columns.get(name) for p in self.prompts] for name in self.prompts[0].columns}
-        return RewardBatch(
-            prompts=[p.source for p in self.prompts],
-            queries=[p.text for p in self.prompts],
-            responses=list(self.texts),
-            query_ids=[list(p.token_ids) for p in self.prompts],
-            response_ids=[list(c.token_ids) for c in self.completions],
-            conversations=[p.conversation for p in self.prompts],
-            columns=columns,
-            decode=partial(tokenizer.decode, skip_special_tokens=True),
-        )
+        ids = [list(completion.token_ids) for completion in self.completions]
+        return reward_batch(self.prompts, list(self.texts), ids, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -96,17 +90,49 @@ def answer(
     phase: PhaseReport,
     check: Callable[[], None],
     name: str = "rollout",
+    ask: bool = False,
 ) -> Answers:
-    """Answers every prompt. ``check`` is called as answers finish and may raise to stop."""
+    """Answers every prompt.
+
+    Args:
+        check: called as answers finish; may raise to stop.
+        ask: whether reward sources that can are asked about each answer as it finishes; ``raw_scores`` then has theirs.
+    """
     completions: list[Completion | None] = [None] * len(requests)
+    texts, ids = [""] * len(requests), [[] for _ in requests]
+    asked = begun(parts.rewards, reward_batch(prompts, texts, ids, parts.tokenizer)) if ask else None
     phase(name, 0, len(requests))
-    for done, (position, completion) in enumerate(parts.generator.generate(requests, parts.sampling), start=1):
-        completions[position] = completion
-        phase(name, done, len(requests))
-        check()
+    try:
+        for done, (position, completion) in enumerate(parts.generator.generate(requests, parts.sampling), start=1):
+            completions[position] = completion
+            texts[position] = parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            ids[position] += completion.token_ids
+            if asked is not None:
+                asked.finished([position])
+            phase(name, done, len(requests))
+            check()
+    except BaseException:
+        if asked is not None:
+            asked.give_up()
+        raise
     assert all(c is not None for c in completions), "a generator yields every request once"
-    texts = [parts.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
-    return Answers(prompts, completions, texts)
+    return Answers(prompts, completions, texts, asked)
+
+
+def reward_batch(
+    prompts: Sequence[Prompt], texts: list[str], ids: list[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> RewardBatch:
+    """What reward sources are given; the lists of answers are kept as they are, and may still be filled."""
+    return RewardBatch(
+        prompts=[p.source for p in prompts],
+        queries=[p.text for p in prompts],
+        responses=texts,
+        query_ids=[list(p.token_ids) for p in prompts],
+        response_ids=ids,
+        conversations=[p.conversation for p in prompts],
+        columns={name: [p.columns.get(name) for p in prompts] for name in prompts[0].columns},
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+    )
 
 
 def raw_scores(
@@ -120,7 +146,9 @@ def raw_scores(
     Raises:
         RewardError: an answer could not be scored.
     """
-    if output is None:
+    if output is None and answers.asked is not None:
+        output = answers.asked.output()
+    elif output is None:
         output = parts.rewards.score(answers.reward_batch(parts.tokenizer))
     scores = checked(output.scores, len(answers.texts), "the reward")
     check_token_scores(output, answers.lengths.tolist(), "the reward")

@@ -303,7 +303,7 @@ class PPOTrainer:
         """Runs one update; returns its metrics."""
         metrics = Metrics()
         with timed(metrics, "step"):
-            answers = self.rollout(metrics)
+            answers = self.rollout(metrics, ask=True)
             judged, moments = self.score(answers, metrics)
             self.dist.release_memory()
             optimizers = self.learn(answers, judged, metrics)
@@ -338,8 +338,12 @@ class PPOTrainer:
         metrics.sum("update/num_bad", float(count))
         return update.optimizers_in_use()
 
-    def rollout(self, metrics: Metrics) -> Answers:
-        """The policy's answers to this update's prompts, those to one prompt in neighbouring rows."""
+    def rollout(self, metrics: Metrics, *, ask: bool = False) -> Answers:
+        """The policy's answers to this update's prompts, those to one prompt in neighbouring rows.
+
+        Args:
+            ask: whether reward sources that wait for others are asked about answers as they finish.
+        """
         draws, each = self.stream.batch(self.state.step), self.config.sampling.num_generations
         asked = [(self.parts.prompts[i], draw * each + sample) for i, draw in draws for sample in range(each)]
         requests = [
@@ -348,7 +352,7 @@ class PPOTrainer:
         ]
         prompts = [prompt for prompt, _ in asked]
         with timed(metrics, "rollout"):
-            answers = answer(self.parts, prompts, requests, phase=self.log.phase, check=self.stop.check)
+            answers = answer(self.parts, prompts, requests, phase=self.log.phase, check=self.stop.check, ask=ask)
         measure_answers(metrics, answers)
         return answers
 

@@ -146,3 +146,27 @@ def test_the_share_is_drawn_by_the_seed_and_leaves_something():
     assert halves[0] == halves[1] != halves[2] and len(halves[0]) == 10
     assert split_off([7] * 5, 0.9, 1, lambda item: item) == ([7] * 5, [])
     assert split_off(range(3), 0.0, 1, lambda item: item) == ([0, 1, 2], [])
+
+
+def test_datasets_of_several_forms_are_joined(tmp_path):
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "runs"}]
+    forms = {
+        "answers": {"prompt": "you", "completion": "eats"},
+        "chats": {"messages": turns},
+        "texts": {"text": "the sun is red"},
+        "pairs": {"chosen": turns, "rejected": [turns[0], {"role": "assistant", "content": "eats"}]},
+        "asked": {"messages": turns[:1]},
+    }
+    files = {}
+    for name, row in forms.items():
+        files[name] = str(tmp_path / f"{name}.jsonl")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    sources = [files[name] for name in ("answers", "chats", "texts", "pairs")]
+    tokenizer = tiny_tokenizer()
+    read = load_demonstrations(sources, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+    assert [(each.row, tokenizer.decode(each.response_ids)) for each in read] == [
+        (0, "eats <eos>"), (1, "runs <eos>"), (2, "sun is red"), (3, "runs <eos>"),
+    ]  # fmt: skip
+    queries = [prompt.text for prompt in prompts([files["answers"], files["asked"], files["pairs"]])]
+    cat = "<user> the cat <eos> <assistant>"
+    assert queries == ["<user> you <eos> <assistant>", cat, cat]

@@ -20,6 +20,9 @@ from tether.data.stream import PromptStream
 from tether.errors import DataError
 from tether.types import Message, MicroBatch, noise_key
 
+Column = Literal["completion", "messages", "text", "chosen"]
+"""Columns that hold what is trained on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
@@ -89,16 +92,19 @@ def load_demonstrations(
     table = read_datasets(source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples)
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
     rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
-    column = _column(rows, table, key)
-    if column == "text":
+    columns = _columns(rows, table, key)
+    plain = [i for i, column in enumerate(columns) if column == "text"]
+    encoded: list[tuple[int, list[int], list[int]]] = []
+    if plain:
         closing = [closing_token(tokenizer, end_ids)] if ends_text else []
-        texts = _encoded_texts(rows, tokenizer, places)
-        encoded = [(i, query, response + closing) for i, (query, response) in enumerate(texts)]
-    else:
+        texts = _encoded_texts([rows[i] for i in plain], tokenizer, [places[i] for i in plain])
+        encoded = [(i, query, response + closing) for i, (query, response) in zip(plain, texts, strict=True)]
+    if len(plain) < len(rows):
         closing_id = closing_token(tokenizer, end_ids)
         split_rows = [
             (i, prompt, answer)
-            for i, (row, place) in enumerate(zip(rows, places, strict=True))
+            for i, (row, column, place) in enumerate(zip(rows, columns, places, strict=True))
+            if column != "text"
             for prompt, answer in _split(row, column, place, every_turn)
         ]
         numbers, prompts = [i for i, _, _ in split_rows], [prompt for _, prompt, _ in split_rows]
@@ -113,7 +119,7 @@ def load_demonstrations(
         )
         leads = answer_leads(prompts, tokenizer, chat_template)
         answers = encoded_answers([answer for _, _, answer in split_rows], leads, tokenizer, closing_id)
-        encoded = list(zip(numbers, queries, answers, strict=True))
+        encoded = sorted([*encoded, *zip(numbers, queries, answers, strict=True)], key=lambda each: each[0])
     kept = [
         Demonstration(i, tuple(query), tuple(response))
         for i, query, response in encoded
@@ -156,19 +162,25 @@ def demonstration_batches(
     return [collate([queries[i] for i in rows], [responses[i] for i in rows], rows) for rows in plan]
 
 
-def _column(rows: Sequence[Row], table: Rows, key: str) -> Literal["completion", "messages", "text", "chosen"]:
-    """The column that holds what is trained on."""
+def _columns(rows: Sequence[Row], table: Rows, key: str) -> list[Column]:
+    """The column of each row that holds what is trained on; of a row that has none, the one that another has."""
+    found = [_column(row) for row in rows]
     names = column_names(rows)
-    if "prompt" in names and "completion" in names:
-        return "completion"
-    for name in ("messages", "text", "chosen"):
-        if name in names:
-            return name
+    usual = _column(names)
+    if usual is not None:
+        return [column or usual for column in found]
     got = ", ".join(names) or "none"
     raise DataError(
         f"{key}: {table.name} has neither the columns prompt and completion, nor messages, nor text; its columns are: "
         f"{got}. Rename them"
     )
+
+
+def _column(names: Collection[str]) -> Column | None:
+    """The column that holds what is trained on, among the names of columns."""
+    if "prompt" in names and "completion" in names:
+        return "completion"
+    return next((name for name in ("messages", "text", "chosen") if name in names), None)
 
 
 def _split(row: Row, column: str, where: str, every_turn: bool) -> list[tuple[str | list[Message], str]]:

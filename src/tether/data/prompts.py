@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,8 +80,11 @@ def load_prompts(
     table = read_datasets(source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples)
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
     rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
-    column, columns = _columns(rows, table, key)
-    sources = [checked_prompt(_prompt(row, column, place), place) for row, place in zip(rows, places, strict=True)]
+    used, columns = _columns(rows, table, key)
+    sources = [
+        checked_prompt(_prompt(row, column, place), place)
+        for row, column, place in zip(rows, used, places, strict=True)
+    ]
     arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
     texts, queries = encoded_queries(
         sources, tokenizer, chat_template, system_prompt, places, arguments, special_tokens=special_tokens
@@ -126,14 +129,20 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> boo
     return chat_template != "none" and tokenizer.chat_template is not None
 
 
-def _columns(rows: Sequence[Row], table: Rows, key: str) -> tuple[str, list[str]]:
-    """The prompt's column and the names of all others, in the order in which they first appear."""
+def _columns(rows: Sequence[Row], table: Rows, key: str) -> tuple[list[str], list[str]]:
+    """The prompt's column in each row, and the names of all others, in the order in which they first appear."""
     names = column_names(rows)
-    column = next((name for name in ("prompt", "messages", "chosen") if name in names), None)
-    if column is None:
+    usual = _column(names)
+    if usual is None:
         got = ", ".join(names) or "none"
         raise DataError(f"{key}: {table.name} has no column prompt or messages; its columns are: {got}. Rename one")
-    return column, [name for name in names if name != column]
+    used = [_column(row) or usual for row in rows]
+    return used, [name for name in names if name not in used]
+
+
+def _column(names: Collection[str]) -> str | None:
+    """The column that holds the prompt, among the names of columns."""
+    return next((name for name in ("prompt", "messages", "chosen") if name in names), None)
 
 
 def _prompt(row: Row, column: str, where: str) -> Any:

@@ -69,6 +69,10 @@ def test_csv_holds_chat_messages_as_json(tmp_path):
         csv.writer(file).writerows([["messages"], [json.dumps(messages)], ["a dog"]])
     rows = read_rows(str(tmp_path / "rows.csv"), split="train", key="k").rows
     assert rows == [{"messages": messages}, {"messages": "a dog"}]
+    with (tmp_path / "pairs.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["chosen", "rejected", "tags"], [json.dumps(messages), "[a] dog", '[{"role": 1}]']])
+    rows = read_rows(str(tmp_path / "pairs.csv"), split="train", key="k").rows
+    assert rows == [{"chosen": messages, "rejected": "[a] dog", "tags": '[{"role": 1}]'}]
 
 
 def test_home_is_expanded(tmp_path, monkeypatch):
@@ -92,8 +96,10 @@ def test_a_single_split_is_read_whatever_it_is_called(tmp_path):
 
 BROKEN = {
     "rows.jsonl": ('{"prompt": "a"}\n\n{"prompt": "b",}\n', "line 3: not JSON: .* at column "),
-    "list.jsonl": ('{"prompt": "a"}\n["b"]\n', "line 2: got list, wanted an object with a column prompt"),
+    "list.jsonl": ('{"prompt": "a"}\n["b"]\n', "line 2: got list, wanted an object, one entry a column"),
     "rows.json": ('[\n  {"prompt": "a"},\n  {"prompt": b}\n]', "line 3: not JSON: .* at column 14"),
+    "object.json": ('{\n "data": [{"prompt": "a"}]\n}', "got one object with the keys data; wanted a list of rows"),
+    "chosen.csv": ("chosen\n\"[{'role': 'user'}]\"\n", "line 2: chosen is not JSON: .*a JSON list of chat"),
     "text.json": ('[{"prompt": "a"}, "b"]', "row 1: got str, wanted an object"),
     "rows.csv": ('prompt,answer\n"a\nb",c\nd\n', "line 4: got 1 cells, the header has 2"),
     "messages.csv": ("messages\n\"[{'role': 'user'}]\"\n", "line 2: messages is not JSON: .*a JSON list of chat"),

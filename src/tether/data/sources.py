@@ -16,6 +16,9 @@ Row = Mapping[str, Any]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _NO_OPTIONS: Mapping[str, str | None] = {}
+_CHATS = frozenset({"prompt", "messages", "conversations", "completion", "chosen", "rejected"})
+"""Columns that may hold chat messages."""
+_CHAT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 _FORMS = "a .jsonl, .json, .csv or .parquet file, a folder saved by datasets or holding such files, or a hub id"
 
 
@@ -121,10 +124,24 @@ def _decoded(text: str, where: str) -> Any:
 def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
     text = path.read_text(encoding="utf-8-sig")
     if not text.lstrip().startswith("["):  # the name .json is also common for one object a line
-        yield from _jsonl(path)
+        yield from _objects(path, text)
         return
     for i, row in enumerate(_decoded(text, "")):
         yield None, _checked(row, f", row {i}")
+
+
+def _objects(path: Path, text: str) -> list[tuple[int | None, Row]]:
+    try:
+        return list(_jsonl(path))
+    except _RowError:
+        try:
+            whole = json.loads(text)
+        except ValueError:
+            whole = None
+        if not isinstance(whole, dict):
+            raise
+        keys = ", ".join(list(whole)[:5])
+        raise _RowError(f": got one object with the keys {keys}; wanted a list of rows, or one row a line") from None
 
 
 def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
@@ -137,22 +154,24 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
                 if cells:
                     if len(cells) != len(header):
                         raise _RowError(f", line {start}: got {len(cells)} cells, the header has {len(header)}")
-                    row = dict(zip(header, cells, strict=True))
-                    yield start, row | {"messages": _messages(row["messages"], start)} if "messages" in row else row
+                    yield start, {
+                        name: _messages(cell, name, start) if name in _CHATS else cell
+                        for name, cell in zip(header, cells, strict=True)
+                    }
                 start = reader.line_num + 1
         except csv.Error as error:
             raise _RowError(f", line {start}: not CSV: {error}") from error
 
 
-def _messages(cell: str, line: int) -> Any:
-    """Chat messages that a cell holds as JSON, as CSV has no lists; other text as it is."""
-    if not cell.lstrip().startswith("["):
+def _messages(cell: str, name: str, line: int) -> Any:
+    """Chat messages that a cell of the column ``name`` holds as JSON, as CSV has no lists; other text as it is."""
+    if not _CHAT.match(cell):
         return cell
     try:
         return json.loads(cell)
     except json.JSONDecodeError as error:
         raise _RowError(
-            f", line {line}: messages is not JSON: {error.msg} at column {error.colno} of the cell; wanted text, or "
+            f", line {line}: {name} is not JSON: {error.msg} at column {error.colno} of the cell; wanted text, or "
             "a JSON list of chat messages"
         ) from error
 
@@ -179,7 +198,7 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[int | None, Row]]]] = {
 
 def _checked(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
-        raise _RowError(f"{where}: got {type(row).__name__}, wanted an object with a column prompt")
+        raise _RowError(f"{where}: got {type(row).__name__}, wanted an object, one entry a column")
     return row
 
 

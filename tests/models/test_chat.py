@@ -146,3 +146,18 @@ def test_arguments_that_the_template_makes_no_use_of_are_refused():
         check_template_kwargs(tokenizer, {"thinking": True})
     with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
         check_template_kwargs(tiny_tokenizer(chat_template=False), {"enable_thinking": True})
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }", r"odd\.jinja refuses a lone user turn: unexpected '}'"),
+        ("{{ raise_exception('a system message first') }}", "refuses a lone user turn: a system message first"),
+        ("<user> {{ eos_token }}", r"odd\.jinja writes '<user> <eos>' for a user turn, without what the user says"),
+        ("", "writes '' for a user turn"),
+    ],
+)
+def test_a_file_that_is_no_template_for_a_lone_question(tmp_path, template, message):
+    (tmp_path / "odd.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=f"^data.chat_template: .*{message}"):
+        templated(tiny_tokenizer(), str(tmp_path / "odd.jinja"))

@@ -23,7 +23,7 @@ TOKENS = {
     "qwen": ("<|im_start|>", "<|im_end|>"),
 }
 """What a template writes that must be one token, as the model could not end its answers otherwise."""
-_ANSWER = "answer"
+_QUESTION, _ANSWER = "question", "answer"
 
 
 def check_template(chat_template: str) -> None:
@@ -50,17 +50,29 @@ def templated(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> PreTrai
         )
     own = copy.deepcopy(tokenizer)
     own.chat_template = text
+    _check_rendered(own, chat_template)
     end = turn_end(own)
     if end is not None:
         own.eos_token = own.convert_ids_to_tokens(end)
     return own
 
 
+def _check_rendered(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises ``ConfigError`` if a template from a file is none, or leaves out what the user says."""
+    turns = [{"role": "user", "content": _QUESTION}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise whatever their authors chose
+        raise ConfigError(f"data.chat_template: {name} refuses a lone user turn: {error}") from error
+    if _QUESTION not in text.lower():
+        raise ConfigError(f"data.chat_template: {name} writes {text!r} for a user turn, without what the user says")
+
+
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the chat template puts right after an answer; None without template or such a token."""
     if tokenizer.chat_template is None:
         return None
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception:  # templates raise whatever their authors chose; rows that they refuse are told one by one

@@ -33,7 +33,7 @@ def example():
 
 
 def timeless(row):
-    return {name: value for name, value in row.items() if "time/" not in name and name != "eps"}
+    return {name: value for name, value in row.items() if not re.search("time/|speed/|memory/|^eps$", name)}
 
 
 def test_the_command_of_the_page_runs(example, tmp_path, capsys):

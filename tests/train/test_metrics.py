@@ -47,7 +47,13 @@ DEMONSTRATIONS = [
     {"prompt": "i like", "completion": "the sun"},
 ]  # fmt: skip
 """As many as a mini-batch has answers: every optimizer step has them all."""
-TIMES = {"eps", "time/rollout_s", "time/reward_s", "time/logprobs_s", "time/update_s", "time/step_s"}
+PHASES = ("rollout", "reward", "logprobs", "values", "reference", "update")
+COSTS = {"eps", "time/step_s", "time/rest_s", *(f"time/{phase}_s" for phase in PHASES)}
+COSTS |= {"tokens/read", "tokens/update", "flops/update", "speed/rollout", "speed/update", "speed/mfu"}
+COSTS |= {f"memory/{phase}" for phase in PHASES}
+"""Worked out by tests/train/test_costs.py."""
+OPTIONAL = {"time/values_s", "memory/values", "time/reference_s", "memory/reference"}
+"""Those of passes that not every run has."""
 
 COMMON = {
     "sampling__temperature": 0.7, "ppo__gamma": 0.9, "ppo__lam": 0.6, "ppo__kl_coef": 0.3, "ppo__num_ppo_epochs": 2,
@@ -185,8 +191,8 @@ class Logged:
     """Of every optimizer step."""
 
 
-def without_times(line):
-    return {name: number for name, number in line.items() if name not in TIMES}
+def without_costs(line):
+    return {name: number for name, number in line.items() if name not in COSTS}
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +228,8 @@ def assert_equal(got, wanted, case):
     in_float32 = CASES[case]["kind"] != "gpt2" or "ppo__score_norm" in CASES[case]
     tolerance = 1e-5 if in_float32 else 1e-9
     for line, other in zip(got, wanted, strict=True):
-        assert line.keys() - TIMES == other.keys() - TIMES
-        for name in other.keys() - TIMES:
+        assert line.keys() - COSTS == other.keys() - COSTS
+        for name in other.keys() - COSTS:
             assert line[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), name
 
 
@@ -232,7 +238,7 @@ def test_logged_numbers_are_those_worked_out_by_hand(logged, case):
     run = logged(case)
     assert_equal(run.got, run.wanted, case)
     for got, wanted in list(zip(run.got, run.wanted, strict=True))[:-1]:
-        assert got.keys() >= TIMES
+        assert got.keys() >= COSTS - OPTIONAL
         assert all(wanted[name] > 0 for name in REACHED.get(case, ()))
         assert wanted.get("val/first_ratio_error", 0.0) == 0.0
 
@@ -261,15 +267,8 @@ def test_every_metric_in_the_docs_is_worked_out_by_hand(logged):
     cells = [line.split("|")[1] for line in tables.splitlines() if line.startswith("|")]
     names = {name for text in (*cells, evaluation) for name in re.findall(r"`([a-z_]+(?:/[A-Za-z_0-9]+)?)`", text)}
     worked_out = {name for case in CASES for line in logged(case).wanted for name in line}
-    assert {re.sub("kind|brief", "NAME", name) for name in worked_out} == names - TIMES
-    assert names >= TIMES
-
-
-def test_times_add_up(logged):
-    for got in logged("critic model").got[:-1]:
-        phases = [got[f"time/{phase}_s"] for phase in ("rollout", "reward", "logprobs", "update")]
-        assert min(phases) > 0 and sum(phases) <= got["time/step_s"]
-        assert got["eps"] == pytest.approx(8 / got["time/step_s"], rel=1e-9)
+    assert {re.sub("kind|brief", "NAME", name) for name in worked_out} == names - COSTS
+    assert names >= COSTS
 
 
 def logged_with(config, change):
@@ -307,7 +306,7 @@ def test_what_is_in_the_padding_changes_no_bit(run, logged, case):
 
     usual, (got, gradients) = logged(case), logged_with(run(case), filled)
     assert any(changed)
-    assert [without_times(line) for line in got] == [without_times(line) for line in usual.got]
+    assert [without_costs(line) for line in got] == [without_costs(line) for line in usual.got]
     assert gradients[0][1].any()
     for (name, gradient), (other_name, other) in zip(gradients, usual.gradients, strict=True):
         assert name == other_name and torch.equal(gradient, other)

@@ -33,7 +33,7 @@ SHARINGS = {
     "LoRA, critic model": {"model__lora": {"r": 4}, "value__kind": "model"},
     "LoRA, head": {"model__lora": {"r": 4}, "value__kind": "head"},
 }
-NOT_REPRODUCIBLE = ("time/", "eps")
+NOT_REPRODUCIBLE = ("time/", "speed/", "memory/", "eps")
 
 
 def reproducible(folder):

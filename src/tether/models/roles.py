@@ -13,7 +13,7 @@ on) and exactly the trained parameters require gradients; a role in use changes 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -373,11 +373,20 @@ class ModelRoles:
     # What roles say
 
     @torch.no_grad()
-    def score_pass(self, batch: MicroBatch, temperature: float) -> LogprobOutput:
-        """Old log-probabilities, entropy and values, without gradients: the update's own passes, bitwise."""
+    def score_pass(
+        self,
+        batch: MicroBatch,
+        temperature: float,
+        around: Callable[[Pass], AbstractContextManager[None]] = lambda pass_: nullcontext(),
+    ) -> LogprobOutput:
+        """Old log-probabilities, entropy and values, without gradients: the update's own passes, bitwise.
+
+        Args:
+            around: a context that each pass runs in.
+        """
         merged = LogprobOutput(None, None, None)
         for pass_ in self.passes:
-            with pass_(batch, temperature=temperature, with_entropy=True) as out:
+            with around(pass_), pass_(batch, temperature=temperature, with_entropy=True) as out:
                 merged = LogprobOutput(*(new if new is not None else old for old, new in zip(merged, out, strict=True)))
         return merged
 

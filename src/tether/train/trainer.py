@@ -10,9 +10,8 @@ Formulas live in ``tether.algo``; which model plays which role is known to ``tet
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +24,11 @@ from tether.data.stream import PromptStream
 from tether.errors import CheckpointError, RewardError, RewardResponseError, TrainingError
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
-from tether.models.roles import POLICY
+from tether.models.roles import POLICY, Pass
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import DISK_TROUBLE, Checkpoints, RunState, fingerprints, last_complete
+from tether.train.costs import PassCosts, phase, product_rate, timed, with_rates
 from tether.train.distributed import Dist
 from tether.train.ema import PolicyAverage
 from tether.train.evaluate import evaluate
@@ -90,6 +90,7 @@ class PPOTrainer:
         self.state = RunState(kl_coef=config.ppo.kl_coef)
         self.stop = StopRequest(config.train.max_runtime)
         self.guard = Guard(config.output_dir, config.train.max_bad_batches, log.message)
+        self.costs = PassCosts(parts.roles)
         self.before = random_states()
         """The process-wide generators where the weights were last those of a finished update."""
 
@@ -351,7 +352,7 @@ class PPOTrainer:
             for prompt, sample in asked
         ]
         prompts = [prompt for prompt, _ in asked]
-        with timed(metrics, "rollout"):
+        with phase(metrics, "rollout", self.dist.device):
             answers = answer(self.parts, prompts, requests, phase=self.log.phase, check=self.stop.check, ask=ask)
         measure_answers(metrics, answers)
         return answers
@@ -364,7 +365,7 @@ class PPOTrainer:
         Args:
             output: scores of the answers, for callers that scored them; the reward sources are asked otherwise.
         """
-        with timed(metrics, "reward"):
+        with phase(metrics, "reward", self.dist.device):
             try:
                 raw, output = raw_scores(self.parts, answers, output)
             except RewardResponseError as error:
@@ -389,8 +390,8 @@ class PPOTrainer:
         """Everything the update needs, a record for each micro-batch."""
         ppo, kl_coef = self.config.ppo, self.state.kl_coef
         batches = self.micro_batches(answers)
-        with timed(metrics, "logprobs"), self.roles.fetched():
-            outputs = self.outputs(batches, answers)
+        with self.roles.fetched():
+            outputs = self.outputs(batches, answers, metrics)
         scores = judged.scores.to(outputs.logprobs)
         kept = outputs.mask & answers.ended.to(outputs.mask.device).unsqueeze(1) if ppo.mask_truncated else outputs.mask
         learned = targets(
@@ -406,14 +407,21 @@ class PPOTrainer:
         measure_critic(metrics, outputs, learned)
         return experience(batches, outputs, learned, kept, kl_loss_coef=kl_coef if ppo.kl_in == "loss" else 0.0)
 
-    def outputs(self, batches: list[MicroBatch], answers: Answers) -> Outputs:
+    def outputs(self, batches: list[MicroBatch], answers: Answers, metrics: Metrics) -> Outputs:
         """What policy, critic and reference say of the rollout batch."""
         temperature, seen, refs = self.config.sampling.temperature, [], []
+
+        def of_pass(pass_: Pass) -> AbstractContextManager[None]:
+            return phase(metrics, "logprobs" if POLICY in pass_.trains else "values", self.dist.device)
+
         for done, batch in enumerate(batches):
             self.log.phase("log-probabilities", done, len(batches))
             self.stop.check()
-            out = self.roles.score_pass(batch, temperature)
-            ref = self.roles.ref_logprobs(batch, temperature) if self.roles.has_reference else None
+            out, ref = self.roles.score_pass(batch, temperature, of_pass), None
+            if self.roles.has_reference:
+                with phase(metrics, "reference", self.dist.device):
+                    ref = self.roles.ref_logprobs(batch, temperature)
+            metrics.sum("tokens/read", batch.attention_mask.sum())
             self.guard.check(answers, batch, logprobs=out.logprobs, values=out.values, ref_logprobs=ref)
             seen.append(out)
             refs.append(ref)
@@ -431,7 +439,7 @@ class PPOTrainer:
         Returns the optimizers that took part: not the policy's while the critic warms up.
         """
         update = self.one_update(answers, metrics)
-        with timed(metrics, "update"):
+        with phase(metrics, "update", self.dist.device):
             update.run(experience)
         while self.state.halvings < update.halvings:
             self.halve(torch.OutOfMemoryError("in the middle of an update"))
@@ -452,6 +460,7 @@ class PPOTrainer:
             phase=self.log.phase,
             guard=self.guard,
             halvings=self.state.halvings,
+            costs=self.costs,
         )
 
     def finish(
@@ -498,6 +507,7 @@ class PPOTrainer:
         values = derived(metrics.compute())
         values["episode"] = float((self.state.step + 1) * batch_size)
         values["eps"] = batch_size / values["time/step_s"]
+        values = with_rates(values, product_rate(self.roles))
         values["objective/kl_coef"] = self.state.kl_coef
         return values
 
@@ -512,11 +522,3 @@ class PPOTrainer:
                 horizon=ppo.kl_horizon,
                 num_episodes=self.config.train.rollout_batch_size,
             )
-
-
-@contextmanager
-def timed(metrics: Metrics, phase: str) -> Iterator[None]:
-    """Adds the seconds spent inside to ``time/PHASE_s``."""
-    start = time.perf_counter()
-    yield
-    metrics.sum(f"time/{phase}_s", time.perf_counter() - start)

@@ -15,6 +15,7 @@ from tether.data.demonstrations import demonstration_batches
 from tether.metrics.reduce import Metrics
 from tether.models.forward import LogprobOutput
 from tether.models.roles import POLICY, VALUE, Pass
+from tether.train.costs import PassCosts
 from tether.train.distributed import Dist
 from tether.train.guard import Guard, NotFinite
 from tether.train.measure import measure_policy
@@ -38,6 +39,7 @@ class Update:
         phase: told of progress.
         guard: keeps what is not finite from the optimizers.
         halvings: how often micro-batches were halved to fit into memory.
+        costs: counts what the passes read and compute.
     """
 
     def __init__(
@@ -53,10 +55,11 @@ class Update:
         phase: PhaseReport,
         guard: Guard,
         halvings: int,
+        costs: PassCosts,
     ) -> None:
         self.config, self.roles, self.demonstrations = config, parts.roles, parts.demonstrations
         self.optimizers, self.dist, self.step = optimizers, dist, step
-        self.answers, self.metrics, self.phase, self.guard = answers, metrics, phase, guard
+        self.answers, self.metrics, self.phase, self.guard, self.costs = answers, metrics, phase, guard, costs
         self.formed_with = halvings
         """How often micro-batches were halved before the update."""
         self.halvings = halvings
@@ -158,6 +161,7 @@ class Update:
                     for name, x in losses.items()
                 )
                 self.dist.backward(total / normaliser.to(total))
+            self.costs.count(self.metrics, pass_, item.batch)
             if self.config.train.gradient_checkpointing:
                 self.dist.trim_heap()  # where memory counts more than time
 

@@ -1,0 +1,160 @@
+"""What an update costs: seconds and peak memory of its phases, and its arithmetic against what the machine can do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tether.metrics.reduce import Metrics
+from tether.models.bitsandbytes import num_weights
+from tether.models.roles import POLICY, ModelRoles, Pass
+from tether.types import MicroBatch
+
+GIB = 2**30
+SAMPLING_SECONDS = 0.01
+"""Between two looks at the resident memory of this process."""
+RATE_SECONDS = 0.05
+"""How long matrices are multiplied to see how fast that goes."""
+PHASES = ("rollout", "reward", "logprobs", "values", "reference", "update")
+
+
+@contextmanager
+def timed(metrics: Metrics, name: str) -> Iterator[None]:
+    """Adds the seconds spent inside to ``time/NAME_s``."""
+    start = time.perf_counter()
+    yield
+    metrics.sum(f"time/{name}_s", time.perf_counter() - start)
+
+
+@contextmanager
+def phase(metrics: Metrics, name: str, device: torch.device) -> Iterator[None]:
+    """``timed``, and the peak of memory inside as ``memory/NAME``, in GiB: what is allocated on a GPU, what is resident
+    elsewhere; absent where the system does not tell."""
+    with timed(metrics, name), Peak(device) as peak:
+        yield
+    if peak.bytes:
+        metrics.max(f"memory/{name}", peak.bytes / GIB)
+
+
+class Peak:
+    """``with Peak(device) as peak:`` leaves the most memory in use inside in ``peak.bytes``; 0 where it is not known.
+
+    Resident memory is looked at every few milliseconds. The system's own mark of the peak is left alone, as to reset it
+    would take it from whoever measures the whole process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._over = device, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True) if device.type == "cpu" else None
+        self.bytes = 0
+
+    def __enter__(self) -> Peak:
+        if self._thread is not None:
+            self._look()
+            self._thread.start()
+        elif self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._look()
+        elif self._device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self._device)
+
+    def _watch(self) -> None:
+        while not self._over.wait(SAMPLING_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        self.bytes = max(self.bytes, resident_bytes())
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class PassCosts:
+    """Counts what the passes of updates read and compute.
+
+        floating-point operations = Σ over matrices (2 + 2 + 2 · is trained) · parameters · tokens
+
+    for the forward, the gradient of the activations and that of the weights. The head of the policy counts for response
+    tokens alone. Attention between tokens, recomputed activations, and experts in one tensor are not counted.
+
+    Args:
+        roles: whose update it is.
+    """
+
+    def __init__(self, roles: ModelRoles) -> None:
+        self._per_token = {pass_.name: _operations(roles, pass_) for pass_ in roles.passes}
+
+    def count(self, metrics: Metrics, pass_: Pass, batch: MicroBatch) -> None:
+        """Adds a forward and backward of ``pass_`` to ``tokens/update`` and ``flops/update``, the latter in 10¹²."""
+        of_trunk, of_head = self._per_token[pass_.name]
+        read: Tensor = batch.attention_mask.sum()
+        metrics.sum("tokens/update", read)
+        metrics.sum("flops/update", (of_trunk * read.double() + of_head * batch.response_mask.sum()) / 1e12)
+
+
+def _operations(roles: ModelRoles, pass_: Pass) -> tuple[int, int]:
+    """Operations of a forward and backward for a token, in the trunk and in the policy's head."""
+    model = roles.role(pass_.name).model
+    trained = {id(parameter) for parameter in pass_.parameters()}
+    embeddings = model.get_input_embeddings().weight
+    trunk = [
+        parameter
+        for name, parameter in model.base_model.named_parameters()
+        if parameter.ndim == 2 and parameter is not embeddings and (id(parameter) in trained or "lora_" not in name)
+    ]
+    of_head = [model.get_output_embeddings().weight] if POLICY in pass_.trains else []
+    of_trunk, of_head = (sum(num_weights(p) * (6 if id(p) in trained else 4) for p in ps) for ps in (trunk, of_head))
+    return of_trunk, of_head
+
+
+def product_rate(roles: ModelRoles) -> float:
+    """``matrix_rate`` where the roles are, in the type that the policy is multiplied in."""
+    weight = roles.policy.get_output_embeddings().weight
+    return matrix_rate(weight.device, torch.bfloat16 if roles.mixed_precision else weight.dtype)
+
+
+@cache
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second in the product of two square matrices of this type, the best of a few."""
+    n = 512 if device.type == "cpu" else 4096
+    matrix, best, begun = torch.ones(n, n, dtype=dtype, device=device), float("inf"), time.perf_counter()
+    while best == float("inf") or time.perf_counter() - begun < RATE_SECONDS:
+        start = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+def with_rates(values: dict[str, float], rate: float) -> dict[str, float]:
+    """An update's metrics with what follows from its costs: the seconds of no phase, and tokens and FLOPs a second.
+
+    Args:
+        rate: of matrix products, operations a second.
+    """
+    seconds = {name: values[f"time/{name}_s"] for name in PHASES if f"time/{name}_s" in values}
+    values = values | {"time/rest_s": values["time/step_s"] - sum(seconds.values())}
+    for name in ("rollout", "update"):
+        if f"tokens/{name}" in values and seconds.get(name):
+            values[f"speed/{name}"] = values[f"tokens/{name}"] / seconds[name]
+    if "flops/update" in values and seconds.get("update"):
+        values["speed/mfu"] = values["flops/update"] * 1e12 / seconds["update"] / rate
+    return values

@@ -136,7 +136,7 @@ def _objects(path: Path, text: str) -> list[tuple[int | None, Row]]:
     except _RowError:
         try:
             whole = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             whole = None
         if not isinstance(whole, dict):
             raise
@@ -174,6 +174,8 @@ def _messages(cell: str, name: str, line: int) -> Any:
             f", line {line}: {name} is not JSON: {error.msg} at column {error.colno} of the cell; wanted text, or "
             "a JSON list of chat messages"
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise _RowError(f", line {line}: {name} is not JSON that can be read: {error}") from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[int | None, Row]]:

@@ -148,8 +148,12 @@ class Callbacks:
     def count(self) -> None:
         """Counts an update."""
         self.state.global_step += 1
-        episodes = self.state.global_step * self._config.train.rollout_batch_size
-        self.state.epoch = episodes / (self._num_prompts * self._config.sampling.num_generations)
+        self.state.epoch = self.epoch_after(self.state.global_step)
+
+    def epoch_after(self, step: int) -> float:
+        """Passes over the prompts after ``step`` updates."""
+        answers = self._num_prompts * self._config.sampling.num_generations
+        return step * self._config.train.rollout_batch_size / answers
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the history."""

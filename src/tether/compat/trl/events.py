@@ -22,6 +22,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from tether.compat.trl.config import PPOConfig
 from tether.config.schema import RunConfig
 from tether.train.callbacks import Callbacks
+from tether.train.checkpoint import RunState
 from tether.train.display import NullDisplay
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,11 @@ class Events(Callbacks):
         self.state.episode = int(metrics["episode"])
         self.record(metrics)
         self.call("on_step_end")
+
+    def resume(self, state: RunState, history: Sequence[Mapping[str, Any]]) -> None:
+        """Goes on from a checkpoint, with a history as ``log`` writes it."""
+        epochs = [{"epoch": self.epoch_after(row["step"])} if row["step"] else {} for row in history]
+        super().resume(state, [{**row, **epoch} for row, epoch in zip(history, epochs, strict=True)])
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Logs metrics."""

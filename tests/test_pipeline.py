@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,16 @@ def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file
 def test_wrong_keys_are_told_with_their_section(file, override, message):
     with pytest.raises(ConfigError, match=message):
         load_pipeline(file, [override])
+
+
+def test_a_stage_is_not_skipped_where_what_it_was_made_from_is_gone(file, tmp_path):
+    run(file)
+    (tmp_path / "out/sft/adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"out/reward holds reward, made from an earlier sft than the one that is to"):
+        run(file)
+    shutil.rmtree(tmp_path / "out/reward")
+    with pytest.raises(ConfigError, match=r"out/ppo holds ppo, made from an earlier sft"):
+        run(file)
 
 
 def test_one_stage_is_no_pipeline(tmp_path):

@@ -59,6 +59,7 @@ def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
         states = {
             name: "new" if shared.overwrite_output_dir else _state(config) for name, config in pipeline.stages.items()
         }
+        _check_order(pipeline, states)
         check_pipeline(pipeline, states)
         finished: dict[str, Path] = {}
         for name, config in pipeline.stages.items():
@@ -192,6 +193,19 @@ def _state(config: Any) -> State:
     except CheckpointError:
         return "begun"
     return "finished"
+
+
+def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
+    """Raises ``ConfigError`` if a stage is finished that was made from one that is to run."""
+    for name, config in pipeline.stages.items():
+        rewards = config.rewards if isinstance(config, RunConfig) else ()
+        read = {config.model.path, *(getattr(reward, "path", None) for reward in rewards)}
+        for earlier, before in pipeline.stages.items():
+            if states[name] == "finished" and states[earlier] != "finished" and str(before.output_dir) in read:
+                raise ConfigError(
+                    f"output_dir: {config.output_dir} holds {name}, made from an earlier {earlier} than the one that "
+                    f"is to be trained now. Remove it to run {name} anew, or name another output_dir"
+                )
 
 
 def _check_same(config: Any, folder: Path) -> None:

@@ -573,16 +573,20 @@ GENERATION = in_file(
         "len(row.token_ids) == self._sampling.max_new_tokens\n",
         "len(row.token_ids) == self._sampling.max_new_tokens + 1\n",
     ),
-    ("positions stand still while decoding", "self._positions[:, -1:] + 1", "self._positions[:, -1:]"),
+    (
+        "positions stand still while decoding",
+        "self._inputs, self._positions = added, self._positions[:, -1:] + 1",
+        "self._inputs, self._positions = added, self._positions[:, -1:]",
+    ),
     (
         "padding is attended to while decoding",
-        "attention_mask=self._mask[:, : self._seen]",
-        "attention_mask=torch.ones_like(self._mask[:, : self._seen])",
+        '{"attention_mask": self._mask[:, : self._seen]}',
+        '{"attention_mask": torch.ones_like(self._mask[:, : self._seen])}',
     ),
     (
         "rows are dropped from the cache in the wrong places",
-        "self._slots = [self._slots[i] for i in kept]",
-        "self._slots = list(range(len(kept)))",
+        "[self._slots[i] for i in kept]",
+        "list(range(len(kept)))",
     ),
     (
         "the cache keeps the rows that ended",
@@ -690,13 +694,13 @@ TRAINER = (
         "train/trainer.py",
         (
             "the reference is the policy that is trained",
-            "self.roles.ref_logprobs(batch, temperature) if",
-            "out.logprobs if",
+            "ref = self.roles.ref_logprobs(batch, temperature)",
+            "ref = out.logprobs",
         ),
         (
             "old log-probabilities lack the temperature",
-            "self.roles.score_pass(batch, temperature)",
-            "self.roles.score_pass(batch, 1.0)",
+            "self.roles.score_pass(batch, temperature, of_pass)",
+            "self.roles.score_pass(batch, 1.0, of_pass)",
         ),
         (
             "the reference's log-probabilities lack the temperature",
@@ -1209,18 +1213,18 @@ ROLLOUT = (
         ),
         (
             "rewards see special tokens",
-            "decode(c.token_ids, skip_special_tokens=True)",
-            "decode(c.token_ids, skip_special_tokens=False)",
+            "decode(completion.token_ids, skip_special_tokens=True)",
+            "decode(completion.token_ids, skip_special_tokens=False)",
         ),
         (
             "every answer is judged with the first prompt's columns",
-            "[p.columns.get(name) for p in self.prompts]",
-            "[self.prompts[0].columns.get(name) for p in self.prompts]",
+            "[p.columns.get(name) for p in prompts]",
+            "[prompts[0].columns.get(name) for p in prompts]",
         ),
         (
             "the judge gets the answer's ids in place of the query's",
-            "query_ids=[list(p.token_ids) for p in self.prompts]",
-            "query_ids=[list(c.token_ids) for c in self.completions]",
+            "query_ids=[list(p.token_ids) for p in prompts]",
+            "query_ids=ids",
         ),
         tests=(f"{BOOKKEEPING}::test_the_judge_is_given_each_answer_with_its_own_prompt",),
     ),
@@ -1448,8 +1452,8 @@ ROLES = (
         "models/roles.py",
         (
             "the scoring pass lacks the temperature",
-            "with pass_(batch, temperature=temperature, with_entropy=True)",
-            "with pass_(batch, temperature=1.0, with_entropy=True)",
+            "around(pass_), pass_(batch, temperature=temperature, with_entropy=True)",
+            "around(pass_), pass_(batch, temperature=1.0, with_entropy=True)",
         ),
         (
             "the reference lacks the temperature",

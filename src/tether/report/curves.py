@@ -14,7 +14,7 @@ from tether.report.svg import Guide, Line, Mark, buckets, line_chart, path_chart
 from tether.report.text import number, percent
 
 MAX_COMPONENTS = 12
-MAX_PHASES = 6
+PHASE_COLORS, REST_COLOR = (1, 2, 3, 4, 5, 7), 6
 MAX_DOTS = 24
 TRAIN, HELD_OUT = 1, 2
 
@@ -186,23 +186,28 @@ def _kl_coef(run: Run) -> Figure | None:
 
 
 def _seconds(run: Run) -> Figure | None:
-    names = [n for n in run.names() if n.startswith("time/") and n.endswith("_s") and n != "time/step_s"]
-    names = [n for n in names if run.series(n)][: MAX_PHASES - 1]
+    names = [n for n in run.names() if n.startswith("time/") and n.endswith("_s")]
+    names = [n for n in names if n not in ("time/step_s", "time/rest_s") and run.series(n)][: len(PHASE_COLORS)]
     whole = run.series("time/step_s")
     steps = sorted(run.updates)
-    layers = [(n[5:-2], 1 + i, [run.updates[s].get(n, math.nan) for s in steps]) for i, n in enumerate(names)]
+    layers = [
+        (n[5:-2], color, [run.updates[s].get(n, math.nan) for s in steps])
+        for n, color in zip(names, PHASE_COLORS, strict=False)
+    ]
     rest = [
         run.updates[s].get("time/step_s", math.nan) - sum(v for *_, ys in layers if math.isfinite(v := ys[i]))
         for i, s in enumerate(steps)
     ]
     if any(v > 0.01 for v in rest if math.isfinite(v)):
-        layers.append(("rest" if names else "update", MAX_PHASES, rest))
+        layers.append(("rest" if names else "update", REST_COLOR, rest))
     if not layers:
         return None
-    legend = [(name, color) for name, color, _ in layers]
+    sums = [math.fsum(y for y in ys if math.isfinite(y) and y > 0) for *_, ys in layers]
+    total = math.fsum(sums) or 1.0
+    legend = [(f"{name} {s / total:.0%}", color) for (name, color, _), s in zip(layers, sums, strict=True)]
     latest = f"{number(whole.late)} s an update" if whole else ""
     chart = stacked_bars(steps, layers, label="Seconds an update by phase", unit="s")
-    return Figure("Seconds a phase", "wall clock of each update", legend, latest, chart)
+    return Figure("Seconds a phase", "wall clock of each update, and shares of all", legend, latest, chart)
 
 
 def _guides(warn: float, act: float) -> list[Guide]:

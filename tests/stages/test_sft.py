@@ -19,6 +19,7 @@ from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm, load_tokenizer
 from tether.models.saving import verify_manifest
 from tether.stages.sft import IGNORED, _dataset, load_data, train_sft
+from tether.train.saved import generate_path, run_config
 
 ROWS = [
     {"prompt": " ".join(words), "completion": f"{words[1]} is {'good' if words[1] == 'cat' else 'bad'}"}
@@ -288,3 +289,11 @@ def test_the_first_demonstration_is_told_with_its_special_tokens(tmp_path):
         "the first prompt: '<user> the cat sees <eos> <assistant>', and what is trained on: 'cat is good <eos>'"
     )
     assert math.isfinite(read_jsonl(tmp_path / "out" / "metrics.jsonl")[0]["loss"])
+
+
+def test_what_it_made_answers(lora, tmp_path):
+    """Its configuration is not that of a run of PPO."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the cat"}')
+    (row,) = generate_path(str(lora[1].path), str(prompts), response_length=3, temperature=0.0)
+    assert row["response"] and run_config(lora[1].path) is None

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from tether.algo import ScoreMoments
+from tether.config import text
 from tether.config.chat import ChatKeys
-from tether.config.load import load_config
+from tether.config.load import load_config, read_file
 from tether.config.rewards import measured_norms
 from tether.config.schema import RunConfig
 from tether.data.prompts import load_prompts
@@ -43,11 +44,20 @@ class Evaluation:
     """Every prompt with its answer, as in samples.jsonl."""
 
 
+def _is_of_ppo(file: Path) -> bool:
+    """Whether a run's configuration is of ``tether ppo``, and not of a stage before it, which has no rewards."""
+    try:
+        data = text.parse(read_file(file)).data
+    except text.TextError:
+        return True  # the reader of configurations says what is wrong with it
+    return not isinstance(data, dict) or "rewards" in data
+
+
 def run_config(path: Path) -> RunConfig | None:
-    """The configuration of the run that a policy folder belongs to, its root or a checkpoint in it; None if of none."""
+    """The configuration of the PPO run that a policy is of, at its root or in a checkpoint in it; None if of none."""
     for folder in (path, path.parent):
         if (folder / CONFIG).is_file():
-            return load_config(folder / CONFIG)
+            return load_config(folder / CONFIG) if _is_of_ppo(folder / CONFIG) else None
     return None
 
 

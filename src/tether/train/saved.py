@@ -96,7 +96,7 @@ def evaluate_path(
     display = display or NullDisplay()
     config = run_config(run)
     if config is None:
-        raise ConfigError(f"{run}: neither it nor the folder it is in has a {CONFIG}; wanted what `tether ppo` saved")
+        raise ConfigError(f"{run}: neither it nor the folder it is in holds a run of `tether ppo`, which has rewards")
     if prompts is not None:
         check_source(prompts, "--prompts")
     elif not config.data.has_eval:

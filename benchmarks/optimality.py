@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -35,12 +34,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.peers.environment import ROOT, say, trl_python
 from benchmarks.toys.language import Language, toy
 from benchmarks.toys.run import HARNESS, Course, train_tables
-
-ROOT = Path(__file__).resolve().parent.parent
-TRL_ENVIRONMENT = ROOT / ".peers" / "trl-1.12"
-TRL_PACKAGES = ("torch==2.13.0", "trl==1.12.0", "peft", "jaxtyping")
 
 MOST_REGRET = {"A": 0.005, "B": 0.040}
 LEVELS = (0.10, 0.05, 0.02)
@@ -113,17 +109,6 @@ def trl_runs(name: str, seeds: Sequence[int], folder: Path) -> list[Run]:
     return [Run(row["seed"], Course(batch, row["regrets"]), row["seconds"]) for row in rows]
 
 
-def trl_python() -> Path:
-    """The Python of TRL's environment, which is made the first time."""
-    python, complete = TRL_ENVIRONMENT / "bin" / "python", TRL_ENVIRONMENT / "complete"
-    if not complete.exists():
-        say(f"installing {', '.join(TRL_PACKAGES)} into {TRL_ENVIRONMENT}")
-        venv.create(TRL_ENVIRONMENT, clear=True, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *TRL_PACKAGES], check=True)
-        complete.touch()
-    return python
-
-
 # What came out
 
 
@@ -184,11 +169,6 @@ def broken(name: str, runs: Sequence[Run], peer: Sequence[Run], *, each: bool) -
 def thousands(episodes: float | None) -> str:
     """Episodes for a table."""
     return "–" if episodes is None else f"{episodes / 1000:.1f}k"
-
-
-def say(text: str) -> None:
-    """Progress, apart from the table."""
-    print(text, file=sys.stderr, flush=True)
 
 
 # The two benchmarks

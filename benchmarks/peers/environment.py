@@ -1,0 +1,28 @@
+"""TRL 1.12.0, the last release that has the PPO trainer, in an environment of its own: .peers/trl-1.12."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TRL_ENVIRONMENT = ROOT / ".peers" / "trl-1.12"
+TRL_PACKAGES = ("torch==2.13.0", "trl==1.12.0", "peft", "jaxtyping")
+
+
+def trl_python() -> Path:
+    """The Python of TRL's environment, which is made the first time."""
+    python, complete = TRL_ENVIRONMENT / "bin" / "python", TRL_ENVIRONMENT / "complete"
+    if not complete.exists():
+        say(f"installing {', '.join(TRL_PACKAGES)} into {TRL_ENVIRONMENT}")
+        venv.create(TRL_ENVIRONMENT, clear=True, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *TRL_PACKAGES], check=True)
+        complete.touch()
+    return python
+
+
+def say(text: str) -> None:
+    """Progress, apart from the table."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""One PPO job that both systems are given, and what a side says of it; nothing but the standard library."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained; equal on both sides."""
+
+    model: str
+    """Folder of the start policy, also the reference."""
+    judge: str
+    """Folder of a classifier with one label: the reward model, and the critic's start."""
+    judge_adapter: str
+    """The same judge as an adapter on the policy's base."""
+    prompts: str
+    """JSONL with ``prompt``."""
+    folder: str
+    """Where a side may write."""
+    episodes: int = 16
+    """Answers an update."""
+    micro: int = 8
+    """Answers in a forward of the update."""
+    decoded: int = 16
+    """Answers decoded side by side."""
+    tokens: int = 48
+    """Tokens of an answer, at most."""
+    ends: bool = False
+    """Whether an answer ends at its end token."""
+    epochs: int = 1
+    """Optimizer steps on a rollout batch, each on all of it."""
+    updates: int = 3
+    """The first one warms up and is not counted."""
+    lora: bool = False
+    """A LoRA policy of rank 16."""
+    bfloat16: bool = False
+    """Pure bfloat16 weights in place of float32."""
+    threads: int = 2
+    """Of torch."""
+    seed: int = 1
+
+
+@dataclass
+class Outcome:
+    """What a side measured."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of each update, between two log entries."""
+    scores: list[float] = field(default_factory=list)
+    """Mean score of each update."""
+    lengths: list[float] = field(default_factory=list)
+    """Mean answer length of each update, where the side tells."""
+    peak_gib: float = 0.0
+    """Peak memory: resident on a CPU, allocated on a GPU."""
+    details: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last update."""
+
+    def episodes_per_second(self, job: Job) -> float:
+        """Answers a second, the first update left out."""
+        counted = self.seconds[1:]
+        return job.episodes * len(counted) / sum(counted)
+
+
+SETTINGS = {"learning_rate": 3e-6, "kl_coef": 0.05, "temperature": 0.7, "lam": 0.95, "rank": 16, "alpha": 32}
+"""The same on both sides."""
+
+
+def read_job() -> tuple[Job, Path]:
+    """The job and the file for the outcome, from the command line."""
+    return Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), Path(sys.argv[2])
+
+
+def write_job(job: Job, path: Path) -> None:
+    """Writes a job for a side to read."""
+    path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+
+
+def resident_peak() -> float:
+    """Peak resident memory of this process in GiB, imports included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30

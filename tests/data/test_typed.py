@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 
 from tests.tiny import EOS, tiny_bpe_tokenizer, tiny_tokenizer
 from tether.data.prompts import load_prompts
+from tether.errors import DataError
 
 ATTACK = "the cat<eos>you run"
 
@@ -99,6 +100,12 @@ def test_white_space_that_a_control_token_takes_is_taken(tmp_path):
     turn = tokenizer.convert_tokens_to_ids("<turn>")
     assert (prompt.token_ids[0], prompt.token_ids[-1]) == (turn, turn) == (usual.token_ids[0], usual.token_ids[-1])
     assert prompt.token_ids[1] == usual.token_ids[1]
+
+
+def test_half_a_surrogate_pair_in_a_role_is_named_by_its_row(tmp_path):
+    rows = ["you run", [{"role": "us\ud800er", "content": "a"}]]
+    with pytest.raises(DataError, match=r"row 1 .*half of a surrogate pair"):
+        queries(tmp_path, tiny_bpe_tokenizer(), *rows)
 
 
 def test_ten_thousand_of_them_are_read_in_a_moment_and_dropped_as_too_long(tmp_path):

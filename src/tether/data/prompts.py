@@ -326,10 +326,11 @@ def _rendered(
             "Set data.chat_template to one by name (chatml, llama3, …) or file, or use prompts that are text"
         )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
     except Exception as error:  # templates raise whatever their authors chose
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"{where}: the chat template refuses messages of the roles {roles}: {error}") from error
+    return _encodable(text, where)  # roles, tools and arguments of the template are text as well
 
 
 def _bos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

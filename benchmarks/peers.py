@@ -68,6 +68,7 @@ def main() -> int:
     parser.add_argument("--jobs", nargs="+", choices=list(CHANGES), default=list(CHANGES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--updates", type=int, default=3, help="of which the first is not counted")
+    parser.add_argument("--threads", type=int, default=2, help="of torch, on both sides")
     parser.add_argument("--model", type=Path, help="folder of the policy; SmolLM2-135M from its package if left out")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/bench-peers"))
     given = parser.parse_args()
@@ -76,7 +77,7 @@ def main() -> int:
     results, faults = {}, []
     print(f"{'job':8} {'side':8} {'episodes/s':>10} {'GiB':>6} {'score, first and last':>23}")
     for name in given.jobs:
-        job = Job(**shared, updates=given.updates, **CHANGES[name])
+        job = Job(**shared, updates=given.updates, threads=given.threads, **CHANGES[name])
         sides = {side: outcome(side, job, given.output.resolve() / f"{name}-{side}") for side in given.sides}
         for side, seen in sides.items():
             speed = seen.episodes_per_second(job)

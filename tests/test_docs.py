@@ -63,4 +63,5 @@ def test_metrics_are_absent_where_the_docs_say_so(logged):
     assert of_the_critic | {"val/explained_variance"} == logged["defaults"] - logged["no critic"]
     assert {"value/lr", "value/grad_norm"} == logged["defaults"] - logged["shared trunk, no reference"] - {
         "objective/kl", "objective/kl_k3", "eval_kl",
+        "time/reference_s", "memory/reference", "time/values_s", "memory/values",
     }  # fmt: skip

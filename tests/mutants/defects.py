@@ -1442,8 +1442,8 @@ ROLES = (
         "models/roles.py",
         (
             "models rest in train mode",
-            "model.requires_grad_(False).eval().to(self.device)",
-            "model.requires_grad_(False).to(self.device)",
+            "            model.requires_grad_(False).eval()\n",
+            "            model.requires_grad_(False)\n",
         ),
         ("the reference's weights ask for gradients", "model.requires_grad_(False).eval()", "model.eval()"),
         tests=(f"{HOLES}::test_at_rest_nothing_is_in_train_mode_and_only_what_trains_requires_gradients",),

@@ -85,15 +85,15 @@ def wrapped(monkeypatch, owner, name, change):
     monkeypatch.setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
 
 
-def one_token_early(original, scores, kl, mask, *, kl_coef):
-    rewards = original(torch.zeros_like(scores), kl, mask, kl_coef=kl_coef)
+def one_token_early(original, scores, kl, mask, *, kl_coef, token_scores):
+    rewards = original(torch.zeros_like(scores), kl, mask, kl_coef=kl_coef, token_scores=token_scores)
     lengths = mask.sum(dim=1)
     rewards[torch.arange(len(mask)), (lengths - 2).clamp(min=0)] += scores
     return rewards
 
 
-def on_the_first_token(original, scores, kl, mask, *, kl_coef):
-    rewards = original(torch.zeros_like(scores), kl, mask, kl_coef=kl_coef)
+def on_the_first_token(original, scores, kl, mask, *, kl_coef, token_scores):
+    rewards = original(torch.zeros_like(scores), kl, mask, kl_coef=kl_coef, token_scores=token_scores)
     rewards[:, 0] += scores
     return rewards
 
@@ -122,8 +122,8 @@ def per_batch(prompts, completions):
     return ((scores - scores.mean()) / scores.std()).tolist()
 
 
-def averaged_over_tokens(original, scores, kl, mask, *, kl_coef):
-    return original(scores, kl / mask.sum(dim=1, keepdim=True), mask, kl_coef=kl_coef)
+def averaged_over_tokens(original, scores, kl, mask, *, kl_coef, token_scores):
+    return original(scores, kl / mask.sum(dim=1, keepdim=True), mask, kl_coef=kl_coef, token_scores=token_scores)
 
 
 DEFECTS = {

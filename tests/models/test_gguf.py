@@ -144,7 +144,11 @@ def test_a_start_from_a_file_is_the_start_from_its_folder(tmp_path, run):
     from_folder = train_policy(folder)
     assert from_file.updates[0]["objective/kl"] == 0.0
     timeless = [
-        {name: value for name, value in result.updates[0].items() if not name.startswith(("time/", "speed/", "memory/", "eps"))}
+        {
+            name: value
+            for name, value in result.updates[0].items()
+            if not name.startswith(("time/", "speed/", "memory/", "eps"))
+        }
         for result in (from_file, from_folder)
     ]
     assert timeless[0] == timeless[1]

@@ -126,7 +126,7 @@ def test_mistakes_in_a_file_are_told_by_key():
         "- {type: length_target, target: 3, unit: tokens}": r"rewards\.0\.unit: got tokens, wanted one of words, char",
         "- {type: json_valid, clip: [1, 0]}": r"rewards\.0\.clip: got 1 to 0, wanted the lower number first",
         "- {type: json_valid, norm: [1, 0]}": r"rewards\.0\.norm: got a standard deviation of 0, wanted \[mean, std\]",
-        "- {type: json_valid, norm: 1}": r"rewards\.0\.norm: got 1, wanted auto or a list of numbers, exactly 2 or null",
+        "- {type: json_valid, norm: 1}": r"rewards\.0\.norm: got 1, wanted auto or a list of numbers, exactly 2",
         "- {type: json_valid, clip: 0}": r"rewards\.0\.clip: got 0, wanted a number above 0 or a list of numbers, exac",
         "- {type: json_valid, clip: [1]}": r"rewards\.0\.clip: got \[1\], wanted",
     }.items():

@@ -637,7 +637,7 @@ TRAINER = (
         tests=(f"{BOOKKEEPING}::test_no_two_answers_of_a_run_share_their_noise",),
     ),
     *in_file(
-        "train/trainer.py",
+        "train/norms.py",
         (
             "frozen score moments have the noise of training",
             'noise_key(seed, "score_norm", ',

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, tried before it trains."""
+"""Whether a run fits into memory, tried before it trains, and smaller micro-batches where it does not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from tether.config.schema import RunConfig
+from tether.errors import TrainingError
 from tether.metrics.reduce import Metrics
 from tether.train.checkpoint import ADAM_BYTES
 from tether.train.distributed import Dist
@@ -71,6 +72,25 @@ def dry_step(
     rows, tokens = batch.token_ids.shape
     took = time.perf_counter() - start
     return f"dry step: {rows} answers of {tokens} tokens fit into memory{_peak(dist)}; it took {took:.2g} s"
+
+
+def halved(config: RunConfig, halvings: int, error: torch.OutOfMemoryError) -> tuple[int, str]:
+    """How often micro-batches are halved from now on, and a line that says so.
+
+    Args:
+        halvings: how often they were.
+
+    Raises:
+        TrainingError: they hold one answer already.
+    """
+    size = config.train.max_rows_per_micro_batch or config.mini_batch_size
+    if 2**halvings >= size:
+        raise TrainingError(
+            f"out of memory with one answer in a micro-batch ({error}): set train.gradient_checkpointing, lower "
+            "sampling.response_length or data.max_prompt_length, or train with LoRA"
+        ) from error
+    most = -(-size // 2 ** (halvings + 1))
+    return halvings + 1, f"warning: out of memory; micro-batches are halved from now on, to at most {most} answers"
 
 
 def _peak(dist: Dist) -> str:

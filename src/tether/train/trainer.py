@@ -37,7 +37,8 @@ from tether.train.guard import Guard, NotFinite, suspicions
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import METRICS, RunLog
 from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
-from tether.train.memory import dry_step
+from tether.train.memory import dry_step, halved
+from tether.train.norms import spread, start_answers
 from tether.train.optim import PassOptimizer, build_optimizers
 from tether.train.parts import Parts
 from tether.train.random_state import random_states, set_random_states
@@ -217,48 +218,20 @@ class PPOTrainer:
         source with ``norm: auto``, then of their sum for ``ppo.score_norm: frozen``. A run that goes on has them."""
         by_source = bool(unmeasured(self.parts.rewards)) and not self.state.source_moments
         of_sum = self.config.ppo.score_norm == "frozen" and self.state.score_moments.count == 0
-        answers = self.start_answers() if by_source or of_sum else None
+        answers = None
+        if by_source or of_sum:
+            answers = start_answers(self.parts, self.config, phase=self.log.phase, check=self.stop.check)
         if by_source:
             moments = measured(self.parts.rewards, answers.reward_batch(self.parts.tokenizer))
             for name, own in moments.items():
-                self.check_spread(own, f"norm auto of the reward {name}", "norm")
+                self.log.message(spread(own, f"norm auto of the reward {name}", "norm"))
             self.state.source_moments = moments
         if self.state.source_moments:
             self.parts = replace(self.parts, rewards=normalised(self.parts.rewards, self.state.source_moments))
         if of_sum:
             moments = algo.merged_moments(algo.ScoreMoments(), raw_scores(self.parts, answers)[0])
-            self.check_spread(moments, "ppo.score_norm frozen", "score_norm")
+            self.log.message(spread(moments, "ppo.score_norm frozen", "score_norm"))
             self.state.score_moments = moments
-
-    def start_answers(self) -> Answers:
-        """Answers of the start policy to measure scores on, with noise of their own."""
-        seed, count = self.config.train.seed, self.config.ppo.score_norm_samples
-        draws = PromptStream(len(self.parts.prompts), count, seed).batch(0)
-        prompts = [self.parts.prompts[i] for i, _ in draws]
-        requests = [
-            Request(prompt.token_ids, noise_key(seed, "score_norm", prompt.row, sample))
-            for prompt, (_, sample) in zip(prompts, draws, strict=True)
-        ]
-        return answer(
-            self.parts, prompts, requests, phase=self.log.phase, check=self.stop.check, name="score statistics"
-        )
-
-    def check_spread(self, moments: algo.ScoreMoments, what: str, key: str) -> None:
-        """Says what scores are normalised by.
-
-        Raises:
-            TrainingError: the scores have no spread to normalise by.
-        """
-        count = f"{moments.count:g} answers of the start policy"
-        if moments.var == 0:
-            raise TrainingError(
-                f"{what}: all {count} have the score {moments.mean:g}, so there is no spread to measure scores by. "
-                f"Leave {key} out, or give rewards that tell answers apart"
-            )
-        self.log.message(
-            f"{what}: scores are normalised by those of {count}: mean {moments.mean:.3g}, standard deviation "
-            f"{moments.var**0.5:.3g}"
-        )
 
     # Memory
 
@@ -288,15 +261,8 @@ class PPOTrainer:
         Raises:
             TrainingError: they hold one answer already.
         """
-        size = self.config.train.max_rows_per_micro_batch or self.config.mini_batch_size
-        if 2**self.state.halvings >= size:
-            raise TrainingError(
-                f"out of memory with one answer in a micro-batch ({error}): set train.gradient_checkpointing, lower "
-                "sampling.response_length or data.max_prompt_length, or train with LoRA"
-            ) from error
-        self.state.halvings += 1
-        most = -(-size // 2**self.state.halvings)
-        self.log.message(f"warning: out of memory; micro-batches are halved from now on, to at most {most} answers")
+        self.state.halvings, told = halved(self.config, self.state.halvings, error)
+        self.log.message(told)
 
     # One update
 

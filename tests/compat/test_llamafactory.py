@@ -62,6 +62,13 @@ class TestTheExample:
             assert (out / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert "reads it: '<|start_header_id|> user <|end_header_id|> you <unk> the cat <|eot_id|>" in shown
 
+    @pytest.mark.parametrize(("stage", "command"), [("ppo", "ppo"), ("rm", "reward"), ("sft", "sft"), ("[ppo]", "sft")])
+    def test_is_no_pipeline(self, tmp_path, capsys, stage, command):
+        path = write(tmp_path, f"stage: {stage}\nmodel_name_or_path: some/model\n")
+        assert main(["pipeline", str(path)]) == 2
+        shown = "".join(capsys.readouterr().err.split())
+        assert f"`tether {command} {path}` runs it".replace(" ", "") in shown and "unknown" not in shown
+
     def test_becomes(self, home):
         write_reward()
         config, _ = load_any("llama3_lora_ppo.yaml", [], RunConfig, "ppo")

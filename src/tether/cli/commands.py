@@ -122,6 +122,10 @@ def pipeline(arguments: Sequence[str]) -> int:
     if _wants_help(arguments):
         return _config_help("tether pipeline", PipelineConfig)
     file, overrides = run_arguments("tether pipeline", arguments)
+
+    from tether.compat.load import check_pipeline
+
+    check_pipeline(file)
     config = load_pipeline(file, overrides)
 
     from tether.cli.display import RunDisplay

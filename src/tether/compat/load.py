@@ -46,6 +46,17 @@ def load_any(
     return translation.checked(section, ours), translation
 
 
+def check_pipeline(path: str | Path) -> None:
+    """Raises ``ConfigError`` if the file is LLaMA-Factory's, which describes one stage and not several."""
+    document = _document(path)
+    if document is not None and llamafactory.recognised(document.data):
+        command = llamafactory.STAGES.get(str(document.data.get("stage")), "sft")
+        raise ConfigError(
+            f"{path} describes one stage, in LLaMA-Factory's words: `tether {command} {path}` runs it, and `tether "
+            f"convert {path} --to tether -o OUT.yaml` writes what can be a section of a pipeline"
+        )
+
+
 def _document(path: str | Path) -> text.Document | None:
     """The file's content; None where it is not the YAML that is read here, which ``load_config`` then says."""
     try:

@@ -142,7 +142,7 @@ class Service:
 
 
 class Session:
-    """Jobs at work for one batch, over connections that they share.
+    """Jobs at work for one batch, over connections that they share; none begins after one has failed for good.
 
     Args:
         service: who is asked.
@@ -152,6 +152,7 @@ class Session:
     def __init__(self, service: Service, client: httpx2.AsyncClient) -> None:
         self._service, self._client = service, client
         self._gate = asyncio.Semaphore(service.max_concurrency)
+        self._has_failed = False
 
     def start(self, job: Callable[[Post], Awaitable[T]]) -> Future[T]:
         """What the job will return, or ``RewardError`` if it fails for good; it posts one payload after the other."""
@@ -163,7 +164,13 @@ class Session:
 
     async def _at_work(self, job: Callable[[Post], Awaitable[T]]) -> T:
         async with self._gate:
-            return await job(lambda payload: self._service.posted(self._client, payload))
+            if self._has_failed:  # nobody wants the others' scores any more, and they have not been asked for
+                raise asyncio.CancelledError
+            try:
+                return await job(lambda payload: self._service.posted(self._client, payload))
+            except RewardError:
+                self._has_failed = True
+                raise
 
 
 def service_of(config: ServiceReward, url: str, *, name: str, key: str, wanted: str) -> Service:

@@ -199,6 +199,9 @@ class Experience:
 class Generator(Protocol):
     """Turns queries into answers. Knows token ids and nothing of text."""
 
+    batch_size: int
+    """Most answers written side by side; an engine lowers it where so many do not fit into memory."""
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """Yields (position in ``requests``, answer) for every request once, in the order in which answers finish."""
         ...

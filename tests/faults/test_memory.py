@@ -6,12 +6,18 @@ import json
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from tests.faults.test_bad_numbers import Heard
+from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
 from tests.train.test_run import assert_same_weights, reproducible, weights
-from tether.errors import TrainingError
+from tether.errors import GenerationError, TrainingError
+from tether.generation import hf
+from tether.metrics.writers import read_jsonl
 from tether.models.roles import ModelRoles
+from tether.rewards import model
+from tether.train import evaluate
 from tether.train.rollout import halves
 from tether.train.run import train_policy
 from tether.train.update import Update, mini_batches
@@ -115,6 +121,87 @@ def test_one_answer_that_does_not_fit_ends_the_run_with_what_would_help(tmp_path
     small_machine(monkeypatch, Update, "accumulate", fits=0)
     with pytest.raises(TrainingError, match=r"one answer in a micro-batch .*2\.00 GiB.*train\.gradient_checkpointing"):
         train_policy(run(tmp_path, "out"))
+
+
+def short_decoding(monkeypatch, fits):
+    """Makes a step of decoding run out of memory where more than ``fits`` answers are written side by side; returns how
+    many were, in each step that fitted."""
+    wrapped, widths = hf.drawn_tokens, []
+
+    def drawn(logits, generators, sampling):
+        if len(generators) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        widths.append(len(generators))
+        return wrapped(logits, generators, sampling)
+
+    monkeypatch.setattr(hf, "drawn_tokens", drawn)
+    return widths
+
+
+@pytest.mark.parametrize("tried", [True, False], ids=["dry step", "rollout"])
+def test_fewer_answers_are_decoded_side_by_side_where_so_many_do_not_fit(tmp_path, monkeypatch, caplog, tried):
+    """In rollouts and evaluations, before training and in it; text, metrics and weights are the same."""
+    common = {"data__eval_fraction": 0.5, "train__save_steps": 1, "train__lr_scheduler_type": "constant"}
+    usual = run(tmp_path, "usual", **common | {"train__max_steps": 2})
+    train_policy(usual)
+    with monkeypatch.context() as patch:
+        short_decoding(patch, 3)
+        display = Heard()
+        train_policy(run(tmp_path, "short", train__dry_step=tried, **common), display=display)
+    told = [record.message for record in caplog.records if "out of memory" in record.message]
+    assert [text.split("at most ")[1].split()[0] for text in told][-1] == "2"
+    assert ["fit into memory in an update, 2 in decoding" in text for text in display.said].count(True) == tried
+    widths = short_decoding(monkeypatch, 8)
+    train_policy(run(tmp_path, "short", train__dry_step=False, resume=True, **common | {"train__max_steps": 2}))
+    assert max(widths) == 2, "a run that goes on keeps it"
+    assert_same_weights(weights(tmp_path / "short"), weights(usual.output_dir))
+    assert answered(tmp_path / "short") == answered(usual.output_dir)
+
+
+def answered(folder):
+    return sorted((row["step"], row["row"], row["response"]) for row in read_jsonl(folder / "samples.jsonl"))
+
+
+def test_a_run_whose_decoding_fits_no_more_says_where_to_go_on(tmp_path, monkeypatch):
+    short_decoding(monkeypatch, 0)
+    with pytest.raises(GenerationError, match="one answer being decoded"):
+        train_policy(run(tmp_path, "start"))
+
+    class Later(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            short_decoding(monkeypatch, 0)
+
+    monkeypatch.undo()
+    with pytest.raises(GenerationError) as caught:
+        train_policy(run(tmp_path, "out", train__max_steps=2, train__save_steps=1), callbacks=[Later()])
+    (note,) = caught.value.__notes__
+    assert "the last good checkpoint is" in note and "checkpoint-1" in note
+
+
+@pytest.mark.parametrize("where", ["judge", "evaluation's KL"])
+def test_passes_over_answers_that_do_not_fit_are_run_in_halves(tmp_path, monkeypatch, caplog, where):
+    judge = save_tiny(tmp_path / "judge", "gpt2", num_labels=1)
+    changes = {"rewards": [{"type": "model", "path": str(judge), "batch_size": 4}], "data__eval_fraction": 0.5}
+    usual, short = run(tmp_path, "usual", **changes), run(tmp_path, "short", **changes)
+    train_policy(usual)
+    owner, name = (model, "last_token_scores") if where == "judge" else (evaluate, "response_outputs")
+    wrapped, widths = getattr(owner, name), []
+
+    def passed(*args, **kwargs):
+        rows = len(args[2]) if where == "judge" else len(args[1].rows)
+        widths.append(rows)
+        if rows > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return wrapped(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, passed)
+    train_policy(short)
+    assert min(widths) == 1 < max(widths)
+    expected, got = reproducible(usual.output_dir), reproducible(short.output_dir)
+    assert len(got) == len(expected) == 3, "an update between two evaluations"
+    for one, other in zip(expected, got, strict=True):
+        assert other == pytest.approx(one, abs=1e-5, rel=1e-5)
+    assert any("out of memory in" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("sharing", [{"value__kind": "head"}, {"model__lora": {"r": 2}}], ids=["full", "LoRA"])

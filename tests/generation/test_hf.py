@@ -242,6 +242,53 @@ def test_the_policy_scope_is_closed_while_the_caller_has_an_answer():
     assert not scope.is_open and len(scope.shapes) > 1
 
 
+class Short(Scope):
+    """A policy scope where forwards of more than ``fits`` rows run out of memory, all but the first ``after``."""
+
+    def __init__(self, model, fits, after=0):
+        super().__init__(model)
+        model.register_forward_hook(self.run_out)
+        self.fits, self.after, self.finished = fits, after, 0
+
+    def run_out(self, *args):
+        if self.is_open and self.shapes[-1][0] > self.fits:
+            self.finished += 1
+            if self.finished > self.after:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_what_cannot_be_decoded_side_by_side_is_decoded_in_halves_with_the_same_text(kind, after, caplog):
+    model, asked = tiny_causal_lm(kind, tied=False).eval(), requests(24)
+    sampling = Sampling(16, stop_token_ids=frozenset({EOS, 9, 30, 31}))
+    wanted = answers(model, asked, sampling, batch_size=16)
+    generator = HFGenerator(Short(model, fits=5, after=after), batch_size=16, device="cpu")
+    got = list(generator.generate(asked, sampling))
+    assert sorted(position for position, _ in got) == list(range(24)), "each once"
+    assert [completion.token_ids for _, completion in sorted(got, key=lambda each: each[0])] == [
+        completion.token_ids for completion in wanted
+    ]
+    assert generator.batch_size == 4
+    told = [record.message for record in caplog.records if "out of memory" in record.message]
+    assert [text.split("at most ")[1].split()[0] for text in told][-1] == "4"
+    caplog.clear()
+    assert len(list(generator.generate(asked, sampling))) == 24 and not caplog.records, "it is kept"
+
+
+def test_batches_that_never_were_full_are_halved_from_their_own_size():
+    model = tiny_causal_lm("llama")
+    generator = HFGenerator(Short(model, fits=2), batch_size=64, device="cpu")
+    assert len(list(generator.generate(requests(6), Sampling(4)))) == 6
+    assert generator.batch_size == 2
+
+
+def test_one_answer_that_cannot_be_decoded_says_what_would_help():
+    generator = HFGenerator(Short(tiny_causal_lm("llama"), fits=0, after=1), batch_size=2, device="cpu")
+    with pytest.raises(GenerationError, match=r"one answer .*2\.00 GiB.*sampling\.response_length"):
+        list(generator.generate(requests(3), Sampling(4)))
+
+
 def test_random_state_is_left_alone():
     torch.manual_seed(7)
     before = torch.get_rng_state()

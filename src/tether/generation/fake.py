@@ -23,6 +23,7 @@ class FakeGenerator:
 
     def __init__(self, answers: Sequence[Sequence[int]] | Callable[[Request], Sequence[int]]) -> None:
         self._answers = answers
+        self.batch_size = 1
         self.num_syncs = 0
         """How often ``sync_weights`` was called."""
 

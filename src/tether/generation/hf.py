@@ -53,10 +53,13 @@ class HFGenerator:
     so that the other rows of a batch change an answer only where rounding decides between two tokens. At temperature 0
     the most likely token is taken, and log-probabilities are those at temperature 1.
 
+    Where the answers of a batch do not fit into memory side by side, those that have not ended are begun anew, half as
+    many at a time, and so are all later ones.
+
     Args:
         policy_scope: a context in which the policy is ready to decode (its adapter active, eval mode, autocast). It is
             never open while the caller handles an answer, so the caller may use the weights for something else.
-        batch_size: answers decoded side by side.
+        batch_size: most answers decoded side by side.
         device: where the policy is.
     """
 
@@ -68,8 +71,8 @@ class HFGenerator:
         device: torch.device | str,
     ) -> None:
         assert batch_size > 0
+        self.batch_size = batch_size
         self._policy_scope = policy_scope
-        self._batch_size = batch_size
         self._device = torch.device(device)
         self._decoding: Decoding | None = None
 
@@ -78,19 +81,48 @@ class HFGenerator:
 
         Raises:
             ConfigError: a query and the longest answer do not fit into the model's positions.
-            GenerationError: the logits of a request are not finite; names its position.
+            GenerationError: the logits of a request are not finite, which names its position; or not even one answer
+                fits into memory.
         """
         if not requests:
             return
         if self._decoding is None:
             with self._policy_scope() as policy, torch.no_grad():
                 self._decoding = decoding(_bare(policy), self._device)
-        for rows in batches([request.token_ids for request in requests], self._batch_size, self._decoding):
-            batch = _Batch([(i, requests[i]) for i in rows], sampling, self._device, self._decoding)
+        unanswered = dict.fromkeys(range(len(requests)))
+        while unanswered:
+            for position, completion in self._decoded(requests, list(unanswered), sampling):
+                del unanswered[position]
+                yield position, completion
+
+    def _decoded(
+        self, requests: Sequence[Request], positions: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
+        """Answers to the requests at ``positions``, side by side; ends early once so many do not fit into memory."""
+        for rows in batches([requests[i].token_ids for i in positions], self.batch_size, self._decoding):
+            asked = [(positions[row], requests[positions[row]]) for row in rows]
+            batch = _Batch(asked, sampling, self._device, self._decoding)
             while batch.rows:
-                with self._policy_scope() as policy, torch.no_grad():
-                    finished = batch.decode_until_one_ends(_bare(policy))
+                try:
+                    with self._policy_scope() as policy, torch.no_grad():
+                        finished = batch.decode_until_one_ends(_bare(policy))
+                except torch.OutOfMemoryError as error:
+                    self._halve(len(rows), error)
+                    return
                 yield from finished
+
+    def _halve(self, count: int, error: torch.OutOfMemoryError) -> None:
+        """Makes batches half as large as one of ``count`` answers that did not fit."""
+        if count == 1:
+            raise GenerationError(
+                f"out of memory with one answer being decoded ({error}): lower sampling.response_length or "
+                "data.max_prompt_length, or load the model in fewer bits (model.quantization, model.dtype)"
+            ) from error
+        self.batch_size = -(-count // 2)
+        logger.warning(
+            "out of memory while decoding: at most %d answers are decoded side by side from now on",
+            self.batch_size,
+        )
 
     def sync_weights(self, policy: nn.Module) -> None:
         """Nothing to do: the policy that is trained is the one that decodes."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tether.data.collate import pad_left, plan_micro_batches
 from tether.errors import RewardResponseError
+from tether.models.memory import in_fitting_parts
 
 ScoreBatch = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(ids [M T], mask [M T], position_ids [M T]) → scores [M]."""
@@ -52,10 +53,28 @@ def score_sequences(
         sequences: token ids without padding, at least one in each.
         score_batch: scores one left-padded batch on ``device``.
     """
-    scores = [math.nan] * len(sequences)
-    for rows in plan_micro_batches([0] * len(sequences), [len(ids) for ids in sequences], batch_size):
+
+    def run(rows: Sequence[int]) -> list[float]:
         ids, mask, position_ids = (tensor.to(device) for tensor in pad_left([sequences[row] for row in rows]))
-        for row, score in zip(rows, score_batch(ids, mask, position_ids).tolist(), strict=True):
+        return score_batch(ids, mask, position_ids).tolist()
+
+    return scores_in_batches([len(ids) for ids in sequences], run, batch_size=batch_size)
+
+
+def scores_in_batches(
+    lengths: Sequence[int], run: Callable[[Sequence[int]], list[float]], *, batch_size: int
+) -> list[float]:
+    """Scores in the order of the rows, computed in batches of similar lengths, and what does not fit into memory in
+    halves.
+
+    Args:
+        lengths: tokens of each row.
+        run: scores of some rows, in one forward.
+    """
+    scores = [math.nan] * len(lengths)
+    plan = plan_micro_batches([0] * len(lengths), lengths, batch_size)
+    for rows, found in in_fitting_parts(plan, run, "scoring"):
+        for row, score in zip(rows, found, strict=True):
             scores[row] = score
     return scores
 

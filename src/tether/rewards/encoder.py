@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tether.data.collate import plan_micro_batches
-from tether.rewards.base import checked
+from tether.rewards.base import checked, scores_in_batches
 from tether.rewards.reading import InputFormat, Reader, check_lengths, features
 from tether.types import RewardBatch, RewardOutput
 
@@ -62,11 +60,12 @@ class EncoderSource:
         encoded = self._encoded(batch)
         lengths = [len(each["input_ids"]) for each in encoded]
         check_lengths(lengths, self.max_length, self.name)
-        scores = [math.nan] * len(batch)
         with self.fetched():
-            for rows in plan_micro_batches([0] * len(batch), lengths, self.batch_size):
-                for row, score in zip(rows, self._scores([encoded[row] for row in rows]).tolist(), strict=True):
-                    scores[row] = score
+            scores = scores_in_batches(
+                lengths,
+                lambda rows: self._scores([encoded[row] for row in rows]).tolist(),
+                batch_size=self.batch_size,
+            )
         return RewardOutput(checked(scores, len(batch), f"reward {self.name}"))
 
     def seen(self, batch: RewardBatch) -> list[str]:

@@ -92,6 +92,9 @@ class RunState:
     """Batches in a row that were left out because something in them was not finite."""
     halvings: int = 0
     """How often micro-batches were halved because they did not fit into memory."""
+    decode_batch_size: int | None = None
+    """Answers decoded side by side, fewer than ``sampling.batch_size`` where so many did not fit into memory; None in
+    the start's trial."""
     callbacks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """By class, what callbacks that have a state remember, in the form of ``transformers``."""
 

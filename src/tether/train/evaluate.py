@@ -6,7 +6,7 @@ is sampled after it; and the same prompt gets the same noise at every evaluation
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tether.config.schema import RunConfig
 from tether.data.collate import collate
 from tether.metrics.reduce import Metrics
 from tether.models.forward import response_outputs
+from tether.models.memory import in_fitting_parts
 from tether.models.roles import ModelRoles
 from tether.train.parts import Parts
 from tether.train.rollout import Answers, PhaseReport, answer, halves, judge, micro_batch_plan
@@ -85,13 +86,19 @@ def sequence_kl(
     responses = [c.token_ids for c in answers.completions]
     plan = [part for rows in micro_batch_plan(config, queries, responses) for part in halves(rows, halvings)]
     kl = [0.0] * len(responses)
-    for done, rows in enumerate(plan):
-        phase("evaluation KL", done, len(plan))
-        check()
+
+    def of_rows(rows: Sequence[int]) -> list[float]:
         batch = collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(roles.device)
         with roles.use("policy") as policy:
             logprobs = response_outputs(policy, batch, temperature=temperature).logprobs
         gap = algo.kl_estimate(logprobs, roles.ref_logprobs(batch, temperature), "k1")
-        for row, value in zip(rows, algo.masked_sum(gap, batch.response_mask, dim=1).tolist(), strict=True):
+        return algo.masked_sum(gap, batch.response_mask, dim=1).tolist()
+
+    done = 0
+    for rows, values in in_fitting_parts(plan, of_rows, "an evaluation's KL"):
+        for row, value in zip(rows, values, strict=True):
             kl[row] = value
+        done += len(rows)
+        phase("evaluation KL", done, len(kl))
+        check()
     return kl

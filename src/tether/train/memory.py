@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle, islice
 
 import torch
 
@@ -15,7 +17,7 @@ from tether.train.distributed import Dist
 from tether.train.parts import Parts
 from tether.train.rollout import Answers
 from tether.train.update import Update
-from tether.types import Completion, Experience, MicroBatch
+from tether.types import Completion, Experience, MicroBatch, Request
 
 
 def dry_step(
@@ -26,14 +28,16 @@ def dry_step(
     one_update: Callable[..., Update],
 ) -> str:
     """Runs a micro-batch of the longest query with answers of ``sampling.response_length`` forward and backward, beside
-    memory for the optimizers' moments, and forgets it; returns what it took, in a line.
+    memory for the optimizers' moments, decodes as many answers as will be decoded side by side, and forgets it all;
+    returns what it took, in a line. Where so many cannot be decoded side by side, the generator decodes fewer.
 
     Args:
         micro_batches: of answers, as the run forms them.
         one_update: of answers, metrics and a number of finished updates.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit.
+        torch.OutOfMemoryError: the micro-batch does not fit.
+        GenerationError: not even one answer can be decoded.
     """
     start, sampling = time.perf_counter(), config.sampling
     longest = max(parts.prompts, key=lambda prompt: len(prompt.token_ids))
@@ -66,12 +70,32 @@ def dry_step(
             kl_loss_coef=config.ppo.kl_coef if in_loss else 0.0,
         )
         update.add_gradients([item], 0)
+        update.drop_gradients()
+        dist.release_memory()
+        _decode_longest(config, parts)
     finally:
         update.drop_gradients()
         del moments
     rows, tokens = batch.token_ids.shape
     took = time.perf_counter() - start
-    return f"dry step: {rows} answers of {tokens} tokens fit into memory{_peak(dist)}; it took {took:.2g} s"
+    return (
+        f"dry step: {rows} answers of {tokens} tokens fit into memory in an update, {_side_by_side(config, parts)} in "
+        f"decoding{_peak(dist)}; it took {took:.2g} s"
+    )
+
+
+def _side_by_side(config: RunConfig, parts: Parts) -> int:
+    """Answers of an update that are decoded at a time."""
+    return min(parts.generator.batch_size, config.train.rollout_batch_size)
+
+
+def _decode_longest(config: RunConfig, parts: Parts) -> None:
+    """Answers the longest queries, as many as are answered side by side, with as many tokens as answers may have."""
+    queries = sorted((prompt.token_ids for prompt in parts.prompts), key=len, reverse=True)
+    asked = islice(cycle(queries), _side_by_side(config, parts))
+    requests = [Request(query, key) for key, query in enumerate(asked)]
+    for _ in parts.generator.generate(requests, replace(parts.sampling, stop_token_ids=frozenset())):
+        pass
 
 
 def halved(config: RunConfig, halvings: int, error: torch.OutOfMemoryError) -> tuple[int, str]:

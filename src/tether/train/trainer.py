@@ -21,7 +21,7 @@ from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import collate
 from tether.data.stream import PromptStream
-from tether.errors import CheckpointError, RewardError, RewardResponseError, TrainingError
+from tether.errors import CheckpointError, GenerationError, RewardError, RewardResponseError, TrainingError
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import POLICY, Pass
@@ -104,11 +104,11 @@ class PPOTrainer:
             RewardError: answers could not be scored; the state after the last finished update is saved.
             ConfigError: a checkpoint cannot be written, or there will be no room for it.
             CheckpointError: the disk takes no more; checkpoints that were finished are whole.
-            TrainingError: too much was not finite, or not even one answer fits into memory.
+            GenerationError, TrainingError: too much was not finite, or not even one answer fits into memory.
         """
         try:
             return self._fit()
-        except TrainingError as error:
+        except (GenerationError, TrainingError) as error:
             if self.state.step > 0:
                 error.add_note(self.guard.marked(last_complete(self.config.output_dir)))
             raise
@@ -191,12 +191,14 @@ class PPOTrainer:
         """Goes on from a checkpoint: weights, optimizers, counters, random states, and what callbacks remember."""
         self.state = self.checkpoints.restore(checkpoint)
         self.guard.step, self.guard.in_a_row = self.state.step + 1, self.state.bad_batches
+        self.parts.generator.batch_size = self.state.decode_batch_size
         metrics = self.config.output_dir / METRICS
         self.callbacks.resume(self.state, read_jsonl(metrics) if metrics.exists() else [])
 
     def save(self) -> None:
         """Writes checkpoint-N, complete or not at all, and drops those beyond the limit."""
         self.state.callbacks = self.callbacks.exported()
+        self.state.decode_batch_size = self.parts.generator.batch_size
         path = self.checkpoints.save(self.state)
         self.callbacks.saved(path)
 

@@ -71,6 +71,38 @@ def test_a_template_of_its_own_gets_the_familys_special_tokens_once(tmp_path, ki
     assert source(tmp_path).score(batch).scores == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("form", ["auto", "pair", "response"])
+def test_special_tokens_that_were_typed_are_characters_unless_asked_for(tmp_path, kind, form):
+    """A name in two pieces, neither of which the vocabulary knows, stands for each; token types are as ever."""
+    save_encoder(tmp_path, kind)
+    tokenizer = encoder_tokenizer(kind)
+    last, unknown = tokenizer.sep_token, tokenizer.unk_token
+    prompt, answer = f"the cat {last} rain ", f"{last} good {last} {last} bad"
+    texts = {"auto": (prompt + answer,), "pair": (prompt, answer), "response": (answer,)}[form]
+    expected = plain_score(tmp_path, *(text.replace(last, f"{unknown} {unknown}") for text in texts))
+    batch = text_batch(answer, prompts=[prompt])
+    assert source(tmp_path, input_format=form).score(batch).scores == pytest.approx([expected], abs=1e-5)
+    as_tokens = plain_score(tmp_path, *texts)
+    assert abs(as_tokens - expected) > 1e-3
+    asked = source(tmp_path, input_format=form, special_tokens=True).score(batch).scores
+    assert asked == pytest.approx([as_tokens], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_special_tokens_typed_into_a_conversation_leave_those_of_the_template_alone(tmp_path, kind):
+    save_encoder(tmp_path, kind)
+    tokenizer = encoder_tokenizer(kind)
+    first, last, unknown = tokenizer.cls_token, tokenizer.sep_token, tokenizer.unk_token
+    tokenizer.chat_template = first + " {% for m in messages %}{{ m.content }} " + last + " {% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    batch = text_batch(f"good {last} bad", prompts=["rain"])
+    batch = replace(batch, conversations=[[{"role": "user", "content": f"{first} rain"}]])
+    apart = f"{unknown} {unknown}"
+    expected = plain_score(tmp_path, f"{apart} rain {last} good {apart} bad")
+    assert source(tmp_path).score(batch).scores == pytest.approx([expected], abs=1e-5)
+
+
 def test_an_empty_answer_is_judged_as_the_classifier_judges_it(tmp_path):
     save_encoder(tmp_path)
     batch = text_batch("", prompts=["rain"])

@@ -167,6 +167,52 @@ def test_the_forms_that_an_answer_can_be_judged_in(tmp_path):
         assert same.shares_ids == (form == "auto"), "another form than the policy's is text"
 
 
+@pytest.mark.parametrize("form", ["auto", "joined", "pair", "response"])
+def test_special_tokens_that_were_typed_are_characters_unless_asked_for(tmp_path, form):
+    """By hand: the name of a special token in two pieces, neither of which the vocabulary knows."""
+    save_tiny(tmp_path, num_labels=1)
+    permuted_tokenizer().save_pretrained(tmp_path)
+    prompt, answer = "the cat <eos> <assistant> good", "bad <eos> <user> rain"
+    batch = replace(text_batch(answer, prompts=[prompt]), conversations=[[user(prompt)]])
+    plain = text_batch(answer, prompts=[f"{prompt} "])
+    apart = "<unk> <unk>"
+    typed, written = f"the cat {apart} {apart} good", f"bad {apart} {apart} rain"
+    wanted = {
+        "auto": (f"<user> {typed} <eos> <assistant> {written} <eos>", f"{typed} {written}"),
+        "joined": (f"{typed} {written}",) * 2,
+        "pair": (f"{typed} {written}",) * 2,
+        "response": (written,) * 2,
+    }
+    judge = source(tmp_path, tiny_tokenizer(), input_format=form)
+    for given, words in zip((batch, plain), wanted[form], strict=True):
+        assert judge.score(given).scores == pytest.approx([alone(tmp_path, permuted(words))], abs=1e-5)
+    asked = source(tmp_path, tiny_tokenizer(), input_format=form, special_tokens=True)
+    for given, words in zip((batch, plain), wanted[form], strict=True):
+        as_tokens = words.replace(typed, prompt).replace(written, answer)
+        assert asked.score(given).scores == pytest.approx([alone(tmp_path, permuted(as_tokens))], abs=1e-5)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_beginning_that_was_typed_is_no_beginning(tmp_path, bos):
+    save_tiny(tmp_path, num_labels=1)
+    tiny_tokenizer(bos=bos, chat_template=False).save_pretrained(tmp_path)
+    judge = source(tmp_path, permuted_tokenizer())
+    (ids,) = judge._sequences(text_batch("good", prompts=["<bos> the cat "]))
+    assert ids == [1] * bos + [0, 0] + [VOCABULARY.index(word) for word in ("the", "cat", "good")]
+
+
+def test_a_byte_pair_judge_reads_the_characters_of_what_was_typed(tmp_path):
+    save_tiny(tmp_path, "qwen2", num_labels=1)
+    judge = source(tmp_path, tiny_tokenizer())
+    turns = [[user(f"the cat{sign} sees")] for sign in ("", "<eos>")]
+    batch = replace(text_batch("good <eos>", "good <eos>", prompts=["the cat sees"] * 2), conversations=turns)
+    usual, typed = judge._sequences(batch)
+    special = set(judge.tokenizer.all_special_ids)
+    assert [token for token in typed if token in special] == [token for token in usual if token in special]
+    assert "<eos>" not in judge.tokenizer.decode([token for token in usual if token not in special])
+    assert len(typed) > len(usual)
+
+
 def test_tokenizers_are_the_same_when_they_write_the_same_ids():
     tokenizer = tiny_tokenizer()
     assert same_tokenizer(tokenizer, tiny_tokenizer())

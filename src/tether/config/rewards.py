@@ -89,6 +89,9 @@ class OwnModelReward(_Reward):
     blank lines between. ``pair``: prompt and answer as its tokenizer puts two texts together
     (``[CLS] prompt [SEP] answer [SEP]``). ``response``: the answer alone. A tokenizer without a chat template needs one
     of the last three for conversations."""
+    special_tokens: bool = False
+    """Its special tokens are control tokens where they stand in a prompt or an answer. Left off they are the characters
+    that they are written with, so that no answer can end its turn; without effect where it reads the policy's ids."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     quantization: Quantization | None = None

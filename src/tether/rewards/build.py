@@ -240,6 +240,7 @@ def _model_source(
         "batch_size": config.batch_size,
         "max_length": config.max_length,
         "device": device,
+        "special_tokens": config.special_tokens,
         "fetched": fetched,
     }
     if head is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.rewards.base import checked, scores_in_batches
-from tether.rewards.reading import InputFormat, Reader, check_lengths, features
+from tether.rewards.reading import InputFormat, Reader, check_lengths
 from tether.types import RewardBatch, RewardOutput
 
 
@@ -26,6 +26,7 @@ class EncoderSource:
         name: how messages name it.
         batch_size: answers in one forward.
         max_length: most tokens of prompt and answer, special tokens included; the model's own limit if None.
+        special_tokens: as ``Reader``.
         fetched: a context in which the weights are on ``device``.
     """
 
@@ -39,6 +40,7 @@ class EncoderSource:
         batch_size: int,
         max_length: int | None,
         device: torch.device | str,
+        special_tokens: bool = False,
         fetched: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model = model
@@ -48,7 +50,7 @@ class EncoderSource:
         self.max_length = max_length or position_limit(model)
         self.device = device
         self.fetched = fetched
-        self.reader = Reader(tokenizer, input_format, name)
+        self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The classifier's scores; each equals what it gives for that text alone.
@@ -74,7 +76,7 @@ class EncoderSource:
 
     def _encoded(self, batch: RewardBatch) -> list[dict[str, list[int]]]:
         """Prompt and answer as the classifier's tokenizer encodes them."""
-        return [features(self.tokenizer, text) for text in self.reader.texts(batch)]
+        return [self.reader.features(text) for text in self.reader.texts(batch)]
 
     @torch.no_grad()
     def _scores(self, encoded: list[dict[str, Any]]) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.models.forward import last_token_scores
 from tether.rewards.base import checked, score_sequences
-from tether.rewards.reading import InputFormat, Reader, check_lengths, same_tokenizer, token_ids
+from tether.rewards.reading import InputFormat, Reader, check_lengths, same_tokenizer
 from tether.types import RewardBatch, RewardOutput
 
 
@@ -31,6 +31,7 @@ class ModelSource:
         input_format: ``auto`` reads the policy's token ids where the tokenizers are the same; see ``Reader``.
         batch_size: answers in one forward.
         max_length: most tokens of query and answer; the model's own limit if None.
+        special_tokens: as ``Reader``.
         fetched: a context in which the weights are on ``device``.
     """
 
@@ -46,6 +47,7 @@ class ModelSource:
         batch_size: int,
         max_length: int | None,
         device: torch.device | str,
+        special_tokens: bool = False,
         fetched: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model = model
@@ -56,7 +58,7 @@ class ModelSource:
         self.max_length = max_length or getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.device = device
         self.fetched = fetched
-        self.reader = Reader(tokenizer, input_format, name)
+        self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens)
         self.shares_ids = input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
@@ -80,7 +82,7 @@ class ModelSource:
         """Prompt and answer as the model's token ids."""
         if self.shares_ids:
             return [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
-        return [token_ids(self.tokenizer, text) for text in self.reader.texts(batch)]
+        return [self.reader.token_ids(text) for text in self.reader.texts(batch)]
 
     @torch.no_grad()
     def _score_batch(self, ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:

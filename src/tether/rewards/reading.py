@@ -1,6 +1,7 @@
 """How a judge is shown an answer that another tokenizer wrote: as text, in its own chat template or joined.
 
-Where a judge's tokenizer is the policy's, it reads token ids instead, exactly as they were sampled.
+Where a judge's tokenizer is the policy's, it reads token ids instead, exactly as they were sampled. Elsewhere special
+tokens of the judge are text like any other, where somebody typed them into a prompt or the policy wrote them out.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.answers import text_start
+from tether.data.typed import TypedTokens
 from tether.errors import RewardError
 from tether.types import Message, RewardBatch
 
 InputFormat = Literal["auto", "joined", "pair", "response"]
 
 _PROBE = "Hello, World!  It's 1234567.89 — naïve café,\n\n\tdef f(x): return x  # 漢字 🙂 <|end|> ."
+_LETTER = "a"
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class JudgedText:
     """The second of two texts that the tokenizer puts together."""
     is_templated: bool = False
     """Whether a chat template wrote it, special tokens included."""
+    is_marked: bool = False
+    """Whether marks of ``TypedTokens`` stand in it for special tokens that were typed."""
 
 
 @runtime_checkable
@@ -42,7 +47,7 @@ class Reads(Protocol):
 
 
 class Reader:
-    """Puts prompts and answers into the form that a judge was trained on.
+    """Puts prompts and answers into the form that a judge was trained on, and encodes them.
 
         auto      a conversation in the judge's chat template; plain text followed by the answer
         joined    the contents of a conversation's messages and the answer, blank lines between; plain text as in auto
@@ -52,12 +57,16 @@ class Reader:
     Args:
         tokenizer: the judge's.
         name: how messages name the source.
+        special_tokens: whether the judge's special tokens are control tokens where they stand in a prompt or an answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, input_format: InputFormat, name: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, input_format: InputFormat, name: str, *, special_tokens: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.input_format = input_format
         self.name = name
+        self.typed = None if special_tokens else TypedTokens(tokenizer)
 
     def texts(self, batch: RewardBatch) -> list[JudgedText]:
         """What the judge reads of each answer.
@@ -85,16 +94,69 @@ class Reader:
         Raises:
             RewardError: the conversation cannot be put into the judge's chat template.
         """
+        turns = [{"role": "user", "content": prompt}] if conversation is None else list(conversation)
+        messages = [*turns, {"role": "assistant", "content": response}]
+        marked = None if self.typed is None else self.typed.hidden(messages)
+        is_marked = marked is not None
+        messages = marked or messages
+        *parts, answer = [message["content"] for message in messages]
         if self.input_format == "response":
-            return JudgedText(response)
+            return JudgedText(answer, is_marked=is_marked)
         if self.input_format == "auto" and conversation is not None:
-            return JudgedText(self._rendered(conversation, response, where), is_templated=True)
-        parts = [prompt] if conversation is None else [message["content"] for message in conversation]
+            return JudgedText(self._rendered(messages, where), is_templated=True, is_marked=is_marked)
         if self.input_format == "pair":
-            return JudgedText("\n\n".join(parts), response)
-        return JudgedText(prompt + response if conversation is None else "\n\n".join([*parts, response]))
+            return JudgedText("\n\n".join(parts), answer, is_marked=is_marked)
+        between = "" if conversation is None else "\n\n"
+        return JudgedText(between.join([*parts, answer]), is_marked=is_marked)
 
-    def _rendered(self, conversation: Sequence[Message], response: str, where: str) -> str:
+    def token_ids(self, judged: JudgedText) -> list[int]:
+        """Token ids for a decoder: the beginning-of-sequence token once, if the tokenizer or the template writes one.
+
+        A template's text gets nothing else; other text gets what the tokenizer puts around text.
+        """
+        if judged.is_templated:
+            ids, start = self._bare(judged.text, judged.is_marked), text_start(self.tokenizer)
+            return ids if ids[: len(start)] == start else start + ids
+        ids = self._whole(judged)["input_ids"]
+        is_doubled = len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id
+        return ids[1:] if is_doubled else ids
+
+    def features(self, judged: JudgedText) -> dict[str, list[int]]:
+        """What the tokenizer makes of the text for its own family: token ids, mask and, where it has them, token types.
+
+        Its special tokens stand around the text once, also where a template wrote the first or the last one itself.
+        """
+        encoded = self._whole(judged)
+        if not judged.is_templated:
+            return encoded
+        ids, special = encoded["input_ids"], set(self.tokenizer.all_special_ids)
+        start = int(ids[0] == ids[1] and ids[0] in special)
+        end = len(ids) - int(ids[-1] == ids[-2] and ids[-1] in special)
+        return {name: values[start:end] for name, values in encoded.items()}
+
+    def _bare(self, text: str, is_marked: bool) -> list[int]:
+        """Token ids of a text with nothing around it."""
+        if is_marked:
+            return self.typed.encoded(text)[1]
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _whole(self, judged: JudgedText) -> dict[str, list[int]]:
+        """What the tokenizer makes of one text or two, with what it puts around them."""
+        if not judged.is_marked:
+            return dict(self.tokenizer(judged.text, judged.second))
+        texts = [judged.text, judged.second] if judged.second else [judged.text]
+        whole = dict(self.tokenizer(*(_LETTER for _ in texts)))
+        letter = self._bare(_LETTER, is_marked=False)
+        ids, size = whole["input_ids"], len(letter)
+        places = [i for i in range(len(ids)) if ids[i : i + size] == letter]
+        for place, text in reversed(list(zip((places[0], places[-1]), texts, strict=False))):
+            found = self._bare(text, is_marked=True)
+            for name, values in whole.items():
+                middle = found if name == "input_ids" else values[place : place + 1] * len(found)
+                whole[name] = values[:place] + middle + values[place + size :]
+        return whole
+
+    def _rendered(self, messages: Sequence[Message], where: str) -> str:
         """The whole conversation in the judge's chat template."""
         if self.tokenizer.chat_template is None:
             raise RewardError(
@@ -102,7 +164,6 @@ class Reader:
                 "tokenizer has no chat template. Set the reward's input_format to joined, pair or response, whichever "
                 "the model was trained on, or give its tokenizer a chat template"
             )
-        messages = [dict(message) for message in conversation] + [{"role": "assistant", "content": response}]
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False)
         except Exception as error:  # templates raise whatever their authors chose
@@ -111,33 +172,6 @@ class Reader:
                 f"reward {self.name}: {where} (counted from 0) does not fit the reward model's chat template, which "
                 f"refuses messages of the roles {roles}: {type(error).__name__}: {error}"
             ) from error
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, judged: JudgedText) -> list[int]:
-    """Token ids for a decoder: the beginning-of-sequence token once, if the tokenizer or the template writes one.
-
-    A template's text gets nothing else; other text gets what the tokenizer puts around text.
-    """
-    if judged.is_templated:
-        ids, start = tokenizer(judged.text, add_special_tokens=False)["input_ids"], text_start(tokenizer)
-        return ids if ids[: len(start)] == start else start + ids
-    ids = tokenizer(judged.text, judged.second)["input_ids"]
-    is_doubled = len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id
-    return ids[1:] if is_doubled else ids
-
-
-def features(tokenizer: PreTrainedTokenizerBase, judged: JudgedText) -> dict[str, list[int]]:
-    """What the tokenizer makes of the text for its own family: token ids, mask and, where it has them, token types.
-
-    Its special tokens stand around the text once, also where a template wrote the first or the last one itself.
-    """
-    encoded = tokenizer(judged.text, judged.second)
-    if not judged.is_templated:
-        return dict(encoded)
-    ids, special = encoded["input_ids"], set(tokenizer.all_special_ids)
-    start = int(ids[0] == ids[1] and ids[0] in special)
-    end = len(ids) - int(ids[-1] == ids[-2] and ids[-1] in special)
-    return {name: values[start:end] for name, values in encoded.items()}
 
 
 def check_lengths(lengths: Sequence[int], limit: int | None, name: str) -> None:

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+KILLS = (signal.SIGKILL, signal.SIGALRM)
+"""Signals that end a child in whatever it does: sent by itself, or by its clock."""
+
 
 class Killed(Exception):
-    """The child was killed by SIGKILL."""
+    """The child was killed."""
 
 
 class Failed(AssertionError):
@@ -36,7 +39,7 @@ def in_child(work: Callable[[], Any]) -> Any:
         if child == 0:
             _run(work, result, log)
         _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in KILLS:
             raise Killed
         if status != 0 or not result.exists():
             raise Failed(f"status {status}\n{log.read_text(errors='replace')[-6000:]}")

@@ -152,8 +152,8 @@ def dataset_files() -> dict[str, bytes]:
     }  # fmt: skip
 
 
-def run_parsing(folder: Path, count: int, seed: int, tell: Callable[[str], None]) -> Counter[str]:
-    """Reads ``count`` configurations and dataset files, half of each; returns how many were accepted and refused.
+def run_parsing(folder: Path, count: int, seed: int, tell: Callable[[str], None]) -> str:
+    """Reads ``count`` configurations and dataset files, half of each; says how many were accepted and refused.
 
     Raises:
         Failed: one made anything but a message; it is in the failure's text.
@@ -184,9 +184,11 @@ def run_parsing(folder: Path, count: int, seed: int, tell: Callable[[str], None]
             outcomes["files " + _outcome(read, f"{number}: {ending} {content!r}")] += 1
         return outcomes
 
-    outcomes = in_child(configurations) + in_child(files)
-    tell(", ".join(f"{number} {name}" for name, number in sorted(outcomes.items())))
-    return outcomes
+    outcomes = Counter[str]()
+    for what, read in (("configurations", configurations), ("files", files)):
+        outcomes += in_child(read)
+        tell(f"{outcomes.total()} of {count} read: {what} done")
+    return ", ".join(f"{number} {name}" for name, number in sorted(outcomes.items()))
 
 
 def _outcome(read: Callable[[], Any], what: str) -> str:
@@ -224,8 +226,8 @@ def check_run(folder: Path, data: dict[str, Any]) -> str:
     return "trained"
 
 
-def run_trainings(folder: Path, count: int, seed: int, tell: Callable[[str], None]) -> Counter[str]:
-    """Tries configurations until ``count`` were accepted and trained; returns how many were refused, too.
+def run_trainings(folder: Path, count: int, seed: int, tell: Callable[[str], None]) -> str:
+    """Tries configurations until ``count`` were accepted and trained; says how many were refused, too.
 
     Raises:
         Failed: as ``check_run``.
@@ -237,7 +239,7 @@ def run_trainings(folder: Path, count: int, seed: int, tell: Callable[[str], Non
         outcomes[in_child(lambda data=data: check_run(folder, data))] += 1
         if outcomes.total() % 25 == 0:
             tell(f"{outcomes['trained']} of {count} configurations trained, {outcomes['refused']} refused")
-    return outcomes
+    return f"{outcomes['trained']} trained to their end, {outcomes['refused']} refused with a message"
 
 
 def accepted(data: dict[str, Any]) -> RunConfig | None:

@@ -1,7 +1,7 @@
 """Runs that are killed at random points and go on: their ends are bitwise those of runs that nobody killed.
 
-A point is the n-th time that a run passes one of ``PLACES``; it is drawn place first, so that saves and evaluations,
-which are short, are hit as often as the rest.
+A point is the n-th time that a run passes one of ``PLACES``, or a millisecond; it is drawn place first, so that saves
+and evaluations, which are short, are hit as often as the rest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ PLACES: dict[str, tuple[tuple[Any, str], ...]] = {
     "evaluation": ((evaluate, "answer"), (evaluate, "judge"), (evaluate, "sequence_kl")),
     "line": ((JsonlWriter, "write_all"),),
 }
+CLOCK = "millisecond"
+"""In place of one of ``PLACES``: whatever the run does then, in Python or below it."""
 REWARD = '''
 import numpy, random, torch
 
@@ -79,13 +82,16 @@ def cell_run(folder: Path, cell: str, name: str) -> RunConfig:
 
 
 def train(config: RunConfig, *, kill_at: tuple[str, int] | None = None) -> Counter[str]:
-    """Trains; returns how often each place was passed.
+    """Trains; returns how often each place was passed, and how many milliseconds it took.
 
     Args:
         kill_at: place, and which time it is passed, from 1, that the process is killed at.
     """
     torch.set_num_threads(1)
     passed: Counter[str] = Counter()
+    start = time.monotonic()
+    if kill_at is not None and kill_at[0] == CLOCK:
+        signal.setitimer(signal.ITIMER_REAL, kill_at[1] / 1000)
 
     def watched(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -102,6 +108,7 @@ def train(config: RunConfig, *, kill_at: tuple[str, int] | None = None) -> Count
         for owner, name in functions:
             setattr(owner, name, watched(place, getattr(owner, name)))
     run.train_policy(config)
+    passed[CLOCK] = max(1, round(1000 * (time.monotonic() - start)))
     return passed
 
 
@@ -134,15 +141,15 @@ def check_end(got: dict[str, Any], wanted: dict[str, Any], what: str) -> None:
             raise Failed(f"{what}: {name} differ from the run that nobody killed {odd}")
 
 
-def run_kills(folder: Path, count: int, seed: int, tell: Callable[[str], None]) -> int:
-    """Kills runs ``count`` times in all, each up to three times; returns how many ended bitwise the same.
+def run_kills(folder: Path, count: int, seed: int, tell: Callable[[str], None]) -> str:
+    """Kills runs ``count`` times in all, each up to three times; says where, and how many runs ended bitwise the same.
 
     Raises:
-        Failed: one did not.
+        Failed: one did not; or of many kills none was at one of the places, or none a second one of its run.
     """
-    draw, kills, runs, straight = random.Random(seed), 0, 0, {}
+    draw, places, runs, again, straight = random.Random(seed), Counter[str](), 0, 0, {}
     cells = list(CELLS)
-    while kills < count:
+    while (kills := places.total()) < count:
         cell = cells[runs % len(cells)]
         home = folder / str(cells.index(cell))
         if cell not in straight:
@@ -154,9 +161,14 @@ def run_kills(folder: Path, count: int, seed: int, tell: Callable[[str], None]) 
         what = f"{cell}, killed at {killed}"
         check_end(end_of(home / "killed"), wanted, what)
         shutil.rmtree(home / "killed")
-        kills, runs = kills + len(killed), runs + 1
-        tell(f"{kills} of {count} kills: {what}")
-    return runs
+        places.update(place for place, _ in killed)
+        runs, again = runs + 1, again + (len(killed) > 1)
+        tell(f"{places.total()} of {count} kills: {what}")
+    missed = [place for place in (*PLACES, CLOCK) if not places[place]]
+    if count >= 100 and (missed or not again):
+        raise Failed(f"{count} kills missed {', '.join(missed) or 'every run that had been killed before'}")
+    told = ", ".join(f"{number} {place}" for place, number in places.most_common())
+    return f"{runs} runs over {min(runs, len(cells))} cells, {again} killed more than once: bitwise the same ({told})"
 
 
 def _killed_run(
@@ -171,7 +183,7 @@ def _killed_run(
         changes = {"resume": True} if goes_on else {"overwrite_output_dir": True}
         point = None
         if len(killed) < times:
-            place = draw.choice([place for place in PLACES if passed[place]])
+            place = draw.choice([place for place in (*PLACES, CLOCK) if passed[place]])
             point = place, draw.randint(1, passed[place])
         try:
             in_child(lambda changes=changes, point=point: train(config.model_copy(update=changes), kill_at=point))

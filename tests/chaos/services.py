@@ -63,8 +63,8 @@ def service_run(folder: Path, url: str, name: str, updates: int) -> RunConfig:
     )  # fmt: skip
 
 
-def run_faults(folder: Path, calls: int, seed: int, tell: Callable[[str], None]) -> int:
-    """Trains over a service that gets at least ``calls`` requests, with and without faults; returns the faults.
+def run_faults(folder: Path, calls: int, seed: int, tell: Callable[[str], None]) -> str:
+    """Trains over a service that gets at least ``calls`` requests, with and without faults; says how many there were.
 
     Raises:
         Failed: the two ends differ, or a run did not end in a way that is known.
@@ -93,10 +93,12 @@ def run_faults(folder: Path, calls: int, seed: int, tell: Callable[[str], None])
                     raise Failed("an update that was finished is gone")
 
     in_child(straight)
+    tell(f"{updates} updates without faults done")
     asked, faults, stops = in_child(faulty)
     check_end(_without_checkpoints(folder / "faulty"), _without_checkpoints(folder / "straight"), "faults")
-    tell(f"{asked} reward calls with {faults} faults, {stops} stops, {updates} updates as without")
-    return faults
+    if asked < calls:
+        raise Failed(f"{asked} reward calls, wanted {calls}")
+    return f"{asked} calls with {faults} faults, {stops} stops: {updates} updates as without"
 
 
 def _without_checkpoints(folder: Path) -> dict[str, Any]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.chaos import kills
 from tests.chaos.children import Failed
 from tests.chaos.configurations import accepted, base_config, changed, check_run, fuzzed_text
 from tests.chaos.kills import CELLS, PLACES, check_end
 from tests.chaos.run import COUNTS, main
+from tests.train.runs import tiny_run
 from tether.config.load import parse_config
 from tether.errors import ConfigError
 
@@ -27,7 +28,11 @@ def test_a_little_chaos():
         [sys.executable, "-m", "tests.chaos.run", *sizes], check=False, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout
-    assert "4 of 4 kills" in done.stdout and "as without" in done.stdout and "refused" in done.stdout
+    assert "4 of 4 kills" in done.stdout
+    *_, head, parsed, calls, kills, trained = done.stdout.splitlines()
+    assert head.split() == ["part", "wanted", "seconds", "what", "came", "of", "it"]
+    for row, words in ((parsed, "files refused"), (calls, "updates as without"), (kills, "bitwise"), (trained, "4 tr")):
+        assert " held " in row and words in row
 
 
 def test_the_long_version_has_the_numbers_that_are_promised():
@@ -47,16 +52,33 @@ def test_a_failure_is_told_and_makes_exit_code_1(monkeypatch, capsys):
     def failing(*args):
         raise Failed("it did not hold")
 
-    monkeypatch.setattr("tests.chaos.run.PARTS", {"kills": failing, "calls": lambda *args: None})
+    monkeypatch.setattr("tests.chaos.run.PARTS", {"kills": failing, "calls": lambda *args: "all well"})
     assert main(["--seed", "1", "--only", "kills", "calls"]) == 1
-    assert "kills: FAILED: it did not hold" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "kills: FAILED: it did not hold" in told
+    assert [line.split()[3] for line in told.splitlines()[-2:]] == ["FAILED", "held"]
+
+
+def test_many_kills_must_have_been_everywhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(kills, "in_child", lambda work: Counter({place: 9 for place in PLACES}))
+    monkeypatch.setattr(kills, "end_of", lambda folder: {})
+    monkeypatch.setattr(kills, "cell_run", lambda home, cell, name: tiny_run(tmp_path))
+    monkeypatch.setattr(kills.shutil, "rmtree", lambda folder: None)
+    monkeypatch.setattr(kills, "_killed_run", lambda *args: [("save", 1)])
+    with pytest.raises(Failed, match="100 kills missed rollout, update, end, evaluation, line, millisecond"):
+        kills.run_kills(tmp_path, 100, 1, lambda text: None)
+    monkeypatch.setattr(kills, "_killed_run", lambda *args: [(place, 1) for place in (*PLACES, kills.CLOCK)])
+    assert "15 killed more than once" in kills.run_kills(tmp_path, 100, 1, lambda text: None)
 
 
 FORKED = """
-import os, signal
+import os, signal, time
 from tests.chaos.children import Failed, Killed, in_child
+def sleep():
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    time.sleep(9)
 assert in_child(lambda: {"a": 1}) == {"a": 1}
-for work, error in ((lambda: os.kill(os.getpid(), signal.SIGKILL), Killed), (lambda: 1 / 0, Failed)):
+for work, error in ((lambda: os.kill(os.getpid(), 9), Killed), (sleep, Killed), (lambda: 1 / 0, Failed)):
     try:
         in_child(work)
     except error as caught:
@@ -66,8 +88,7 @@ for work, error in ((lambda: os.kill(os.getpid(), signal.SIGKILL), Killed), (lam
 
 def test_children_give_their_results_and_their_ends():
     done = subprocess.run([sys.executable, "-c", FORKED], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["Killed", "False", "Failed", "True"]
-    assert hasattr(os, "fork") and signal.SIGKILL
+    assert done.stdout.split() == ["Killed", "False", "Killed", "False", "Failed", "True"]
 
 
 @pytest.fixture(scope="module")

@@ -121,6 +121,18 @@ def test_the_policy_is_saved_as_transformers_saves_it(tmp_path):
     assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1, 2]
 
 
+def test_a_card_and_what_scripts_ask_before_they_write_or_stop(tmp_path):
+    made = trainer(tmp_path)
+    with pytest.raises(ConfigError, match="holds no run yet; train first"):
+        made.create_model_card()
+    assert made.is_world_process_zero() is made.is_local_process_zero() is True
+    assert made.control.should_training_stop is False
+    made.train()
+    card = made.create_model_card(model_name="mine", dataset_name="yours", tags="small")
+    text = card.read_text(encoding="utf-8")
+    assert card == tmp_path / "out" / "README.md" and all(word in text for word in ("mine", "yours", "small"))
+
+
 def test_it_is_the_run_that_tether_makes_of_the_same_settings(tmp_path):
     """No second loop: every metric of the updates is bitwise that of ``train_policy`` on the same folders."""
     loaded(tmp_path, "llama", None), loaded(tmp_path, "llama", 1)

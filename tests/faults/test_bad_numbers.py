@@ -138,21 +138,25 @@ def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path):
 
 
 COLLAPSED = {
-    "one word without end": ([[12] * 6] * 8, True),
-    "the end at once": ([[2]] * 8, True),
-    "one word among others": ([[12, 12, 12, 13, 12, 2]] * 8, False),
+    "one word without end": ([[12] * 6] * 8, "one token makes up", 1),
+    "the end at once": ([[2]] * 8, "one token makes up", 1),
+    "one answer to all": ([[12, 20, 14, 13, 12, 2]] * 8, "nearly always the same answer", 1),
+    "one word among others": ([[12, 12, 12, 13, 12, 2], [12, 12, 13, 2]] * 4, "", 0.5),
 }
 
 
-@pytest.mark.parametrize(("answers", "is_collapsed"), COLLAPSED.values(), ids=COLLAPSED)
-def test_a_policy_that_says_one_token_is_noticed_in_its_first_update(tmp_path, answers, is_collapsed):
+@pytest.mark.parametrize(("answers", "told", "share"), COLLAPSED.values(), ids=COLLAPSED)
+def test_a_policy_that_says_one_thing_is_noticed_in_its_first_update(tmp_path, answers, told, share):
     trainer = trainer_of(
         tiny_run(tmp_path), FakeRewards(lambda query, response: 0.0), FakeGenerator(answers), stop_ids={2}
     )
     trainer.log.display = display = Heard()
     trainer.train_one_update()
-    assert any("it has collapsed" in text for text in display.said) == is_collapsed
-    assert (trainer.log.updates[0]["rollout/top_token_share"] > 0.9) == is_collapsed
+    warned = [text for text in display.said if "collapsed" in text]
+    assert len(warned) == bool(told) and all(told in text for text in warned)
+    (update,) = trainer.log.updates
+    assert update["rollout/top_answer_share"] == share
+    assert (update["rollout/top_token_share"] > 0.9) == ("token" in told)
 
 
 def test_answers_of_one_token_by_configuration_are_no_collapse(tmp_path):

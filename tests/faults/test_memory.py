@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import warnings
 
 import pytest
 import torch
@@ -79,6 +81,29 @@ def test_what_does_not_fit_is_halved_and_results_move_by_rounding_alone(tmp_path
     assert told == ["warning: out of memory; micro-batches are halved from now on, to at most 2 answers"]
     state = json.loads((short.output_dir / "checkpoint-1" / "tether_state" / "state.json").read_text())
     assert state["halvings"] == 1
+
+
+class Living(TrainerCallback):
+    """Bytes of the tensors that are alive after each update, weights and moments among them."""
+
+    def __init__(self):
+        self.bytes = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # looking at everything that lives wakes what is deprecated
+            storages = {x.untyped_storage() for x in gc.get_objects() if isinstance(x, torch.Tensor)}
+        self.bytes.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+
+
+@pytest.mark.parametrize("sharing", [{"value__kind": "model"}, {"model__lora": {"r": 2}}], ids=["full", "LoRA"])
+def test_67_nothing_is_kept_from_one_update_to_the_next(tmp_path, sharing):
+    living = Living()
+    fixed = {"sampling__stop_token": None, "train__max_steps": 6, "ppo__num_ppo_epochs": 1}
+    train_policy(tiny_run(tmp_path, **fixed | sharing), callbacks=[living])
+    assert len(living.bytes) == 6
+    assert max(living.bytes[2:]) == min(living.bytes[2:]), "after the optimizers' moments are there, nothing is added"
 
 
 def test_mini_batches_hold_the_same_answers_however_often_they_are_halved(tmp_path):

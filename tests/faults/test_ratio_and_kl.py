@@ -11,8 +11,10 @@ from statistics import pstdev
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from tests.faults.test_bad_numbers import Heard
 from tests.models.build import save_adapter, save_model
 from tests.tiny import EOS, KINDS, save_tiny
 from tests.train.runs import tiny_run
@@ -165,6 +167,54 @@ def test_24_estimated_kl_is_the_exact_one(tmp_path):
     assert abs(result.evaluations[-1]["eval_kl"] - exact) < 4 * deviation / math.sqrt(2048)
 
 
+@pytest.mark.parametrize("narrow", [{"top_k": 5}, {"top_p": 0.9}])
+def test_24_what_is_not_drawn_from_the_policy_itself_is_refused_unless_asked_for(tmp_path, narrow):
+    changes = {f"sampling__{name}": value for name, value in narrow.items()}
+    with pytest.raises(ValidationError, match="draws answers from another distribution"):
+        tiny_run(tmp_path, **changes)
+    assert tiny_run(tmp_path, sampling__allow_truncated_sampling=True, **changes).sampling.is_truncated
+    for unknown in ("min_new_tokens", "no_repeat_ngram_size"):
+        with pytest.raises(ValidationError, match=unknown):
+            tiny_run(tmp_path, **{f"sampling__{unknown}": 3})
+
+
+def test_26_a_target_bounds_the_kl_and_a_collapse_is_told(tmp_path):
+    """Ten points for one word: without a target the policy says nothing else before long."""
+    greedy = {
+        "train__max_steps": 40, "train__learning_rate": 3e-3, "train__rollout_batch_size": 16,
+        "sampling__stop_token": None, "sampling__response_length": 4, "train__log_samples": 0,
+    }  # fmt: skip
+    bounds = {
+        "free": {"ppo__kl_coef": 0.001},
+        "target": {"ppo__kl_coef": 0.2, "ppo__kl_target": 1.0, "ppo__kl_horizon": 16},
+        "stop": {"ppo__kl_coef": 0.001, "ppo__max_approx_kl": 1e-3},
+    }
+    last, told = {}, {}
+    for name, bound in bounds.items():
+        config = tiny_run(tmp_path, output_dir=str(tmp_path / name), **greedy | bound)
+        (tmp_path / "rewards.py").write_text(
+            "def letters(prompts, completions): return [10.0 * c.split().count('good') for c in completions]"
+        )
+        display = Heard()
+        updates = train_policy(config, display=display).updates
+        last[name] = updates[-5:]
+        told[name] = [text for text in display.said if "collapsed" in text]
+        assert {"rollout/top_token_share", "rollout/top_answer_share", "rollout/eos_rate"} <= updates[0].keys()
+        skipped = [row["update/num_steps"] < 2 for row in updates]
+        assert any(skipped) == (name == "stop"), "steps that were not taken are counted"
+    kl = {name: sum(row["objective/kl"] for row in rows) / 5 for name, rows in last.items()}
+    assert kl["target"] < 3 < 2 * kl["target"] + 3 < kl["free"]
+    assert last["free"][-1]["rollout/top_answer_share"] > 0.9 and len(told["free"]) == 1
+    assert not told["target"] and last["target"][-1]["rollout/top_answer_share"] < 0.9
+
+
+def test_28_kl_starts_at_zero_with_an_adapter_that_brings_a_head_of_its_own(tmp_path):
+    base = save_model(tmp_path / "base", tied=False)
+    start = save_adapter(tmp_path / "start", base, tokenizer=True, modules_to_save=["lm_head"])
+    config = tiny_run(tmp_path, model__path=str(start), model__lora={}, **STILL)
+    assert [row["objective/kl"] for row in train_policy(config).updates] == [0, 0]
+
+
 def test_28_kl_starts_at_zero_where_training_goes_on_from_an_adapter(tmp_path):
     base = save_tiny(tmp_path / "base")
     first = tiny_run(tmp_path, model__path=str(base), model__lora={"r": 4}, train__learning_rate=1e-2)
@@ -221,6 +271,19 @@ def test_35_gradient_that_is_not_finite_never_reaches_a_weight(tmp_path, lora):
     record, mark = read_jsonl(config.output_dir / "bad_batches.jsonl")
     assert record["what"] == "gradient is not finite" and len(record["rollouts"]) == 8
     assert mark == {"step": 2, "last_good_checkpoint": None}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32 passes", "bf16 passes"])
+@pytest.mark.parametrize("critic", ["model", "head", "adapter"])
+@pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["full", "LoRA"])
+def test_35_types_of_body_adapter_and_head_do_not_clash(tmp_path, lora, critic, bf16):
+    if critic == "adapter" and lora is None:
+        pytest.skip("needs LoRA")
+    changes = {"model__dtype": "bfloat16", "model__lora": lora, "value__kind": critic, "train__bf16": bf16}
+    config = tiny_run(tmp_path, train__max_steps=1, **changes)
+    (update,) = train_policy(config).updates
+    assert all(math.isfinite(value) for value in update.values()) and update["update/num_bad"] == 0
+    assert update["policy/grad_norm"] > 0 and all(x.isfinite().all() for x in weights(config.output_dir).values())
 
 
 def test_37_large_scores_stay_finite(tmp_path):

@@ -27,11 +27,12 @@ def findings(
 
 def test_a_single_collapsed_update_is_enough_unless_answers_have_one_token_anyway(tmp_path):
     def change(step, p):
-        return {"rollout__top_token_share": 0.99 if step == 7 else 0.1}
+        return {f"rollout__top_{what}_share": 0.99 if step == 7 else 0.1 for what in ("token", "answer")}
 
-    assert "update 7" in findings(tmp_path / "a", change)["rollout/top_token_share"].sentence
     config = CONFIG.replace("response_length: 48", "response_length: 1")
-    assert "rollout/top_token_share" not in findings(tmp_path / "b", change, config=config)
+    named, short = findings(tmp_path / "a", change), findings(tmp_path / "b", change, config=config)
+    for name in ("rollout/top_token_share", "rollout/top_answer_share"):
+        assert "update 7" in named[name].sentence and name not in short
 
 
 def test_a_healthy_run_has_nothing_to_report(tmp_path):
@@ -62,6 +63,7 @@ def test_a_healthy_run_has_nothing_to_report(tmp_path):
         ("rollout/logprob_gap", {"rollout__logprob_gap": 0.1}, "warn", "temperature"),
         ("rollout/logprob_gap", {"rollout__logprob_gap": 0.5}, "act", "0.2"),
         ("rollout/top_token_share", {"rollout__top_token_share": 0.95}, "act", "collapsed"),
+        ("rollout/top_answer_share", {"rollout__top_answer_share": 0.95}, "warn", "unless the prompts leave no other"),
         ("update/num_bad", {"update__num_bad": 2.0}, "warn", "80 mini-batches of 40 updates"),
     ],
 )

@@ -106,6 +106,10 @@ class Run(reference.Run):
             "rollout/eos_rate": seen.pop("eos_rate"),
             "rollout/length_max": max(lengths),
             "rollout/top_token_share": max(map(said.count, said)) / len(said),
+            "rollout/top_answer_share": max(
+                sum(other.response == rollout.response for other in rollouts) for rollout in rollouts
+            )
+            / len(rollouts),
             "tokens/rollout": sum(lengths),
             "val/num_eos_tokens": sum(rollout.ended for rollout in rollouts),
             **seen,

@@ -33,7 +33,7 @@ KL_LENGTH = 50
 EXPLAINED_VARIANCE = (0.2, 0.0)
 LOW_EOS_RATE = 0.8
 LOGPROB_GAP = (0.05, 0.2)
-TOP_TOKEN_SHARE = 0.9
+TOP_TOKEN_SHARE = TOP_ANSWER_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -417,6 +417,22 @@ def one_token(run: Run) -> Finding | None:
     )
 
 
+def one_answer(run: Run) -> Finding | None:
+    """Whether the policy has more than one answer to its prompts; any single update counts."""
+    series = run.series("rollout/top_answer_share")
+    if not series or run.setting("sampling.response_length") == 1:
+        return None
+    step, share = max(series.points, key=lambda p: p[1])
+    level = "warn" if share > TOP_ANSWER_SHARE else "ok"
+    return Finding(
+        level,
+        "rollout/top_answer_share",
+        f"One and the same answer was {percent(share)} of those of update {step}; above {percent(TOP_ANSWER_SHARE)} "
+        "the policy has collapsed, unless the prompts leave no other.",
+        "" if level == "ok" else "Go back to a checkpoint from before; raise ppo.kl_coef or set ppo.kl_target.",
+    )
+
+
 def left_out(run: Run) -> Finding | None:
     """Mini-batches that were left out because something in them was not finite."""
     series = run.series("update/num_bad")
@@ -519,7 +535,7 @@ def saturated(run: Run) -> Finding | None:
 
 RULES: tuple[Callable[[Run], Finding | None], ...] = (
     held_out, sequence_kl, negative_kl, eos_rate, length, entropy, approx_kl, clip_fraction, explained_variance,
-    first_ratio, ratio_spread, gradient_norm, logprob_gap, one_token, left_out, not_finite,
+    first_ratio, ratio_spread, gradient_norm, logprob_gap, one_token, one_answer, left_out, not_finite,
     no_signal, noise_ascent, pattern_collapse, cold_critic, saturated,
 )  # fmt: skip
 """Every rule, in the order in which findings of one level are shown."""

@@ -20,6 +20,8 @@ MOST_LOGPROB_GAP = 0.2
 """Nats a token; bfloat16 decoding differs from its forward by less."""
 MOST_OF_ONE_TOKEN = 0.9
 """Share of the answers' tokens."""
+MOST_OF_ONE_ANSWER = 0.9
+"""Share of the answers."""
 
 
 class NotFinite(TrainingError):
@@ -115,7 +117,7 @@ class Guard:
 
 def suspicions(metrics: Mapping[str, float]) -> list[str]:
     """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on, or
-    it says nothing but one token."""
+    it says nothing but one token or one answer."""
     found = []
     if metrics.get("val/first_ratio_error", 0.0) > MOST_FIRST_RATIO_ERROR:
         found.append(
@@ -132,6 +134,11 @@ def suspicions(metrics: Mapping[str, float]) -> list[str]:
         found.append(
             "one token makes up nearly all that the policy says (rollout/top_token_share): it has collapsed. Go back "
             "to a checkpoint from before, and raise ppo.kl_coef or lower train.learning_rate"
+        )
+    elif metrics.get("rollout/top_answer_share", 0.0) > MOST_OF_ONE_ANSWER and _could_say_more(metrics):
+        found.append(
+            "the policy gives nearly always the same answer (rollout/top_answer_share): unless the prompts leave no "
+            "other, it has collapsed. Raise ppo.kl_coef, or set ppo.kl_target"
         )
     return found
 

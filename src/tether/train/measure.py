@@ -16,13 +16,15 @@ from tether.types import Experience
 
 
 def measure_answers(metrics: Metrics, answers: Answers) -> None:
-    """Lengths and ends of a rollout batch, and how much of it one token is."""
+    """Lengths and ends of a rollout batch, and how much of it is one token, or one answer."""
     lengths, ended = answers.lengths.double(), answers.ended.double()
     metrics.mean("rollout/length", lengths)
     metrics.max("rollout/length_max", lengths)
     metrics.mean("rollout/eos_rate", ended)
     counts = Counter(token for completion in answers.completions for token in completion.token_ids)
     metrics.value("rollout/top_token_share", max(counts.values()) / counts.total())
+    said = Counter(tuple(completion.token_ids) for completion in answers.completions)
+    metrics.value("rollout/top_answer_share", max(said.values()) / said.total())
     metrics.sum("val/num_eos_tokens", ended)
     metrics.sum("tokens/rollout", lengths)
 

@@ -54,6 +54,7 @@ from tether.models.paths import (
     some_of,
     weight_files,
 )
+from tether.models.products import with_quick_products
 
 POOLED_HEADS = ("classifier", "classification_head", "logits_proj")
 """What the heads of classifiers are called whose families pool otherwise than at the last token."""
@@ -510,7 +511,7 @@ def _from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTr
         logging.set_verbosity(level)
     if is_quantized(model):
         keep_differentiable(model)
-    return model.eval(), info
+    return with_quick_products(model).eval(), info
 
 
 def _saved_dtype(adapter: Adapter, trust_remote_code: bool) -> torch.dtype:

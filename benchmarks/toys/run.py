@@ -21,7 +21,6 @@ from tether.metrics.trackers import Trackers
 from tether.rewards.function import FunctionSource
 from tether.train.callbacks import Callbacks
 from tether.train.display import NullDisplay
-from tether.train.distributed import Dist
 from tether.train.log import RunLog
 from tether.train.parts import Parts
 from tether.train.trainer import PPOTrainer
@@ -148,7 +147,7 @@ def table_trainer(
     folder = config.output_dir
     log = RunLog(folder, NullDisplay(), Trackers("none", folder.name, folder, {}), logging_steps=1)
     events = Callbacks(callbacks, config, len(prompts))
-    return PPOTrainer(config, Parts(**made | parts), dist=Dist(), log=log, callbacks=events)
+    return PPOTrainer(config, Parts(**made | parts), log=log, callbacks=events)
 
 
 def train_tables(language: Language, folder: Path, changes: Mapping[str, Any]) -> Course:

@@ -53,6 +53,10 @@ class TrainingError(TetherError):
     """A loss, a gradient or a parameter is not finite; raised before the optimizer step."""
 
 
+class LostProcess(TetherError):
+    """Another process of the run ended, or did not answer in time."""
+
+
 class HubError(TetherError):
     """A model could not be pushed to the hub; it is whole in its folder."""
 

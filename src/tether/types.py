@@ -154,8 +154,12 @@ class MicroBatch:
     response_mask: Bool[Tensor, "M R"]
     """True on response tokens, the end token included."""
     group: int | None = None
-    """Number of the micro-batch that it is a part of, where that did not fit into memory: the update shuffles its parts
-    together, so that mini-batches hold the same answers. None: it is whole."""
+    """Number of the micro-batch that it is a part of, where that did not fit into memory or is divided over processes:
+    the update shuffles its parts together, so that mini-batches hold the same answers. None: it is whole."""
+    group_size: int | None = None
+    """Answers of that micro-batch; None: as many as there are rows."""
+    is_idle: bool = False
+    """Whether it only keeps this process in step with others that have more to do: nothing of it counts."""
 
     @property
     def lengths(self) -> Int[Tensor, " M"]:
@@ -193,6 +197,9 @@ class Experience:
     """log π_ref of each response token; None where the loss does not hold the KL."""
     kl_loss_coef: float = 0.0
     """Weight of the KL in the loss."""
+    takes_part: bool = True
+    """Whether its micro-batch, in any process, holds a token of the losses: not where all of its answers were cut and
+    are left out."""
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from tether.data import demonstrations
 from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers
 from tether.models.roles import build_roles
-from tether.train import evaluate, trainer, update
+from tether.train import evaluate, rollout, update
 from tether.train.callbacks import Callbacks
 from tether.train.display import NullDisplay
 from tether.train.distributed import Dist
@@ -33,8 +33,7 @@ def trainer_of(config, rewards, generator=None, *, prepare=None, stop_ids=(), mi
     prompts = data.prompts.prompts
     log = RunLog(config.output_dir, NullDisplay(), Trackers("none", "t", config.output_dir, {}), logging_steps=1)
     callbacks = Callbacks((), config, len(prompts))
-    dist = Dist()
-    roles = build_roles(config, data.tokenizer, device=dist.device, mixed_precision=mixed_precision)
+    roles = build_roles(config, data.tokenizer, device=Dist().device, mixed_precision=mixed_precision)
     if prepare is not None:
         prepare(roles)
     parts = Parts(
@@ -47,7 +46,7 @@ def trainer_of(config, rewards, generator=None, *, prepare=None, stop_ids=(), mi
         eval_prompts=prompts,
         demonstrations=data.demonstrations,
     )
-    return PPOTrainer(config, parts, dist=dist, log=log, callbacks=callbacks)
+    return PPOTrainer(config, parts, log=log, callbacks=callbacks)
 
 
 @torch.no_grad()
@@ -89,7 +88,7 @@ def noted_gradients(monkeypatch):
 def collate_by(monkeypatch, change):
     """Makes whatever collates get ``change`` of the micro-batch instead."""
     collate = collation.collate
-    for module in (trainer, evaluate, demonstrations):
+    for module in (rollout, evaluate, demonstrations):
         monkeypatch.setattr(module, "collate", lambda *args: change(collate(*args)))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tether.cli import moving
+from tether.cli.launched import rank
 from tether.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,14 +36,17 @@ def ppo(arguments: Sequence[str]) -> int:
 
     config, translation = load_any(file, overrides, RunConfig, "ppo")
 
+    from rich.console import Console
+
     from tether.cli.display import RunDisplay
     from tether.cli.foreign import announce, plot
     from tether.train.run import train_policy
 
-    with RunDisplay() as display:
+    with RunDisplay(Console(quiet=rank() > 0)) as display:
         announce(translation, display)
         result = train_policy(config, display=display)
-        plot(translation, result.output_dir, display)
+        if rank() == 0:
+            plot(translation, result.output_dir, display)
         return _ended(result.interrupted, f"policy: {result.output_dir}\nreport: {result.report}", display)
 
 

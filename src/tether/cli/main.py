@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from tether import __version__
 from tether.cli import commands
+from tether.cli.launched import check_command, rank, signed
 from tether.cli.quiet import quieten
 from tether.errors import USER_ERRORS, ConfigError, TetherError
 
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         from tether.report.text import visible  # a reward function's error can hold what the model wrote
 
-        print(visible(_message(error, debug=debug)), file=sys.stderr)
+        if rank() == 0 or not getattr(error, "is_shared", False):  # what all processes say, the first one says
+            print(visible(signed(_message(error, debug=debug))), file=sys.stderr)
         return 2 if isinstance(error, USER_ERRORS) else 1
 
 
@@ -77,6 +79,7 @@ def _run(arguments: list[str], *, debug: bool) -> int:
         close = difflib.get_close_matches(name, commands.COMMANDS, n=1)
         hint = f"did you mean `tether {close[0]}`?" if close else f"wanted one of {', '.join(commands.COMMANDS)}"
         raise ConfigError(f"there is no command {name}; {hint}")
+    check_command(name)
     quieten(debug=debug)
     return commands.COMMANDS[name](rest)
 

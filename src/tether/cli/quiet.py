@@ -26,6 +26,7 @@ def quieten(*, debug: bool) -> None:
         "HF_HUB_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", module=_CHATTY)

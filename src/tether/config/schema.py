@@ -417,6 +417,8 @@ class TrainConfig(Section):
     max_bad_batches: NonNegativeInt = 3
     """Batches in a row that are left out because a log-probability, a value, a loss or a gradient of them is not
     finite: a mini-batch in the update, a whole rollout batch before it. One more ends the run."""
+    ddp_timeout: PositiveInt = 1800
+    """Seconds that the processes of a run wait for each other before it ends."""
     dry_step: bool | None = None
     """Before training run one micro-batch of the longest lengths forward and backward, without effect: it says whether
     the run fits into memory, and halves micro-batches that do not. Left out: where there is an accelerator."""
@@ -516,6 +518,24 @@ class RunConfig(Section):
     def mini_batch_size(self) -> int:
         """Answers an optimizer step."""
         return self.train.rollout_batch_size // self.ppo.num_mini_batches
+
+    def answers_at_once(self, num_processes: int) -> int:
+        """Answers that the processes of a run train on at once, with a token budget the most of them.
+
+        Raises:
+            ValueError: mini-batches would not hold equally many answers.
+        """
+        micro, mini = self.train.max_rows_per_micro_batch, self.mini_batch_size
+        if micro is None:
+            return mini
+        at_once = min(micro * num_processes, mini)
+        if mini % at_once:
+            raise ValueError(
+                f"train.micro_batch_size {micro} in each of {num_processes} processes makes {at_once} answers at once, "
+                f"which must divide the mini-batch size {mini}: launch another number of processes, or change "
+                "train.rollout_batch_size, ppo.num_mini_batches or train.micro_batch_size"
+            )
+        return at_once
 
     @property
     def prompts_per_update(self) -> int:

@@ -52,7 +52,11 @@ def pad_left(
 
 
 def plan_micro_batches(
-    query_lengths: Sequence[int], response_lengths: Sequence[int], size: int, max_tokens: int | None = None
+    query_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    size: int,
+    max_tokens: int | None = None,
+    num_parts: int = 1,
 ) -> list[tuple[int, ...]]:
     """Groups of at most ``size`` rows of similar length, every row in one group.
 
@@ -60,7 +64,8 @@ def plan_micro_batches(
     Without ``max_tokens`` only the last group may be smaller than ``size``. Depends on nothing but the arguments.
 
     Args:
-        max_tokens: the most tokens of a group, padding included; a row that has more by itself is a group of its own.
+        max_tokens: the most tokens of a part of a group, padding included; a row that has more by itself is one.
+        num_parts: parts that the rows of each group will be dealt out to.
     """
     assert len(query_lengths) == len(response_lengths)
     totals = [query + response for query, response in zip(query_lengths, response_lengths, strict=True)]
@@ -71,7 +76,8 @@ def plan_micro_batches(
         num_rows = len(groups[-1]) + 1 if groups else 1
         query = max(widest_query, query_lengths[row])
         response = max(widest_response, response_lengths[row])
-        is_full = num_rows > size or (max_tokens is not None and num_rows * (query + response) > max_tokens)
+        tokens = -(-num_rows // num_parts) * (query + response)
+        is_full = num_rows > size or (max_tokens is not None and tokens > max_tokens)
         if is_full or not groups:
             groups.append([])
             query, response = query_lengths[row], response_lengths[row]

@@ -21,11 +21,15 @@ class Metrics:
     A name has one reduction. Means weigh every entry alike, however the entries were split into calls: a mean over
     micro-batches is the mean over their tokens. Entries outside ``mask`` do not exist, NaN or not. Nothing is read
     back from an accelerator before ``compute``.
+
+    Several processes collect the same names, each what it saw itself; what all of them see alike goes in ``known``.
     """
 
     def __init__(self) -> None:
         self._reductions: dict[str, str] = {}
         self._parts: dict[str, list[Tensor]] = {}
+        self._known: set[str] = set()
+        self._is_known = False
 
     def mean(self, name: str, values: Values, mask: Tensor | None = None) -> None:
         """Adds entries of a mean: Σ x / count; NaN if there are none."""
@@ -51,6 +55,20 @@ class Metrics:
         """Sets a number that every process knows; the last one stands."""
         self._add(name, "value", _wide(x))
 
+    def slowest(self, name: str, x: float) -> None:
+        """Adds to a sum of which the largest over processes counts, and with several also ``NAME_spread``: by how much
+        the smallest is below it."""
+        self._add(name, "slowest", _wide(x))
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Inside, entries are of what every process knows whole: they count once, not once a process."""
+        before, self._is_known = self._is_known, True
+        try:
+            yield
+        finally:
+            self._is_known = before
+
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Inside, entries count only if nothing is raised."""
@@ -70,14 +88,17 @@ class Metrics:
             reduce_max: takes the maximum over processes; needed with ``reduce`` where there is a maximum or minimum.
         """
         parts = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in self._parts.items()}
-        sums = _combined({n: parts[n].sum(dim=0) for n in self._named("mean", "var", "sum")}, reduce)
+        sums = self._over({n: parts[n].sum(dim=0) for n in self._named("mean", "var", "sum")}, reduce)
         means = {n: sums[n][1] / sums[n][0] for n in self._named("mean", "var")}
         # A second round, since squares around the mean of all entries do not cancel as Σ x² − n · mean² does.
-        squares = _combined({n: _squares_around(means[n], parts[n]) for n in self._named("var")}, reduce)
-        extremes = self._named("max", "min")
-        assert reduce is None or reduce_max is not None or not extremes
-        largest = _combined({n: parts[n].max() for n in extremes}, reduce_max)
+        squares = self._over({n: _squares_around(means[n], parts[n]) for n in self._named("var")}, reduce)
+        extremes, timed = self._named("max", "min"), self._named("slowest")
+        assert reduce is None or reduce_max is not None or not (extremes or timed)
+        own = {n: parts[n].sum(dim=0) for n in timed}
+        both = {n: torch.stack([x, -x]) for n, x in own.items()}
+        largest = self._over({n: parts[n].max() for n in extremes} | both, reduce_max)
         results = {
+            "slowest": lambda n: largest[n][0],
             "mean": lambda n: means[n],
             "var": lambda n: squares[n] / sums[n][0],
             "sum": lambda n: sums[n],
@@ -85,11 +106,20 @@ class Metrics:
             "min": lambda n: -largest[n],
             "value": lambda n: parts[n][-1],
         }
-        return {name: results[reduction](name).item() for name, reduction in self._reductions.items()}
+        numbers = {name: results[reduction](name).item() for name, reduction in self._reductions.items()}
+        spread = {f"{n}_spread": largest[n].sum().item() for n in timed} if reduce is not None else {}
+        return numbers | spread
+
+    def _over(self, numbers: Mapping[str, Tensor], reduce: Reduce | None) -> dict[str, Tensor]:
+        """The same numbers over all processes, in one call of ``reduce``; those that all know as they are."""
+        own = {name: x for name, x in numbers.items() if name not in self._known}
+        return {**numbers, **_combined(own, reduce)}
 
     def _add(self, name: str, reduction: str, part: Tensor) -> None:
         known = self._reductions.setdefault(name, reduction)
         assert known == reduction, f"{name} is reduced by {known}, not by {reduction}"
+        if self._is_known:
+            self._known.add(name)
         self._parts.setdefault(name, []).append(part)
 
     def _named(self, *reductions: str) -> list[str]:

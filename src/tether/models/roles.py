@@ -15,7 +15,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -57,6 +59,12 @@ from tether.types import MicroBatch
 POLICY, REFERENCE, VALUE = "policy", "reference", "value"
 OFF = ""
 """In place of an adapter's name: the base with all adapters off."""
+Host = Callable[[Callable[[], Any]], Any]
+"""Runs a computation with the weights of a role and returns what it returns."""
+
+
+def _directly(compute: Callable[[], Any]) -> Any:
+    return compute()
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ class Pass:
         """What the pass says of the batch's response tokens; None for what it does not compute."""
         with self._roles.computing(self.name):
             with self._roles.autocast():
-                out = self._outputs(batch, temperature, with_entropy)
+                out = self._roles.through(self.name)(lambda: self._outputs(batch, temperature, with_entropy))
             # Backward runs out here: under autocast it would round the float32 gradients of head and loss.
             yield out
 
@@ -192,6 +200,7 @@ class ModelRoles:
         self._adapted = adapted
         self._adapters_off = False
         self._parts: dict[nn.Module, _Parts] = {}
+        self._hosts: dict[str, Host] = {}
         self._recompute = False
         self.base_source = base_source
         """Absolute path or hub id of the model that adapters sit on; the policy's own where there are none."""
@@ -247,6 +256,11 @@ class ModelRoles:
         """The role of that name."""
         assert name in self._by_name, f"no role {name}; there are {', '.join(self._by_name)}"
         return self._by_name[name]
+
+    @property
+    def all(self) -> list[Role]:
+        """Every role, in the order that they were made."""
+        return list(self._by_name.values())
 
     @property
     def passes(self) -> list[Pass]:
@@ -394,7 +408,7 @@ class ModelRoles:
     def ref_logprobs(self, batch: MicroBatch, temperature: float) -> Float[Tensor, "M R"]:
         """Log-probabilities of the response tokens under the reference; 0 on padding."""
         with self.use(REFERENCE) as model:
-            return response_outputs(model, batch, temperature=temperature).logprobs
+            return self.through(REFERENCE)(lambda: response_outputs(model, batch, temperature=temperature)).logprobs
 
     @torch.no_grad()
     def reward_scores(
@@ -403,7 +417,27 @@ class ModelRoles:
         """What the reward adapter ``name`` says at the last real token of each row."""
         role = self.role(f"reward/{name}")
         with self.use(role.name) as model:
-            return last_token_scores(model.base_model, role.head, ids, mask, position_ids)
+            score = partial(last_token_scores, model.base_model, role.head, ids, mask, position_ids)
+            return self.through(role.name)(score)
+
+    # Engines
+
+    def through(self, role: str) -> Host:
+        """What runs a computation with the role's weights: it directly, or by the engine that they are spread by."""
+        return self._hosts.get(role, _directly)
+
+    def host(self, hosts: Mapping[str, Host], trained: Mapping[str, Mapping[str, nn.Parameter]] | None = None) -> None:
+        """Makes computations of roles go through an engine from now on.
+
+        Args:
+            hosts: by role, what runs a computation with its weights.
+            trained: by role, what stands in for the parameters that train, under the same names, where an engine
+                replaced them.
+        """
+        self._hosts |= hosts
+        for name, parameters in (trained or {}).items():
+            self._by_name[name] = replace(self.role(name), trained=dict(parameters))
+        self._parts.clear()
 
     # Changing roles
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -134,6 +134,7 @@ def build_rewards(
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device | str,
     offload_idle: bool = False,
+    shared: Callable[[RewardSource, int | None], RewardSource] = lambda source, most: source,
 ) -> RewardSource:
     """The weighted sum of the configured sources, each a component under its name.
 
@@ -142,12 +143,18 @@ def build_rewards(
         roles: the policy's models, which share their base with reward adapters; None where there are none of these.
         tokenizer: the policy's; None where every source reads text as the dataset had it.
         offload_idle: keeps models on the CPU while they do not score, unless their source says otherwise.
+        shared: makes of a source that scores a part of each batch one that knows the scores of the whole, given how
+            many requests of it may be in flight, if there is a limit.
 
     Raises:
         ConfigError, ModelError: a source cannot be loaded.
     """
 
     def source(config: RewardConfig, name: str, key: str) -> RewardSource:
+        made = of_this_process(config, name, key)
+        return made if isinstance(config, EnsembleReward) else shared(made, getattr(config, "max_concurrency", None))
+
+    def of_this_process(config: RewardConfig, name: str, key: str) -> RewardSource:
         match config:
             case FunctionReward():
                 return FunctionSource(load_function(config.path, config.name, key), name, missing=config.missing)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.state import is_initialized
 from torch import nn
 from transformers import (
     PreTrainedTokenizerBase,
@@ -48,6 +49,7 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
         run_name=train.run_name or str(config.output_dir),
         report_to="none",
         disable_tqdm=True,
+        accelerator_config={"use_configured_state": is_initialized()},  # which would be taken away otherwise
     )
 
 

@@ -6,7 +6,8 @@
       tether_state/roles.safetensors trained weights of policy and critic, in the types they train in
       tether_state/optimizers.pt     optimizers and schedules, tensors and numbers only
       tether_state/average.safetensors    the trained weights under a moving average, which the policy above then is
-      tether_state/random.pt         generators of Python, NumPy and torch, which reward functions may draw from
+      tether_state/random.pt         generators of Python, NumPy and torch, which reward functions may draw from, of
+                                     each process
       manifest.json                  size and SHA-256 of every file
 
 A folder appears complete or not at all. Sampling and shuffling draw from keys made of seed and counters, so of their
@@ -31,18 +32,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
 
 from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig, TrainConfig
 from tether.data.demonstrations import Demonstration
 from tether.errors import CheckpointError, ConfigError, TrainingError
-from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder, save_policy, verify_manifest
 from tether.report.card import write_card
 from tether.train.ema import PolicyAverage
 from tether.train.optim import PassOptimizer
+from tether.train.parts import Parts
 from tether.train.random_state import random_states, set_random_states
 from tether.types import Prompt
 
@@ -115,6 +116,24 @@ def improves(value: float, best: float | None, *, greater_is_better: bool) -> bo
     return best is None or (value > best if greater_is_better else value < best)
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds beside the policy."""
+
+    step: int
+    """Finished updates."""
+    record: dict[str, Any]
+    """Of state.json."""
+    roles: Mapping[str, Tensor]
+    """Trained weights of policy and critic."""
+    optimizers: Mapping[str, Any]
+    """States of the optimizers and schedules by name."""
+    average: Mapping[str, Tensor] | None
+    """The moving average of the policy's trained weights, if one is kept."""
+    random: list[dict[str, Any]]
+    """States of the random generators, of each process."""
+
+
 class Checkpoints:
     """Writes, finds, restores and drops the checkpoints of one run.
 
@@ -125,13 +144,13 @@ class Checkpoints:
     def __init__(
         self,
         config: RunConfig,
-        roles: ModelRoles,
-        tokenizer: PreTrainedTokenizerBase,
+        parts: Parts,
         optimizers: list[PassOptimizer],
         average: PolicyAverage | None,
         data: Mapping[str, str],
     ) -> None:
-        self.config, self.roles, self.tokenizer = config, roles, tokenizer
+        self.config, self.roles, self.tokenizer = config, parts.roles, parts.tokenizer
+        self.dist, self.engine = parts.dist, parts.engine
         self.optimizers, self.average, self.data = optimizers, average, data
 
     def path(self, step: int) -> Path:
@@ -144,17 +163,22 @@ class Checkpoints:
         Raises:
             ConfigError: it cannot be written, or the disk has no room for those that the run will write.
         """
-        trial = self.config.output_dir / TRIAL
-        try:
-            with atomic_folder(trial) as folder:
-                self._write(folder, state)
-            verify_manifest(trial)
-            size = sum(file.stat().st_size for file in trial.rglob("*"))
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"output_dir: no checkpoint can be written to {self._where()}: {error}") from error
-        finally:
-            shutil.rmtree(trial, ignore_errors=True)
-        self._check_room(size + self._moments_to_come(), num_updates)
+        contents = self._contents(state)
+
+        def write() -> None:
+            trial = self.config.output_dir / TRIAL
+            try:
+                with atomic_folder(trial) as folder:
+                    self._write(folder, contents)
+                verify_manifest(trial)
+                size = sum(file.stat().st_size for file in trial.rglob("*"))
+            except (OSError, RuntimeError, SafetensorError) as error:
+                raise ConfigError(f"output_dir: no checkpoint can be written to {self._where()}: {error}") from error
+            finally:
+                shutil.rmtree(trial, ignore_errors=True)
+            self._check_room(size + self._moments_to_come(), num_updates)
+
+        self.dist.by_main(write)
 
     def save(self, state: RunState) -> Path:
         """Writes checkpoint-N for the present state, then drops checkpoints beyond ``save_total_limit``.
@@ -166,15 +190,20 @@ class Checkpoints:
         path = self.path(state.step)
         self._check_weights(path)
         before, state.saved_step = state.saved_step, state.step
-        try:
-            with atomic_folder(path) as folder:
-                self._write(folder, state)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            state.saved_step = before
-            raise CheckpointError(
-                f"{path} could not be written to {self._where()}: {error}. {self.way_on()}"
-            ) from error
-        self._drop_old(state)
+        contents = self._contents(state)
+
+        def write() -> None:
+            try:
+                with atomic_folder(path) as folder:
+                    self._write(folder, contents)
+            except (OSError, RuntimeError, SafetensorError) as error:
+                state.saved_step = before
+                raise CheckpointError(
+                    f"{path} could not be written to {self._where()}: {error}. {self.way_on()}"
+                ) from error
+            self._drop_old(state)
+
+        self.dist.by_main(write)
         return path
 
     def way_on(self) -> str:
@@ -188,19 +217,34 @@ class Checkpoints:
         folder = self.config.output_dir
         return f"{folder} ({_gib(shutil.disk_usage(folder).free)} free)"
 
-    def _write(self, folder: Path, state: RunState) -> None:
+    def _contents(self, state: RunState) -> Contents:
+        """What a checkpoint holds beside the policy, put together from all processes."""
+        return Contents(
+            step=state.step,
+            record={
+                **asdict(state),
+                "config": dump_config(self.config),
+                "data": dict(self.data),
+                "num_processes": self.dist.num_processes,
+            },
+            roles=self.engine.full(self.roles.state_dict()),
+            optimizers={o.name: o.state_dict() for o in self.optimizers},
+            average=None if self.average is None else self.engine.full(self.average.state_dict()),
+            random=self.dist.gathered(random_states()),
+        )
+
+    def _write(self, folder: Path, contents: Contents) -> None:
         with self.average.applied() if self.average is not None else nullcontext():
             save_policy(self.roles, self.tokenizer, folder)
-        write_card(folder, self.config.output_dir, step=state.step)
+        write_card(folder, self.config.output_dir, step=contents.step)
         inner = folder / STATE_DIR
         inner.mkdir()
-        record = {**asdict(state), "config": dump_config(self.config), "data": dict(self.data)}
-        (inner / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
-        save_file({k: v.contiguous() for k, v in self.roles.state_dict().items()}, inner / ROLES)
-        if self.average is not None:
-            save_file(self.average.state_dict(), inner / AVERAGE)
-        torch.save({o.name: o.state_dict() for o in self.optimizers}, inner / OPTIMIZERS)
-        torch.save(random_states(), inner / RANDOM)
+        (inner / STATE).write_text(json.dumps(contents.record, indent=1), encoding="utf-8")
+        save_file({k: v.contiguous() for k, v in contents.roles.items()}, inner / ROLES)
+        if contents.average is not None:
+            save_file(contents.average, inner / AVERAGE)
+        torch.save(contents.optimizers, inner / OPTIMIZERS)
+        torch.save(contents.random, inner / RANDOM)
 
     def _check_weights(self, path: Path) -> None:
         bad = [name for name, x in self.roles.state_dict().items() if not bool(torch.isfinite(x).all())]
@@ -239,7 +283,7 @@ class Checkpoints:
             raise CheckpointError(f"{path}: optimizer state does not fit the run's roles: {', '.join(sorted(missing))}")
         for optimizer in self.optimizers:
             optimizer.load_state_dict(states[optimizer.name])
-        del record["data"]
+        del record["data"], record["num_processes"]
         saved = parse_config(record.pop("config"), RunConfig).train
         sources = {name: ScoreMoments(**moments) for name, moments in record.get("source_moments", {}).items()}
         moments = {"score_moments": ScoreMoments(**record["score_moments"]), "source_moments": sources}
@@ -247,7 +291,8 @@ class Checkpoints:
         criterion = (self.config.train.metric_for_best_model, self.config.train.greater_is_better)
         if criterion != (saved.metric_for_best_model, saved.greater_is_better) or not self._has_best(state):
             state.best_metric = state.best_step = None  # measured by something else, or not there to come back to
-        set_random_states(_loaded(path, RANDOM))
+        states = _loaded(path, RANDOM)
+        set_random_states(states[self.dist.rank if self.dist.rank < len(states) else 0])
         return state
 
     def restore_weights(self, step: int) -> None:
@@ -339,7 +384,7 @@ def read_state(path: Path) -> dict[str, Any]:
         record = dict(json.loads(file.read_text(encoding="utf-8")))
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    wanted = {each.name for each in fields(RunState)} | {"config", "data"}
+    wanted = {each.name for each in fields(RunState)} | {"config", "data", "num_processes"}
     if odd := sorted(wanted ^ record.keys()):
         raise CheckpointError(
             f"{file}: {', '.join(odd)} {'is missing' if odd[0] in wanted else 'is unknown'}; the checkpoint was "
@@ -356,7 +401,7 @@ def _piece(path: Path, name: str) -> Path:
     return file
 
 
-def _loaded(path: Path, name: str) -> dict[str, Any]:
+def _loaded(path: Path, name: str) -> Any:
     """A file of tensors and numbers; one that would run code as it is read is refused."""
     file = _piece(path, name)
     try:

@@ -31,7 +31,7 @@ def timed(metrics: Metrics, name: str) -> Iterator[None]:
     """Adds the seconds spent inside to ``time/NAME_s``."""
     start = time.perf_counter()
     yield
-    metrics.sum(f"time/{name}_s", time.perf_counter() - start)
+    metrics.slowest(f"time/{name}_s", time.perf_counter() - start)
 
 
 @contextmanager

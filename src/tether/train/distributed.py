@@ -1,27 +1,54 @@
-"""The one seam between the algorithm and the machine: device, processes, backward."""
+"""The one seam between the algorithm and the machine: devices, processes, and what they tell each other.
+
+Every process of a run reads the same configuration and the same data and knows every answer, score and advantage of a
+rollout batch. What is divided is the work: each decodes, scores and trains on its share, and tells the others what came
+of it (``tether.train.sharing``). How weights are spread is an engine's matter (``tether.train.engines``).
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import pickle
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from torch import Tensor
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, LostProcess, TetherError, TrainingError
+
+T = TypeVar("T")
+TIMEOUT = 1800
+"""Seconds that processes wait for each other, as in transformers."""
+_LOST = ("gloo", "nccl", "connection closed", "connection reset", "peer", "process group", "collective")
+"""What the messages of torch's process groups hold when another process is gone."""
 
 
 class Dist:
-    """Where a run computes, by Accelerate. Nothing outside this class knows of ranks or devices."""
+    """Where a run computes and with whom, by Accelerate. Nothing outside of this class counts ranks.
 
-    def __init__(self) -> None:
-        self.accelerator = Accelerator()
-        if self.accelerator.num_processes > 1:
+    Args:
+        timeout: seconds that processes wait for each other before the run ends; the first ``Dist`` decides.
+
+    Raises:
+        ConfigError: the launched processes do not find each other.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT) -> None:
+        self.accelerator = _accelerator(timeout)
+        if self.num_processes != launched_processes():
             raise ConfigError(
-                f"a run uses one process, but {self.accelerator.num_processes} were launched: start `tether ppo` "
-                "directly, without accelerate launch or torchrun"
+                f"{launched_processes()} processes were launched, but Accelerate runs each of them by itself: "
+                "leave out the launcher, or give it a configuration file that fits the devices of this machine"
             )
+
+    # Who is there
 
     @property
     def device(self) -> torch.device:
@@ -33,9 +60,128 @@ class Dist:
         """Whether this process writes files and speaks."""
         return self.accelerator.is_main_process
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of ``loss``, a scalar, to the parameters."""
-        self.accelerator.backward(loss)
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0."""
+        return self.accelerator.process_index
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run, on all machines."""
+        return self.accelerator.num_processes
+
+    def share(self, count: int) -> range:
+        """Which of ``count`` things this process does: neighbours, as many as any other process or one less."""
+        return share(count, self.rank, self.num_processes)
+
+    def dealt(self, rows: Sequence[T], to: int | None = None) -> Sequence[T]:
+        """Every n-th of ``rows``, of n processes: this one's, or those of process ``to``. The first gets the most."""
+        return rows[self.rank if to is None else to :: self.num_processes]
+
+    def shares(self, count: int, sharing: int) -> list[range]:
+        """Which of ``count`` things each process does where the first ``sharing`` processes do all of them."""
+        return [share(count, rank, sharing) if rank < sharing else range(0) for rank in range(self.num_processes)]
+
+    # Telling each other
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over all processes, elementwise."""
+        with self._waiting():
+            return self.accelerator.reduce(x, reduction="sum")
+
+    def max(self, x: Tensor) -> Tensor:
+        """The maximum of ``x`` over all processes, elementwise."""
+        if self.num_processes == 1:
+            return x
+        with self._waiting():
+            x = x.to(self.device, copy=True)
+            torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX)
+        return x.cpu()
+
+    def summed(self, x: Tensor) -> Tensor:
+        """``sum`` of a tensor that may be on another device than the processes talk through."""
+        return self.sum(x.to(self.device)).cpu() if self.num_processes > 1 else x
+
+    def any(self, own: bool) -> bool:
+        """Whether it is so in any process."""
+        if self.num_processes == 1:
+            return own
+        return bool(self.sum(torch.tensor(float(own), device=self.device)) > 0)
+
+    def gathered(self, own: T) -> list[T]:
+        """What each process says, in the order of their numbers."""
+        if self.num_processes == 1:
+            return [own]
+        with self._waiting():
+            return gather_object([own])
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """What ``work`` returns in each process, in the order of their numbers.
+
+        Work of one process may fail by itself: then the run fails in all of them, with that one's error. It must not
+        talk to other processes.
+        """
+        if self.num_processes == 1:
+            return [work()]
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        return self.agreed(result, error)
+
+    def agreed(self, result: T, error: Exception | None) -> list[T]:
+        """``together`` of work that is done: its result, or the error that it ended with."""
+        if self.num_processes == 1:
+            if error is not None:
+                raise error
+            return [result]
+        said = self.gathered((result if error is None else None, _portable(error)))
+        failed = [number for number, (_, theirs) in enumerate(said) if theirs is not None]
+        if failed:
+            first = failed[0]
+            shared = error if error is not None and first == self.rank else said[first][1]
+            if first > 0:
+                shared.add_note(f"said by process {first} of {self.num_processes}")
+            shared.is_shared = True
+            raise shared
+        return [theirs for theirs, _ in said]
+
+    def by_main(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns in the main process, which alone does it; its error is raised in all of them."""
+        if self.num_processes == 1:
+            return work()
+        return self.together(lambda: work() if self.is_main else None)[0]
+
+    def main_first(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns here, after the main process of each machine has done it: what it stores is there."""
+        if self.num_processes == 1:
+            return work()
+        first = self.accelerator.is_local_main_process
+        early = self.together(work if first else lambda: None)[self.rank]
+        late = self.together((lambda: None) if first else work)[self.rank]
+        return early if first else late
+
+    def first(self, own: T | None) -> T | None:
+        """What the first process says that says anything."""
+        return next((said for said in self.gathered(own) if said is not None), None)
+
+    def wait(self) -> None:
+        """Waits until all processes are here."""
+        with self._waiting():
+            self.accelerator.wait_for_everyone()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Inside, what torch says when another process is gone becomes ``LostProcess``."""
+        with lost_told(self.num_processes):
+            yield
+
+    def close(self) -> None:
+        """Leaves the group of processes."""
+        self.accelerator.end_training()
+
+    # Memory
 
     def release_memory(self) -> None:
         """Gives back memory that nothing uses, between phases: the device's cache, on a CPU free pages of the heap."""
@@ -52,6 +198,61 @@ class Dist:
         if self.device.type == "cpu" and sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
             libc.malloc_trim(0)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of ``x`` over all processes, elementwise."""
-        return self.accelerator.reduce(x, reduction="sum")
+
+def _accelerator(timeout: float) -> Accelerator:
+    on_cpu, backend = not torch.accelerator.is_available() and launched_processes() > 1, {}
+    if on_cpu and uses_deepspeed():  # which Accelerate would leave out with cpu=True
+        on_cpu, backend = False, {"backend": "gloo"}
+    return Accelerator(
+        cpu=on_cpu,
+        mixed_precision="no",  # forwards run under the roles' own autocast
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout), **backend),
+            DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True),
+        ],
+    )
+
+
+def share(count: int, rank: int, num_processes: int) -> range:
+    """Which of ``count`` things process ``rank`` does."""
+    return range(rank * count // num_processes, (rank + 1) * count // num_processes)
+
+
+def launched_processes() -> int:
+    """Processes that a launcher started this one with, itself included; needs no torch.distributed."""
+    return int(os.environ.get("WORLD_SIZE", "1") or 1)
+
+
+def uses_deepspeed() -> bool:
+    """Whether the launcher's configuration asks for DeepSpeed."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+@contextmanager
+def lost_told(num_processes: int) -> Iterator[None]:
+    """Inside, torch's error about a process that is gone becomes ``LostProcess``; other errors stay what they are.
+
+    Raises:
+        LostProcess: another process of the run ended, or said nothing for too long.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if num_processes > 1 and any(word in str(error).lower() for word in _LOST):
+            raise LostProcess(
+                "another process of the run has ended, or said nothing for train.ddp_timeout seconds; its own message "
+                f"says why ({str(error).splitlines()[0][:200]})"
+            ) from error
+        raise
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error in a form that other processes can read."""
+    if error is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever pickling says of an error's parts: its text is what counts
+        kind = type(error) if isinstance(error, TetherError) else TrainingError
+        return kind(str(error) if isinstance(error, TetherError) else f"{type(error).__name__}: {error}")
+    return error

@@ -17,9 +17,9 @@ from tether.data.collate import collate
 from tether.metrics.reduce import Metrics
 from tether.models.forward import response_outputs
 from tether.models.memory import in_fitting_parts
-from tether.models.roles import ModelRoles
+from tether.models.roles import POLICY
 from tether.train.parts import Parts
-from tether.train.rollout import Answers, PhaseReport, answer, halves, judge, micro_batch_plan
+from tether.train.rollout import Answers, PhaseReport, answer, judge, micro_batches
 from tether.types import Request, noise_key
 
 
@@ -48,7 +48,7 @@ def evaluate(
     answers = answer(parts, prompts, requests, phase=phase, check=check, name="evaluation", ask=True)
     judged = judge(parts, answers, config, moments)
     with parts.roles.fetched():
-        kl = sequence_kl(parts.roles, answers, config, phase=phase, check=check, halvings=halvings)
+        kl = sequence_kl(parts, answers, config, phase=phase, check=check, halvings=halvings)
     metrics = Metrics()
     metrics.mean("eval_scores", judged.scores)
     metrics.var("eval_scores_var", judged.scores)
@@ -70,7 +70,7 @@ def evaluate(
 
 @torch.no_grad()
 def sequence_kl(
-    roles: ModelRoles,
+    parts: Parts,
     answers: Answers,
     config: RunConfig,
     *,
@@ -79,26 +79,24 @@ def sequence_kl(
     halvings: int = 0,
 ) -> list[float] | None:
     """log π(y) − log π_ref(y) of each answer, nats; None without a reference. Its mean estimates KL(π ‖ π_ref)."""
+    roles, dist, temperature = parts.roles, parts.dist, config.sampling.temperature
     if not roles.has_reference:
         return None
-    temperature = config.sampling.temperature
     queries = [p.token_ids for p in answers.prompts]
     responses = [c.token_ids for c in answers.completions]
-    plan = [part for rows in micro_batch_plan(config, queries, responses) for part in halves(rows, halvings)]
-    kl = [0.0] * len(responses)
+    plan = [batch.rows for batch in micro_batches(answers, config, dist, halvings=halvings)]
+    own: dict[int, float] = {}
 
     def of_rows(rows: Sequence[int]) -> list[float]:
         batch = collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(roles.device)
-        with roles.use("policy") as policy:
-            logprobs = response_outputs(policy, batch, temperature=temperature).logprobs
-        gap = algo.kl_estimate(logprobs, roles.ref_logprobs(batch, temperature), "k1")
+        with roles.use(POLICY) as policy:
+            outputs = roles.through(POLICY)(lambda: response_outputs(policy, batch, temperature=temperature))
+        gap = algo.kl_estimate(outputs.logprobs, roles.ref_logprobs(batch, temperature), "k1")
         return algo.masked_sum(gap, batch.response_mask, dim=1).tolist()
 
-    done = 0
     for rows, values in in_fitting_parts(plan, of_rows, "an evaluation's KL"):
-        for row, value in zip(rows, values, strict=True):
-            kl[row] = value
-        done += len(rows)
-        phase("evaluation KL", done, len(kl))
+        own |= zip(rows, values, strict=True)
+        phase("evaluation KL", len(own), sum(map(len, plan)))
         check()
-    return kl
+    kl = {row: value for theirs in dist.gathered(own) for row, value in theirs.items()}
+    return [kl[row] for row in range(len(responses))]

@@ -17,6 +17,7 @@ from torch import Tensor
 from tether import algo
 from tether.algo.masking import WHITEN_EPSILON
 from tether.config.schema import PPOConfig
+from tether.train.distributed import Dist
 from tether.types import Experience, MicroBatch
 
 
@@ -114,18 +115,23 @@ def _generalized(rewards: Tensor, values: Tensor, mask: Tensor, ppo: PPOConfig) 
     return advantages, returns
 
 
-def joined(parts: Sequence[Tensor | None], batches: Sequence[MicroBatch]) -> Tensor | None:
-    """The [M, R] tensors of all micro-batches as one [B, R], rows in the order of the rollouts; None if there are none.
+def joined(
+    parts: Sequence[Tensor | None], batches: Sequence[MicroBatch], shape: tuple[int, int], dist: Dist
+) -> Tensor | None:
+    """The [M, R] tensors of all micro-batches of all processes as one [B, R]; None if there are none.
 
-    R is the widest of them; what a narrower one lacks is 0, or False.
+    What a narrower one lacks is 0.
+
+    Args:
+        shape: B, and the R of the widest.
     """
     if any(part is None for part in parts):
         return None
-    num_rows, width = sum(len(batch.rows) for batch in batches), max(part.shape[1] for part in parts)
-    whole = parts[0].new_zeros(num_rows, width)
+    whole = parts[0].new_zeros(shape)
     for part, batch in zip(parts, batches, strict=True):
-        whole[list(batch.rows), : part.shape[1]] = part
-    return whole
+        if not batch.is_idle:
+            whole[list(batch.rows), : part.shape[1]] = part
+    return dist.sum(whole)
 
 
 def experience(
@@ -135,8 +141,9 @@ def experience(
     loss_mask: Bool[Tensor, "B R"],
     *,
     kl_loss_coef: float,
+    dist: Dist,
 ) -> list[Experience]:
-    """Everything the update needs, a record for each micro-batch.
+    """Everything the update needs, a record for each of this process's micro-batches.
 
     Args:
         kl_loss_coef: coefficient of the KL in the loss; 0 where it is in the reward.
@@ -145,16 +152,20 @@ def experience(
     def of(whole: Tensor | None, batch: MicroBatch) -> Tensor | None:
         return None if whole is None else whole[list(batch.rows), : batch.response_mask.shape[1]]
 
+    own_masks = [of(loss_mask, batch) & (not batch.is_idle) for batch in batches]
+    takes_part = dist.sum(torch.stack([mask.any() for mask in own_masks]).float()) > 0
+
     return [
         Experience(
             batch=batch,
             logprobs=of(outputs.logprobs, batch),
             advantages=of(learned.advantages, batch),
-            loss_mask=of(loss_mask, batch),
+            loss_mask=own_mask,
             values=of(outputs.values, batch),
             returns=of(learned.returns, batch),
             ref_logprobs=of(outputs.ref_logprobs, batch) if kl_loss_coef > 0 else None,
             kl_loss_coef=kl_loss_coef / learned.advantage_std,
+            takes_part=part,
         )
-        for batch in batches
+        for batch, own_mask, part in zip(batches, own_masks, takes_part.tolist(), strict=True)
     ]

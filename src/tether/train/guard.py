@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tether.errors import TrainingError
 from tether.metrics.writers import JsonlWriter
+from tether.train.distributed import Dist
 from tether.train.optim import PassOptimizer, all_finite
 from tether.train.rollout import Answers
 from tether.types import Experience, MicroBatch
@@ -35,10 +36,11 @@ class Guard:
         folder: where bad_batches.jsonl is written, a line for each find with the texts that led to it.
         limit: finds in a row that are left out; the next one ends the run.
         tell: told of each that is left out.
+        dist: the processes, of which all leave out what one of them finds.
     """
 
-    def __init__(self, folder: Path, limit: int, tell: Callable[[str], None]) -> None:
-        self.folder, self.limit, self.tell = folder, limit, tell
+    def __init__(self, folder: Path, limit: int, tell: Callable[[str], None], dist: Dist) -> None:
+        self.folder, self.limit, self.tell, self.dist = folder, limit, tell, dist
         self.step = 1
         """Number of the present update, from 1."""
         self.in_a_row = 0
@@ -46,20 +48,14 @@ class Guard:
 
     def check(self, answers: Answers, batch: MicroBatch, **tensors: Tensor | None) -> None:
         """Raises ``NotFinite`` if a response token's entry of a [M, R] tensor is not, naming tensor and rows."""
-        for name, x in tensors.items():
-            if x is None:
-                continue
-            bad = (~torch.isfinite(x) & batch.response_mask).any(dim=1)
-            if bool(bad.any()):
-                rows = [row for row, is_bad in zip(batch.rows, bad.tolist(), strict=True) if is_bad]
-                self._found(name.replace("_", " "), answers, rows)
+        self._agree(answers, next(_not_finite(batch, tensors), None))
 
     def check_gradients(
         self, optimizers: list[PassOptimizer], answers: Answers, mini_batch: Sequence[Experience]
     ) -> None:
         """Raises ``NotFinite`` if a gradient is not, before any optimizer steps."""
-        if not all_finite(optimizers):
-            self._found("gradient", answers, [row for item in mini_batch for row in item.batch.rows])
+        rows = [row for item in mini_batch for row in item.batch.rows]
+        self._agree(answers, None if all_finite(optimizers) else ("gradient", rows))
 
     def leave_out(self, error: NotFinite) -> None:
         """Counts a batch that no optimizer step is taken with.
@@ -91,13 +87,15 @@ class Guard:
             }
             for row in rows
         ]
-        JsonlWriter(path).write({"step": self.step, "what": what, "rollouts": rollouts})
+        if self.dist.is_main:
+            JsonlWriter(path).write({"step": self.step, "what": what, "rollouts": rollouts})
         return path
 
     def marked(self, checkpoint: Path | None) -> str:
         """Writes down which checkpoint is the last good one, and says it."""
         name = None if checkpoint is None else checkpoint.name
-        JsonlWriter(self.folder / BAD_BATCHES).write({"step": self.step, "last_good_checkpoint": name})
+        if self.dist.is_main:
+            JsonlWriter(self.folder / BAD_BATCHES).write({"step": self.step, "last_good_checkpoint": name})
         if checkpoint is None:
             return "no checkpoint is there to go back to; train.save_steps makes them"
         return (
@@ -105,7 +103,12 @@ class Guard:
             "the model.path of a run with other settings"
         )
 
-    def _found(self, what: str, answers: Answers, rows: Sequence[int]) -> None:
+    def _agree(self, answers: Answers, found: tuple[str, list[int]] | None) -> None:
+        """Raises ``NotFinite`` in all processes if one of them found something."""
+        if self.dist.any(found is not None):
+            self._found(*self.dist.first(found), answers)
+
+    def _found(self, what: str, rows: Sequence[int], answers: Answers) -> None:
         path = self.write_down(f"{what} is not finite", answers, rows)
         named = [str(answers.prompts[row].row) for row in rows]
         raise NotFinite(
@@ -113,6 +116,14 @@ class Guard:
             f"{', '.join(named[:8])}{', …' if len(named) > 8 else ''}); no optimizer step was taken with it. Their "
             f"texts are in {path}. A smaller learning rate, or bf16: false, is the usual cure."
         )
+
+
+def _not_finite(batch: MicroBatch, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, list[int]]]:
+    """Name and rows of each [M, R] tensor of which an entry of a response token is not finite."""
+    for name, x in tensors.items():
+        bad = None if x is None else (~torch.isfinite(x) & batch.response_mask).any(dim=1)
+        if bad is not None and bool(bad.any()):
+            yield name.replace("_", " "), [row for row, is_bad in zip(batch.rows, bad.tolist(), strict=True) if is_bad]
 
 
 def suspicions(metrics: Mapping[str, float]) -> list[str]:

@@ -8,6 +8,8 @@ import time
 from types import FrameType
 from typing import Any
 
+from tether.train.distributed import Dist
+
 
 class Stopped(Exception):
     """The run was asked to stop; raised where the weights are those of the last finished update."""
@@ -20,10 +22,11 @@ class StopRequest:
 
     Args:
         max_runtime: hours after entering, or None.
+        dist: the processes, if there may be several, which then stop between two updates, where all of them hear of it.
     """
 
-    def __init__(self, max_runtime: float | None = None) -> None:
-        self.max_runtime = max_runtime
+    def __init__(self, max_runtime: float | None = None, dist: Dist | None = None) -> None:
+        self.max_runtime, self._dist = max_runtime, dist
         self.reason: str | None = None
         self._deadline: float | None = None
         self._before: dict[int, Any] = {}
@@ -47,8 +50,14 @@ class StopRequest:
         self.reason = signal.Signals(number).name
 
     def check(self) -> None:
-        """Raises ``Stopped`` if the run was asked to stop."""
+        """Raises ``Stopped`` if the run was asked to stop; waits for ``agree`` where there are other processes."""
+        if self._dist is None or self._dist.num_processes == 1:
+            self.agree()
+
+    def agree(self) -> None:
+        """Raises ``Stopped`` in all processes if one of them was asked to stop."""
         if self.reason is None and self._deadline is not None and time.monotonic() > self._deadline:
             self.reason = f"max_runtime of {self.max_runtime:g} h"
-        if self.reason is not None:
-            raise Stopped(self.reason)
+        reason = self.reason if self._dist is None else self._dist.first(self.reason)
+        if reason is not None:
+            raise Stopped(reason)

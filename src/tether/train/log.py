@@ -19,15 +19,15 @@ class RunLog:
     """Writes every update to metrics.jsonl, shows it, and tracks every ``logging_steps``-th.
 
     Args:
-        folder: the run's output folder.
+        folder: the run's output folder; None in a process that writes nothing.
         display: what the user sees.
         trackers: TensorBoard and the like.
         logging_steps: updates between two entries in the trackers; the last update is always one.
     """
 
-    def __init__(self, folder: Path, display: Display, trackers: Trackers, *, logging_steps: int) -> None:
+    def __init__(self, folder: Path | None, display: Display, trackers: Trackers, *, logging_steps: int) -> None:
         self.display, self.trackers, self.logging_steps = display, trackers, logging_steps
-        self._metrics, self._samples = JsonlWriter(folder / METRICS), JsonlWriter(folder / SAMPLES)
+        self._metrics, self._samples = (folder and JsonlWriter(folder / name) for name in (METRICS, SAMPLES))
         self._warned: set[str] = set()
         self.updates: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
@@ -39,7 +39,8 @@ class RunLog:
     def update(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a finished update."""
         line = {"step": step, **metrics}
-        self._metrics.write(line)
+        if self._metrics is not None:
+            self._metrics.write(line)
         self.updates.append(line)
         if step % self.logging_steps == 0 or step == total:
             self.trackers.log(dict(metrics), step)
@@ -48,15 +49,19 @@ class RunLog:
     def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Records an evaluation with all its answers, and shows a few."""
         line = {"step": step, **metrics}
-        self._metrics.write(line)
+        if self._metrics is not None:
+            self._metrics.write(line)
         self.evaluations.append(line)
-        self._samples.write_all({"step": step, "split": "eval", **sample} for sample in samples)
+        if self._samples is not None:
+            self._samples.write_all({"step": step, "split": "eval", **sample} for sample in samples)
         self.trackers.log(dict(metrics), step)
         self.display.message(f"evaluation after {step} updates: {_summary(metrics)}")
         self.display.samples(list(samples[:SHOWN_SAMPLES]))
 
     def samples(self, step: int, split: str, answers: Answers, judged: Judged, *, limit: int) -> None:
         """Records the first ``limit`` answers of a rollout."""
+        if self._samples is None:
+            return
         rows = range(min(limit, len(answers.texts)))
         self._samples.write_all({"step": step, "split": split, **judged.sample(i, answers), "kl": None} for i in rows)
 

@@ -23,7 +23,6 @@ from tether.types import Completion, Experience, MicroBatch, Request
 def dry_step(
     config: RunConfig,
     parts: Parts,
-    dist: Dist,
     micro_batches: Callable[[Answers], list[MicroBatch]],
     one_update: Callable[..., Update],
 ) -> str:
@@ -39,10 +38,10 @@ def dry_step(
         torch.OutOfMemoryError: the micro-batch does not fit.
         GenerationError: not even one answer can be decoded.
     """
-    start, sampling = time.perf_counter(), config.sampling
+    start, sampling, dist = time.perf_counter(), config.sampling, parts.dist
     longest = max(parts.prompts, key=lambda prompt: len(prompt.token_ids))
     answer = Completion([longest.token_ids[-1]] * sampling.response_length, "length")
-    count = config.train.max_rows_per_micro_batch or config.mini_batch_size
+    count = config.answers_at_once(dist.num_processes)
     answers = Answers([longest] * count, [answer] * count, [""] * count)
     batch = micro_batches(answers)[0]
     if dist.device.type == "cuda":
@@ -86,13 +85,13 @@ def dry_step(
 
 def _side_by_side(config: RunConfig, parts: Parts) -> int:
     """Answers of an update that are decoded at a time."""
-    return min(parts.generator.batch_size, config.train.rollout_batch_size)
+    return min(parts.generator.batch_size, len(parts.dist.share(config.train.rollout_batch_size)))
 
 
 def _decode_longest(config: RunConfig, parts: Parts) -> None:
     """Answers the longest queries, as many as are answered side by side, with as many tokens as answers may have."""
     queries = sorted((prompt.token_ids for prompt in parts.prompts), key=len, reverse=True)
-    asked = islice(cycle(queries), _side_by_side(config, parts))
+    asked = islice(cycle(queries), parts.dist.num_processes * _side_by_side(config, parts))
     requests = [Request(query, key) for key, query in enumerate(asked)]
     for _ in parts.generator.generate(requests, replace(parts.sampling, stop_token_ids=frozenset())):
         pass

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.demonstrations import Demonstration
 from tether.models.roles import ModelRoles
+from tether.train.distributed import Dist
+from tether.train.engines.base import Engine
+from tether.train.engines.replicated import Alone
 from tether.types import Generator, Prompt, RewardSource, Sampling
 
 
@@ -32,3 +35,7 @@ class Parts:
     """Held-out prompts; may be empty."""
     demonstrations: Sequence[Demonstration] = ()
     """What the SFT loss beside PPO is on; empty without one."""
+    dist: Dist = field(default_factory=Dist)
+    """This process, and the others of the run."""
+    engine: Engine = field(default_factory=Alone)
+    """What spreads weights and gradients over them."""

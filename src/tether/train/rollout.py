@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from tether import algo
 from tether.config.schema import RunConfig
-from tether.data.collate import plan_micro_batches
+from tether.data.collate import collate, plan_micro_batches
 from tether.rewards.base import checked
 from tether.rewards.early import Begun, begun
 from tether.rewards.tokens import check_token_scores
+from tether.train.distributed import Dist
 from tether.train.parts import Parts
-from tether.types import Completion, Prompt, Request, RewardBatch, RewardOutput
+from tether.types import Completion, MicroBatch, Prompt, Request, RewardBatch, RewardOutput
 
 PhaseReport = Callable[[str, int, int], None]
 """Told the name of a phase, how much of it is done, and how much there is."""
@@ -205,7 +206,7 @@ def early_scores(
 
 def halves(rows: Sequence[int], halvings: int = 1) -> list[tuple[int, ...]]:
     """Rows in 2^halvings parts of neighbours, as far as there are rows for them."""
-    parts = [tuple(rows)]
+    parts = [tuple(rows)] if len(rows) else []
     for _ in range(halvings):
         middles = [(part, (len(part) + 1) // 2) for part in parts]
         parts = [half for part, middle in middles for half in (part[:middle], part[middle:]) if half]
@@ -213,16 +214,43 @@ def halves(rows: Sequence[int], halvings: int = 1) -> list[tuple[int, ...]]:
 
 
 def micro_batch_plan(
-    config: RunConfig, queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    config: RunConfig, queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], num_processes: int = 1
 ) -> list[tuple[int, ...]]:
-    """Rows of each forward pass over queries with their responses, by ``train.micro_batch_size`` or the token budget.
+    """Rows of queries with their responses that all processes forward at once, by ``train.micro_batch_size`` or the
+    token budget, which are those of one process.
 
-    No pass holds more rows than a mini-batch, so that every mini-batch gets one at least.
+    They are no more than a mini-batch, so that every mini-batch gets one group at least.
     """
-    train = config.train
     return plan_micro_batches(
         [len(query) for query in queries],
         [len(response) for response in responses],
-        train.max_rows_per_micro_batch or config.mini_batch_size,
-        train.max_tokens_per_micro_batch,
+        config.answers_at_once(num_processes),
+        config.train.max_tokens_per_micro_batch,
+        num_processes,
     )
+
+
+def micro_batches(answers: Answers, config: RunConfig, dist: Dist, *, halvings: int = 0) -> list[MicroBatch]:
+    """This process's part of the answers in padded micro-batches.
+
+    The rows that all processes forward at once are dealt out to them, each one's to as many parts as fit into memory.
+    All processes get equally many parts: where rows are too few, some are idle.
+
+    Args:
+        halvings: how often micro-batches are halved to fit into memory.
+    """
+    queries = [prompt.token_ids for prompt in answers.prompts]
+    responses = [completion.token_ids for completion in answers.completions]
+
+    def batch(rows: Sequence[int]) -> MicroBatch:
+        return collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(dist.device)
+
+    batches = []
+    for group, whole in enumerate(micro_batch_plan(config, queries, responses, dist.num_processes)):
+        parts = halves(dist.dealt(whole), halvings)
+        most = len(halves(dist.dealt(whole, to=0), halvings))
+        dealt = [batch(rows) for rows in parts] + [replace(batch(whole[:1]), is_idle=True)] * (most - len(parts))
+        if dealt[0].rows != tuple(whole):
+            dealt = [replace(each, group=group, group_size=len(whole)) for each in dealt]
+        batches += dealt
+    return batches

@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,11 +44,14 @@ from tether.train.checkpoint import (
 from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
+from tether.train.engines.build import build_engine
 from tether.train.guard import BAD_BATCHES
 from tether.train.hub import open_repository, push
 from tether.train.inputs import RunData, check, check_data, first_answer, load_data, resolved, tell_data
 from tether.train.log import METRICS, SAMPLES, RunLog
 from tether.train.parts import Parts
+from tether.train.process_log import ProcessLog
+from tether.train.sharing import shared, shared_generator
 from tether.train.trainer import PPOTrainer
 from tether.types import RewardSource, Sampling
 
@@ -92,21 +96,30 @@ def train_policy(
         HubError: the policy is saved, but could not be pushed.
     """
     with open_trainer(config, rewards=rewards, display=display, callbacks=callbacks) as trainer:
-        config, log = trainer.config, trainer.log
+        config, log, dist = trainer.config, trainer.log, trainer.dist
         interrupted = trainer.fit()
-        if config.ppo.score_norm is not None or trainer.state.source_moments:
-            write_norms(config.output_dir / SCORE_NORM, trainer.state)
-        if interrupted is None:
-            with trainer.policy_to_keep():
-                save_final(config.output_dir, trainer.roles, trainer.parts.tokenizer)
-            if config.value.save:
-                with atomic_folder(config.output_dir / CRITIC) as folder:
-                    save_critic(trainer.roles, folder)
-                    write_card(folder, config.output_dir, role="critic")
-    if config.train.push_to_hub and interrupted is None:
+        dist.by_main(lambda: write_end(trainer, finished=interrupted is None))
+        is_to_push = config.train.push_to_hub and interrupted is None and dist.is_main
+    if is_to_push:
         told = push(config.output_dir, hub_repository(config))
         (display or NullDisplay()).message(f"pushed: {told}")
     return RunResult(config.output_dir, log.updates, log.evaluations, config.output_dir / REPORT, interrupted)
+
+
+def write_end(trainer: PPOTrainer, *, finished: bool) -> None:
+    """Writes what a run leaves behind beside its logs: what scores were normalised by, and at its end the policy, and
+    the critic if that was asked for."""
+    config = trainer.config
+    if config.ppo.score_norm is not None or trainer.state.source_moments:
+        write_norms(config.output_dir / SCORE_NORM, trainer.state)
+    if not finished:
+        return
+    with trainer.policy_to_keep():
+        save_final(config.output_dir, trainer.roles, trainer.parts.tokenizer)
+    if config.value.save:
+        with atomic_folder(config.output_dir / CRITIC) as folder:
+            save_critic(trainer.roles, folder)
+            write_card(folder, config.output_dir, role="critic")
 
 
 def hub_repository(config: RunConfig) -> str:
@@ -133,48 +146,88 @@ def open_trainer(
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: as ``train_policy``.
     """
-    display = display or NullDisplay()
     check(config)
-    check_folder(config)
+    dist = Dist(config.train.ddp_timeout)
+    check_processes(config, dist)
+    display = display or NullDisplay() if dist.is_main else NullDisplay()
+    dist.by_main(lambda: check_folder(config))
     config = resolved(config)
-    checkpoint = find_checkpoint(config, tell=display.message)
+    checkpoint = dist.by_main(lambda: find_checkpoint(config, tell=display.message))
     if checkpoint is not None:
         saved = parse_config(read_state(checkpoint)["config"], RunConfig)
         for change in check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint):
             display.message(f"going on with another {change}")
-    data = load_data(config)
+    data = dist.main_first(lambda: load_data(config))
     check_data(config, data)
     if checkpoint is not None:
         held_out = data.eval_prompts.prompts if data.eval_prompts else []
         check_same_data(fingerprints(data.prompts.prompts, held_out, data.demonstrations), checkpoint)
     tell_data(config, data, display)
-    if rewards is None:
-        try_services(config.rewards, config.reward_names, first_answer(data), data.tokenizer)
-    if config.train.push_to_hub:
-        hub_repository(config)
-    with claimed(config.output_dir):
-        check_folder(config)  # once more: another run may have begun there meanwhile
-        prepare_folder(config, checkpoint, tell=display.message)
-        trackers = Trackers(
-            config.train.report_to,
-            run_name=config.train.run_name or config.output_dir.name,
-            logging_dir=config.output_dir / "logs",
-            config=config.model_dump(mode="json"),
-        )
-        log = RunLog(config.output_dir, display, trackers, logging_steps=config.train.logging_steps)
+    dist.by_main(lambda: try_outside(config, data, with_services=rewards is None))
+    with ExitStack() as stack:
+        dist.by_main(lambda: stack.enter_context(claimed(config.output_dir)))
+        dist.by_main(lambda: check_folder(config))  # once more: another run may have begun there meanwhile
+        dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))
+        log = open_log(config, display, dist)
         try:
+            log.message(f"on {described(dist)}")
             if config.model.lora is not None and gguf_source(config.model.path) is not None:
                 log.phase("de-quantising the model", 0, 1)
-                write_base(config.model, config.output_dir / BASE)
-            trainer = build_trainer(config, data, rewards, log, callbacks)
+                dist.by_main(lambda: write_base(config.model, config.output_dir / BASE))
+            trainer = build_trainer(config, data, rewards, log, callbacks, dist)
             if checkpoint is not None:
                 trainer.resume(checkpoint)
-                display.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
+                log.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
             yield trainer
             trainer.parts.generator.close()
         finally:
             log.close()
-        write_report(config.output_dir)
+        dist.by_main(lambda: write_report(config.output_dir))
+
+
+def check_processes(config: RunConfig, dist: Dist) -> None:
+    """Raises ``ConfigError`` if the batches cannot be divided over the processes."""
+    count, rollout = dist.num_processes, config.train.rollout_batch_size
+    if rollout < count:
+        raise ConfigError(
+            f"train.rollout_batch_size: got {rollout}, wanted at least one answer for each of {count} processes"
+        )
+    try:
+        config.answers_at_once(count)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def try_outside(config: RunConfig, data: RunData, *, with_services: bool) -> None:
+    """Asks reward services for a first score and opens the repository on the hub, so that a run does not find out
+    later that it cannot."""
+    if with_services:
+        try_services(config.rewards, config.reward_names, first_answer(data), data.tokenizer)
+    if config.train.push_to_hub:
+        hub_repository(config)
+
+
+def open_log(config: RunConfig, display: Display, dist: Dist) -> RunLog:
+    """Where this process's numbers and texts go: only the main one writes metrics, samples and trackers."""
+    folder, report_to = config.output_dir, config.train.report_to if dist.is_main else "none"
+    if dist.num_processes > 1:
+        display = ProcessLog(folder / "logs" / f"process-{dist.rank}.log", display)
+    trackers = Trackers(
+        report_to,
+        run_name=config.train.run_name or folder.name,
+        logging_dir=folder / "logs",
+        config=config.model_dump(mode="json"),
+    )
+    return RunLog(folder if dist.is_main else None, display, trackers, logging_steps=config.train.logging_steps)
+
+
+def described(dist: Dist) -> str:
+    """What a run computes on, and what more there is."""
+    devices = torch.accelerator.device_count()
+    if dist.num_processes > 1:
+        return f"{dist.num_processes} processes, this one on {dist.device}: {build_engine(dist).name}"
+    more = "; accelerate launch -m tether ppo … uses all of them" if devices > 1 else ""
+    return f"one process, {dist.device}" + (f" of {devices} devices{more}" if devices > 1 else "")
 
 
 def check_folder(config: RunConfig) -> None:
@@ -217,17 +270,17 @@ def build_trainer(
     rewards: RewardSource | None,
     log: RunLog,
     callbacks: Sequence[TrainerCallback],
+    dist: Dist,
 ) -> PPOTrainer:
     """Loads the models and puts the trainer together."""
-    set_seed(config.train.seed)
+    set_seed(config.train.seed + dist.rank)
     events = Callbacks(callbacks, config, len(data.prompts.prompts))
-    dist = Dist()
     if config.train.offload_idle_roles and not has_own_memory(dist.device):
         log.message(f"train.offload_idle_roles: nothing moves, as {dist.device} and the CPU have one memory")
     log.phase("loading models", 0, 1)
     parts = build_parts(config, data, rewards, dist)
     log.display.table("roles", *role_table(parts.roles))
-    return PPOTrainer(config, parts, dist=dist, log=log, callbacks=events)
+    return PPOTrainer(config, parts, log=log, callbacks=events)
 
 
 def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, dist: Dist) -> Parts:
@@ -235,7 +288,10 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
     tokenizer = data.tokenizer
     config = with_base(config)
     roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=config.train.bf16)
-    if rewards is None:
+    engine = build_engine(dist)
+    if rewards is not None:
+        rewards = shared(rewards, dist)
+    else:
         names = config.reward_names
         rewards = build_rewards(
             config.rewards,
@@ -244,19 +300,23 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
             tokenizer=tokenizer,
             device=dist.device,
             offload_idle=config.train.offload_idle_roles,
+            shared=partial(shared, dist=dist),
         )
+    engine.place(roles)
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
     if config.sampling.stop_token == "eos":
         end_at(roles.policy, stops)
     return Parts(
         roles=roles,
-        generator=build_generator(config, roles),
+        generator=shared_generator(build_generator(config, roles), dist, engine),
         rewards=rewards,
         tokenizer=tokenizer,
         sampling=sampling_of(config.sampling, stops),
         prompts=data.prompts.prompts,
         eval_prompts=data.eval_prompts.prompts if data.eval_prompts else [],
         demonstrations=data.demonstrations,
+        dist=dist,
+        engine=engine,
     )
 
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from tether import algo
 from tether.config.schema import RunConfig
-from tether.data.collate import collate
 from tether.data.stream import PromptStream
 from tether.errors import CheckpointError, GenerationError, RewardError, RewardResponseError, TrainingError
 from tether.metrics.reduce import Metrics
@@ -29,7 +29,6 @@ from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import DISK_TROUBLE, Checkpoints, RunState, fingerprints, last_complete
 from tether.train.costs import PassCosts, phase, product_rate, timed, with_rates
-from tether.train.distributed import Dist
 from tether.train.ema import PolicyAverage
 from tether.train.evaluate import evaluate
 from tether.train.experience import Outputs, experience, joined, targets
@@ -47,8 +46,7 @@ from tether.train.rollout import (
     Judged,
     answer,
     early_scores,
-    halves,
-    micro_batch_plan,
+    micro_batches,
     raw_scores,
     shaped_scores,
 )
@@ -62,7 +60,6 @@ class PPOTrainer:
     Args:
         config: the run's configuration.
         parts: models, reward sources and prompts.
-        dist: device and processes.
         log: where metrics, samples and progress go.
         callbacks: told of every event; one step is one update.
         optimizers: in place of those that the configuration asks for.
@@ -73,24 +70,25 @@ class PPOTrainer:
         config: RunConfig,
         parts: Parts,
         *,
-        dist: Dist,
         log: RunLog,
         callbacks: Callbacks,
         optimizers: list[PassOptimizer] | None = None,
     ) -> None:
-        self.config, self.parts, self.roles, self.dist, self.log = config, parts, parts.roles, dist, log
+        self.config, self.parts, self.roles, self.log = config, parts, parts.roles, log
+        self.dist, self.engine = parts.dist, parts.engine
         self.num_updates = config.num_updates(len(parts.prompts))
         self.stream = PromptStream(len(parts.prompts), config.prompts_per_update, config.train.seed)
         self.optimizers = optimizers or build_optimizers(config, parts.roles, self.num_updates)
+        self.engine.prepare(self.optimizers)
         trained = parts.roles.role(POLICY).trained
         self.average = PolicyAverage(trained, config.train.ema_decay) if config.train.ema_decay else None
         data = fingerprints(parts.prompts, parts.eval_prompts, parts.demonstrations)
-        self.checkpoints = Checkpoints(config, parts.roles, parts.tokenizer, self.optimizers, self.average, data)
+        self.checkpoints = Checkpoints(config, parts, self.optimizers, self.average, data)
         self.callbacks = callbacks
         self.callbacks.attach(parts.roles.policy, parts.tokenizer)
         self.state = RunState(kl_coef=config.ppo.kl_coef)
-        self.stop = StopRequest(config.train.max_runtime)
-        self.guard = Guard(config.output_dir, config.train.max_bad_batches, log.message)
+        self.stop = StopRequest(config.train.max_runtime, self.dist)
+        self.guard = Guard(config.output_dir, config.train.max_bad_batches, log.message, self.dist)
         self.costs = PassCosts(parts.roles)
         self.before = random_states()
         """The process-wide generators where the weights were last those of a finished update."""
@@ -133,7 +131,8 @@ class PPOTrainer:
                 self.freeze_norms()
                 if self.state.evaluated_step != self.state.step and self.evaluation_due():
                     self.evaluate()  # before the first update, or where the run that goes on was stopped
-                while self.state.step < self.num_updates and not self.callbacks.stop_requested:
+                while self.state.step < self.num_updates and not self.dist.any(self.callbacks.stop_requested):
+                    self.stop.agree()
                     self.train_one_update()
                 if self.state.evaluated_step != self.state.step:
                     self.evaluate()
@@ -247,7 +246,7 @@ class PPOTrainer:
         while True:
             self.log.phase("dry step", 0, 1)
             try:
-                told = dry_step(self.config, self.parts, self.dist, self.micro_batches, self.one_update)
+                told = dry_step(self.config, self.parts, self.micro_batches, self.one_update)
             except torch.OutOfMemoryError as error:
                 self.halve(error)
             else:
@@ -303,8 +302,9 @@ class PPOTrainer:
         for optimizer in update.optimizers_in_use():
             for _ in range(count):
                 optimizer.skip()
-        metrics.sum("update/num_steps", 0.0)
-        metrics.sum("update/num_bad", float(count))
+        with metrics.known():
+            metrics.sum("update/num_steps", 0.0)
+            metrics.sum("update/num_bad", float(count))
         return update.optimizers_in_use()
 
     def rollout(self, metrics: Metrics, *, ask: bool = False) -> Answers:
@@ -322,7 +322,8 @@ class PPOTrainer:
         prompts = [prompt for prompt, _ in asked]
         with phase(metrics, "rollout", self.dist.device):
             answers = answer(self.parts, prompts, requests, phase=self.log.phase, check=self.stop.check, ask=ask)
-        measure_answers(metrics, answers)
+        with metrics.known():
+            measure_answers(metrics, answers)
         return answers
 
     def score(
@@ -344,10 +345,11 @@ class PPOTrainer:
         if self.config.ppo.score_norm == "running":
             moments = algo.merged_moments(moments, raw)
         scores = shaped_scores(raw, answers, self.config, moments)
-        metrics.mean("objective/scores", scores)
-        metrics.var("objective/scores_var", scores)
-        for name, values in output.components.items():
-            metrics.mean(f"rewards/{name}", values)
+        with metrics.known():
+            metrics.mean("objective/scores", scores)
+            metrics.var("objective/scores_var", scores)
+            for name, values in output.components.items():
+                metrics.mean(f"rewards/{name}", values)
         judged = Judged(scores, output.components, early_scores(output, answers, self.config, moments))
         self.log.samples(self.state.step + 1, "train", answers, judged, limit=self.config.train.log_samples)
         self.stop.check()
@@ -355,7 +357,7 @@ class PPOTrainer:
 
     @torch.no_grad()
     def experience(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[Experience]:
-        """Everything the update needs, a record for each micro-batch."""
+        """Everything the update needs, a record for each of this process's micro-batches."""
         ppo, kl_coef = self.config.ppo, self.state.kl_coef
         batches = self.micro_batches(answers)
         with self.roles.fetched():
@@ -371,9 +373,11 @@ class PPOTrainer:
             num_generations=self.config.sampling.num_generations,
             early_scores=judged.early_scores,
         )
-        measure_objective(metrics, outputs, scores, answers, ppo, kl_coef=kl_coef)
-        measure_critic(metrics, outputs, learned)
-        return experience(batches, outputs, learned, kept, kl_loss_coef=kl_coef if ppo.kl_in == "loss" else 0.0)
+        with metrics.known():
+            measure_objective(metrics, outputs, scores, answers, ppo, kl_coef=kl_coef)
+            measure_critic(metrics, outputs, learned)
+        in_loss = kl_coef if ppo.kl_in == "loss" else 0.0
+        return experience(batches, outputs, learned, kept, kl_loss_coef=in_loss, dist=self.dist)
 
     def outputs(self, batches: list[MicroBatch], answers: Answers, metrics: Metrics) -> Outputs:
         """What policy, critic and reference say of the rollout batch."""
@@ -389,16 +393,20 @@ class PPOTrainer:
             if self.roles.has_reference:
                 with phase(metrics, "reference", self.dist.device):
                     ref = self.roles.ref_logprobs(batch, temperature)
-            metrics.sum("tokens/read", batch.attention_mask.sum())
+            if not batch.is_idle:
+                metrics.sum("tokens/read", batch.attention_mask.sum())
             self.guard.check(answers, batch, logprobs=out.logprobs, values=out.values, ref_logprobs=ref)
             seen.append(out)
             refs.append(ref)
+        lengths = answers.lengths.to(self.dist.device)
+        mask = algo.length_mask(lengths, int(lengths.max()))
+        whole = partial(joined, batches=batches, shape=tuple(mask.shape), dist=self.dist)
         return Outputs(
-            mask=joined([batch.response_mask for batch in batches], batches),
-            logprobs=joined([out.logprobs for out in seen], batches),
-            entropy=joined([out.entropy for out in seen], batches),
-            values=joined([out.values for out in seen], batches),
-            ref_logprobs=joined(refs, batches),
+            mask=mask,
+            logprobs=whole([out.logprobs for out in seen]),
+            entropy=whole([out.entropy for out in seen]),
+            values=whole([out.values for out in seen]),
+            ref_logprobs=whole(refs),
         )
 
     def update(self, experience: list[Experience], answers: Answers, metrics: Metrics) -> list[PassOptimizer]:
@@ -421,7 +429,6 @@ class PPOTrainer:
             self.config,
             self.parts,
             self.optimizers,
-            self.dist,
             step=self.state.step if step is None else step,
             answers=answers,
             metrics=metrics,
@@ -459,23 +466,18 @@ class PPOTrainer:
     # Parts of an update
 
     def micro_batches(self, answers: Answers) -> list[MicroBatch]:
-        """The rollout batch in padded micro-batches, formed once: every pass of this update uses the same ones."""
-        queries = [prompt.token_ids for prompt in answers.prompts]
-        responses = [completion.token_ids for completion in answers.completions]
-        halvings, batches = self.state.halvings, []
-        for group, whole in enumerate(micro_batch_plan(self.config, queries, responses)):
-            for rows in halves(whole, halvings):
-                batch = collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(self.dist.device)
-                batches.append(replace(batch, group=group) if halvings else batch)
-        return batches
+        """This process's part of the rollout batch in padded micro-batches, formed once: every pass of this update
+        uses the same ones."""
+        return micro_batches(answers, self.config, self.dist, halvings=self.state.halvings)
 
     def summary(self, metrics: Metrics) -> dict[str, float]:
         """The update's metrics as numbers, with what follows from them."""
         batch_size = self.config.train.rollout_batch_size
-        values = derived(metrics.compute())
+        several = self.dist.num_processes > 1
+        values = derived(metrics.compute(self.dist.summed, self.dist.max) if several else metrics.compute())
         values["episode"] = float((self.state.step + 1) * batch_size)
         values["eps"] = batch_size / values["time/step_s"]
-        values = with_rates(values, product_rate(self.roles))
+        values = with_rates(values, self.dist.num_processes * product_rate(self.roles))
         values["objective/kl_coef"] = self.state.kl_coef
         return values
 

@@ -16,7 +16,6 @@ from tether.metrics.reduce import Metrics
 from tether.models.forward import LogprobOutput
 from tether.models.roles import POLICY, VALUE, Pass
 from tether.train.costs import PassCosts
-from tether.train.distributed import Dist
 from tether.train.guard import Guard, NotFinite
 from tether.train.measure import measure_policy
 from tether.train.optim import PassOptimizer
@@ -30,9 +29,8 @@ class Update:
 
     Args:
         config: the run's configuration.
-        parts: the models, and the demonstrations if there are any.
+        parts: the models, the processes, and the demonstrations if there are any.
         optimizers: one for each pass, or one of both, in whose loss the value loss has a weight.
-        dist: device and processes.
         step: finished updates.
         answers: the rollout batch, for what is written down when something is not finite.
         metrics: where what happens is measured.
@@ -47,7 +45,6 @@ class Update:
         config: RunConfig,
         parts: Parts,
         optimizers: list[PassOptimizer],
-        dist: Dist,
         *,
         step: int,
         answers: Answers,
@@ -58,7 +55,8 @@ class Update:
         costs: PassCosts,
     ) -> None:
         self.config, self.roles, self.demonstrations = config, parts.roles, parts.demonstrations
-        self.optimizers, self.dist, self.step = optimizers, dist, step
+        self.dist, self.engine = parts.dist, parts.engine
+        self.optimizers, self.step = optimizers, step
         self.answers, self.metrics, self.phase, self.guard, self.costs = answers, metrics, phase, guard, costs
         self.formed_with = halvings
         """How often micro-batches were halved before the update."""
@@ -91,8 +89,9 @@ class Update:
                     self.take_step(optimizer)
             if not (stopped or is_bad):
                 self.guard.took_step()
-            self.metrics.sum("update/num_steps", float(not (stopped or is_bad)))
-            self.metrics.sum("update/num_bad", float(is_bad))
+            with self.metrics.known():
+                self.metrics.sum("update/num_steps", float(not (stopped or is_bad)))
+                self.metrics.sum("update/num_bad", float(is_bad))
 
     def fitting_gradients(self, mini_batch: list[Experience], number: int) -> bool:
         """``add_gradients``, with micro-batches halved as often as it takes for them to fit into memory.
@@ -106,7 +105,8 @@ class Update:
                 with self.metrics.attempt():
                     return self.add_gradients(mini_batch, number)
             except torch.OutOfMemoryError:
-                if number == 0 or all(len(item.batch.rows) == 1 for item in mini_batch):
+                alone = self.dist.num_processes == 1  # others would wait in vain for this one to begin anew
+                if not alone or number == 0 or all(len(item.batch.rows) == 1 for item in mini_batch):
                     self.drop_gradients()
                     raise
             self.drop_gradients()  # here the error is gone, and with it what its frames held
@@ -131,9 +131,9 @@ class Update:
             for item in mini_batch
         ]
         normaliser = self.dist.sum(torch.stack(parts).sum()).clamp(min=1.0)
-        for item in mini_batch:
-            if bool(item.loss_mask.any()):  # not where all of its answers were cut and are left out
-                self.accumulate(item, normaliser, drift, is_first=number == 0)
+        learned = [item for item in mini_batch if item.takes_part]
+        for left, item in zip(reversed(range(len(learned))), learned, strict=True):
+            self.accumulate(item, normaliser, drift, is_first=number == 0, more=left > 0)
         if self.demonstrations and not self.is_warming_up:
             self.imitate(number)
         if self.is_warming_up:
@@ -142,8 +142,14 @@ class Update:
         self.guard.check_gradients(self.optimizers, self.answers, mini_batch)
         return self.is_too_far(drift)
 
-    def accumulate(self, item: Experience, normaliser: Tensor, drift: Metrics, *, is_first: bool) -> None:
-        """Adds the gradient of one micro-batch's share of the mini-batch loss."""
+    def accumulate(
+        self, item: Experience, normaliser: Tensor, drift: Metrics, *, is_first: bool, more: bool
+    ) -> None:
+        """Adds the gradient of one micro-batch's share of the mini-batch loss.
+
+        Args:
+            more: whether another micro-batch follows before the optimizers step.
+        """
         ppo = self.config.ppo
         for pass_ in self.passes:
             with_entropy = ppo.entropy_coef > 0 and POLICY in pass_.trains
@@ -160,8 +166,9 @@ class Update:
                     weights[name] * algo.reduced(x, item.loss_mask, how=ppo.loss_reduction)
                     for name, x in losses.items()
                 )
-                self.dist.backward(total / normaliser.to(total))
-            self.costs.count(self.metrics, pass_, item.batch)
+                self.engine.backward(total / normaliser.to(total), pass_.name, more=more)
+            if not item.batch.is_idle:
+                self.costs.count(self.metrics, pass_, item.batch)
             if self.config.train.gradient_checkpointing:
                 self.dist.trim_heap()  # where memory counts more than time
 
@@ -183,14 +190,16 @@ class Update:
             max_rows=max(1, (config.train.max_rows_per_micro_batch or config.mini_batch_size) >> self.halvings),
             max_tokens=config.train.max_tokens_per_micro_batch,
         )
-        num_tokens = self.dist.sum(torch.tensor(float(sum(batch.num_response_tokens for batch in batches))))
+        num_tokens = float(sum(batch.num_response_tokens for batch in batches))
         (policy_pass,) = (pass_ for pass_ in self.roles.passes if POLICY in pass_.trains)
-        for batch in batches:
+        own, most = list(self.dist.dealt(batches)), len(self.dist.dealt(batches, to=0))
+        idle = [replace(batches[0], response_mask=torch.zeros_like(batches[0].response_mask))] * (most - len(own))
+        for left, batch in zip(reversed(range(most)), [*own, *idle], strict=True):
             batch = batch.to(self.dist.device)
             with policy_pass(batch, temperature=1.0) as out:
                 self.metrics.mean("loss/ptx_avg", -out.logprobs.detach(), batch.response_mask)
-                loss = -algo.masked_sum(out.logprobs, batch.response_mask) / num_tokens.to(out.logprobs)
-                self.dist.backward(ppo.ptx_coef * loss)
+                loss = -algo.masked_sum(out.logprobs, batch.response_mask) / num_tokens
+                self.engine.backward(ppo.ptx_coef * loss, policy_pass.name, more=left > 0)
 
     def losses(self, new: LogprobOutput, old: Experience, drift: Metrics, *, is_first: bool) -> dict[str, Tensor]:
         """Per-token losses, [M, R], of what this pass computed.
@@ -232,7 +241,8 @@ class Update:
         limits = {"approx_kl": ppo.max_approx_kl, "ratio": ppo.max_ratio}
         if self.is_warming_up or all(limit is None for limit in limits.values()):
             return False
-        moved = drift.compute()
+        several = self.dist.num_processes > 1
+        moved = drift.compute(self.dist.summed, self.dist.max) if several else drift.compute()
         if not moved:  # no token took part
             return False
         return any(limit is not None and moved[name] > limit for name, limit in limits.items())
@@ -240,7 +250,8 @@ class Update:
     def take_step(self, optimizer: PassOptimizer) -> None:
         """One optimizer step with its gradient's norm clipped."""
         self.metrics.value("lr" if optimizer.name == POLICY else f"{optimizer.name}/lr", optimizer.learning_rate)
-        self.metrics.mean(f"{optimizer.name}/grad_norm", optimizer.clip())
+        with self.metrics.known():
+            self.metrics.mean(f"{optimizer.name}/grad_norm", optimizer.clip())
         optimizer.step()
 
     @property
@@ -268,6 +279,12 @@ def _part(item: Experience, start: int, end: int) -> Experience:
     return replace(item, batch=replace(item.batch, **cut(item.batch, of_batch)), **cut(item, own))
 
 
+def num_answers(parts: Sequence[Experience]) -> int:
+    """Answers of a micro-batch, of which these are this process's parts."""
+    size = parts[0].batch.group_size
+    return sum(len(item.batch.rows) for item in parts) if size is None else size
+
+
 def mini_batches(experience: Sequence[Experience], config: RunConfig, step: int) -> Iterator[list[Experience]]:
     """The micro-batches of every epoch, freshly shuffled, in groups; one group is one optimizer step.
 
@@ -287,7 +304,7 @@ def mini_batches(experience: Sequence[Experience], config: RunConfig, step: int)
         group, answers, number = [], 0, 1
         for i in order:
             group += micro_batches[i]
-            answers += sum(len(item.batch.rows) for item in micro_batches[i])
+            answers += num_answers(micro_batches[i])
             if answers >= number * config.mini_batch_size:
                 yield group
                 group, number = [], number + 1

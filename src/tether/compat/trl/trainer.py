@@ -271,7 +271,7 @@ class PPOTrainer:
             log = RunLog(folder, display, Trackers("none", "", folder, {}), logging_steps=1)
             try:
                 self._phases = phases = PhaseTrainer(
-                    config, self._parts, dist=self._dist, log=log, callbacks=self._events, optimizers=self._optimizers
+                    config, self._parts, log=log, callbacks=self._events, optimizers=self._optimizers
                 )
                 if checkpoint is not None:
                     check_same_data(phases.checkpoints.data, checkpoint)

@@ -1,0 +1,34 @@
+"""What the command line knows of a launcher such as ``accelerate launch`` or ``torchrun``, by the environment alone."""
+
+from __future__ import annotations
+
+import os
+
+from tether.errors import ConfigError
+
+LAUNCHED = ("ppo", "sft", "reward")
+"""Commands that several processes can run together."""
+
+
+def rank() -> int:
+    """Number of this process among those that were launched; 0 if none were."""
+    return int(os.environ.get("RANK", "0") or 0)
+
+
+def num_processes() -> int:
+    """Processes that were launched, this one included."""
+    return int(os.environ.get("WORLD_SIZE", "1") or 1)
+
+
+def check_command(name: str) -> None:
+    """Raises ``ConfigError`` if a command was launched in several processes that runs in one."""
+    if num_processes() > 1 and name not in LAUNCHED:
+        raise ConfigError(
+            f"tether {name} runs in one process, got {num_processes()}: start it without a launcher. Those that can be "
+            f"launched are {', '.join(f'tether {each}' for each in LAUNCHED)}"
+        )
+
+
+def signed(text: str) -> str:
+    """A message of this process, with its number where there are others that speak too."""
+    return f"[process {rank()} of {num_processes()}] {text}" if rank() > 0 else text

@@ -1,0 +1,79 @@
+"""Every process has all weights: a process alone, or several under torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import Tensor, nn
+
+from tether.models.roles import ModelRoles, Pass
+from tether.train.distributed import Dist
+from tether.train.engines.base import Hosted
+from tether.train.optim import PassOptimizer
+
+
+class Alone:
+    """One process: nothing is spread."""
+
+    name = "one process"
+    spreads_weights = False
+
+    def place(self, roles: ModelRoles) -> None:
+        """Leaves the models as they are."""
+
+    def prepare(self, optimizers: list[PassOptimizer]) -> None:
+        """Leaves the optimizers as they are."""
+
+    def backward(self, loss: Tensor, role: str, *, more: bool) -> None:
+        """Adds the gradient of ``loss`` to the parameters."""
+        loss.backward()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """All weights are here."""
+        return nullcontext()
+
+    def full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as they are."""
+        return dict(tensors)
+
+
+class Replicated(Alone):
+    """DistributedDataParallel around what each pass trains; optimizers of all processes take the same steps.
+
+    DDP averages gradients over processes, while each process's loss is its part of one sum: hence the factor.
+    """
+
+    name = "DDP"
+
+    def __init__(self, dist: Dist) -> None:
+        self._dist = dist
+        self._hosts: dict[str, nn.Module] = {}
+
+    def place(self, roles: ModelRoles) -> None:
+        """Wraps each pass."""
+        for pass_ in roles.passes:
+            heads = [roles.role(name).head for name in pass_.trains]
+            modules = [roles.role(pass_.name).model, *(head for head in heads if head is not None)]
+            with _training_only(pass_, modules):
+                self._hosts[pass_.name] = self._dist.accelerator.prepare_model(Hosted(*modules), device_placement=False)
+        roles.host(self._hosts)
+
+    def backward(self, loss: Tensor, role: str, *, more: bool) -> None:
+        """Adds the gradient of ``loss``; what was added is summed over processes where no more follows."""
+        with self._dist.accelerator.no_sync(self._hosts[role]) if more else nullcontext():
+            (loss * self._dist.num_processes).backward()
+
+
+@contextmanager
+def _training_only(pass_: Pass, modules: list[nn.Module]) -> Iterator[None]:
+    """Inside, nothing of the modules requires gradients but what the pass trains: DDP looks once, when it is made."""
+    trained = {id(parameter) for parameter in pass_.parameters()}
+    others = [p for module in modules for p in module.parameters() if p.requires_grad and id(p) not in trained]
+    try:
+        for parameter in others:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)

@@ -1,0 +1,62 @@
+"""A log file of each process, where several make up a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tether.report.text import visible
+from tether.train.display import Display
+
+
+class ProcessLog:
+    """Writes what a process is told to a file of its own, and shows it.
+
+    Args:
+        file: appended to, a line flushed at a time.
+        display: what the user sees of this process.
+    """
+
+    def __init__(self, file: Path, display: Display) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._stream, self._display = file.open("a", encoding="utf-8"), display
+        self._phase = ""
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Notes when a phase begins."""
+        if name != self._phase:
+            self._phase = name
+            self._write(name)
+        self._display.phase(name, done, total)
+
+    def update(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """Notes an update."""
+        self._write(f"update {step} of {total}")
+        self._display.update(step, total, metrics)
+
+    def message(self, text: str) -> None:
+        """Notes a message."""
+        self._write(text)
+        self._display.message(text)
+
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Shows answers; samples.jsonl has them."""
+        self._display.samples(rows)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Notes a table."""
+        for row in (columns, *rows):
+            self._write(f"{title}: {' | '.join(map(str, row))}")
+        self._display.table(title, columns, rows)
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._stream.close()
+        self._display.close()
+
+    def _write(self, text: str) -> None:
+        if not self._stream.closed:
+            self._stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {visible(text)}\n")
+            self._stream.flush()

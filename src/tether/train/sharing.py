@@ -1,0 +1,165 @@
+"""Answers and scores that several processes make together: each does its share, and all know the whole.
+
+A generator and a reward source of their own kind, so that a rollout reads the same with one process and with many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from torch import nn
+
+from tether.rewards.early import Begun, begun, joined, whole
+from tether.train.distributed import Dist
+from tether.train.engines.base import Engine
+from tether.types import Completion, Generator, Request, RewardBatch, RewardOutput, RewardSource, Sampling
+
+
+def shared_generator(generator: Generator, dist: Dist, engine: Engine) -> Generator:
+    """The generator whose answers all processes make together; itself where there is one process."""
+    return generator if dist.num_processes == 1 else SharedGenerator(generator, dist, engine.whole)
+
+
+def shared(source: RewardSource, at_once: int | None = None, *, dist: Dist) -> RewardSource:
+    """The source of whose scores every process makes its share; itself where there is one process.
+
+    Args:
+        at_once: most requests in flight, of all processes together.
+    """
+    if dist.num_processes == 1:
+        return source
+    return SharedSource(source, dist, asking=min(dist.num_processes, at_once or dist.num_processes))
+
+
+class SharedGenerator:
+    """Answers of a generator in every process: its own as they finish, then those of the others.
+
+    An answer depends on its request alone, so the answers are those of one process.
+
+    Args:
+        generator: decodes this process's share.
+        whole: a context in which this process has all weights of the policy; entered once for all answers.
+    """
+
+    def __init__(self, generator: Generator, dist: Dist, whole: Callable[[], AbstractContextManager[None]]) -> None:
+        self._generator, self._dist, self._whole = generator, dist, whole
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """Yields (position in ``requests``, answer); what fails in one process fails in all."""
+        own, finished, error = self._dist.share(len(requests)), {}, None
+        with self._whole():
+            try:
+                for i, completion in self._generator.generate([requests[k] for k in own], sampling):
+                    finished[own[i]] = completion
+                    yield own[i], completion
+            except Exception as raised:  # told to the other processes, and raised by `agreed` in all of them
+                error = raised
+        for answers in self._dist.agreed(finished, error):
+            if answers.keys() != finished.keys():
+                yield from answers.items()
+
+    @property
+    def batch_size(self) -> int:
+        """Answers that this process decodes side by side."""
+        return self._generator.batch_size
+
+    def sync_weights(self, policy: nn.Module) -> None:
+        """As the generator does it."""
+        self._generator.sync_weights(policy)
+
+    def close(self) -> None:
+        """As the generator does it."""
+        self._generator.close()
+
+
+class SharedSource:
+    """A reward source that every process asks about its share of a batch; all get the scores of the whole.
+
+    Args:
+        source: what this process asks, if it asks at all.
+        dist: the processes.
+        asking: how many of them ask, the first ones.
+        evenly: gives each process equally many answers, some of them twice, as forwards of spread weights need it.
+    """
+
+    def __init__(self, source: RewardSource | None, dist: Dist, *, asking: int, evenly: bool = False) -> None:
+        self.source, self._dist, self._asking, self._evenly = source, dist, asking, evenly
+
+    def score(self, batch: RewardBatch) -> RewardOutput:
+        """The source's scores of the whole batch.
+
+        Raises:
+            RewardError: the source failed in one of the processes.
+        """
+        return whole(self.begin(batch), batch)
+
+    def begin(self, batch: RewardBatch) -> Begun:
+        """Asks about this process's share as early as the source can be asked."""
+        shares = self._dist.shares(len(batch), self._asking)
+        most = max(map(len, shares)) if self._evenly else 0
+        return _BegunShare(self.source, batch, shares, self._dist, most)
+
+
+class _BegunShare:
+    """A batch of which this process asks about its share.
+
+    Args:
+        shares: rows of each process.
+        most: rows that each process must score at least; the first of its own again, or of the batch.
+    """
+
+    def __init__(
+        self, source: RewardSource | None, batch: RewardBatch, shares: Sequence[range], dist: Dist, most: int
+    ) -> None:
+        self._batch, self._shares, self._dist = batch, shares, dist
+        own = shares[dist.rank]
+        self._rows = [*own, *[own[0] if own else 0] * (most - len(own))]
+        self._part = _part(batch, self._rows)
+        self._asked = begun(source, self._part) if self._rows else None
+
+    def finished(self, rows: Sequence[int]) -> None:
+        """Tells the source of those that are its."""
+        told = set(rows)
+        ready = [i for i, row in enumerate(self._rows) if row in told]
+        for i in ready:
+            row = self._rows[i]
+            self._part.responses[i] = self._batch.responses[row]
+            self._part.response_ids[i] = self._batch.response_ids[row]
+        if ready:
+            self._asked.finished(ready)
+
+    def output(self) -> RewardOutput:
+        """The scores of the whole batch."""
+        outputs = self._dist.together(lambda: None if self._asked is None else self._asked.output())
+        groups = [
+            (rows, _first(output, len(rows))) for rows, output in zip(self._shares, outputs, strict=True) if len(rows)
+        ]
+        return joined(groups, self._batch)
+
+    def give_up(self) -> None:
+        """Ends what this process has under way."""
+        if self._asked is not None:
+            self._asked.give_up()
+
+
+def _part(batch: RewardBatch, rows: Sequence[int]) -> RewardBatch:
+    """Some rows of a batch, in lists of their own."""
+
+    def of(values: Sequence) -> list:
+        return [values[row] for row in rows]
+
+    columns: Mapping[str, list] = {name: of(values) for name, values in batch.columns.items()}
+    names = ("prompts", "queries", "responses", "query_ids", "response_ids", "conversations")
+    return replace(batch, **{name: of(getattr(batch, name)) for name in names}, columns=columns)
+
+
+def _first(output: RewardOutput, count: int) -> RewardOutput:
+    """What is said of the first answers."""
+    tokens = output.token_scores
+    return RewardOutput(
+        output.scores[:count],
+        {name: values[:count] for name, values in output.components.items()},
+        None if tokens is None else tokens[:count],
+    )

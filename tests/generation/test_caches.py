@@ -4,10 +4,13 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 from tests.generation.scopes import Scope, answers
 from tests.tiny import BOS, EOS, PAD, VOCAB_SIZE, tiny_causal_lm
+from tether.generation import hf
+from tether.generation.caches import ROOM, RoomyLayer, cuttable
 from tether.generation.hf import Decoding, HFGenerator, batches
 from tether.types import Request, Sampling, noise_key
 
@@ -20,9 +23,10 @@ CONFIGS = {
     "jamba": ATTENTION
     | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
     | {"mamba_d_state": 4, "mamba_dt_rank": 4},
+    "lfm2": ATTENTION | {"layer_types": ["conv", "full_attention"]},
     "recurrent_gemma": ATTENTION | {"num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 4, "head_dim": 4},
 }
-KEPT, ANEW = ("mamba", "jamba"), ("recurrent_gemma",)
+ALIKE, ANEW = ("mamba", "jamba", "lfm2"), ("recurrent_gemma",)
 SAMPLING = Sampling(10, stop_token_ids=frozenset({EOS, 9, 30}))
 
 
@@ -54,7 +58,7 @@ def test_log_probabilities_are_those_of_an_unpadded_forward(kind):
         torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ("mamba", "jamba"))
+@pytest.mark.parametrize("kind", ALIKE)
 def test_greedy_answers_are_those_of_generate(kind):
     model, asked = model_of(kind), requests([4, 9, 9, 1])
     config = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=[EOS, 9], pad_token_id=PAD)
@@ -73,13 +77,13 @@ def test_what_the_cache_allows_is_told_and_kept_to(kind, caplog):
     for _ in range(2):
         assert len(list(generator.generate(asked, SAMPLING))) == 6
     told = [record.getMessage() for record in caplog.records]
-    if kind in KEPT + ANEW:
+    if kind in ALIKE + ANEW:
         assert len(told) == 1 and "only prompts of equal length are answered side by side" in told[0]
         assert ("read anew for every token" in told[0]) == (kind in ANEW)
     else:
         assert told == []
     firsts = [width for _, width in scope.shapes[1:] if width > 1]  # the very first forward tries the cache
-    if kind in KEPT:
+    if kind in ALIKE:
         assert firsts == [5, 5, 2] * 2
     elif kind in ANEW:
         assert max(firsts) == 5 + SAMPLING.max_new_tokens - 1
@@ -89,7 +93,7 @@ def test_what_the_cache_allows_is_told_and_kept_to(kind, caplog):
 
 def test_queries_of_one_length_alone_share_a_batch_without_padding():
     queries = [[8] * 2, [8] * 5, [9] * 2, [9] * 5, [7] * 5]
-    assert list(batches(queries, 2, Decoding.KEPT)) == [[1, 3], [4], [0, 2]]
+    assert list(batches(queries, 2, Decoding.ALIKE)) == [[1, 3], [4], [0, 2]]
     assert list(batches(queries, 2, Decoding.CUT)) == [[1, 3], [4, 0], [2]]
 
 
@@ -98,7 +102,75 @@ def test_equal_queries_are_neighbours():
     assert list(batches(queries, 9, Decoding.CUT)) == [[3, 0, 2, 1, 4]]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma3_text", "recurrent_gemma"])
+@pytest.mark.parametrize("kind", ALIKE)
+def test_a_cache_of_another_library_is_neither_copied_nor_cut(kind, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, logger="tether.generation.hf")
+    asked = requests([5] * 8)
+    wanted = answers(model_of(kind), asked, SAMPLING)
+    monkeypatch.setattr(hf, "Cache", type("OtherCache", (), {}))
+    scope = Scope(model_of(kind))
+    got = dict(HFGenerator(scope, batch_size=8, device="cpu").generate(asked, SAMPLING))
+    assert "decoded until the last one ends" in caplog.messages[-1]
+    assert {rows for rows, _ in scope.shapes[1:]} == {8}
+    assert [got[i].token_ids for i in range(8)] == [completion.token_ids for completion in wanted]
+    assert len({len(completion.token_ids) for completion in wanted}) > 1
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+def test_sliding_windows_in_a_cache_of_fixed_size(kind):
+    model, asked = model_of(kind), requests([1, 3, 7, 12, 12, 5])
+    wanted = answers(model, asked, SAMPLING, batch_size=3)
+    generator = HFGenerator(Scope(model), batch_size=3, device="cpu", is_static=True)
+    for _ in range(2):  # the second time in the cache of the first
+        got = dict(generator.generate(asked, SAMPLING))
+        for i, completion in enumerate(wanted):
+            assert got[i].token_ids == completion.token_ids
+            torch.testing.assert_close(got[i].logprobs, completion.logprobs, atol=1e-5, rtol=0)
+
+
+def test_what_cannot_be_held_in_a_cache_of_fixed_size_is_told(caplog):
+    caplog.set_level(logging.WARNING, logger="tether.generation.hf")
+    asked = requests([5, 2, 5])
+    wanted = answers(model_of("jamba"), asked, SAMPLING)
+    generator = HFGenerator(Scope(model_of("jamba")), batch_size=3, device="cpu", is_static=True)
+    got = dict(generator.generate(asked, SAMPLING))
+    assert "its cache is not one of fixed size" in caplog.text
+    assert [got[i] for i in range(3)] == wanted
+
+
+def filled_layer(rows=3, length=5):
+    """A layer of a cache that holds random keys and values, and the same with room."""
+    generator = torch.Generator().manual_seed(0)
+    layer = DynamicLayer()
+    layer.update(*(torch.randn(rows, 2, length, width, generator=generator) for width in (4, 6)))
+    return layer, RoomyLayer(layer), generator
+
+
+def test_keys_and_values_with_room_are_those_without():
+    plain, roomy, generator = filled_layer()
+    places = set()
+    for step in range(2 * ROOM):
+        if step == ROOM // 2:
+            chosen = torch.tensor([2, 0])
+            plain.batch_select_indices(chosen)
+            roomy.reorder_cache(chosen)
+        new = [torch.randn(len(plain.keys), 2, 1, width, generator=generator) for width in (4, 6)]
+        for ours, theirs in zip(roomy.update(*new), plain.update(*new), strict=True):
+            assert torch.equal(ours, theirs)
+        assert roomy.get_seq_length() == plain.get_seq_length() and roomy.get_mask_sizes(1) == plain.get_mask_sizes(1)
+        places.add(roomy.keys.data_ptr())
+    assert len(places) <= 4, "all were copied for every token"
+
+
+def test_recurrent_caches_are_not_cut():
+    class Recurrent(DynamicLayer):
+        pass
+
+    assert cuttable(Cache(layers=[DynamicLayer()]))
+    assert not cuttable(Cache(layers=[DynamicLayer(), Recurrent()]))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma3_text", "jamba", "mamba", "lfm2", "recurrent_gemma"])
 def test_a_query_of_several_answers_is_read_once(kind):
     model = model_of(kind) if kind in CONFIGS else tiny_causal_lm(kind, tied=False)
     queries = [request.token_ids for request in requests([6, 3, 4, 6])]
@@ -111,7 +183,7 @@ def test_a_query_of_several_answers_is_read_once(kind):
     assert len({tuple(completion.token_ids) for completion in alone}) > 12
     for i, completion in enumerate(alone):
         torch.testing.assert_close(got[i].logprobs, completion.logprobs, atol=1e-4, rtol=0)
-    if kind in ANEW:
+    if kind in ALIKE + ANEW:
         assert scope.shapes[1] == (2, 6) and (8, 6) not in scope.shapes
         return
     assert scope.shapes[1] == (4, 6)

@@ -10,7 +10,6 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from tests.generation.scopes import Scope, answers
 from tests.tiny import EOS, KINDS, PAD, VOCAB_SIZE, tiny_causal_lm, tiny_config
 from tether.errors import ConfigError, GenerationError
-from tether.generation import hf
 from tether.generation.hf import HFGenerator, drawn_tokens
 from tether.types import Request, Sampling, noise_key
 
@@ -93,28 +92,21 @@ def test_noise_of_a_key_is_its_own():
     assert first == third != second
 
 
-def test_dropping_finished_rows_changes_nothing(monkeypatch):
-    asked = [Request([7 + i, 20, 13], noise_key(0, "train", i, 0)) for i in range(16)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropping_finished_rows_and_a_cache_of_fixed_size_change_nothing(kind):
+    asked = [Request([7 + i, 20, 13][: 1 + i % 3], noise_key(0, "train", i, 0)) for i in range(16)]
     sampling = Sampling(40, stop_token_ids=frozenset({EOS, 9, 30}))
     results, widths = [], []
-    for layers in (hf.CUTTABLE_LAYERS, ()):
-        monkeypatch.setattr(hf, "CUTTABLE_LAYERS", layers)
-        scope = Scope(tiny_causal_lm("gpt2"))
-        results.append(dict(HFGenerator(scope, batch_size=16, device="cpu").generate(asked, sampling)))
+    for is_static in (False, True):
+        scope = Scope(tiny_causal_lm(kind))
+        generator = HFGenerator(scope, batch_size=16, device="cpu", is_static=is_static)
+        results.append(dict(generator.generate(asked, sampling)))
         widths.append({shape[0] for shape in scope.shapes[1:]})  # the first forward tries what the cache holds
     assert len(widths[0]) > 3 and widths[1] == {16}
     for i in range(16):
         cut, kept = results[0][i], results[1][i]
         assert cut.token_ids == kept.token_ids and cut.finish_reason == kept.finish_reason
         torch.testing.assert_close(cut.logprobs, kept.logprobs, atol=1e-5, rtol=0)
-
-
-def test_recurrent_caches_are_not_cut():
-    class Recurrent(hf.DynamicLayer):
-        pass
-
-    assert hf.cuttable(hf.Cache(layers=[hf.DynamicLayer()]))
-    assert not hf.cuttable(hf.Cache(layers=[hf.DynamicLayer(), Recurrent()]))
 
 
 def test_one_forward_a_token_of_the_longest_answer():

@@ -1,0 +1,91 @@
+"""What can be done with the cache that a model makes, and caches that spare decoding work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+CUTTABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Cache layers that hold keys and values alone, so that padding can be masked; recurrent states have read it."""
+ROOM = 64
+"""Tokens that a layer has room for, at least, when it moves into a larger place."""
+WIDTHS = 64
+"""Caches of fixed size are as wide as a multiple of this, so that few sizes have to be compiled for."""
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values with room for more behind them; ``DynamicLayer`` copies all that it holds for every token.
+
+    Args:
+        layer: a layer that has read something, which is taken over.
+    """
+
+    def __init__(self, layer: DynamicLayer) -> None:
+        super().__init__()
+        self.device, self.is_initialized = layer.device, True
+        self._move(layer.keys, layer.values)
+
+    def update(
+        self, key_states: Float[Tensor, "M H Q D"], value_states: Float[Tensor, "M H Q E"], *args: Any, **kwargs: Any
+    ) -> tuple[Float[Tensor, "M H K D"], Float[Tensor, "M H K E"]]:
+        """Adds keys and values; returns all of them."""
+        start = self.keys.shape[-2]
+        end = start + key_states.shape[-2]
+        if end > self._places[0].shape[-2]:
+            self._move(self.keys, self.values, more=end - start)
+        for place, states in zip(self._places, (key_states, value_states), strict=True):
+            place[:, :, start:end] = states
+        self._show(end)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " N"]) -> None:
+        """Keeps these rows, in this order."""
+        self._move(self.keys[beam_idx], self.values[beam_idx])
+
+    def _move(self, *held: Float[Tensor, "M H K _"], more: int = 0) -> None:
+        length = held[0].shape[-2]
+        room = length + more + max(ROOM, length // 4)
+        self._places = [x.new_empty(*x.shape[:2], room, x.shape[-1]) for x in held]
+        for place, x in zip(self._places, held, strict=True):
+            place[:, :, :length] = x
+        self._show(length)
+
+    def _show(self, length: int) -> None:
+        self.keys, self.values = (place[:, :, :length] for place in self._places)
+
+
+def give_room(cache: Any) -> None:
+    """Makes the layers of a cache ``RoomyLayer``, as far as they would copy all that they hold for every token."""
+    if isinstance(cache, Cache):
+        cache.layers = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+
+
+def cuttable(cache: Any) -> bool:
+    """Whether a cache holds keys and values alone, so that padding can be masked."""
+    return isinstance(cache, Cache) and all(type(layer) in CUTTABLE_LAYERS for layer in cache.layers)
+
+
+def fixed_width(width: int) -> int:
+    """The width of a cache of fixed size for texts of up to ``width`` tokens."""
+    return -(-width // WIDTHS) * WIDTHS
+
+
+class StaticCaches:
+    """Caches of fixed size, the last of which is used again where it fits: what is compiled knows where it lies."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[int, int], StaticCache] | None = None
+
+    def empty(self, model: PreTrainedModel, rows: int, width: int) -> StaticCache:
+        """A cache for ``rows`` texts of up to ``width`` tokens, a ``fixed_width``, that has read nothing."""
+        size = (rows, width)
+        if self._last is None or self._last[0] != size:
+            self._last = None  # before there is another
+            self._last = (size, StaticCache(config=model.config, max_cache_len=width))
+        else:
+            self._last[1].reset()
+        return self._last[1]

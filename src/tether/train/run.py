@@ -290,7 +290,7 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
     roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=config.train.bf16)
     engine = build_engine(dist)
     if rewards is not None:
-        rewards = shared(rewards, dist)
+        rewards = shared(rewards, dist=dist)
     else:
         names = config.reward_names
         rewards = build_rewards(

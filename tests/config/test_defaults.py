@@ -17,4 +17,5 @@ def test_defaults_are_those_that_are_known_to_work():
     assert ppo.entropy_coef == ppo.ptx_coef == 0.0
     assert ppo.loss_reduction == "token_mean"  # one over an answer's length favours long wrong ones: Yu et al. 2025
     assert train.adam_epsilon == 1e-5  # Huang et al. 2022, detail 3
+    assert train.optim == "adamw_torch_fused"  # what transformers takes, and the fastest
     assert train.weight_decay == 0.0 and train.max_grad_norm == 1.0

@@ -13,7 +13,7 @@ from tests.models.build import checksums, micro_batch, roles_of, run_config, sav
 from tests.rewards.encoders import save_encoder
 from tether.errors import ConfigError, ModelError
 from tether.models import bitsandbytes as few
-from tether.models.bitsandbytes import FewBits, check_quantization, keep_differentiable
+from tether.models.bitsandbytes import FewBits, check_bitsandbytes, keep_differentiable
 from tether.models.loading import load_causal_lm, load_reward_model, load_tokenizer
 from tether.models.roles import build_roles
 
@@ -58,15 +58,15 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(monkeypatch):
         run_config("model", model={"quantization": "4bit"})
     monkeypatch.setattr(few, "version", lambda name: "1")
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(supported_torch_devices={"cuda"}))
-    check_quantization("4bit", "model.quantization", "cuda")
+    check_bitsandbytes("4bit", "model.quantization", "cuda")
     with pytest.raises(ConfigError, match=r"model.quantization 4bit: bitsandbytes works on cuda, .* computes on mps"):
-        check_quantization("4bit", "model.quantization", "mps")
+        check_bitsandbytes("4bit", "model.quantization", "mps")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_without_the_package_the_message_says_how_to_get_it():
     with pytest.raises(ConfigError, match=r"rewards.0.quantization 8bit needs .* pip install tether\[quant\]"):
-        check_quantization("8bit", "rewards.0.quantization", "cuda")
+        check_bitsandbytes("8bit", "rewards.0.quantization", "cuda")
 
 
 def test_an_adapter_is_not_merged_into_weights_in_few_bits(tmp_path):

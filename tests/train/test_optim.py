@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import io
 import math
+import sys
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -15,11 +19,13 @@ from transformers import GreedyLR, SchedulerType
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from tests.train.runs import tiny_run
+from tether import train_policy
 from tether.config.schema import RunConfig, TrainConfig
+from tether.data.collate import collate
 from tether.errors import ConfigError
 from tether.models.loading import load_tokenizer
 from tether.models.roles import build_roles
-from tether.train.optim import all_finite, build_optimizer, build_optimizers, check_schedule
+from tether.train.optim import MOMENT_BYTES, all_finite, build_optimizer, build_optimizers, check_schedule
 
 RATE = 0.01
 
@@ -62,8 +68,10 @@ def test_first_step_in_closed_form():
     torch.testing.assert_close(p.detach(), torch.tensor(wanted, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
-def test_several_steps_with_weight_decay_follow_the_recurrence():
-    config = run_config(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3, weight_decay=0.1)
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_several_steps_with_weight_decay_follow_the_recurrence(optim):
+    config = run_config(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3, weight_decay=0.1, optim=optim)
+    assert RunConfig.model_validate(config.model_dump()).train.optim == optim
     optimizer, (p,) = optimizer_of(config, [1.5])
     theta, m, v = 1.5, 0.0, 0.0
     for t, g in enumerate([0.3, -0.2, 0.05], start=1):
@@ -123,6 +131,120 @@ def test_all_finite_looks_at_every_gradient():
     assert all_finite([optimizer])
     q.grad = torch.full_like(q, float("nan"))
     assert not all_finite([optimizer])
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_number_that_is_not_finite_is_found_and_sums_that_overflow_are_not_taken_for_one(bad):
+    parameters = [nn.Parameter(torch.zeros(50, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    optimizer = build_optimizer(run_config(), "policy", parameters, RATE, 5)
+    for p in parameters:
+        p.grad = torch.full_like(p, 3e38)
+        assert not torch.isfinite(p.grad.sum())
+    assert all_finite([optimizer])
+    parameters[1].grad[7] = bad
+    assert not all_finite([optimizer])
+    parameters[0].grad, parameters[1].grad = torch.zeros(50), torch.zeros(50, dtype=torch.bfloat16)
+    parameters[0].grad[:2] = torch.tensor([bad, -bad])
+    assert not all_finite([optimizer])
+
+
+# Kinds
+
+
+def test_the_kernel_is_that_of_the_configuration():
+    for optim, fused in (("adamw_torch", False), ("adamw_torch_fused", True)):
+        optimizer, _ = optimizer_of(run_config(optim=optim))
+        assert [group["fused"] for group in optimizer.optimizer.param_groups] == [fused]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_moves_weights_as_one_tensor_after_another_does(dtype):
+    moved = []
+    for optim in ("adamw_torch", "adamw_torch_fused"):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(n, 40, generator=generator).to(dtype)) for n in (3, 50)]
+        parameters[1].data = parameters[1].data.t()  # not in the order of memory
+        optimizer = build_optimizer(run_config(optim=optim, weight_decay=0.1), "policy", parameters, RATE, 5)
+        for _ in range(5):
+            for p in parameters:  # gradients that come in another order of memory than the weights have
+                (p * torch.randn(p.t().shape, generator=generator).to(dtype).t()).sum().backward()
+            optimizer.step()
+        moved.append([p.detach().clone() for p in parameters])
+    for one, other in zip(*moved, strict=True):
+        bounds = {"atol": 1e-6, "rtol": 0.0} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+        torch.testing.assert_close(one, other, **bounds)
+
+
+def test_moments_in_8_bits_are_asked_of_bitsandbytes(monkeypatch):
+    asked = {}
+
+    class AdamW8bit(torch.optim.AdamW):
+        def __init__(self, parameters, **options):
+            asked.update(options)
+            super().__init__(parameters, **options)
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", SimpleNamespace(AdamW8bit=AdamW8bit))
+    config = run_config(optim="adamw_8bit", adam_beta2=0.9, adam_epsilon=1e-3, weight_decay=0.1)
+    optimizer, (p,) = optimizer_of(config, [1.0, 2.0])
+    assert isinstance(optimizer.optimizer, AdamW8bit) and optimizer.parameters == [p]
+    assert asked == {"lr": RATE, "betas": (0.9, 0.9), "eps": 1e-3, "weight_decay": 0.1}
+
+
+def test_moments_in_8_bits_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("tether.models.bitsandbytes.version", missing)
+    with pytest.raises(ConfigError, match=r"train\.optim adamw_8bit needs .* pip install tether\[quant\]"):
+        train_policy(tiny_run(tmp_path, train__optim="adamw_8bit"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_moments_in_8_bits_take_a_quarter_and_move_weights_nearly_as_far():
+    moved, sizes = [], []
+    for optim in ("adamw_torch", "adamw_8bit"):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.zeros(64, 256))]
+        optimizer = build_optimizer(run_config(optim=optim), "policy", parameters, RATE, 5)
+        for _ in range(5):
+            parameters[0].grad = torch.randn(64, 256, generator=generator)
+            optimizer.step()
+        moved.append(parameters[0].detach().clone())
+        state = optimizer.optimizer.state[parameters[0]]
+        sizes.append(sum(x.nbytes for x in state.values() if torch.is_tensor(x) and x.numel() >= 64))
+    assert sizes[0] == 8 * 64 * 256 and sizes[1] < 1.2 * MOMENT_BYTES["adamw_8bit"] * 64 * 256
+    assert torch.nn.functional.cosine_similarity(*(x.flatten() for x in moved), dim=0) > 0.97
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__freeze_layers": 1, "value__kind": "head"},
+        {"model__freeze_layers": 1, "value__kind": "model"},
+        {"model__lora": {"r": 2}},
+        {"model__lora": {"r": 2}, "value__kind": "model"},
+    ],
+)
+def test_what_is_frozen_has_neither_moments_nor_gradients(tmp_path, changes):
+    config = tiny_run(tmp_path, **changes)
+    roles = build_roles(config, load_tokenizer(config.model.path), device="cpu", mixed_precision=False)
+    optimizers = build_optimizers(config, roles, 1)
+    batch = collate([[8, 9], [10]], [[11, 12], [13, 14, 15]])
+    with torch.no_grad():
+        roles.score_pass(batch, 1.0)
+        roles.ref_logprobs(batch, 1.0)
+    for pass_ in roles.passes:
+        with pass_(batch, temperature=1.0) as out:
+            sum(x.pow(2).sum() for x in (out.logprobs, out.values) if x is not None).backward()
+    models = {role.model for role in roles.all} | {roles.policy}
+    heads = {role.head for role in roles.all if role.head is not None}
+    everything = {parameter for module in models | heads for parameter in module.parameters()}
+    trained = {parameter for role in roles.all for parameter in role.trained.values()}
+    assert {parameter for parameter in everything if parameter.grad is not None} == trained
+    for optimizer in optimizers:
+        optimizer.step()
+    with_moments = [parameter for optimizer in optimizers for parameter in optimizer.optimizer.state]
+    assert set(with_moments) == trained and len(with_moments) == len(trained) < len(everything)
 
 
 # Schedules over the steps

@@ -72,7 +72,7 @@ def test_adapters_that_are_continued_or_judge_are_counted_as_they_were_saved(tmp
 
 
 def test_linear_layers_in_few_bits_are_counted_in_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("tether.train.inputs.check_quantization", lambda *arguments: None)
+    monkeypatch.setattr("tether.train.inputs.check_bitsandbytes", lambda *arguments: None)
     linear, others = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 16 * 32 * 3), 40 * 16 + 5 * 16
     for bits, size in (("4bit", 0.5 + (1 + 4 / 256) / 64), ("8bit", 1)):
         (base, *_) = plan(tiny_run(tmp_path, model__lora={"r": 2}, model__quantization=bits)).roles

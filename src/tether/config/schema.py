@@ -368,6 +368,10 @@ class TrainConfig(Section):
     raise the rate up to its ``max_lr``."""
     warmup_ratio: Fraction = 0.0
     """Share of the optimizer steps over which the learning rate rises from 0."""
+    optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit"] = "adamw_torch_fused"
+    """AdamW, as transformers names its kinds. ``adamw_torch_fused``: in one kernel, on a CPU as well. ``adamw_torch``:
+    tensor after tensor. ``adamw_8bit``: moments in 8 bits by bitsandbytes, a quarter of their memory; needs
+    ``pip install tether[quant]``. Source: https://arxiv.org/abs/2110.02861."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW weight decay."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9

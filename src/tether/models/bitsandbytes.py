@@ -1,4 +1,4 @@
-"""Weights in 4 or 8 bits by bitsandbytes: whether they can be had, and what transformers is asked for."""
+"""Weights in 4 or 8 bits and AdamW's moments in 8, by bitsandbytes: whether they can be had, and how they are made."""
 
 from __future__ import annotations
 
@@ -9,28 +9,43 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig
 
 from tether.config.base import Quantization
 from tether.errors import ConfigError
 
 
-def check_quantization(bits: Quantization, key: str, device: torch.device | str) -> None:
-    """Raises ``ConfigError`` if this machine cannot hold weights in 4 or 8 bits.
+def check_bitsandbytes(wanted: str, key: str, device: torch.device | str) -> None:
+    """Raises ``ConfigError`` if bitsandbytes is not installed or does not work on this device.
 
     Args:
-        key: the configuration key that asks for it, for the message.
+        wanted: what the configuration asks for, for the message.
+        key: its key that does.
         device: where the model is to be.
     """
     try:
         version("bitsandbytes")
     except PackageNotFoundError as error:
-        raise ConfigError(f"{key} {bits} needs the package bitsandbytes: pip install tether[quant]") from error
+        raise ConfigError(f"{key} {wanted} needs the package bitsandbytes: pip install tether[quant]") from error
     import bitsandbytes
 
     kind, known = torch.device(device).type, sorted(bitsandbytes.supported_torch_devices)
     if kind not in known:
-        raise ConfigError(f"{key} {bits}: bitsandbytes works on {', '.join(known)}, the run computes on {kind}")
+        raise ConfigError(f"{key} {wanted}: bitsandbytes works on {', '.join(known)}, the run computes on {kind}")
+
+
+def adamw_8bit(parameters: Sequence[nn.Parameter], **options: Any) -> Optimizer:
+    """AdamW whose moments are held in 8 bits, each block of them with a scale of its own.
+
+    Args:
+        options: those of torch's AdamW.
+
+    Source: Dettmers et al. 2022, https://arxiv.org/abs/2110.02861
+    """
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(parameters, **options)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tether.config.rewards import (
     sources_of,
 )
 from tether.errors import ConfigError, ModelError, RewardError
-from tether.models.bitsandbytes import FewBits, check_quantization, is_quantized, placed
+from tether.models.bitsandbytes import FewBits, check_bitsandbytes, is_quantized, placed
 from tether.models.heads import value_head_file
 from tether.models.loading import (
     bf16_supported,
@@ -70,7 +70,7 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
     """
     for key, config in sources_of(configs):
         if isinstance(config, OwnModelReward) and config.quantization is not None:
-            check_quantization(config.quantization, f"{key}.quantization", default_device())
+            check_bitsandbytes(config.quantization, f"{key}.quantization", default_device())
         match config:
             case FunctionReward():
                 function = load_function(config.path, config.name, key)

@@ -42,7 +42,7 @@ from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.models.saving import atomic_folder, save_policy, verify_manifest
 from tether.report.card import write_card
 from tether.train.ema import PolicyAverage
-from tether.train.optim import PassOptimizer
+from tether.train.optim import MOMENT_BYTES, PassOptimizer
 from tether.train.parts import Parts
 from tether.train.random_state import random_states, set_random_states
 from tether.types import Prompt
@@ -50,8 +50,6 @@ from tether.types import Prompt
 STATE_DIR, STATE, ROLES = "tether_state", "state.json", "roles.safetensors"
 OPTIMIZERS, AVERAGE, RANDOM = "optimizers.pt", "average.safetensors", "random.pt"
 TRIAL = "save-trial.tmp"
-ADAM_BYTES = 8
-"""Of AdamW's two moments, for each trained number."""
 DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """What the system says when a disk takes no more."""
 MAY_CHANGE = frozenset({
@@ -255,7 +253,8 @@ class Checkpoints:
 
     def _moments_to_come(self) -> int:
         """Bytes of the optimizers' moments that the present state has not yet."""
-        return ADAM_BYTES * sum(p.numel() for o in self.optimizers for p in o.parameters if p not in o.optimizer.state)
+        count = sum(p.numel() for o in self.optimizers for p in o.parameters if p not in o.optimizer.state)
+        return int(MOMENT_BYTES[self.config.train.optim] * count)
 
     def _check_room(self, size: int, num_updates: int) -> None:
         """Raises ``ConfigError`` if checkpoints of ``size`` bytes, as many as will lie there at once, have no room."""

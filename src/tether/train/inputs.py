@@ -16,7 +16,7 @@ from tether.data.prompts import PromptData, load_prompts, split_prompts
 from tether.errors import ConfigError, DataError
 from tether.metrics.trackers import check_report_to
 from tether.models.adapters import check_switched_off, check_targets
-from tether.models.bitsandbytes import check_quantization
+from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.fit import check_language_model, check_tokens, positions
 from tether.models.loading import (
@@ -64,7 +64,9 @@ def check(config: RunConfig) -> None:
     """Raises for every mistake that shows without loading a tokenizer or a model."""
     check_model_path(config.model.path, "model.path", takes_gguf=True)
     if config.model.quantization is not None:
-        check_quantization(config.model.quantization, "model.quantization", default_device())
+        check_bitsandbytes(config.model.quantization, "model.quantization", default_device())
+    if config.train.optim == "adamw_8bit":
+        check_bitsandbytes("adamw_8bit", "train.optim", default_device())
     check_template(config.data.chat_template)
     for key in ("prompts", "eval_prompts", "ptx"):
         if (source := getattr(config.data, key)) is not None:

@@ -12,8 +12,8 @@ import torch
 from tether.config.schema import RunConfig
 from tether.errors import TrainingError
 from tether.metrics.reduce import Metrics
-from tether.train.checkpoint import ADAM_BYTES
 from tether.train.distributed import Dist
+from tether.train.optim import MOMENT_BYTES
 from tether.train.parts import Parts
 from tether.train.rollout import Answers
 from tether.train.update import Update
@@ -48,7 +48,7 @@ def dry_step(
         torch.cuda.reset_peak_memory_stats(dist.device)
     update = one_update(answers, Metrics(), step=config.value.warmup_steps)  # the first in which everything trains
     moments = [
-        torch.empty(ADAM_BYTES * p.numel(), dtype=torch.uint8, device=p.device)
+        torch.empty(int(MOMENT_BYTES[config.train.optim] * p.numel()), dtype=torch.uint8, device=p.device)
         for optimizer in update.optimizers
         for p in optimizer.parameters
         if p not in optimizer.optimizer.state

@@ -16,6 +16,7 @@ from transformers import GreedyLR, get_scheduler
 
 from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import ConfigError
+from tether.models.bitsandbytes import adamw_8bit
 from tether.models.roles import POLICY, VALUE, ModelRoles
 
 Schedule = LambdaLR | ReduceLROnPlateau | GreedyLR
@@ -56,6 +57,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "smooth": (True, False),
 }
 """Options that are no numbers."""
+MOMENT_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.0 + 8 / 256}
+"""Of both moments of a trained number, by ``train.optim``; in 8 bits with the scales of blocks of 256."""
 
 
 @dataclass
@@ -145,13 +148,16 @@ def build_optimizer(
     Source: Loshchilov and Hutter 2019, algorithm 2, https://arxiv.org/abs/1711.05101
     """
     train = config.train
-    optimizer = AdamW(
-        parameters,
-        lr=rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        eps=train.adam_epsilon,
-        weight_decay=train.weight_decay,
-    )
+    options = {
+        "lr": rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "eps": train.adam_epsilon,
+        "weight_decay": train.weight_decay,
+    }
+    if train.optim == "adamw_8bit":
+        optimizer = adamw_8bit(parameters, **options)
+    else:
+        optimizer = AdamW(parameters, fused=train.optim == "adamw_torch_fused", **options)
     scheduler = schedule(config, optimizer, num_updates)
     return PassOptimizer(name, list(parameters), optimizer, scheduler, train.max_grad_norm)
 
@@ -275,4 +281,7 @@ def _check_rates(train: TrainConfig, total_steps: int, key: str, rate: float) ->
 def all_finite(optimizers: list[PassOptimizer]) -> bool:
     """Whether every gradient that is there is finite."""
     grads = [p.grad for o in optimizers for p in o.parameters if p.grad is not None]
+    # What is not finite makes its sum so. The other way round, a sum may overflow.
+    if not grads or bool(torch.isfinite(torch.stack([g.sum() for g in grads])).all()):
+        return True
     return all(bool(torch.isfinite(g).all()) for g in grads)

@@ -46,9 +46,9 @@ from tether.models.loading import load_config
 from tether.models.paths import adapter_base, is_adapter
 from tether.models.roles import critic_source
 from tether.train.inputs import check, check_data, load_data, resolved
+from tether.train.optim import MOMENT_BYTES
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-ADAM_BYTES = 8
 AVERAGE_BYTES = GRAD_BYTES = 4
 QUANTIZED_BYTES = {"4bit": 0.516, "8bit": 1.0}
 """Bytes of a weight of a linear layer, with a share of what blocks of 64 are scaled by. Source: Dettmers et al. 2023,
@@ -254,7 +254,7 @@ def estimate_memory(
     weights = sum(role.weight_bytes for role in roles)
     trainable = sum(role.trainable for role in roles)
     averaged = sum(role.trainable for role in roles if role.role == "policy") if config.train.ema_decay else 0
-    kept = weights + ADAM_BYTES * trainable + AVERAGE_BYTES * averaged
+    kept = weights + int(MOMENT_BYTES[config.train.optim] * trainable) + AVERAGE_BYTES * averaged
     rows = min(config.sampling.batch_size, config.train.rollout_batch_size)
     tokens = config.train.max_tokens_per_micro_batch or config.train.micro_batch_size * width
     cache = rows * width * text.num_hidden_layers * 2 * heads * head_dim * unit

@@ -14,6 +14,8 @@ from transformers.utils import is_torch_bf16_gpu_available
 from tether.config.load import checked_config
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
+from tether.models.bitsandbytes import check_bitsandbytes
+from tether.models.loading import default_device
 
 REFUSED = {
     "fp16": "arithmetic here is float32 or bfloat16: use bf16, or neither",
@@ -53,7 +55,10 @@ DERIVED = frozenset({
     "mini_batch_size",
 })  # fmt: skip
 """Arguments that the trainer fills in."""
-ADAMW = ("adamw_torch", "adamw_torch_fused")
+ADAMW = {"adamw_torch": "adamw_torch", "adamw_torch_fused": "adamw_torch_fused"} | dict.fromkeys(
+    ("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"
+)
+"""``train.optim`` by ``optim``."""
 
 
 @dataclass
@@ -154,8 +159,10 @@ def check_arguments(args: PPOConfig) -> None:
             raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; take it out")
     if str(args.optim.value) not in ADAMW:
         raise ConfigError(
-            f"PPOConfig.optim {args.optim.value}: wanted {' or '.join(ADAMW)}; hand over another as `optimizers`"
+            f"PPOConfig.optim {args.optim.value}: wanted one of {', '.join(ADAMW)}; hand over another as `optimizers`"
         )
+    if ADAMW[args.optim.value] == "adamw_8bit":
+        check_bitsandbytes(args.optim.value, "PPOConfig.optim", default_device())
     if args.stop_token is not None and args.stop_token_id is not None:
         raise ConfigError(
             f"PPOConfig: got stop_token {args.stop_token} and stop_token_id {args.stop_token_id}; set one of them"
@@ -245,6 +252,7 @@ def run_config(
     given["train"] |= {
         "rollout_batch_size": args.batch_size,
         "micro_batch_size": math.gcd(args.per_device_train_batch_size, args.mini_batch_size),
+        "optim": ADAMW[args.optim.value],
         "lr_scheduler_type": args.lr_scheduler_type.value,
         "lr_scheduler_kwargs": dict(args.lr_scheduler_kwargs or {}),
         "warmup_ratio": warmup,

@@ -60,6 +60,8 @@ class TableGenerator:
         policy: its table is read anew at each call, so that it is always the one that trains.
     """
 
+    batch_size = 2**20
+
     def __init__(self, policy: TablePolicy) -> None:
         self._policy = policy
 

@@ -34,6 +34,8 @@ class Waits:
         asked: the event.
     """
 
+    batch_size = 16
+
     def __init__(self, asked):
         self.asked, self.finished = asked, 0
 

@@ -12,15 +12,15 @@ from tether.types import Request, Sampling
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-@pytest.mark.parametrize("lora", [None, {"r": 2}])
-def test_a_run_decodes_with_its_policy(tmp_path, lora):
+@pytest.mark.parametrize(("lora", "cache"), [(None, "dynamic"), ({"r": 2}, "dynamic"), ({"r": 2}, "static")])
+def test_a_run_decodes_with_its_policy(tmp_path, lora, cache):
     folder = save_tiny(tmp_path / "model", "gpt2")
     config = RunConfig.model_validate(
         {
             "model": {"path": str(folder), "dtype": "float32", "lora": lora},
             "rewards": [{"type": "function", "path": "my_rewards.py", "name": "brevity"}],
             "data": {"prompts": "prompts.jsonl"},
-            "sampling": {"batch_size": 3},
+            "sampling": {"batch_size": 3, "cache_implementation": cache},
             "train": {"max_steps": 1},
             "output_dir": str(tmp_path / "run"),
         }
@@ -37,4 +37,4 @@ def test_a_run_decodes_with_its_policy(tmp_path, lora):
     got = dict(generator.generate(asked, sampling))
     wanted = answers(AutoModelForCausalLM.from_pretrained(folder), asked, sampling)
     assert [got[i].token_ids for i in range(7)] == [completion.token_ids for completion in wanted]
-    assert max(widths) == 3
+    assert max(widths) == 3 and (2 in widths) == (cache == "dynamic"), "who ended leaves it"

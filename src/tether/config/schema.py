@@ -178,6 +178,11 @@ class SamplingConfig(Section):
     answer. null: only the length ends it."""
     batch_size: PositiveInt = 64
     """Answers decoded side by side; the answers do not depend on it beyond rounding."""
+    cache_implementation: Literal["dynamic", "static"] = "dynamic"
+    """Where keys and values are kept while answers are decoded, as transformers names it. ``dynamic``: in a cache that
+    grows and that finished answers leave. ``static``: in one of fixed size that they stay in until the last one of
+    their batch ends; on an accelerator the forward of a token is compiled then, into CUDA graphs on a GPU. It pays
+    where answers are about equally long. Models with recurrent states keep to ``dynamic``, which the log tells."""
     num_generations: PositiveInt = 1
     """Answers to each prompt of a rollout batch, whose size counts answers. rloo and grpo compare them."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0

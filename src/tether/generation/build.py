@@ -10,4 +10,9 @@ from tether.types import Generator
 
 def build_generator(config: RunConfig, roles: ModelRoles) -> Generator:
     """The generator that a run asks for; today always the policy's own forward."""
-    return HFGenerator(lambda: roles.use("policy"), batch_size=config.sampling.batch_size, device=roles.device)
+    return HFGenerator(
+        lambda: roles.use("policy"),
+        batch_size=config.sampling.batch_size,
+        device=roles.device,
+        is_static=config.sampling.cache_implementation == "static",
+    )

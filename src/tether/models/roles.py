@@ -53,6 +53,7 @@ from tether.models.layers import parameters_above
 from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer, pools_otherwise
 from tether.models.offload import Offloaded, has_own_memory
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, adapter_base, is_adapter
+from tether.models.products import with_quick_products
 from tether.models.recompute import recomputed_layers
 from tether.types import MicroBatch
 
@@ -215,7 +216,7 @@ class ModelRoles:
         models = {role.model for role in self._by_name.values()} | ({adapted} if adapted else set())
         idle = self._idle_models() if offload_idle and has_own_memory(self.device) else set()
         for model in models:
-            model.requires_grad_(False).eval()
+            with_quick_products(model).requires_grad_(False).eval()
         for model in models - idle:
             placed(model, self.device)
         self._offloaded = {model: Offloaded(model, device=self.device) for model in idle}
@@ -454,7 +455,7 @@ class ModelRoles:
             head = add_reward(self._adapted, adapter, path, self.base_source, float32=self.mixed_precision)
         for parameter in adapter_parameters(self._adapted, adapter).values():
             parameter.requires_grad_(False)
-        placed(self._adapted.eval(), self.device)
+        placed(with_quick_products(self._adapted).eval(), self.device)
         self._parts.pop(self._adapted, None)
         role = Role(
             f"reward/{name}",

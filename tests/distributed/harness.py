@@ -27,8 +27,6 @@ from typing import Any
 
 GRACE = 20.0
 """Seconds that the others have to end after one process has failed, in ``together``."""
-ENGINES: dict[str, dict[str, str]] = {"DDP": {}}
-"""What ``accelerate launch`` puts into the environment for each engine."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def together(
     *arguments: Any,
     folder: Path,
     num_processes: int = 2,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """What ``work`` returns in each process.
@@ -68,7 +66,7 @@ def together(
     Args:
         folder: where results and outputs are kept; a folder inside it is made.
         num_processes: one is started as without a launcher.
-        timeout: seconds after which they are killed.
+        timeout: seconds from their start, when everything is imported, after which they are killed.
         environment: of the processes, beside the present one and what a launcher sets.
 
     Raises:
@@ -81,7 +79,7 @@ def together(
     return [outcome.result for outcome in outcomes]
 
 
-def alone(work: Callable[..., Any], *arguments: Any, folder: Path, timeout: float = 60.0) -> Any:
+def alone(work: Callable[..., Any], *arguments: Any, folder: Path, timeout: float = 120.0) -> Any:
     """What ``work`` returns in one process without a launcher."""
     (result,) = together(work, *arguments, folder=folder, num_processes=1, timeout=timeout)
     return result
@@ -92,7 +90,7 @@ def started(
     *arguments: Any,
     folder: Path,
     num_processes: int = 2,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     environment: Mapping[str, str] | None = None,
     grace: float | None = None,
     meanwhile: Callable[[list[int]], None] | None = None,
@@ -112,9 +110,11 @@ def started(
         ranks = {} if num_processes == 1 else {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         variables = {**(environment or {}), **launch, **ranks}
         processes.append(_server().Process(target=_run, args=(work, arguments, own, rank, variables)))
-    begun = time.monotonic()
     for process in processes:
         process.start()
+    while not all((own / f"output-{rank}").exists() for rank in range(num_processes)):
+        time.sleep(0.02)  # the server imports before the first of all
+    begun = time.monotonic()
     if meanwhile is not None:
         meanwhile([process.pid for process in processes])
     ends: dict[int, float] = {}

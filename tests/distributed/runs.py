@@ -1,0 +1,90 @@
+"""Runs of several processes, and what they may differ by from a run of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tests.train.runs import tiny_run
+from tether.train.run import open_trainer
+
+NOT_COMPARED = ("time/", "speed/", "memory/", "eps")
+"""Of the machine, not of the algorithm."""
+MOST_PARAMETER_ERROR = 1e-6
+MOST_METRIC_ERROR = 1e-5
+"""Relative, or of numbers below 1 absolute."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a process knows at the end of a run."""
+
+    engine: str
+    num_processes: int
+    start: Mapping[str, Tensor]
+    """Trained weights of policy and critic before the first update, put together."""
+    weights: Mapping[str, Tensor]
+    """The same at the end."""
+    average: Mapping[str, Tensor]
+    """The policy's under their moving average, if one was kept."""
+    updates: Sequence[Mapping[str, float]]
+    evaluations: Sequence[Mapping[str, float]]
+
+
+def trained(folder: Path, changes: Mapping[str, Any]) -> Trained:
+    """A tiny run, to be started in each process."""
+    with open_trainer(tiny_run(folder, **changes)) as trainer:
+        full = trainer.engine.full
+
+        def weights() -> dict[str, Tensor]:
+            return {name: x.detach().cpu().clone() for name, x in full(trainer.roles.state_dict()).items()}
+
+        start = weights()
+        trainer.fit()
+        average = {} if trainer.average is None else full(trainer.average.state_dict())
+        return Trained(
+            engine=trainer.engine.name,
+            num_processes=trainer.dist.num_processes,
+            start=start,
+            weights=weights(),
+            average={name: x.clone() for name, x in average.items()},
+            updates=trainer.log.updates,
+            evaluations=trainer.log.evaluations,
+        )
+
+
+def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Largest difference of a number."""
+    assert ours.keys() == theirs.keys()
+    return max(float((x - theirs[name]).abs().max()) for name, x in ours.items())
+
+
+def metric_errors(
+    ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]], most: float = MOST_METRIC_ERROR
+) -> list[str]:
+    """Metrics that differ, of runs with the same steps."""
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    wrong = []
+    for one, other in zip(ours, theirs, strict=True):
+        for name in sorted(one.keys() | other.keys()):
+            a, b = one.get(name, math.nan), other.get(name, math.nan)
+            if not name.startswith(NOT_COMPARED) and not abs(a - b) <= most * max(1.0, abs(b)):
+                wrong.append(f"step {one['step']}: {name} {a!r}, not {b!r}")
+    return wrong
+
+
+def assert_same_run(run: Trained, one: Trained, *, most: float = MOST_PARAMETER_ERROR) -> None:
+    """Asserts that a run of several processes is that of one, within rounding."""
+    assert one.num_processes == 1 < run.num_processes
+    assert distance(run.start, one.start) == 0
+    assert distance(one.weights, one.start) > 100 * most, "nothing moved far enough for the bound to mean anything"
+    assert metric_errors(run.updates, one.updates) == []
+    assert metric_errors(run.evaluations, one.evaluations) == []
+    assert distance(run.weights, one.weights) <= most
+    if one.average:
+        assert distance(run.average, one.average) <= most

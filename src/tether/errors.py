@@ -53,6 +53,10 @@ class TrainingError(TetherError):
     """A loss, a gradient or a parameter is not finite; raised before the optimizer step."""
 
 
+class OutOfStep(TetherError):
+    """A process could not go on with what all processes do together, so that none of them can."""
+
+
 class LostProcess(TetherError):
     """Another process of the run ended, or did not answer in time."""
 

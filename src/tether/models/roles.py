@@ -68,6 +68,10 @@ def _directly(compute: Callable[[], Any]) -> Any:
     return compute()
 
 
+def _copied(parameter: nn.Parameter, values: Tensor) -> None:
+    parameter.copy_(values)
+
+
 @dataclass(frozen=True)
 class Role:
     """One role: a model, what of it is switched on, and what of it trains."""
@@ -225,6 +229,7 @@ class ModelRoles:
                 role.head.requires_grad_(False).to(self.device)
             for parameter in role.trained.values():
                 parameter.requires_grad_(True)
+        self._shapes = {name: parameter.shape for name, parameter in self.trained.items()}
 
     def _idle_models(self) -> set[PreTrainedModel]:
         """Models that are one frozen role's alone."""
@@ -475,30 +480,38 @@ class ModelRoles:
                     pass
         self._recompute = enabled
 
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Every parameter of policy and critic that trains, as ``role.parameter``."""
+        return {f"{role.name}.{name}": p for role in self._by_name.values() for name, p in role.trained.items()}
+
     def state_dict(self) -> dict[str, Tensor]:
-        """Every trained tensor of policy and critic, as ``role.parameter``."""
-        return {
-            f"{role.name}.{name}": p.detach() for role in self._by_name.values() for name, p in role.trained.items()
-        }
+        """The values of ``trained``."""
+        return {name: p.detach() for name, p in self.trained.items()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over the tensors of ``state_dict``.
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], fill: Callable[[nn.Parameter, Tensor], None] = _copied
+    ) -> None:
+        """Takes over the tensors of ``state_dict``, put together where an engine spread them.
+
+        Args:
+            fill: gives a parameter its values.
 
         Raises:
             CheckpointError: names or shapes are not those of this run.
         """
-        own = self.state_dict()
+        own = self.trained
         if own.keys() != state.keys():
             odd = sorted(own.keys() ^ state.keys())
             where = "the checkpoint" if odd[0] in own else "this run's configuration"
             raise CheckpointError(f"{len(odd)} trained tensors do not match, the first is missing in {where}: {odd[0]}")
-        for name, tensor in own.items():
-            if tensor.shape != state[name].shape:
+        for name, parameter in own.items():
+            if self._shapes[name] != state[name].shape:
                 raise CheckpointError(
-                    f"{name}: the checkpoint has shape {list(state[name].shape)}, this run {list(tensor.shape)}"
+                    f"{name}: the checkpoint has shape {list(state[name].shape)}, this run {list(self._shapes[name])}"
                 )
-            tensor.copy_(state[name])
+            fill(parameter, state[name])
 
 
 # Building

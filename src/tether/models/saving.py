@@ -6,17 +6,25 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tether.errors import CheckpointError, ConfigError, ModelError
-from tether.models.adapters import DEFAULT, MODULE_PREFIX, changed_config, place_adapter, read_adapter
+from tether.models.adapters import (
+    DEFAULT,
+    MODULE_PREFIX,
+    adapter_parameters,
+    changed_config,
+    place_adapter,
+    read_adapter,
+)
 from tether.models.loading import classifier_on, load_causal_lm, load_merged_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
 from tether.models.roles import POLICY, VALUE, ModelRoles, padding_id
@@ -24,23 +32,39 @@ from tether.models.roles import POLICY, VALUE, ModelRoles, padding_id
 MANIFEST = "manifest.json"
 
 
-def save_policy(roles: ModelRoles, tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
+def policy_weights(roles: ModelRoles) -> dict[str, Tensor]:
+    """The tensors that ``save_policy`` writes, by the names that the live policy has for them."""
+    policy = roles.policy
+    if isinstance(policy, PeftModel):
+        return _adapter_tensors(policy, roles.policy_adapter)
+    return policy.state_dict(keep_vars=True)
+
+
+def save_policy(
+    roles: ModelRoles,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | str,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """Writes the policy as a plain transformers folder, or as a PEFT adapter if it is one, without any value head.
 
     With it go the tokenizer, its chat template and the generation config. Uses no network.
+
+    Args:
+        weights: values of ``policy_weights``, where an engine has spread them; those of the live model otherwise.
     """
-    folder = Path(folder)
+    folder, given = Path(folder), {} if weights is None else {"state_dict": dict(weights)}
     policy = roles.policy
     if isinstance(policy, PeftModel):
         # "auto" would ask the hub for the base's vocabulary size; here it never changes.
-        policy.save_pretrained(folder, selected_adapters=[roles.policy_adapter], save_embedding_layers=False)
+        policy.save_pretrained(folder, selected_adapters=[roles.policy_adapter], save_embedding_layers=False, **given)
         if roles.policy_adapter != DEFAULT:  # PEFT puts it into a folder of its name
             for file in (folder / roles.policy_adapter).iterdir():
                 file.replace(folder / file.name)
             (folder / roles.policy_adapter).rmdir()
         policy.generation_config.save_pretrained(folder)
     else:
-        policy.save_pretrained(folder)
+        policy.save_pretrained(folder, **given)
     tokenizer.save_pretrained(folder)
 
 
@@ -63,31 +87,53 @@ def load_policy(roles: ModelRoles, folder: Path | str) -> None:
             policy.load_state_dict(saved.state_dict())
 
 
-def save_critic(roles: ModelRoles, folder: Path | str) -> None:
+def critic_weights(roles: ModelRoles) -> dict[str, Tensor]:
+    """The tensors that ``save_critic`` writes, by the live names; those of the head are of ``score``."""
+    critic = roles.role(VALUE)
+    head = {f"score.{name}": tensor for name, tensor in critic.head.state_dict(keep_vars=True).items()}
+    if critic.adapter is not None:
+        return _adapter_tensors(roles.policy, critic.adapter) | head
+    of_model, trunk = critic.model.state_dict(keep_vars=True), f"{critic.model.base_model_prefix}."
+    return {name: tensor for name, tensor in of_model.items() if name.startswith(trunk)} | head
+
+
+def _adapter_tensors(model: PeftModel, adapter: str) -> dict[str, Tensor]:
+    """Parameters of one adapter, and all buffers, of which it may have some."""
+    own, tensors = adapter_parameters(model, adapter), model.state_dict(keep_vars=True)
+    return {name: x for name, x in tensors.items() if name in own or not isinstance(x, nn.Parameter)}
+
+
+def save_critic(roles: ModelRoles, folder: Path | str, weights: Mapping[str, Tensor] | None = None) -> None:
     """Writes the critic so that it can start another run's critic, or judge answers as a reward model.
 
     A critic with an adapter, its own or the policy's: a PEFT adapter of a sequence classifier on the policy's base. Any
     other: a sequence classifier, with the policy's trunk where it is a head on that.
+
+    Args:
+        weights: values of ``critic_weights``, where an engine has spread them; those of the live model otherwise.
     """
-    folder = Path(folder)
+    folder, given = Path(folder), {} if weights is None else {"state_dict": dict(weights)}
     folder.mkdir(parents=True, exist_ok=True)
     critic = roles.role(VALUE)
     if critic.adapter is not None:
-        _save_reward_adapter(roles, folder)
+        _save_reward_adapter(roles, folder, **given)
     elif critic.model is roles.role(POLICY).model:
         classifier = classifier_on(critic.model)
         classifier.score, classifier.config.pad_token_id = critic.head, padding_id(critic.model, roles.tokenizer)
-        classifier.save_pretrained(folder)
+        classifier.save_pretrained(folder, **given)
     else:
-        critic.model.save_pretrained(folder)
+        critic.model.save_pretrained(folder, **given)
     roles.tokenizer.save_pretrained(folder)
 
 
-def _save_reward_adapter(roles: ModelRoles, folder: Path) -> None:
+def _save_reward_adapter(roles: ModelRoles, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
     """The critic's adapter and head as PEFT saves an adapter of a sequence classifier."""
     critic, adapted = roles.role(VALUE), roles.policy
-    tensors = get_peft_model_state_dict(adapted, adapter_name=critic.adapter, save_embedding_layers=False)
-    tensors |= {f"{MODULE_PREFIX}score.{name}": tensor for name, tensor in critic.head.state_dict().items()}
+    tensors = get_peft_model_state_dict(adapted, state_dict, adapter_name=critic.adapter, save_embedding_layers=False)
+    head = {f"score.{name}": tensor for name, tensor in critic.head.state_dict().items()}
+    if state_dict is not None:
+        head = {name: state_dict[name] for name in head}
+    tensors |= {f"{MODULE_PREFIX}{name}": tensor for name, tensor in head.items()}
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
         folder / ADAPTER_WEIGHTS[0],

@@ -24,7 +24,7 @@ import re
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,11 @@ from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig, TrainConfig
 from tether.data.demonstrations import Demonstration
 from tether.errors import CheckpointError, ConfigError, TrainingError
-from tether.models.saving import atomic_folder, save_policy, verify_manifest
+from tether.models.roles import ModelRoles
+from tether.models.saving import atomic_folder, policy_weights, save_policy, verify_manifest
 from tether.report.card import write_card
 from tether.train.ema import PolicyAverage
+from tether.train.engines.base import Engine
 from tether.train.optim import MOMENT_BYTES, PassOptimizer
 from tether.train.parts import Parts
 from tether.train.random_state import random_states, set_random_states
@@ -116,12 +118,14 @@ def improves(value: float, best: float | None, *, greater_is_better: bool) -> bo
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds beside the policy."""
+    """What a checkpoint holds, put together from all processes."""
 
     step: int
     """Finished updates."""
     record: dict[str, Any]
     """Of state.json."""
+    policy: Mapping[str, Tensor] | None
+    """What the policy's folder holds, where no process has it as a whole."""
     roles: Mapping[str, Tensor]
     """Trained weights of policy and critic."""
     optimizers: Mapping[str, Any]
@@ -216,7 +220,10 @@ class Checkpoints:
         return f"{folder} ({_gib(shutil.disk_usage(folder).free)} free)"
 
     def _contents(self, state: RunState) -> Contents:
-        """What a checkpoint holds beside the policy, put together from all processes."""
+        """What a checkpoint holds, put together from all processes."""
+        with self._averaged():
+            policy = kept_whole(self.engine, policy_weights, self.roles)
+        averaged = self.average
         return Contents(
             step=state.step,
             record={
@@ -225,15 +232,16 @@ class Checkpoints:
                 "data": dict(self.data),
                 "num_processes": self.dist.num_processes,
             },
-            roles=self.engine.full(self.roles.state_dict()),
-            optimizers={o.name: o.state_dict() for o in self.optimizers},
-            average=None if self.average is None else self.engine.full(self.average.state_dict()),
+            policy=policy,
+            roles=self.engine.full(self.roles.trained),
+            optimizers={o.name: self.engine.optimizer_state(o) for o in self.optimizers},
+            average=None if averaged is None else self.engine.full(averaged.parameters, averaged.state_dict()),
             random=self.dist.gathered(random_states()),
         )
 
     def _write(self, folder: Path, contents: Contents) -> None:
-        with self.average.applied() if self.average is not None else nullcontext():
-            save_policy(self.roles, self.tokenizer, folder)
+        with self._averaged():
+            save_policy(self.roles, self.tokenizer, folder, contents.policy)
         write_card(folder, self.config.output_dir, step=contents.step)
         inner = folder / STATE_DIR
         inner.mkdir()
@@ -244,8 +252,14 @@ class Checkpoints:
         torch.save(contents.optimizers, inner / OPTIMIZERS)
         torch.save(contents.random, inner / RANDOM)
 
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Inside, the policy is its moving average, if one is kept."""
+        return nullcontext() if self.average is None else self.average.applied()
+
     def _check_weights(self, path: Path) -> None:
-        bad = [name for name, x in self.roles.state_dict().items() if not bool(torch.isfinite(x).all())]
+        parts = {name: self.engine.part(p) for name, p in self.roles.trained.items()}
+        found = self.dist.gathered([name for name, x in parts.items() if not bool(torch.isfinite(x).all())])
+        bad = [name for name in parts if any(name in theirs for theirs in found)]
         if bad:
             raise TrainingError(
                 f"{path} is not written: {len(bad)} tensors of weights are not finite, {bad[0]} the first"
@@ -281,7 +295,7 @@ class Checkpoints:
         if missing:
             raise CheckpointError(f"{path}: optimizer state does not fit the run's roles: {', '.join(sorted(missing))}")
         for optimizer in self.optimizers:
-            optimizer.load_state_dict(states[optimizer.name])
+            self.engine.load_optimizer_state(optimizer, states[optimizer.name])
         del record["data"], record["num_processes"]
         saved = parse_config(record.pop("config"), RunConfig).train
         sources = {name: ScoreMoments(**moments) for name, moments in record.get("source_moments", {}).items()}
@@ -301,9 +315,9 @@ class Checkpoints:
 
     def restore_weights_from(self, path: Path) -> None:
         """Brings the weights of policy and critic, and their average, to those saved in ``path``."""
-        self.roles.load_state_dict(load_file(_piece(path, ROLES)))
+        self.roles.load_state_dict(load_file(_piece(path, ROLES)), self.engine.fill)
         if self.average is not None:
-            self.average.load_state_dict(load_file(_piece(path, AVERAGE)))
+            self.average.load_state_dict(load_file(_piece(path, AVERAGE)), self.engine.cut)
 
     def _has_best(self, state: RunState) -> bool:
         return state.best_step is not None and self.path(state.best_step).is_dir()
@@ -319,6 +333,13 @@ class Checkpoints:
             verify_manifest(self.path(state.step))  # what stays is read back before anything goes
         for path in dropped:
             shutil.rmtree(path)
+
+
+def kept_whole(
+    engine: Engine, weights: Callable[[ModelRoles], Mapping[str, Tensor]], roles: ModelRoles
+) -> dict[str, Tensor] | None:
+    """Weights that a folder is to hold, put together for the main process; None where every process has them all."""
+    return engine.full(weights(roles)) if engine.spreads_weights else None
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:

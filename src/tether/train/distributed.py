@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from torch import Tensor
 
-from tether.errors import ConfigError, LostProcess, TetherError, TrainingError
+from tether.errors import ConfigError, LostProcess, OutOfStep, TetherError, TrainingError
 
 T = TypeVar("T")
 TIMEOUT = 1800
@@ -126,6 +126,8 @@ class Dist:
         result, error = None, None
         try:
             result = work()
+        except OutOfStep:  # the others are elsewhere, and hear of it by the end of this process
+            raise
         except Exception as raised:
             error = raised
         return self.agreed(result, error)

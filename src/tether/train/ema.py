@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -21,14 +21,22 @@ class PolicyAverage:
     Args:
         parameters: θ by name; they go on being trained.
         decay: d, from 0 (the parameters themselves) to below 1.
+        part: what of a parameter is kept in this process, where an engine has spread it.
 
     Source: Ouyang et al. 2022, appendix C.4, https://arxiv.org/abs/2203.02155 (d = .992)
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        decay: float,
+        part: Callable[[nn.Parameter], Tensor] = torch.Tensor.detach,
+    ) -> None:
         assert 0 <= decay < 1, decay
-        self._parameters = dict(parameters)
-        self._averages = {name: wide(p.detach()).clone() for name, p in parameters.items()}
+        self.parameters = dict(parameters)
+        """θ by name."""
+        self._part = part
+        self._averages = {name: wide(part(p)).clone() for name, p in parameters.items()}
         self._decay = decay
         self._is_applied = False
 
@@ -36,9 +44,9 @@ class PolicyAverage:
     def update(self) -> None:
         """Takes the present parameters into the average."""
         assert not self._is_applied, "the parameters are the average now"
-        for name, p in self._parameters.items():
+        for name, p in self.parameters.items():
             average = self._averages[name]
-            average.lerp_(p.to(average.dtype), 1 - self._decay)
+            average.lerp_(self._part(p).to(average.dtype), 1 - self._decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -47,7 +55,7 @@ class PolicyAverage:
         Bitwise, and also after an exception. May not be nested.
         """
         assert not self._is_applied, "the parameters are the average already"
-        trained = {name: p.detach().clone() for name, p in self._parameters.items()}
+        trained = {name: self._part(p).clone() for name, p in self.parameters.items()}
         self._is_applied = True
         try:
             self._fill(self._averages)
@@ -58,15 +66,20 @@ class PolicyAverage:
 
     @torch.no_grad()
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, p in self._parameters.items():
-            p.copy_(tensors[name])
+        for name, p in self.parameters.items():
+            self._part(p).copy_(tensors[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """The average by the names of the parameters."""
         return dict(self._averages)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over the tensors of ``state_dict``.
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], cut: Callable[[nn.Parameter, Tensor], Tensor] = lambda _, full: full
+    ) -> None:
+        """Takes over the tensors of ``state_dict``, put together where an engine spread them.
+
+        Args:
+            cut: what of a tensor belongs to the part of its parameter that is kept here.
 
         Raises:
             CheckpointError: names or shapes are not those of this run.
@@ -78,6 +91,7 @@ class PolicyAverage:
             raise CheckpointError(
                 f"{len(odd)} averaged tensors do not match, the first is missing in {where}: {odd[0]}"
             )
+        state = {name: cut(self.parameters[name], tensor) for name, tensor in state.items()}
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:
                 raise CheckpointError(

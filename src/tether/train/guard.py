@@ -11,7 +11,6 @@ from torch import Tensor
 from tether.errors import TrainingError
 from tether.metrics.writers import JsonlWriter
 from tether.train.distributed import Dist
-from tether.train.optim import PassOptimizer, all_finite
 from tether.train.rollout import Answers
 from tether.types import Experience, MicroBatch
 
@@ -50,12 +49,14 @@ class Guard:
         """Raises ``NotFinite`` if a response token's entry of a [M, R] tensor is not, naming tensor and rows."""
         self._agree(answers, next(_not_finite(batch, tensors), None))
 
-    def check_gradients(
-        self, optimizers: list[PassOptimizer], answers: Answers, mini_batch: Sequence[Experience]
-    ) -> None:
-        """Raises ``NotFinite`` if a gradient is not, before any optimizer steps."""
+    def check_gradients(self, are_finite: bool, answers: Answers, mini_batch: Sequence[Experience]) -> None:
+        """Raises ``NotFinite`` if a gradient is not, before any optimizer steps.
+
+        Args:
+            are_finite: whether those of this process are.
+        """
         rows = [row for item in mini_batch for row in item.batch.rows]
-        self._agree(answers, None if all_finite(optimizers) else ("gradient", rows))
+        self._agree(answers, None if are_finite else ("gradient", rows))
 
     def leave_out(self, error: NotFinite) -> None:
         """Counts a batch that no optimizer step is taken with.

@@ -80,8 +80,8 @@ class PPOTrainer:
         self.stream = PromptStream(len(parts.prompts), config.prompts_per_update, config.train.seed)
         self.optimizers = optimizers or build_optimizers(config, parts.roles, self.num_updates)
         self.engine.prepare(self.optimizers)
-        trained = parts.roles.role(POLICY).trained
-        self.average = PolicyAverage(trained, config.train.ema_decay) if config.train.ema_decay else None
+        trained, decay = parts.roles.role(POLICY).trained, config.train.ema_decay
+        self.average = PolicyAverage(trained, decay, self.engine.part) if decay else None
         data = fingerprints(parts.prompts, parts.eval_prompts, parts.demonstrations)
         self.checkpoints = Checkpoints(config, parts, self.optimizers, self.average, data)
         self.callbacks = callbacks

@@ -116,8 +116,7 @@ class Update:
 
     def drop_gradients(self) -> None:
         """Forgets the gradients of a mini-batch that was not finished."""
-        for optimizer in self.optimizers:
-            optimizer.optimizer.zero_grad(set_to_none=True)
+        self.engine.drop_gradients(self.optimizers)
 
     def add_gradients(self, mini_batch: list[Experience], number: int) -> bool:
         """Adds up the gradient of one optimizer step. Returns whether the policy went too far to take it.
@@ -139,7 +138,7 @@ class Update:
         if self.is_warming_up:
             for parameter in self.roles.role(POLICY).trained.values():
                 parameter.grad = None  # of a trunk that the critic shares
-        self.guard.check_gradients(self.optimizers, self.answers, mini_batch)
+        self.guard.check_gradients(self.engine.are_finite(self.optimizers), self.answers, mini_batch)
         return self.is_too_far(drift)
 
     def accumulate(
@@ -251,8 +250,7 @@ class Update:
         """One optimizer step with its gradient's norm clipped."""
         self.metrics.value("lr" if optimizer.name == POLICY else f"{optimizer.name}/lr", optimizer.learning_rate)
         with self.metrics.known():
-            self.metrics.mean(f"{optimizer.name}/grad_norm", optimizer.clip())
-        optimizer.step()
+            self.metrics.mean(f"{optimizer.name}/grad_norm", self.engine.step(optimizer))
 
     @property
     def passes(self) -> list[Pass]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
+from tether.errors import OutOfStep, TetherError
 from tether.models.roles import ModelRoles
+from tether.train.distributed import lost_told
 from tether.train.optim import PassOptimizer
 
 
@@ -27,6 +30,28 @@ class Hosted(nn.Module):
         return compute()
 
 
+@contextmanager
+def all_together(what: str, num_processes: int) -> Iterator[None]:
+    """Inside is something that all processes do together; one that cannot go on with it ends, and so do all.
+
+    Raises:
+        OutOfStep: whatever went wrong, so that nobody tries it again by itself.
+        LostProcess: another process is gone.
+    """
+    try:
+        with lost_told(num_processes):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfStep(
+            f"out of memory in {what}, which all processes do together ({error}): lower train.micro_batch_size, "
+            "sampling.batch_size or a reward's batch_size, or set train.gradient_checkpointing"
+        ) from error
+    except TetherError:
+        raise
+    except Exception as error:
+        raise OutOfStep(f"{what}, which all processes do together, failed: {type(error).__name__}: {error}") from error
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Spreads weights, gradients and optimizer states over processes. Every method is called by all of them alike."""
@@ -37,7 +62,8 @@ class Engine(Protocol):
     """Whether no process has all weights, so that a forward is one of all processes together."""
 
     def place(self, roles: ModelRoles) -> None:
-        """Takes over the models of ``roles``; comes before their optimizers are made."""
+        """Takes over the models of ``roles``, which wait on the CPU where weights are spread; comes before their
+        optimizers are made."""
         ...
 
     def prepare(self, optimizers: list[PassOptimizer]) -> None:
@@ -52,10 +78,59 @@ class Engine(Protocol):
         """
         ...
 
+    def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
+        """Whether the gradients are finite, as far as they are here."""
+        ...
+
+    def step(self, optimizer: PassOptimizer) -> float:
+        """Clips the gradients to the optimizer's limit, steps and clears them; returns their norm before that."""
+        ...
+
+    def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
+        """Forgets all gradients, and what a forward or backward left behind that ended in an error."""
+        ...
+
+    # Decoding
+
     def whole(self) -> AbstractContextManager[None]:
         """Inside, every process has all weights of the policy and may run forwards by itself; nothing is trained."""
         ...
 
-    def full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Spread tensors put together, on the CPU, in every process."""
+    def in_step(self) -> AbstractContextManager[None]:
+        """Inside, every process may run as many forwards of the policy as it has; those with fewer take part in the
+        others' before they leave. Nothing is trained, and no process has all weights at a time.
+
+        Each forward gathers the weights anew: with n tokens in the longest answer n times as often as ``whole``.
+        """
+        ...
+
+    # Weights and states as one process has them
+
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """What of a parameter is kept here; what is written into it is in the parameter."""
+        ...
+
+    def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """What of a tensor of the parameter's full size belongs to its part here."""
+        ...
+
+    def fill(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Gives a parameter the values of ``full``, as if it had been loaded with them."""
+        ...
+
+    def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Parameters put together, on the CPU, in the main process; what others return may be empty. Tensors that are
+        not spread are given back as they are.
+
+        Args:
+            parts: by the same names, what is put together in the place of the parameters' parts.
+        """
+        ...
+
+    def optimizer_state(self, optimizer: PassOptimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()`` as one process has it, in the main process; what others return may be less."""
+        ...
+
+    def load_optimizer_state(self, optimizer: PassOptimizer, state: dict[str, Any]) -> None:
+        """Goes on from the result of ``optimizer_state``, of this engine or of any other."""
         ...

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tether.models.roles import ModelRoles, Pass
 from tether.train.distributed import Dist
 from tether.train.engines.base import Hosted
-from tether.train.optim import PassOptimizer
+from tether.train.optim import PassOptimizer, all_finite
 
 
 class Alone:
@@ -29,13 +31,53 @@ class Alone:
         """Adds the gradient of ``loss`` to the parameters."""
         loss.backward()
 
+    def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
+        """Looks at every gradient."""
+        return all_finite(optimizers)
+
+    def step(self, optimizer: PassOptimizer) -> float:
+        """Clips, then steps."""
+        norm = optimizer.clip()
+        optimizer.step()
+        return norm
+
+    def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
+        """Forgets the gradients."""
+        for optimizer in optimizers:
+            optimizer.optimizer.zero_grad(set_to_none=True)
+
     def whole(self) -> AbstractContextManager[None]:
         """All weights are here."""
         return nullcontext()
 
-    def full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors as they are."""
-        return dict(tensors)
+    def in_step(self) -> AbstractContextManager[None]:
+        """Nobody waits for others: all weights are here."""
+        return nullcontext()
+
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """All of it."""
+        return parameter.detach()
+
+    def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """All of it."""
+        return full
+
+    @torch.no_grad()
+    def fill(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Copies the values."""
+        parameter.copy_(full)
+
+    def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The tensors, or the parts, as they are."""
+        return {name: x.detach() for name, x in (tensors if parts is None else parts).items()}
+
+    def optimizer_state(self, optimizer: PassOptimizer) -> dict[str, Any]:
+        """The optimizer's own."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: PassOptimizer, state: dict[str, Any]) -> None:
+        """As the optimizer does it."""
+        optimizer.load_state_dict(state)
 
 
 class Replicated(Alone):

@@ -179,21 +179,21 @@ def test_24_what_is_not_drawn_from_the_policy_itself_is_refused_unless_asked_for
 
 
 def test_26_a_target_bounds_the_kl_and_a_collapse_is_told(tmp_path):
-    """Ten points for one word: without a target the policy says nothing else before long."""
+    """Five points for one word: without a target the policy says nothing else before long."""
     greedy = {
-        "train__max_steps": 40, "train__learning_rate": 3e-3, "train__rollout_batch_size": 16,
-        "sampling__stop_token": None, "sampling__response_length": 4, "train__log_samples": 0,
+        "train__max_steps": 14, "train__learning_rate": 4e-2, "sampling__stop_token": None,
+        "sampling__response_length": 2, "train__log_samples": 0,
     }  # fmt: skip
     bounds = {
         "free": {"ppo__kl_coef": 0.001},
-        "target": {"ppo__kl_coef": 0.2, "ppo__kl_target": 1.0, "ppo__kl_horizon": 16},
+        "target": {"ppo__kl_coef": 3.0, "ppo__kl_target": 0.5, "ppo__kl_horizon": 8},
         "stop": {"ppo__kl_coef": 0.001, "ppo__max_approx_kl": 1e-3},
     }
     last, told = {}, {}
     for name, bound in bounds.items():
         config = tiny_run(tmp_path, output_dir=str(tmp_path / name), **greedy | bound)
         (tmp_path / "rewards.py").write_text(
-            "def letters(prompts, completions): return [10.0 * c.split().count('good') for c in completions]"
+            "def letters(prompts, completions): return [5.0 * c.split().count('good') for c in completions]"
         )
         display = Heard()
         updates = train_policy(config, display=display).updates
@@ -203,9 +203,8 @@ def test_26_a_target_bounds_the_kl_and_a_collapse_is_told(tmp_path):
         skipped = [row["update/num_steps"] < 2 for row in updates]
         assert any(skipped) == (name == "stop"), "steps that were not taken are counted"
     kl = {name: sum(row["objective/kl"] for row in rows) / 5 for name, rows in last.items()}
-    assert kl["target"] < 3 < 2 * kl["target"] + 3 < kl["free"]
-    assert last["free"][-1]["rollout/top_answer_share"] > 0.9 and len(told["free"]) == 1
-    assert not told["target"] and last["target"][-1]["rollout/top_answer_share"] < 0.9
+    assert 0 < kl["target"] < 2.5 and kl["free"] > 6
+    assert last["free"][-1]["rollout/top_answer_share"] > 0.9 and told["free"] and not told["target"]
 
 
 def test_28_kl_starts_at_zero_with_an_adapter_that_brings_a_head_of_its_own(tmp_path):
@@ -274,11 +273,10 @@ def test_35_gradient_that_is_not_finite_never_reaches_a_weight(tmp_path, lora):
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32 passes", "bf16 passes"])
-@pytest.mark.parametrize("critic", ["model", "head", "adapter"])
-@pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["full", "LoRA"])
+@pytest.mark.parametrize(
+    ("lora", "critic"), [(None, "model"), (None, "head"), *(({"r": 2}, kind) for kind in ("model", "head", "adapter"))]
+)
 def test_35_types_of_body_adapter_and_head_do_not_clash(tmp_path, lora, critic, bf16):
-    if critic == "adapter" and lora is None:
-        pytest.skip("needs LoRA")
     changes = {"model__dtype": "bfloat16", "model__lora": lora, "value__kind": critic, "train__bf16": bf16}
     config = tiny_run(tmp_path, train__max_steps=1, **changes)
     (update,) = train_policy(config).updates

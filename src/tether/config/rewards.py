@@ -101,6 +101,9 @@ class OwnModelReward(_Reward):
     """Keep it on the CPU while it does not score. Left out: as ``train.offload_idle_roles`` says."""
     compile: bool = False
     """Run it through torch.compile: the first scores take long, later ones less; they differ by rounding."""
+    processes: Literal["all", "one"] = "all"
+    """Which processes of a run have it. ``all``: each scores its share of the answers. ``one``: the first alone, which
+    scores all of them while the others wait, and needs the memory for it."""
 
     @model_validator(mode="after")
     def _stays_where_it_is(self) -> OwnModelReward:
@@ -245,7 +248,7 @@ class ServiceReward(_Reward):
     """Seconds before it is sent again for the first time, doubled each time up to 30; more where the service asks for
     more by ``Retry-After``, up to 30."""
     max_concurrency: PositiveInt = 8
-    """Requests in flight at once."""
+    """Requests in flight at once, of all processes of a run together."""
 
     @field_validator("api_key_env")
     @classmethod

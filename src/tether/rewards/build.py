@@ -21,6 +21,7 @@ from tether.config.rewards import (
     OwnModelReward,
     ReadyReward,
     RewardConfig,
+    ServiceReward,
     ValueHeadReward,
     reward_names,
     sources_of,
@@ -53,6 +54,12 @@ from tether.rewards.reading import Reader, same_tokenizer
 from tether.rewards.ready import check_ready, ready_source
 from tether.rewards.service import service_key
 from tether.types import Prompt, RewardBatch, RewardSource
+
+Make = Callable[[int | None], RewardSource]
+"""Makes a source of one process, with so many requests in flight at most; None where there is no such limit."""
+Shared = Callable[[Make, int | None, bool], RewardSource]
+"""Of what makes a source, how many requests all processes together may have in flight, and whether the first process
+alone has it: the source that knows the scores of a whole batch."""
 
 
 def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None = None) -> None:
@@ -134,7 +141,7 @@ def build_rewards(
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device | str,
     offload_idle: bool = False,
-    shared: Callable[[RewardSource, int | None], RewardSource] = lambda source, most: source,
+    shared: Shared = lambda make, most, by_one: make(most),
 ) -> RewardSource:
     """The weighted sum of the configured sources, each a component under its name.
 
@@ -143,16 +150,23 @@ def build_rewards(
         roles: the policy's models, which share their base with reward adapters; None where there are none of these.
         tokenizer: the policy's; None where every source reads text as the dataset had it.
         offload_idle: keeps models on the CPU while they do not score, unless their source says otherwise.
-        shared: makes of a source that scores a part of each batch one that knows the scores of the whole, given how
-            many requests of it may be in flight, if there is a limit.
+        shared: what several processes make of each source.
 
     Raises:
         ConfigError, ModelError: a source cannot be loaded.
     """
 
     def source(config: RewardConfig, name: str, key: str) -> RewardSource:
-        made = of_this_process(config, name, key)
-        return made if isinstance(config, EnsembleReward) else shared(made, getattr(config, "max_concurrency", None))
+        if isinstance(config, EnsembleReward):
+            members = parts(config.members, reward_names(config.members), f"{key}.members", f"{name}/")
+            return Ensemble(members, reduction(config), name)
+
+        def make(most: int | None) -> RewardSource:
+            mine = config if most is None else config.model_copy(update={"max_concurrency": most})
+            return of_this_process(mine, name, key)
+
+        by_one = isinstance(config, OwnModelReward) and config.processes == "one"
+        return shared(make, config.max_concurrency if isinstance(config, ServiceReward) else None, by_one)
 
     def of_this_process(config: RewardConfig, name: str, key: str) -> RewardSource:
         match config:
@@ -169,9 +183,6 @@ def build_rewards(
                 return http_source(config, name, key, tokenizer)
             case JudgeReward():
                 return judge_source(config, name, key)
-            case EnsembleReward():
-                members = parts(config.members, reward_names(config.members), f"{key}.members", f"{name}/")
-                return Ensemble(members, reduction(config), name)
 
     def parts(configs: Sequence[RewardConfig], names: Sequence[str], key: str, prefix: str = "") -> list[Part]:
         return [

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.config.load import dump_config, parse_config
@@ -27,15 +26,7 @@ from tether.models.loading import end_at, load_causal_lm, load_tokenizer, stop_t
 from tether.models.offload import has_own_memory
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles, build_roles
-from tether.models.saving import (
-    atomic_folder,
-    critic_weights,
-    files_written,
-    policy_weights,
-    save_critic,
-    save_policy,
-    written_into,
-)
+from tether.models.saving import atomic_folder, files_written, save_critic, save_policy, written_into
 from tether.report.card import write_card
 from tether.report.html import REPORT, write_report
 from tether.rewards.build import build_rewards, try_services
@@ -47,7 +38,6 @@ from tether.train.checkpoint import (
     checkpoint_step,
     find_checkpoint,
     fingerprints,
-    kept_whole,
     list_checkpoints,
     read_state,
 )
@@ -108,7 +98,7 @@ def train_policy(
     with open_trainer(config, rewards=rewards, display=display, callbacks=callbacks) as trainer:
         config, log, dist = trainer.config, trainer.log, trainer.dist
         interrupted = trainer.fit()
-        write_end(trainer, finished=interrupted is None)
+        dist.by_main(lambda: write_end(trainer, finished=interrupted is None))
         is_to_push = config.train.push_to_hub and interrupted is None and dist.is_main
     if is_to_push:
         told = push(config.output_dir, hub_repository(config))
@@ -118,18 +108,18 @@ def train_policy(
 
 def write_end(trainer: PPOTrainer, *, finished: bool) -> None:
     """Writes what a run leaves behind beside its logs: what scores were normalised by, and at its end the policy, and
-    the critic if that was asked for. All processes call it, the main one writes."""
-    config, roles, dist = trainer.config, trainer.roles, trainer.dist
+    the critic if that was asked for."""
+    config = trainer.config
     if config.ppo.score_norm is not None or trainer.state.source_moments:
-        dist.by_main(lambda: write_norms(config.output_dir / SCORE_NORM, trainer.state))
+        write_norms(config.output_dir / SCORE_NORM, trainer.state)
     if not finished:
         return
     with trainer.policy_to_keep():
-        policy = kept_whole(trainer.engine, policy_weights, roles)
-        dist.by_main(lambda: save_final(config.output_dir, roles, trainer.parts.tokenizer, policy))
+        save_final(config.output_dir, trainer.roles, trainer.parts.tokenizer)
     if config.value.save:
-        critic = kept_whole(trainer.engine, critic_weights, roles)
-        dist.by_main(lambda: save_final_critic(config.output_dir, roles, critic))
+        with atomic_folder(config.output_dir / CRITIC) as folder:
+            save_critic(trainer.roles, folder)
+            write_card(folder, config.output_dir, role="critic")
 
 
 def hub_repository(config: RunConfig) -> str:
@@ -297,21 +287,20 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
     """Models, generator and reward sources as the resolved configuration asks for them."""
     tokenizer = data.tokenizer
     config = with_base(config)
+    roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=config.train.bf16)
     engine = build_engine(dist)
-    device = torch.device("cpu") if engine.spreads_weights else dist.device
-    roles = build_roles(config, tokenizer, device=device, mixed_precision=config.train.bf16)
     if rewards is not None:
-        rewards = shared(rewards, dist=dist)
+        source = shared(lambda _: rewards, dist=dist)
     else:
         names = config.reward_names
-        rewards = build_rewards(
+        source = build_rewards(
             config.rewards,
             names,
             roles=roles,
             tokenizer=tokenizer,
             device=dist.device,
             offload_idle=config.train.offload_idle_roles,
-            shared=partial(shared, dist=dist, engine=engine),
+            shared=partial(shared, dist=dist),
         )
     engine.place(roles)
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
@@ -320,7 +309,7 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
     return Parts(
         roles=roles,
         generator=shared_generator(build_generator(config, roles), dist, engine),
-        rewards=rewards,
+        rewards=source,
         tokenizer=tokenizer,
         sampling=sampling_of(config.sampling, stops),
         prompts=data.prompts.prompts,
@@ -397,17 +386,8 @@ def write_norms(path: Path, state: RunState) -> None:
     temporary.replace(path)
 
 
-def save_final(
-    folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None
-) -> None:
+def save_final(folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBase) -> None:
     """Puts the policy at the root of ``folder``, each file whole or not there."""
     with written_into(folder) as temporary:
-        save_policy(roles, tokenizer, temporary, weights)
+        save_policy(roles, tokenizer, temporary)
         write_card(temporary, folder)
-
-
-def save_final_critic(folder: Path, roles: ModelRoles, weights: Mapping[str, Tensor] | None) -> None:
-    """Puts the critic into a folder of its own in ``folder``, complete or not there."""
-    with atomic_folder(folder / CRITIC) as temporary:
-        save_critic(roles, temporary, weights)
-        write_card(temporary, folder, role="critic")

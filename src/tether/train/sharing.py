@@ -11,38 +11,31 @@ from dataclasses import replace
 
 from torch import nn
 
-from tether.errors import OutOfStep
-from tether.rewards.adapter import AdapterSource
+from tether.rewards.build import Make
 from tether.rewards.early import Begun, begun, joined, whole
-from tether.train.distributed import Dist
+from tether.train.distributed import Dist, share
 from tether.train.engines.base import Engine
 from tether.types import Completion, Generator, Request, RewardBatch, RewardOutput, RewardSource, Sampling
 
 
-def shared_generator(generator: Generator, dist: Dist, engine: Engine, *, gather: bool = True) -> Generator:
-    """The generator whose answers all processes make together; itself where there is one process.
+def shared_generator(generator: Generator, dist: Dist, engine: Engine) -> Generator:
+    """The generator whose answers all processes make together; itself where there is one process."""
+    return generator if dist.num_processes == 1 else SharedGenerator(generator, dist, engine.whole)
+
+
+def shared(make: Make, at_once: int | None = None, by_one: bool = False, *, dist: Dist) -> RewardSource:
+    """The source of whose scores every process makes its share; its own where there is one process.
 
     Args:
-        gather: put spread weights together once for all answers, not anew for every token.
+        make: makes what this process asks.
+        at_once: most requests in flight, of all processes together; they are divided.
+        by_one: the first process scores everything, and the others have nothing to ask.
     """
     if dist.num_processes == 1:
-        return generator
-    return SharedGenerator(generator, dist, engine.whole if gather else engine.in_step)
-
-
-def shared(
-    source: RewardSource, at_once: int | None = None, *, dist: Dist, engine: Engine | None = None
-) -> RewardSource:
-    """The source of whose scores every process makes its share; itself where there is one process.
-
-    Args:
-        at_once: most requests in flight, of all processes together.
-        engine: what spreads the weights of the policy's base, on which a source may be an adapter.
-    """
-    if dist.num_processes == 1:
-        return source
-    evenly = engine is not None and engine.spreads_weights and isinstance(source, AdapterSource)
-    return SharedSource(source, dist, asking=min(dist.num_processes, at_once or dist.num_processes), evenly=evenly)
+        return make(at_once)
+    asking = 1 if by_one else min(dist.num_processes, at_once or dist.num_processes)
+    own = make(at_once and len(share(at_once, dist.rank, asking))) if dist.rank < asking else None
+    return SharedSource(own, dist, asking=asking)
 
 
 class SharedGenerator:
@@ -52,22 +45,20 @@ class SharedGenerator:
 
     Args:
         generator: decodes this process's share.
-        decoding: a context in which this process may run forwards of the policy; entered once for all answers.
+        whole: a context in which this process has all weights of the policy; entered once for all answers.
     """
 
-    def __init__(self, generator: Generator, dist: Dist, decoding: Callable[[], AbstractContextManager[None]]) -> None:
-        self._generator, self._dist, self._decoding = generator, dist, decoding
+    def __init__(self, generator: Generator, dist: Dist, whole: Callable[[], AbstractContextManager[None]]) -> None:
+        self._generator, self._dist, self._whole = generator, dist, whole
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """Yields (position in ``requests``, answer); what fails in one process fails in all."""
         own, finished, error = self._dist.share(len(requests)), {}, None
-        with self._decoding():
+        with self._whole():
             try:
                 for i, completion in self._generator.generate([requests[k] for k in own], sampling):
                     finished[own[i]] = completion
                     yield own[i], completion
-            except OutOfStep:
-                raise
             except Exception as raised:  # told to the other processes, and raised by `agreed` in all of them
                 error = raised
         for answers in self._dist.agreed(finished, error):

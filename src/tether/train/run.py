@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.config.load import dump_config, parse_config
@@ -26,7 +27,15 @@ from tether.models.loading import end_at, load_causal_lm, load_tokenizer, stop_t
 from tether.models.offload import has_own_memory
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles, build_roles
-from tether.models.saving import atomic_folder, files_written, save_critic, save_policy, written_into
+from tether.models.saving import (
+    atomic_folder,
+    critic_weights,
+    files_written,
+    policy_weights,
+    save_critic,
+    save_policy,
+    written_into,
+)
 from tether.report.card import write_card
 from tether.report.html import REPORT, write_report
 from tether.rewards.build import build_rewards, try_services
@@ -38,6 +47,7 @@ from tether.train.checkpoint import (
     checkpoint_step,
     find_checkpoint,
     fingerprints,
+    kept_whole,
     list_checkpoints,
     read_state,
 )
@@ -98,7 +108,7 @@ def train_policy(
     with open_trainer(config, rewards=rewards, display=display, callbacks=callbacks) as trainer:
         config, log, dist = trainer.config, trainer.log, trainer.dist
         interrupted = trainer.fit()
-        dist.by_main(lambda: write_end(trainer, finished=interrupted is None))
+        write_end(trainer, finished=interrupted is None)
         is_to_push = config.train.push_to_hub and interrupted is None and dist.is_main
     if is_to_push:
         told = push(config.output_dir, hub_repository(config))
@@ -108,18 +118,18 @@ def train_policy(
 
 def write_end(trainer: PPOTrainer, *, finished: bool) -> None:
     """Writes what a run leaves behind beside its logs: what scores were normalised by, and at its end the policy, and
-    the critic if that was asked for."""
-    config = trainer.config
+    the critic if that was asked for. All processes call it, the main one writes."""
+    config, roles, dist = trainer.config, trainer.roles, trainer.dist
     if config.ppo.score_norm is not None or trainer.state.source_moments:
-        write_norms(config.output_dir / SCORE_NORM, trainer.state)
+        dist.by_main(lambda: write_norms(config.output_dir / SCORE_NORM, trainer.state))
     if not finished:
         return
     with trainer.policy_to_keep():
-        save_final(config.output_dir, trainer.roles, trainer.parts.tokenizer)
+        policy = kept_whole(trainer.engine, policy_weights, roles)
+        dist.by_main(lambda: save_final(config.output_dir, roles, trainer.parts.tokenizer, policy))
     if config.value.save:
-        with atomic_folder(config.output_dir / CRITIC) as folder:
-            save_critic(trainer.roles, folder)
-            write_card(folder, config.output_dir, role="critic")
+        critic = kept_whole(trainer.engine, critic_weights, roles)
+        dist.by_main(lambda: save_final_critic(config.output_dir, roles, critic))
 
 
 def hub_repository(config: RunConfig) -> str:
@@ -287,8 +297,9 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
     """Models, generator and reward sources as the resolved configuration asks for them."""
     tokenizer = data.tokenizer
     config = with_base(config)
-    roles = build_roles(config, tokenizer, device=dist.device, mixed_precision=config.train.bf16)
     engine = build_engine(dist)
+    device = torch.device("cpu") if engine.spreads_weights else dist.device
+    roles = build_roles(config, tokenizer, device=device, mixed_precision=config.train.bf16)
     if rewards is not None:
         source = shared(lambda _: rewards, dist=dist)
     else:
@@ -300,7 +311,7 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
             tokenizer=tokenizer,
             device=dist.device,
             offload_idle=config.train.offload_idle_roles,
-            shared=partial(shared, dist=dist),
+            shared=partial(shared, dist=dist, engine=engine),
         )
     engine.place(roles)
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
@@ -386,8 +397,17 @@ def write_norms(path: Path, state: RunState) -> None:
     temporary.replace(path)
 
 
-def save_final(folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_final(
+    folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None
+) -> None:
     """Puts the policy at the root of ``folder``, each file whole or not there."""
     with written_into(folder) as temporary:
-        save_policy(roles, tokenizer, temporary)
+        save_policy(roles, tokenizer, temporary, weights)
         write_card(temporary, folder)
+
+
+def save_final_critic(folder: Path, roles: ModelRoles, weights: Mapping[str, Tensor] | None) -> None:
+    """Puts the critic into a folder of its own in ``folder``, complete or not there."""
+    with atomic_folder(folder / CRITIC) as temporary:
+        save_critic(roles, temporary, weights)
+        write_card(temporary, folder, role="critic")

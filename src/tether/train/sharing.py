@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from tether.errors import OutOfStep
+from tether.rewards.adapter import AdapterSource
 from tether.rewards.build import Make
 from tether.rewards.early import Begun, begun, joined, whole
 from tether.train.distributed import Dist, share
@@ -18,24 +20,34 @@ from tether.train.engines.base import Engine
 from tether.types import Completion, Generator, Request, RewardBatch, RewardOutput, RewardSource, Sampling
 
 
-def shared_generator(generator: Generator, dist: Dist, engine: Engine) -> Generator:
-    """The generator whose answers all processes make together; itself where there is one process."""
-    return generator if dist.num_processes == 1 else SharedGenerator(generator, dist, engine.whole)
+def shared_generator(generator: Generator, dist: Dist, engine: Engine, *, gather: bool = True) -> Generator:
+    """The generator whose answers all processes make together; itself where there is one process.
+
+    Args:
+        gather: put spread weights together once for all answers, not anew for every token.
+    """
+    if dist.num_processes == 1:
+        return generator
+    return SharedGenerator(generator, dist, engine.whole if gather else engine.in_step)
 
 
-def shared(make: Make, at_once: int | None = None, by_one: bool = False, *, dist: Dist) -> RewardSource:
+def shared(
+    make: Make, at_once: int | None = None, by_one: bool = False, *, dist: Dist, engine: Engine | None = None
+) -> RewardSource:
     """The source of whose scores every process makes its share; its own where there is one process.
 
     Args:
         make: makes what this process asks.
         at_once: most requests in flight, of all processes together; they are divided.
         by_one: the first process scores everything, and the others have nothing to ask.
+        engine: what spreads the weights of the policy's base, on which a source may be an adapter.
     """
     if dist.num_processes == 1:
         return make(at_once)
     asking = 1 if by_one else min(dist.num_processes, at_once or dist.num_processes)
     own = make(at_once and len(share(at_once, dist.rank, asking))) if dist.rank < asking else None
-    return SharedSource(own, dist, asking=asking)
+    evenly = engine is not None and engine.spreads_weights and isinstance(own, AdapterSource)
+    return SharedSource(own, dist, asking=asking, evenly=evenly)
 
 
 class SharedGenerator:
@@ -45,20 +57,22 @@ class SharedGenerator:
 
     Args:
         generator: decodes this process's share.
-        whole: a context in which this process has all weights of the policy; entered once for all answers.
+        decoding: a context in which this process may run forwards of the policy; entered once for all answers.
     """
 
-    def __init__(self, generator: Generator, dist: Dist, whole: Callable[[], AbstractContextManager[None]]) -> None:
-        self._generator, self._dist, self._whole = generator, dist, whole
+    def __init__(self, generator: Generator, dist: Dist, decoding: Callable[[], AbstractContextManager[None]]) -> None:
+        self._generator, self._dist, self._decoding = generator, dist, decoding
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """Yields (position in ``requests``, answer); what fails in one process fails in all."""
         own, finished, error = self._dist.share(len(requests)), {}, None
-        with self._whole():
+        with self._decoding():
             try:
                 for i, completion in self._generator.generate([requests[k] for k in own], sampling):
                     finished[own[i]] = completion
                     yield own[i], completion
+            except OutOfStep:
+                raise
             except Exception as raised:  # told to the other processes, and raised by `agreed` in all of them
                 error = raised
         for answers in self._dist.agreed(finished, error):

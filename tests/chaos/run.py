@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from tests.chaos.children import Failed
 from tests.chaos.configurations import run_parsing, run_trainings
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
+    disable_progress_bar()
     print(f"seed {arguments.seed}", flush=True)
     table: list[tuple[str, ...]] = [("part", "wanted", "seconds", "", "what came of it")]
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:

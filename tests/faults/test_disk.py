@@ -70,14 +70,16 @@ def test_room_for_all_checkpoints_is_looked_for_before_training(tmp_path, monkey
     (first,) = config.output_dir.glob("checkpoint-*")
     trained = sum(p.numel() for role in ("policy", "value") for p in trainer.roles.role(role).trained.values())
     size = sum(file.stat().st_size for file in first.rglob("*") if file.is_file()) + 8 * trained  # Adam's moments
+    policy = sum(file.stat().st_size for file in first.iterdir() if file.is_file())
     shutil.rmtree(first)
     for missing, is_enough in ((0.2, False), (-0.2, True)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, m=missing: Usage(0, 0, round((count - m) * size)))
+        free = round((count - missing) * size + policy)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(0, 0, free))
         trainer.state.saved_step = None
         if is_enough:
             trainer.checkpoints.try_saving(trainer.state, trainer.num_updates)
         else:
-            with pytest.raises(ConfigError, match=rf"output_dir: {count} checkpoints of .* need .*save_total_limit"):
+            with pytest.raises(ConfigError, match=rf"dir: {count} checkpoints .* policy need .*save_total_limit"):
                 trainer.checkpoints.try_saving(trainer.state, trainer.num_updates)
 
 
@@ -110,6 +112,27 @@ def test_a_disk_that_fills_up_ends_the_run_and_it_goes_on_bitwise(tmp_path, step
     train_policy(config.model_copy(update={"resume": True}))
     assert reproducible(config.output_dir) == reproducible(straight.output_dir)
     assert_same_weights(weights(config.output_dir), weights(straight.output_dir))
+
+
+class FullAtTheEnd(FillDisk):
+    """From the last update's checkpoint on no file may grow."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        pass
+
+    def on_train_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control)
+
+
+@pytest.mark.parametrize("size", [10, 4096])
+def test_a_disk_that_is_full_when_the_policy_is_written_loses_nothing_either(tmp_path, size):
+    config = tiny_run(tmp_path, value__save=True, ppo__score_norm="running", **SAVED)
+    message = r"cannot be written to any more: .*The last complete checkpoint is .*checkpoint-4: --resume"
+    with files_of_at_most(resource.RLIM_INFINITY), pytest.raises(CheckpointError, match=message):
+        train_policy(config, callbacks=[FullAtTheEnd(4, size)])
+    assert not [path for path in config.output_dir.iterdir() if path.name.startswith((".final", "final"))]
+    assert train_policy(config.model_copy(update={"resume": True})).updates == []
+    assert_same_weights(weights(config.output_dir), weights(config.output_dir / "checkpoint-4"))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])

@@ -21,7 +21,7 @@ from tests.train.runs import tiny_run
 from tether.cli.display import RunDisplay
 from tether.config.load import dump_config
 from tether.data.prompts import load_prompts
-from tether.errors import USER_ERRORS, CheckpointError, ModelError
+from tether.errors import USER_ERRORS, CheckpointError, ConfigError, ModelError
 from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
 from tether.train.run import train_policy
@@ -148,6 +148,23 @@ def test_links_lead_nowhere(tmp_path, saved, replaced, goes_on):
     except USER_ERRORS as error:
         assert (replaced, goes_on) == ("checkpoint-1", True) and "no complete checkpoint" in str(error)
     assert digests(outside) == before
+
+
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "config.yaml", ".config.yaml.tmp", ".metrics.jsonl.tmp")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("goes_on", [True, False], ids=["resume", "overwrite"])
+def test_no_file_is_written_through_a_link(tmp_path, saved, name, goes_on):
+    victim, link = tmp_path / "victim", saved.output_dir / name
+    content = link.read_bytes() if link.is_file() else b"mine"
+    victim.write_bytes(content)
+    link.unlink(missing_ok=True)
+    link.symlink_to(victim)
+    changes = {"resume": True} if goes_on else {"overwrite_output_dir": True}
+    with pytest.raises(ConfigError, match=rf"output_dir: .*{name} is a link"):
+        train_policy(saved.model_copy(update=changes))
+    assert victim.read_bytes() == content
 
 
 def digests(folder):

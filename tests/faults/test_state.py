@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -17,9 +18,11 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from tests.faults.test_bad_numbers import Heard
 from tests.train.runs import PROMPTS, tiny_run, write_prompts
 from tests.train.test_run import NOT_REPRODUCIBLE, CrashAfter, assert_same_weights, reproducible, weights
-from tether.errors import CheckpointError
+from tether.config.schema import TrainConfig
+from tether.errors import CheckpointError, ConfigError
 from tether.models import saving
-from tether.train.checkpoint import find_checkpoint
+from tether.train.checkpoint import RunState, find_checkpoint
+from tether.train.claim import claimed
 from tether.train.random_state import random_states, set_random_states
 from tether.train.run import train_policy
 
@@ -159,9 +162,76 @@ def rewritten(folder, name, change):
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_piece_that_was_never_written_is_named(again, piece):
     config, _ = again
-    rewritten(config.output_dir / "checkpoint-4", f"tether_state/{piece}", None)
-    with pytest.raises(CheckpointError, match=rf"checkpoint-4 has no tether_state/{piece}"):
+    checkpoint = config.output_dir / "checkpoint-4"
+    rewritten(checkpoint, f"tether_state/{piece}", None)
+    named = r"is not a checkpoint of a run \(no {}" if piece == "state.json" else "has no {}"
+    with pytest.raises(CheckpointError, match="checkpoint-4 " + named.format(f"tether_state/{piece}")):
+        train_policy(config.model_copy(update={"resume": str(checkpoint)}))
+    if piece != "average.safetensors":  # which only a run with an average needs
+        said = []
+        assert find_checkpoint(config, tell=said.append) == config.output_dir / "checkpoint-3"
+        assert f"checkpoint-4 has no tether_state/{piece}" in said[0]
+
+
+@pytest.mark.parametrize("files", [{}, None, [], {"config.json": {"bytes": "x"}}])
+def test_a_manifest_that_vouches_for_nothing_is_no_manifest(again, files):
+    config, _ = again
+    (config.output_dir / "checkpoint-4" / "manifest.json").write_text(json.dumps({"files": files}))
+    said = []
+    assert find_checkpoint(config, tell=said.append) == config.output_dir / "checkpoint-3"
+    assert "manifest" in said[0]
+
+
+@pytest.mark.parametrize("piece", ["roles.safetensors", "average.safetensors"])
+def test_weights_that_are_none_are_named(again, piece):
+    config, _ = again
+    rewritten(config.output_dir / "checkpoint-4", f"tether_state/{piece}", lambda content: b"\xff" * 100)
+    with pytest.raises(CheckpointError, match=rf"{piece} cannot be read"):
         train_policy(config)
+
+
+def test_a_checkpoint_that_was_being_replaced_is_put_back(again):
+    config, straight = again
+    checkpoint = config.output_dir / "checkpoint-4"
+    checkpoint.rename(config.output_dir / ".checkpoint-4.replaced")
+    with claimed(config.output_dir), pytest.raises(ConfigError, match="another run is writing"):
+        find_checkpoint(config, tell=print)
+    assert train_policy(config).updates == [] and checkpoint.is_dir()
+    assert_same_weights(weights(config.output_dir), weights(straight))
+
+
+def test_what_is_no_number_is_never_the_best():
+    state = RunState(kl_coef=0.1)
+    train = TrainConfig(max_steps=1, metric_for_best_model="eval_scores", greater_is_better=True)
+    best = []
+    for state.step, value in enumerate((math.nan, 1.0, math.nan, 2.0, 0.5)):
+        state.note_evaluation({"eval_scores": value}, train)
+        best.append((state.best_metric, state.best_step))
+    assert best == [(None, None), (1.0, 1), (1.0, 1), (2.0, 3), (2.0, 3)]
+
+
+class Damage(TrainerCallback):
+    """Damages every checkpoint as the last update ends."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            for file in self.folder.glob("checkpoint-*/tether_state/roles.safetensors"):
+                flip(file)
+
+
+def test_where_the_best_checkpoint_is_damaged_at_the_end_the_last_policy_is_kept(tmp_path):
+    config = tiny_run(
+        tmp_path, data__eval_fraction=0.5, train__metric_for_best_model="eval_length", train__max_steps=3,
+        train__eval_steps=1, train__load_best_model_at_end=True, sampling__stop_token=None,
+    )  # fmt: skip
+    display = Heard()
+    result = train_policy(config, callbacks=[Damage(config.output_dir)], display=display)
+    assert len(result.updates) == 3 and (config.output_dir / "model.safetensors").is_file()
+    (told,) = [text for text in display.said if "in place of the best one" in text]
+    assert "roles.safetensors is damaged" in told
 
 
 def test_a_state_of_another_version_is_named(again):

@@ -183,10 +183,9 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     left unfinished is removed by the next call for the same path.
     """
     path = Path(path).absolute()
-    partial, replaced = (path.with_name(f".{path.name}.{state}") for state in ("partial", "replaced"))
+    partial, replaced = path.with_name(f".{path.name}.partial"), _replaced(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if replaced.exists() and not path.exists():
-        replaced.rename(path)
+    put_back(path)
     for leftover in (partial, replaced):
         _remove(leftover)
     partial.mkdir()
@@ -201,6 +200,18 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     partial.rename(path)
     _sync(path.parent)
     _remove(replaced)
+
+
+def put_back(path: Path) -> None:
+    """Brings the earlier folder of that name back that a killed process had moved out of a new one's way."""
+    replaced = _replaced(path)
+    if replaced.is_dir() and not replaced.is_symlink() and not path.exists():
+        replaced.rename(path)
+
+
+def _replaced(path: Path) -> Path:
+    """Where a folder waits to be removed until the one that replaces it is there."""
+    return path.with_name(f".{path.name}.replaced")
 
 
 def _remove(path: Path) -> None:

@@ -19,12 +19,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import pickle
 import re
 import shutil
 from array import array
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,9 @@ from tether.config.schema import RunConfig, TrainConfig
 from tether.data.demonstrations import Demonstration
 from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.models.roles import ModelRoles
-from tether.models.saving import atomic_folder, policy_weights, save_policy, verify_manifest
+from tether.models.saving import atomic_folder, files_written, policy_weights, put_back, save_policy, verify_manifest
 from tether.report.card import write_card
+from tether.train.claim import claimed
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import Engine
 from tether.train.optim import MOMENT_BYTES, PassOptimizer
@@ -112,7 +114,9 @@ class RunState:
 
 
 def improves(value: float, best: float | None, *, greater_is_better: bool) -> bool:
-    """Whether an evaluation's metric is better than the best before it; the first one is."""
+    """Whether an evaluation's metric is better than the best before it; the first that is a number is."""
+    if math.isnan(value):
+        return False
     return best is None or (value > best if greater_is_better else value < best)
 
 
@@ -174,11 +178,12 @@ class Checkpoints:
                     self._write(folder, contents)
                 verify_manifest(trial)
                 size = sum(file.stat().st_size for file in trial.rglob("*"))
+                policy = sum(file.stat().st_size for file in trial.iterdir())
             except (OSError, RuntimeError, SafetensorError) as error:
                 raise ConfigError(f"output_dir: no checkpoint can be written to {self._where()}: {error}") from error
             finally:
                 shutil.rmtree(trial, ignore_errors=True)
-            self._check_room(size + self._moments_to_come(), num_updates)
+            self._check_room(size + self._moments_to_come(), policy, num_updates)
 
         self.dist.by_main(write)
 
@@ -214,6 +219,23 @@ class Checkpoints:
         if path is None:
             return "No complete checkpoint is there to go on from; train.save_steps makes them"
         return f"The last complete checkpoint is {path}: --resume goes on from there"
+
+    @contextmanager
+    def may_run_out(self) -> Iterator[None]:
+        """Inside, trouble of the disk becomes a message that names the checkpoint to go on from.
+
+        Raises:
+            CheckpointError: the disk takes no more.
+        """
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            if isinstance(error, OSError) and error.errno not in DISK_TROUBLE:
+                raise
+            raise CheckpointError(
+                f"{self.config.output_dir} cannot be written to any more: {getattr(error, 'strerror', error)}. "
+                f"{self.way_on()}"
+            ) from error
 
     def _where(self) -> str:
         folder = self.config.output_dir
@@ -270,8 +292,9 @@ class Checkpoints:
         count = sum(p.numel() for o in self.optimizers for p in o.parameters if p not in o.optimizer.state)
         return int(MOMENT_BYTES[self.config.train.optim] * count)
 
-    def _check_room(self, size: int, num_updates: int) -> None:
-        """Raises ``ConfigError`` if checkpoints of ``size`` bytes, as many as will lie there at once, have no room."""
+    def _check_room(self, size: int, policy: int, num_updates: int) -> None:
+        """Raises ``ConfigError`` if checkpoints of ``size`` bytes, as many as will lie there at once, and the trained
+        policy have no room."""
         train = self.config.train
         written = 1 if train.save_steps is None else max(1, num_updates // train.save_steps)
         written += train.metric_for_best_model is not None
@@ -279,11 +302,11 @@ class Checkpoints:
         if train.save_total_limit is not None:  # a new one is there before an old one goes
             kept = min(written, train.save_total_limit + 1 + (train.metric_for_best_model is not None))
         free = shutil.disk_usage(self.config.output_dir).free
-        if kept * size > free:
+        if (needed := kept * size + policy) > free:
             raise ConfigError(
-                f"output_dir: {kept} checkpoints of {_gib(size)} need {_gib(kept * size)}, {self.config.output_dir} "
-                f"has {_gib(free)} free. Make room, name a folder on another disk, or keep fewer of them with "
-                "train.save_total_limit"
+                f"output_dir: {kept} checkpoints of {_gib(size)} and the trained policy need {_gib(needed)}, "
+                f"{self.config.output_dir} has {_gib(free)} free. Make room, name a folder on another disk, or keep "
+                "fewer of them with train.save_total_limit"
             )
 
     def restore(self, path: Path) -> RunState:
@@ -310,14 +333,14 @@ class Checkpoints:
 
     def restore_weights(self, step: int) -> None:
         """Brings the weights of policy and critic, and their average, back to those after ``step`` updates."""
-        verify_manifest(self.path(step))
+        verify(self.path(step))
         self.restore_weights_from(self.path(step))
 
     def restore_weights_from(self, path: Path) -> None:
         """Brings the weights of policy and critic, and their average, to those saved in ``path``."""
-        self.roles.load_state_dict(load_file(_piece(path, ROLES)), self.engine.fill)
+        self.roles.load_state_dict(_tensors(path, ROLES), self.engine.fill)
         if self.average is not None:
-            self.average.load_state_dict(load_file(_piece(path, AVERAGE)), self.engine.cut)
+            self.average.load_state_dict(_tensors(path, AVERAGE), self.engine.cut)
 
     def _has_best(self, state: RunState) -> bool:
         return state.best_step is not None and self.path(state.best_step).is_dir()
@@ -330,7 +353,7 @@ class Checkpoints:
         best = self.path(state.best_step if state.best_step is not None else -1)
         dropped = [path for path in paths[:-limit] if path != best]
         if dropped:
-            verify_manifest(self.path(state.step))  # what stays is read back before anything goes
+            verify(self.path(state.step))  # what stays is read back before anything goes
         for path in dropped:
             shutil.rmtree(path)
 
@@ -348,11 +371,25 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=checkpoint_step)
 
 
+def verify(path: Path) -> None:
+    """Checks that a checkpoint is what was written, and has every piece that all runs need.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; names it.
+    """
+    verify_manifest(path)
+    listed = files_written(path)
+    for name in (STATE, ROLES, OPTIMIZERS, RANDOM):
+        _piece(path, name)
+        if f"{STATE_DIR}/{name}" not in listed:
+            raise CheckpointError(f"{path}: its manifest does not list {STATE_DIR}/{name}")
+
+
 def last_complete(output_dir: Path) -> Path | None:
     """The newest checkpoint in ``output_dir`` that is what was written, or None."""
     for path in reversed(list_checkpoints(output_dir)):
         try:
-            verify_manifest(path)
+            verify(path)
         except CheckpointError:
             continue
         return path
@@ -378,11 +415,14 @@ def find_checkpoint(config: RunConfig, *, tell: Callable[[str], None]) -> Path |
         path = Path(config.resume)
         if not (path / STATE_DIR / STATE).is_file():
             raise CheckpointError(f"resume: {path} is not a checkpoint of a run (no {STATE_DIR}/{STATE})")
-        verify_manifest(path)
+        verify(path)
         return path
+    for replaced in config.output_dir.glob(".checkpoint-*.replaced"):
+        with claimed(config.output_dir):
+            put_back(replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced")))
     for path in reversed(list_checkpoints(config.output_dir)):
         try:
-            verify_manifest(path)
+            verify(path)
         except CheckpointError as error:
             tell(f"{error}; trying the checkpoint before it")
             continue
@@ -419,6 +459,14 @@ def _piece(path: Path, name: str) -> Path:
     if not file.is_file():
         raise CheckpointError(f"resume: {path} has no {STATE_DIR}/{name}, which the run needs to go on")
     return file
+
+
+def _tensors(path: Path, name: str) -> dict[str, Tensor]:
+    file = _piece(path, name)
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def _loaded(path: Path, name: str) -> Any:

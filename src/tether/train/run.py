@@ -120,16 +120,17 @@ def write_end(trainer: PPOTrainer, *, finished: bool) -> None:
     """Writes what a run leaves behind beside its logs: what scores were normalised by, and at its end the policy, and
     the critic if that was asked for. All processes call it, the main one writes."""
     config, roles, dist = trainer.config, trainer.roles, trainer.dist
-    if config.ppo.score_norm is not None or trainer.state.source_moments:
-        dist.by_main(lambda: write_norms(config.output_dir / SCORE_NORM, trainer.state))
-    if not finished:
-        return
-    with trainer.policy_to_keep():
-        policy = kept_whole(trainer.engine, policy_weights, roles)
-        dist.by_main(lambda: save_final(config.output_dir, roles, trainer.parts.tokenizer, policy))
-    if config.value.save:
-        critic = kept_whole(trainer.engine, critic_weights, roles)
-        dist.by_main(lambda: save_final_critic(config.output_dir, roles, critic))
+    with trainer.checkpoints.may_run_out():
+        if config.ppo.score_norm is not None or trainer.state.source_moments:
+            dist.by_main(lambda: write_norms(config.output_dir / SCORE_NORM, trainer.state))
+        if not finished:
+            return
+        with trainer.policy_to_keep():
+            policy = kept_whole(trainer.engine, policy_weights, roles)
+            dist.by_main(lambda: save_final(config.output_dir, roles, trainer.parts.tokenizer, policy))
+        if config.value.save:
+            critic = kept_whole(trainer.engine, critic_weights, roles)
+            dist.by_main(lambda: save_final_critic(config.output_dir, roles, critic))
 
 
 def hub_repository(config: RunConfig) -> str:
@@ -256,6 +257,10 @@ def check_folder(config: RunConfig) -> None:
     for key, path in model_paths(config).items():
         if Path(path).resolve() in replaced:
             raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
+    written = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM}
+    for path in folder.glob("*") if folder.is_dir() else ():
+        if path.is_symlink() and path.name.removeprefix(".").removesuffix(".tmp") in written:
+            raise ConfigError(f"output_dir: {path} is a link, and a run writes in its own folder alone: remove it")
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise ConfigError(f"output_dir: {nearest} is a file; name a folder")

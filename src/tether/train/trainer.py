@@ -27,7 +27,7 @@ from tether.metrics.writers import read_jsonl
 from tether.models.roles import POLICY, Pass
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
-from tether.train.checkpoint import DISK_TROUBLE, Checkpoints, RunState, fingerprints, last_complete
+from tether.train.checkpoint import Checkpoints, RunState, fingerprints, last_complete
 from tether.train.costs import PassCosts, phase, product_rate, timed, with_rates
 from tether.train.ema import PolicyAverage
 from tether.train.evaluate import evaluate
@@ -105,17 +105,12 @@ class PPOTrainer:
             GenerationError, TrainingError: too much was not finite, or not even one answer fits into memory.
         """
         try:
-            return self._fit()
+            with self.checkpoints.may_run_out():
+                return self._fit()
         except (GenerationError, TrainingError) as error:
             if self.state.step > 0:
                 error.add_note(self.guard.marked(last_complete(self.config.output_dir)))
             raise
-        except OSError as error:
-            if error.errno not in DISK_TROUBLE:
-                raise
-            raise CheckpointError(
-                f"{self.config.output_dir} cannot be written to any more: {error.strerror}. {self.checkpoints.way_on()}"
-            ) from error
 
     def _fit(self) -> str | None:
         if self.state.saved_step is None:
@@ -147,7 +142,10 @@ class PPOTrainer:
                 error.add_note(f"the state after {self.state.step} updates is saved; --resume goes on from there")
             raise
         if self.config.train.load_best_model_at_end and self.state.best_step is not None:
-            self.checkpoints.restore_weights(self.state.best_step)
+            try:
+                self.checkpoints.restore_weights(self.state.best_step)
+            except CheckpointError as error:
+                self.log.message(f"warning: {error}; the policy of the last update is kept in place of the best one")
         self.callbacks.train_end()
         return None
 

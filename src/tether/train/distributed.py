@@ -28,6 +28,8 @@ TIMEOUT = 1800
 """Seconds that processes wait for each other, as in transformers."""
 _LOST = ("gloo", "nccl", "connection closed", "connection reset", "peer", "process group", "collective")
 """What the messages of torch's process groups hold when another process is gone."""
+_LATE = ("timed out", "timeout")
+"""What they hold when it may only be late."""
 
 
 class Dist:
@@ -241,10 +243,11 @@ def lost_told(num_processes: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if num_processes > 1 and any(word in str(error).lower() for word in _LOST):
-            raise LostProcess(
-                "another process of the run has ended, or said nothing for train.ddp_timeout seconds; its own message "
-                f"says why ({str(error).splitlines()[0][:200]})"
-            ) from error
+            if any(word in str(error).lower() for word in _LATE):
+                what = "another process of the run said nothing for so long that this one gave up (train.ddp_timeout)"
+            else:
+                what = "another process of the run has ended; its own message says why"
+            raise LostProcess(f"{what}. What this one was told: {str(error).splitlines()[0][:200]}") from error
         raise
 
 

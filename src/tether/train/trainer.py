@@ -21,7 +21,15 @@ import torch
 from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.stream import PromptStream
-from tether.errors import CheckpointError, GenerationError, RewardError, RewardResponseError, TrainingError
+from tether.errors import (
+    CheckpointError,
+    GenerationError,
+    LostProcess,
+    OutOfStep,
+    RewardError,
+    RewardResponseError,
+    TrainingError,
+)
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import POLICY, Pass
@@ -30,6 +38,7 @@ from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState, fingerprints, last_complete
 from tether.train.costs import PassCosts, phase, product_rate, timed, with_rates
 from tether.train.ema import PolicyAverage
+from tether.train.engines.base import out_of_step
 from tether.train.evaluate import evaluate
 from tether.train.experience import Outputs, experience, joined, targets
 from tether.train.guard import Guard, NotFinite, suspicions
@@ -103,6 +112,7 @@ class PPOTrainer:
             ConfigError: a checkpoint cannot be written, or there will be no room for it.
             CheckpointError: the disk takes no more; checkpoints that were finished are whole.
             GenerationError, TrainingError: too much was not finite, or not even one answer fits into memory.
+            LostProcess, OutOfStep: one of several processes could not go on, and so none can.
         """
         try:
             with self.checkpoints.may_run_out():
@@ -110,6 +120,9 @@ class PPOTrainer:
         except (GenerationError, TrainingError) as error:
             if self.state.step > 0:
                 error.add_note(self.guard.marked(last_complete(self.config.output_dir)))
+            raise
+        except (LostProcess, OutOfStep) as error:
+            error.add_note(f"{self.checkpoints.way_on()}.")
             raise
 
     def _fit(self) -> str | None:
@@ -259,7 +272,10 @@ class PPOTrainer:
 
         Raises:
             TrainingError: they hold one answer already.
+            OutOfStep: there are other processes, which are in the middle of what this one cannot do.
         """
+        if self.dist.num_processes > 1:
+            raise out_of_step("the update's passes", error) from error
         self.state.halvings, told = halved(self.config, self.state.halvings, error)
         self.log.message(told)
 

@@ -42,14 +42,19 @@ def all_together(what: str, num_processes: int) -> Iterator[None]:
         with lost_told(num_processes):
             yield
     except torch.OutOfMemoryError as error:
-        raise OutOfStep(
-            f"out of memory in {what}, which all processes do together ({error}): lower train.micro_batch_size, "
-            "sampling.batch_size or a reward's batch_size, or set train.gradient_checkpointing"
-        ) from error
+        raise out_of_step(what, error) from error
     except TetherError:
         raise
     except Exception as error:
         raise OutOfStep(f"{what}, which all processes do together, failed: {type(error).__name__}: {error}") from error
+
+
+def out_of_step(what: str, error: torch.OutOfMemoryError) -> OutOfStep:
+    """What memory that runs out means for a run of several processes."""
+    return OutOfStep(
+        f"out of memory in {what}, which all processes do together ({error}): lower train.micro_batch_size, "
+        "sampling.batch_size or a reward's batch_size, or set train.gradient_checkpointing"
+    )
 
 
 @runtime_checkable

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tether.models.roles import ModelRoles, Pass
-from tether.train.distributed import Dist
-from tether.train.engines.base import Hosted
+from tether.train.distributed import Dist, lost_told
+from tether.train.engines.base import Hosted, all_together
 from tether.train.optim import PassOptimizer, all_finite
 
 
@@ -97,14 +97,16 @@ class Replicated(Alone):
         for pass_ in roles.passes:
             heads = [roles.role(name).head for name in pass_.trains]
             modules = [roles.role(pass_.name).model, *(head for head in heads if head is not None)]
-            with _training_only(pass_, modules):
+            with _training_only(pass_, modules), lost_told(self._dist.num_processes):
                 self._hosts[pass_.name] = self._dist.accelerator.prepare_model(Hosted(*modules), device_placement=False)
         roles.host(self._hosts)
 
     def backward(self, loss: Tensor, role: str, *, more: bool) -> None:
         """Adds the gradient of ``loss``; what was added is summed over processes where no more follows."""
-        with self._dist.accelerator.no_sync(self._hosts[role]) if more else nullcontext():
-            (loss * self._dist.num_processes).backward()
+        count, host = self._dist.num_processes, self._hosts[role]
+        alone = self._dist.accelerator.no_sync(host) if more else nullcontext()
+        with all_together("the update's passes", count), alone:
+            (loss * count).backward()
 
 
 @contextmanager

@@ -428,6 +428,11 @@ class TrainConfig(Section):
     finite: a mini-batch in the update, a whole rollout batch before it. One more ends the run."""
     ddp_timeout: PositiveInt = 1800
     """Seconds that the processes of a run wait for each other before it ends."""
+    ds3_gather_for_generation: bool = True
+    """Where weights are spread over processes (FSDP2, ZeRO-3): gather the policy's once for all answers of a rollout;
+    every process holds them all meanwhile. false: gather each layer's for every token, so that no process ever holds
+    more than a layer; the price is a rollout that waits for the network at each layer of each token, and processes that
+    wait for the one with the longest answer."""
     dry_step: bool | None = None
     """Before training run one micro-batch of the longest lengths forward and backward, without effect: it says whether
     the run fits into memory, and halves micro-batches that do not. Left out: where there is an accelerator."""

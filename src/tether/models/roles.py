@@ -217,6 +217,8 @@ class ModelRoles:
         """Whether forwards run under bfloat16 autocast."""
         self.detach_value = detach_value
         """Whether the value loss is kept out of the policy's weights."""
+        self.offloads_idle = offload_idle
+        """Whether frozen models of their own are to wait on the CPU."""
         models = {role.model for role in self._by_name.values()} | ({adapted} if adapted else set())
         idle = self._idle_models() if offload_idle and has_own_memory(self.device) else set()
         for model in models:

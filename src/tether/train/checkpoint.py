@@ -61,7 +61,7 @@ MAY_CHANGE = frozenset({
     "train.logging_steps", "train.log_samples", "train.eval_steps", "train.save_steps", "train.save_total_limit",
     "train.report_to", "train.run_name", "train.max_runtime", "train.metric_for_best_model", "train.greater_is_better",
     "train.load_best_model_at_end", "value.save", "train.push_to_hub", "train.hub_model_id", "train.hub_private_repo",
-    "train.max_bad_batches", "train.dry_step",
+    "train.max_bad_batches", "train.dry_step", "train.ddp_timeout", "train.ds3_gather_for_generation",
 })
 """Keys that a resumed run may change."""
 SERVICE_MAY_CHANGE = re.compile(

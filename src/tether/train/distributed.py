@@ -232,6 +232,11 @@ def uses_deepspeed() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
+def uses_fsdp() -> bool:
+    """Whether the launcher's configuration asks for FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
 @contextmanager
 def lost_told(num_processes: int) -> Iterator[None]:
     """Inside, torch's error about a process that is gone becomes ``LostProcess``; other errors stay what they are.

@@ -48,10 +48,11 @@ def dry_step(
         torch.cuda.reset_peak_memory_stats(dist.device)
     update = one_update(answers, Metrics(), step=config.value.warmup_steps)  # the first in which everything trains
     moments = [
-        torch.empty(int(MOMENT_BYTES[config.train.optim] * p.numel()), dtype=torch.uint8, device=p.device)
+        torch.empty(int(MOMENT_BYTES[config.train.optim] * part.numel()), dtype=torch.uint8, device=part.device)
         for optimizer in update.optimizers
         for p in optimizer.parameters
         if p not in optimizer.optimizer.state
+        for part in (parts.engine.part(p),)
     ]
     try:
         with torch.no_grad(), parts.roles.fetched():

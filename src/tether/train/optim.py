@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from transformers import GreedyLR, get_scheduler
@@ -280,7 +280,11 @@ def _check_rates(train: TrainConfig, total_steps: int, key: str, rate: float) ->
 
 def all_finite(optimizers: list[PassOptimizer]) -> bool:
     """Whether every gradient that is there is finite."""
-    grads = [p.grad for o in optimizers for p in o.parameters if p.grad is not None]
+    return are_finite([p.grad for o in optimizers for p in o.parameters if p.grad is not None])
+
+
+def are_finite(grads: list[Tensor]) -> bool:
+    """Whether every number of them is."""
     # What is not finite makes its sum so. The other way round, a sum may overflow.
     if not grads or bool(torch.isfinite(torch.stack([g.sum() for g in grads])).all()):
         return True

@@ -197,7 +197,7 @@ def open_trainer(
 
 
 def check_processes(config: RunConfig, dist: Dist) -> None:
-    """Raises ``ConfigError`` if the batches cannot be divided over the processes."""
+    """Raises ``ConfigError`` if the batches cannot be divided over the processes, or their engine cannot do the run."""
     count, rollout = dist.num_processes, config.train.rollout_batch_size
     if rollout < count:
         raise ConfigError(
@@ -207,6 +207,7 @@ def check_processes(config: RunConfig, dist: Dist) -> None:
         config.answers_at_once(count)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    build_engine(dist).check(config)
 
 
 def try_outside(config: RunConfig, data: RunData, *, with_services: bool) -> None:
@@ -324,7 +325,9 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
         end_at(roles.policy, stops)
     return Parts(
         roles=roles,
-        generator=shared_generator(build_generator(config, roles), dist, engine),
+        generator=shared_generator(
+            build_generator(config, roles), dist, engine, gather=config.train.ds3_gather_for_generation
+        ),
         rewards=source,
         tokenizer=tokenizer,
         sampling=sampling_of(config.sampling, stops),

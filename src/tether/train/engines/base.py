@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from tether.config.schema import RunConfig
 from tether.errors import OutOfStep, TetherError
 from tether.models.roles import ModelRoles
 from tether.train.distributed import lost_told
@@ -65,6 +66,10 @@ class Engine(Protocol):
     """What it is called: one process, DDP, FSDP2, ZeRO-3, …"""
     spreads_weights: bool
     """Whether no process has all weights, so that a forward is one of all processes together."""
+
+    def check(self, config: RunConfig) -> None:
+        """Raises ``ConfigError`` for settings that it cannot do; before a model is loaded."""
+        ...
 
     def place(self, roles: ModelRoles) -> None:
         """Takes over the models of ``roles``, which wait on the CPU where weights are spread; comes before their

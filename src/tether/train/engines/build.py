@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from tether.train.distributed import Dist
+from tether.train.distributed import Dist, uses_fsdp
 from tether.train.engines.base import Engine
+from tether.train.engines.fsdp import FullySharded
 from tether.train.engines.replicated import Alone, Replicated
 
 
 def build_engine(dist: Dist) -> Engine:
-    """The engine that the launcher's configuration names; DDP where it names none."""
-    return Replicated(dist) if dist.num_processes > 1 else Alone()
+    """The engine that the launcher's configuration names; DDP where it names none.
+
+    Raises:
+        ConfigError: the launcher's configuration does not fit.
+    """
+    if dist.num_processes == 1:
+        return Alone()
+    if uses_fsdp():
+        return FullySharded(dist)
+    return Replicated(dist)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tether.config.schema import RunConfig
 from tether.models.roles import ModelRoles, Pass
 from tether.train.distributed import Dist, lost_told
 from tether.train.engines.base import Hosted, all_together
@@ -20,6 +21,9 @@ class Alone:
 
     name = "one process"
     spreads_weights = False
+
+    def check(self, config: RunConfig) -> None:
+        """Every setting will do."""
 
     def place(self, roles: ModelRoles) -> None:
         """Leaves the models as they are."""

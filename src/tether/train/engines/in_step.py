@@ -1,0 +1,54 @@
+"""Forwards of a model whose weights are spread, made by all processes together though they have unequally many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tether.models.roles import POLICY, ModelRoles
+from tether.train.distributed import Dist
+from tether.train.engines.base import all_together
+
+
+@contextmanager
+def forwards_in_step(
+    roles: ModelRoles,
+    dist: Dist,
+    *,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Inside, a forward of the policy in one process is one in all of them: those that have none left read a token
+    for nothing, until the last one has finished.
+
+    Before each forward processes tell each other whether there is one. Whoever leaves by an error leaves at once.
+
+    Args:
+        before: what comes before each forward, in every process.
+        after: what comes after it.
+    """
+    policy = roles.role(POLICY).model
+
+    def begin(*call: Any) -> None:
+        dist.any(True)
+        before()
+
+    def end(*call: Any) -> None:
+        after()
+
+    first, last = policy.register_forward_pre_hook(begin), policy.register_forward_hook(end)
+    try:
+        yield
+    finally:
+        first.remove()
+        last.remove()
+    token = torch.zeros(1, 1, dtype=torch.long, device=dist.device)
+    with roles.use(POLICY) as model, torch.no_grad():
+        while dist.any(False):
+            with all_together("a forward", dist.num_processes):
+                before()
+                model(input_ids=token, use_cache=False)
+                after()

@@ -16,6 +16,7 @@ from transformers import (
 from tests.models.build import QUERIES, RESPONSES, micro_batch
 from tests.tiny import KINDS, VOCAB_SIZE, tiny_causal_lm
 from tether.data.collate import collate, pad_left
+from tether.models import forward
 from tether.models.forward import head_matches, last_token_scores, response_outputs, response_values
 from tether.models.heads import ScalarHead
 
@@ -162,8 +163,9 @@ def test_values_alone_are_those_beside_the_logprobs():
     assert torch.equal(response_values(model.base_model, head, micro_batch()), out.values)
 
 
-def test_logits_are_made_for_response_tokens_only_and_never_kept():
-    """Vocabulary 5000, 350 response tokens, 90 prompt tokens: chunks of at most 256 tokens, nothing [N, V] is kept."""
+def test_logits_are_made_for_response_tokens_only_and_never_kept(monkeypatch):
+    """Vocabulary 5000, 350 response tokens, 90 prompt tokens: chunks of at most 128 tokens, nothing [N, V] is kept."""
+    monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 128 * 5000 + 4999)
     config = LlamaConfig(**ROTARY | {"vocab_size": 5000, "max_position_embeddings": 256}, tie_word_embeddings=True)
     model = model_of(config)
     batch = collate([list(range(4, 34))] * 3, [list(range(40, 190)), list(range(40, 140)), list(range(40, 140))])
@@ -177,7 +179,7 @@ def test_logits_are_made_for_response_tokens_only_and_never_kept():
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = response_outputs(model, batch, temperature=1.0, with_entropy=True)
-    assert sum(rows) == 350 and max(rows) <= 256
+    assert sum(rows) == 350 and max(rows) == 128
     assert max(kept) <= 3 * 180**2  # the attention mask; the logits of 350 tokens would be 18 times that
     out.logprobs.sum().backward()
     assert sum(rows) == 2 * 350  # made again for the backward pass

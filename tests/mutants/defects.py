@@ -175,26 +175,36 @@ KL = in_file(
 
 LOGPROBS = in_file(
     "algo/logprobs.py",
-    ("the temperature is missing", "wide(logits) / temperature", "wide(logits)"),
-    ("the softmax is taken in half precision", "scaled = wide(logits) / temperature", "scaled = logits / temperature"),
-    ("the entropy is that at temperature 1", "scaled - normaliser.unsqueeze(-1)", "wide(logits).log_softmax(-1)"),
-    ("the entropy is negative", "-(all_logprobs.exp() * finite)", "(all_logprobs.exp() * finite)"),
+    ("the temperature is missing", "scaled if temperature == 1 else scaled / temperature", "scaled"),
+    ("the temperature is missing in the gradient", "grad.div_(ctx.temperature)", "grad"),
+    ("the softmax is taken in half precision", "scaled = wide(logits)", "scaled = logits"),
+    (
+        "the entropy is that at temperature 1",
+        "entropy = all_logprobs.exp().mul_(all_logprobs)",
+        "entropy = scaled.log_softmax(-1).exp().mul_(scaled.log_softmax(-1))",
+    ),
+    ("the entropy is negative", ".sum(dim=-1).neg_()", ".sum(dim=-1)"),
     (
         "the entropy is the surprise of the token that was drawn",
-        "-(all_logprobs.exp() * finite).sum(dim=-1)",
-        "-logprobs",
+        "entropy = all_logprobs.exp().mul_(all_logprobs).sum(dim=-1).neg_()",
+        "entropy = -logprobs",
     ),
     (
         "a token of probability 0 makes the entropy NaN",
-        "all_logprobs.clamp(min=torch.finfo(scaled.dtype).min)",
-        "all_logprobs",
+        "all_logprobs.clamp_(min=torch.finfo(all_logprobs.dtype).min)",
+        "pass",
     ),
-    ("no gradient flows through the normaliser", "scaled.logsumexp(dim=-1)", "scaled.logsumexp(dim=-1).detach()"),
-    ("the normaliser overflows", "scaled.logsumexp(dim=-1)", "scaled.exp().sum(dim=-1).log()"),
+    ("no gradient flows through the normaliser", "grad.mul_(-of_logprobs.unsqueeze(-1))", "grad.zero_()"),
+    ("the gradient lacks the token that was drawn", "grad.scatter_add_(", "grad.scatter_add("),
+    (
+        "the normaliser overflows",
+        "(scaled if temperature == 1 else scaled / temperature).log_softmax(dim=-1)",
+        "(x := scaled / temperature) - x.exp().sum(dim=-1, keepdim=True).log()",
+    ),
     (
         "the entropy's gradient lacks that of the probabilities",
-        "(all_logprobs.exp() * finite)",
-        "(all_logprobs.exp().detach() * finite)",
+        "(all_logprobs + entropy.unsqueeze(-1))",
+        "torch.ones_like(all_logprobs)",
     ),
     (
         "logits of all tokens are kept for the backward pass",
@@ -382,8 +392,8 @@ FORWARD = in_file(
     ("position ids are left to the model", 'if "position_ids" not in inspect', 'if "position_ids" in inspect'),
     (
         "the temperature is missing where the head matches",
-        "model.get_output_embeddings(), _targets(batch), temperature=temperature",
-        "model.get_output_embeddings(), _targets(batch), temperature=1.0",
+        "            temperature=temperature,\n            chunk_size",
+        "            temperature=1.0,\n            chunk_size",
     ),
     (
         "the temperature is missing where the model makes its own logits",
@@ -543,14 +553,14 @@ REDUCE = in_file(
 
 GENERATION = in_file(
     "generation/hf.py",
-    ("sampling lacks the temperature", "        scaled = scaled / sampling.temperature\n", ""),
+    ("sampling lacks the temperature", "    scaled = scaled / sampling.temperature\n", ""),
     (
         "the sampler's log-probabilities are those at temperature 1",
-        "tokens, scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=-1)",
+        "tokens, scaled.gather(1, tokens[:, None])[:, 0] - normaliser",
         "tokens, logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]",
     ),
-    ("the Gumbel noise has the wrong sign", "sampling) - noise.log_()", "sampling) + noise.log_()"),
-    ("the noise comes from the global random state", "row.exponential_(generator=generator)", "row.exponential_()"),
+    ("the Gumbel noise has the wrong sign", "weights.div_(negated)", "weights.mul_(negated)"),
+    ("the noise comes from the global random state", "row.random_(generator=generator)", "row.random_()"),
     ("every answer has the same noise", "manual_seed(request.key)", "manual_seed(0)"),
     ("the noise depends on the place in the batch", "manual_seed(request.key)", "manual_seed(request.key + i)"),
     (
@@ -590,8 +600,8 @@ GENERATION = in_file(
     ),
     (
         "the cache keeps the rows that ended",
-        "self._cache.batch_select_indices(indices)",
-        "self._cache.batch_select_indices(indices * 0)",
+        "self._cache.reorder_cache(indices)",
+        "self._cache.reorder_cache(indices * 0)",
     ),
     (
         "answers come back in the order of decoding",
@@ -607,8 +617,8 @@ GENERATION = in_file(
     ("top-p drops the token that reaches the sum", "before >= ", "before + probabilities >= "),
     (
         "log-probabilities are those of the truncated distribution",
-        "- scaled.logsumexp(dim=-1)",
-        "- _truncated(scaled, sampling).logsumexp(dim=-1)",
+        "largest[:, 0] + weights.sum(dim=-1).log_()",
+        "_truncated(scaled, sampling).logsumexp(dim=-1)",
     ),
     tests=("tests/generation/test_hf.py", "tests/generation/test_contract.py"),
 )

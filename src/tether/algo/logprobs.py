@@ -1,13 +1,18 @@
 """Log-probabilities and entropy of chosen tokens, without ever holding the logits of all of them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from tether.algo.masking import wide
+
+LOGITS_AT_ONCE = 2**24
+"""Logits of a chunk that are few enough for memory, 64 MiB, and enough for products of matrices to be fast."""
 
 
 def logprobs_from_logits(
@@ -24,15 +29,48 @@ def logprobs_from_logits(
     Args:
         temperature: above 0; the one that the targets were sampled with.
     """
-    scaled = wide(logits) / temperature
-    normaliser = scaled.logsumexp(dim=-1)
-    logprobs = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser
-    if not with_entropy:
-        return logprobs, None
-    all_logprobs = scaled - normaliser.unsqueeze(-1)
-    # A probability of 0 times −∞ would be NaN, in the gradient too; the clamp makes it 0.
-    finite = all_logprobs.clamp(min=torch.finfo(scaled.dtype).min)
-    return logprobs, -(all_logprobs.exp() * finite).sum(dim=-1)
+    return _FromLogits.apply(logits, targets, temperature, with_entropy)
+
+
+class _FromLogits(torch.autograd.Function):
+    """``logprobs_from_logits``, and its gradient with the logarithms of all probabilities as the one large tensor kept.
+
+        ∂ log π(y) / ∂z_v = [v = y] − π_v        ∂H / ∂z_v = −π_v (log π_v + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        scaled = wide(logits)
+        all_logprobs = (scaled if temperature == 1 else scaled / temperature).log_softmax(dim=-1)
+        logprobs, entropy = all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), None
+        # A probability of 0 times −∞ would be NaN, in the gradient too; the clamp makes it 0.
+        all_logprobs.clamp_(min=torch.finfo(all_logprobs.dtype).min)
+        if with_entropy:
+            entropy = all_logprobs.exp().mul_(all_logprobs).sum(dim=-1).neg_()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(all_logprobs, targets, entropy)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        all_logprobs, targets, entropy = ctx.saved_tensors
+        if of_logprobs is None and of_entropy is None:
+            return None, None, None, None
+        grad = all_logprobs.exp()
+        if of_entropy is None:
+            grad.mul_(-of_logprobs.unsqueeze(-1))
+        else:
+            factors = (all_logprobs + entropy.unsqueeze(-1)).mul_(-of_entropy.unsqueeze(-1))
+            grad.mul_(factors if of_logprobs is None else factors.sub_(of_logprobs.unsqueeze(-1)))
+        if of_logprobs is not None:
+            grad.scatter_add_(-1, targets.unsqueeze(-1), of_logprobs.unsqueeze(-1))
+        return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None
 
 
 def selected_logprobs(

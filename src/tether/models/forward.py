@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.algo import logprobs_from_logits, selected_logprobs
+from tether.algo.logprobs import LOGITS_AT_ONCE, logprobs_from_logits, selected_logprobs
 from tether.models.heads import ScalarHead
 from tether.types import MicroBatch
 
@@ -59,7 +59,12 @@ def response_outputs(
     if head_matches(model):
         states = _response_states(model.base_model, batch)
         logprobs, entropy = selected_logprobs(
-            states, model.get_output_embeddings(), _targets(batch), temperature=temperature, with_entropy=with_entropy
+            states,
+            model.get_output_embeddings(),
+            _targets(batch),
+            temperature=temperature,
+            chunk_size=max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size),
+            with_entropy=with_entropy,
         )
     else:
         states, logits = _response_logits(model, batch)

@@ -22,6 +22,9 @@ from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import CheckpointError
 from tether.train.checkpoint import RunState, improves
 
+KEPT_LINES = 1000
+"""The newest updates and evaluations that ``state.log_history`` holds; metrics.jsonl has all."""
+
 
 def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments:
     """The configuration as a real ``TrainingArguments``, for callbacks that read one."""
@@ -123,7 +126,7 @@ class Callbacks:
         """
         self.state.global_step, self.state.best_metric = state.step, state.best_metric
         self.state.best_global_step = state.best_step
-        self.state.log_history = [dict(line) for line in history]
+        self.state.log_history = [dict(line) for line in history[-KEPT_LINES:]]
         left = {name: list(states) for name, states in state.callbacks.items()}
         for callback in self.callbacks:
             if isinstance(callback, ExportableState) and left.get(type(callback).__name__):
@@ -158,8 +161,9 @@ class Callbacks:
         return step * self._config.train.rollout_batch_size / answers
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the history."""
+        """Adds metrics to the history, which the oldest leave beyond ``KEPT_LINES``."""
         self.state.log_history.append({"step": self.state.global_step, **metrics})
+        del self.state.log_history[:-KEPT_LINES]
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """After an evaluation; ``state.best_metric`` is still the one before it, as Trainer has it."""

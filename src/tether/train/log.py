@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tether.metrics.history import History
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import JsonlWriter
 from tether.train.display import Display
@@ -29,8 +30,13 @@ class RunLog:
         self.display, self.trackers, self.logging_steps = display, trackers, logging_steps
         self._metrics, self._samples = (folder and JsonlWriter(folder / name) for name in (METRICS, SAMPLES))
         self._warned: set[str] = set()
-        self.updates: list[dict[str, float]] = []
+        self._updates = History()
         self.evaluations: list[dict[str, float]] = []
+
+    @property
+    def updates(self) -> list[dict[str, float]]:
+        """Metrics of every update so far."""
+        return [line | {"step": int(line["step"])} for line in self._updates]
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Shows how far the present phase is."""
@@ -41,7 +47,7 @@ class RunLog:
         line = {"step": step, **metrics}
         if self._metrics is not None:
             self._metrics.write(line)
-        self.updates.append(line)
+        self._updates.append(line)
         if step % self.logging_steps == 0 or step == total:
             self.trackers.log(dict(metrics), step)
         self.display.update(step, total, metrics)

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from tether.algo.logprobs import LOGITS_AT_ONCE
 from tether.config.base import Quantization
 from tether.config.load import dump_config
 from tether.config.rewards import (
@@ -53,7 +54,6 @@ AVERAGE_BYTES = GRAD_BYTES = 4
 QUANTIZED_BYTES = {"4bit": 0.516, "8bit": 1.0}
 """Bytes of a weight of a linear layer, with a share of what blocks of 64 are scaled by. Source: Dettmers et al. 2023,
 section 3, https://arxiv.org/abs/2305.14314"""
-LOGIT_CHUNK = 128
 ACTIVATION_FACTOR = 34
 """Bytes kept for backward by one transformer layer, for each token and hidden unit, with 16-bit activations and a fused
 attention kernel. Source: Korthikanti et al. 2022, eq. 1 without its attention term, https://arxiv.org/abs/2205.05198"""
@@ -258,7 +258,7 @@ def estimate_memory(
     rows = min(config.sampling.batch_size, config.train.rollout_batch_size)
     tokens = config.train.max_tokens_per_micro_batch or config.train.micro_batch_size * width
     cache = rows * width * text.num_hidden_layers * 2 * heads * head_dim * unit
-    chunk = 3 * LOGIT_CHUNK * text.vocab_size * 4
+    chunk = 3 * LOGITS_AT_ONCE * 4
     layers = 2 if config.train.gradient_checkpointing else text.num_hidden_layers
     activations = tokens * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
     one_layer = tokens * text.hidden_size * ACTIVATION_FACTOR * unit // 2

@@ -298,6 +298,11 @@ class TestQuieten:
         assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
         assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
 
+    def test_a_warning_cannot_act_on_the_terminal(self, capsys):
+        record = logging.LogRecord("tether", logging.WARNING, "f", 1, "%s", ("a client sent \x1b[2J\u202e\nb",), None)
+        quiet._Stderr().emit(record)
+        assert capsys.readouterr().err == "a client sent \\x1b[2J\\u202e\nb\n"
+
     def test_debugging_silences_nothing(self):
         os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
         quiet.quieten(debug=True)

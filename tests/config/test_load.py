@@ -302,3 +302,9 @@ def test_a_path_at_home_is_no_folder_of_that_name(tmp_path, monkeypatch):
     config = parse_config(FILE, overrides=["--output_dir=~/runs/a", "--data.prompts=[~/one.jsonl, b~/two.jsonl]"])
     assert config.output_dir == tmp_path / "runs/a"
     assert config.data.prompts == [str(tmp_path / "one.jsonl"), "b~/two.jsonl"]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**64])
+def test_a_seed_that_some_generator_does_not_take_is_refused(seed):
+    with pytest.raises(ConfigError, match=rf"train\.seed: got {seed}, wanted a whole number from 0 to 4294967295"):
+        parse_config(f"train: {{seed: {seed}}}\n")

@@ -5,6 +5,12 @@ Rows are numbered as users of other trainers reported them.
 
 from __future__ import annotations
 
+import gzip
+import os
+import signal
+import threading
+import time
+
 import pytest
 
 from tests.rewards.services import Close, Flood, Hang, Reply, in_turn, lengths, local_service
@@ -123,6 +129,49 @@ def test_49_of_a_gigabyte_only_the_beginning_is_read(tmp_path):
         with pytest.raises(RewardResponseError, match=rf"{local.url}.* returned more than 16 MiB; wanted JSON"):
             train_policy(service_run(tmp_path, local.url, read_timeout=20.0))
         assert 2**24 <= local.flooded < 2**26
+
+
+def test_49_a_packed_answer_is_not_unpacked(tmp_path):
+    """A kilobyte of it may be a megabyte."""
+    bomb = Reply(gzip.compress(b'{"scores": [' + b" " * 2**22 + b"]}"), headers={"Content-Encoding": "gzip"})
+    packed = r"http://.* \(status 200\) packed its answer as gzip"
+    with local_service(in_turn(lengths({"responses": ["Hello."]}), bomb)) as local:
+        config = service_run(tmp_path, local.url)
+        with pytest.raises(RewardResponseError, match=packed):
+            train_policy(config)
+
+
+@pytest.mark.parametrize("where", ["update", "evaluation"])
+def test_50_a_signal_while_a_service_hangs_ends_the_run_at_once_with_its_state_saved(tmp_path, where):
+    """Not when the service has had all its time, which may be more than the machine is left to the run."""
+    behaviour = Failing(lambda n: Hang())
+    behaviour.fails = lambda call: call > 3 and not behaviour.is_well
+    behaviour.is_well = False
+    held_out = {"data__eval_prompts": str(tmp_path / "prompts.jsonl"), "train__eval_steps": 2}
+    with local_service(behaviour) as local:
+        changes = held_out if where == "evaluation" else {}
+        config = service_run(tmp_path, local.url, read_timeout=60.0, **changes)
+        stopper = threading.Thread(target=stop_once, args=(local, 4))
+        stopper.start()
+        start = time.monotonic()
+        assert train_policy(config).interrupted == "SIGTERM"
+        stopper.join()
+        assert time.monotonic() - start < 40
+        behaviour.is_well = True
+        train_policy(config.model_copy(update={"resume": True}))
+    with local_service(lengths) as local:
+        usual = service_run(tmp_path, local.url, "usual", **changes)
+        train_policy(usual)
+    assert reproducible(config.output_dir) == reproducible(usual.output_dir)
+    assert_same_weights(weights(config.output_dir), weights(usual.output_dir))
+
+
+def stop_once(local, calls):
+    """Sends SIGTERM to this process when the service has been asked so often."""
+    while len(local.seen) < calls:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 JUDGED = {

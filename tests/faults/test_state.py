@@ -13,14 +13,16 @@ import shutil
 import numpy
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 
 from tests.faults.test_bad_numbers import Heard
+from tests.models.build import save_adapter, save_model
 from tests.train.runs import PROMPTS, tiny_run, write_prompts
 from tests.train.test_run import NOT_REPRODUCIBLE, CrashAfter, assert_same_weights, reproducible, weights
 from tether.config.schema import TrainConfig
 from tether.errors import CheckpointError, ConfigError
 from tether.models import saving
+from tether.models.paths import model_digest
 from tether.train.checkpoint import RunState, find_checkpoint
 from tether.train.claim import claimed
 from tether.train.random_state import random_states, set_random_states
@@ -275,6 +277,66 @@ def test_held_out_prompts_that_changed_are_noticed_too(tmp_path):
     write_prompts(tmp_path / "held.jsonl", ["the cat"])
     with pytest.raises(CheckpointError, match=r"resume: held-out prompts changed since"):
         train_policy(config.model_copy(update={"resume": True}))
+
+
+def move_weights(folder):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-3 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["full", "LoRA"])
+def test_a_model_that_changed_between_runs_is_noticed_before_it_loads(tmp_path, monkeypatch, lora):
+    """The reference, and the base of an adapter, are read from it again."""
+    config = tiny_run(tmp_path, train__save_steps=1, train__max_steps=1, model__lora=lora)
+    train_policy(config)
+    move_weights(config.model.path)
+    monkeypatch.setattr("tether.train.run.build_parts", None)  # what would load models
+    with pytest.raises(CheckpointError, match=r"resume: model\.path changed since .*checkpoint-1 was written: weights"):
+        train_policy(config.model_copy(update={"resume": True}))
+
+
+@pytest.mark.parametrize("of_base", [False, True], ids=["adapter", "its base"])
+def test_a_digest_of_a_model_is_of_its_weights_wherever_they_are(tmp_path, of_base):
+    base = save_model(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    before = model_digest(str(adapter))
+    (adapter / "README.md").write_text("a card is no weight")
+    assert model_digest(str(adapter)) == before
+    if of_base:
+        move_weights(base)
+    else:
+        save_adapter(tmp_path / "adapter", base, seed=2)
+    assert model_digest(str(adapter)) not in (before, None)
+    assert model_digest("org/model") is None
+
+
+@pytest.mark.parametrize(
+    ("piece", "content"),
+    [
+        ("state.json", lambda state: {**state, "score_moments": "x"}),
+        ("state.json", lambda state: {**state, "source_moments": [1]}),
+        ("optimizers.pt", lambda states: {name: {"optimizer": {}} for name in states}),
+        ("random.pt", lambda states: [{"python": 3}]),
+    ],
+    ids=["text for numbers", "a list for names", "another optimizer", "another generator"],
+)
+def test_a_state_of_another_shape_is_named_by_its_checkpoint(again, piece, content):
+    config, _ = again
+
+    def changed(old):
+        if piece == "state.json":
+            return json.dumps(content(json.loads(old))).encode()
+        buffer = io.BytesIO()
+        torch.save(content(torch.load(io.BytesIO(old), weights_only=True)), buffer)
+        return buffer.getvalue()
+
+    rewritten(config.output_dir / "checkpoint-4", f"tether_state/{piece}", changed)
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 does not fit this run: \w+Error"):
+        train_policy(config)
 
 
 def test_it_is_said_what_differs_and_what_may(again):

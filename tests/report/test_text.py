@@ -2,7 +2,14 @@ import json
 
 import pytest
 
-from tether.report.text import counted, duration, number, one_line, percent, prompt_text, signed, visible
+from tether.report.text import counted, duration, json_line, number, one_line, percent, prompt_text, signed, visible
+
+
+def test_a_line_of_json_is_the_same_value_and_acts_on_nothing():
+    value = {"a": ["é漢🙂", "\x1b[2J\x9b\u202e\x7f", json.loads(r'"\ud83d"'), "\U000e0041\n"]}
+    line = json_line(value)
+    assert json.loads(line) == value and line == visible(line)
+    assert "é漢🙂" in line and r"\u009b\u202e\u007f" in line
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from tests.rewards.value_heads import save_value_head
 from tests.train.runs import tiny_run
 from tether.errors import ConfigError
 from tether.models.loading import load_causal_lm
+from tether.train.inputs import model_paths
 from tether.train.plan import plan
-from tether.train.run import model_paths, train_policy
+from tether.train.run import train_policy
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}])

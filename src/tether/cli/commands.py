@@ -6,7 +6,6 @@ Heavy modules are imported in the command that needs them. The first line of eac
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -177,6 +176,7 @@ def generate(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from tether.cli.display import RunDisplay
+    from tether.report.text import json_line
     from tether.train.saved import generate_path
 
     with RunDisplay(Console(stderr=True)) as display:
@@ -191,7 +191,7 @@ def generate(arguments: Sequence[str]) -> int:
         )
     if given.output is None:
         for row in rows:
-            print(json.dumps(row, ensure_ascii=False))
+            print(json_line(row))
     return 0
 
 

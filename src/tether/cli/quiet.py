@@ -33,7 +33,9 @@ def quieten(*, debug: bool) -> None:
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever ``sys.stderr`` is at the time, which a live display replaces."""
+    """Writes to whatever ``sys.stderr`` is at the time, which a live display replaces, and nothing that acts on it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        from tether.report.text import visible  # a warning can hold what a model wrote, or a client sent
+
+        print(visible(self.format(record)), file=sys.stderr)

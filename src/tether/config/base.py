@@ -1,11 +1,13 @@
 """The base of every configuration section."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 Quantization = Literal["4bit", "8bit"]
 """How many bits the weights of linear layers are held in."""
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+"""What the generators of Python, NumPy and torch alike can begin with."""
 
 
 class Section(BaseModel):

@@ -156,7 +156,7 @@ def _range(metadata: Sequence[Any]) -> str:
         for kind in ("gt", "ge", "lt", "le"):
             limit = getattr(each, kind, None)
             if limit is not None:
-                limits[kind] = f"{limit:g}"
+                limits[kind] = str(limit) if isinstance(limit, int) else f"{limit:g}"
     if limits.keys() == {"ge", "le"}:
         return f" from {limits['ge']} to {limits['le']}"
     words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import model_validator
 
 from tether.config import text
-from tether.config.base import Section
+from tether.config.base import Section, Seed
 from tether.config.chat import DataKeys
 from tether.config.load import checked_config, override_pairs, read_file
 from tether.config.reward_stage import RewardStageConfig
@@ -38,7 +38,7 @@ class PipelineConfig(Section):
     ppo: dict[str, Any] | None = None
     """Keys of `tether ppo`. It starts from what sft made, and is judged by what reward made unless ``rewards`` says
     otherwise."""
-    seed: int = 42
+    seed: Seed = 42
     """``train.seed`` of every stage."""
     output_dir: Path
     """Folder for the folders of the stages: ``sft``, ``reward`` and ``ppo``."""

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from tether.config.base import Quantization, Section
+from tether.config.base import Quantization, Section, Seed
 from tether.config.chat import DataKeys, Sources
 from tether.config.rewards import RewardConfig, reward_names, sources_of
 
@@ -398,7 +398,7 @@ class TrainConfig(Section):
     """Keep frozen models of their own (the reference of full fine-tuning, reward models) on the CPU while nobody uses
     them. Critic and policy stay: their gradients and moments, three times their size, do too. On the CPU nothing
     moves."""
-    seed: int = 42
+    seed: Seed = 42
     """Seed of sampling, data order and initialisation."""
     logging_steps: PositiveInt = 1
     """Updates between two entries in the trackers and callbacks; metrics.jsonl has every update."""

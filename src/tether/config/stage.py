@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from tether.config.base import Section
+from tether.config.base import Section, Seed
 from tether.config.schema import Fraction, HeldOut, ModelConfig
 
 
@@ -35,7 +35,7 @@ class StageTrainConfig(Section):
     """bfloat16 autocast of all forwards. Left out: on where the hardware has it."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    seed: int = 42
+    seed: Seed = 42
     """Seed of new weights, the held-out share and the data order."""
     save_steps: PositiveInt | None = None
     """Optimizer steps between two checkpoints; left out: one only where the run is stopped by a signal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -102,16 +103,36 @@ def is_same_model(path: str, other: str) -> bool:
 
 
 def _same_bytes(file: Path, other: Path, *, blocks: int = 256, block: int = 4096) -> bool:
-    size = file.stat().st_size
-    if size != other.stat().st_size:
+    if file.stat().st_size != other.stat().st_size:
         return False
-    with file.open("rb") as a, other.open("rb") as b:
+    return all(a == b for a, b in zip(_samples(file, blocks, block), _samples(other, blocks, block), strict=True))
+
+
+def _samples(file: Path, blocks: int = 256, block: int = 4096) -> Iterator[bytes]:
+    """Parts of a file from its beginning to its end; all of one that is small."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
         for offset in range(0, size, max(size // blocks, block)):
-            a.seek(offset)
-            b.seek(offset)
-            if a.read(block) != b.read(block):
-                return False
-    return True
+            stream.seek(offset)
+            yield stream.read(block)
+
+
+def model_digest(path: str) -> str | None:
+    """A hash of what ``is_same_model`` looks at, of an adapter with its base; None for what is in no local folder."""
+    folder, digest = Path(path), hashlib.sha256()
+    if not folder.exists():
+        return None
+    found = [folder] if folder.is_file() else weight_files(folder)
+    if folder.is_dir() and is_adapter(path):
+        found = [folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
+        digest.update(str(model_digest(adapter_base(path))).encode())
+    if folder.is_dir():
+        found += [file for name in ("config.json", ADAPTER_CONFIG) if (file := folder / name).is_file()]
+    for file in found:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        for sample in _samples(file):
+            digest.update(sample)
+    return digest.hexdigest()
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ Python would write for it, so that a reader sees that it is there and nothing ac
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Any
@@ -30,6 +31,12 @@ def visible(text: str) -> str:
     Newlines and tabs stay, CRLF becomes a newline. The result can be encoded as UTF-8.
     """
     return _UNSAFE.sub(_escape, text.replace("\r\n", "\n"))
+
+
+def json_line(value: Any) -> str:
+    """``value`` as JSON on one line, with the escapes of JSON for every character that ``visible`` would escape."""
+    text = json.dumps(value, ensure_ascii=False)
+    return _UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def _escape(match: re.Match[str]) -> str:

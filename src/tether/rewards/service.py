@@ -96,7 +96,12 @@ class Service:
             asyncio.timeout(self.connect_timeout + self.read_timeout),
             client.stream("POST", self.url, content=content) as response,
         ):
-            async for chunk in response.aiter_bytes():
+            if (packed := response.headers.get("content-encoding", "identity")) != "identity":
+                raise RewardResponseError(
+                    f"{self.name}: {self.url} (status {response.status_code}) packed its answer as "
+                    f"{one_line(packed, _SHOWN)}, which it was asked not to; wanted {self.wanted}"
+                )
+            async for chunk in response.aiter_raw():
                 body += chunk
                 if response.status_code != 200 and len(body) > _SHOWN:
                     break

@@ -40,6 +40,7 @@ from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig, TrainConfig
 from tether.data.demonstrations import Demonstration
 from tether.errors import CheckpointError, ConfigError, TrainingError
+from tether.models.paths import model_digest
 from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder, files_written, policy_weights, put_back, save_policy, verify_manifest
 from tether.report.card import write_card
@@ -310,7 +311,19 @@ class Checkpoints:
             )
 
     def restore(self, path: Path) -> RunState:
-        """Brings roles and optimizers to the state saved in ``path``; returns the counters."""
+        """Brings roles and optimizers to the state saved in ``path``; returns the counters.
+
+        Raises:
+            CheckpointError: a piece of it is missing, cannot be read, or is of another run.
+        """
+        try:
+            return self._restored(path)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise CheckpointError(f"{path} does not fit this run: {type(error).__name__}: {error}") from error
+
+    def _restored(self, path: Path) -> RunState:
         record = read_state(path)
         self.restore_weights_from(path)
         states = _loaded(path, OPTIMIZERS)
@@ -502,10 +515,18 @@ def check_same_run(saved: dict[str, Any], config: dict[str, Any], path: Path) ->
 
 
 def fingerprints(
-    prompts: Iterable[Prompt], eval_prompts: Iterable[Prompt], demonstrations: Iterable[Demonstration]
+    prompts: Iterable[Prompt],
+    eval_prompts: Iterable[Prompt],
+    demonstrations: Iterable[Demonstration],
+    models: Mapping[str, str],
 ) -> dict[str, str]:
-    """A hash of all that the run reads of each of its datasets, by the key that names it."""
-    return {
+    """A hash of all that the run reads of each of its datasets and models, by the key that names it.
+
+    Args:
+        models: their paths, by ``model_paths``; those of the hub are left out.
+    """
+    digests = {key: model_digest(path) for key, path in models.items()}
+    return {key: digest for key, digest in digests.items() if digest is not None} | {
         "data.prompts": _digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in prompts),
         "held-out prompts": _digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in eval_prompts),
         "data.ptx": _digest((each.row, (*each.query_ids, -1, *each.response_ids), {}) for each in demonstrations),
@@ -516,13 +537,16 @@ def check_same_data(data: Mapping[str, str], path: Path) -> None:
     """Checks that a run reads what the checkpoint's run read.
 
     Raises:
-        CheckpointError: a dataset is another one; the order of the prompts, and what was trained on, would not fit.
+        CheckpointError: a dataset or a model is another one; the order of the prompts, and what was trained on, would
+            not fit.
     """
     saved = read_state(path)["data"]
-    if changed := [key for key in data if data[key] != saved.get(key)]:
+    if changed := sorted(key for key in data.keys() | saved.keys() if data.get(key) != saved.get(key)):
+        of_models = [key for key in changed if key.endswith((".path", ".init"))]
+        what = "weights or shape" if of_models == changed else "rows, their order, their other columns, the tokenizer"
         raise CheckpointError(
-            f"resume: {' and '.join(changed)} changed since {path} was written: rows, their order, their other "
-            "columns, the tokenizer or its chat template. Put them back, or start a new run from the checkpoint: "
+            f"resume: {' and '.join(changed)} changed since {path} was written: {what}"
+            f"{'' if of_models else ' or its chat template'}. Put them back, or start a new run from the checkpoint: "
             f"model.path: {path}, in another output_dir"
         )
 

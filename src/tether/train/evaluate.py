@@ -7,6 +7,7 @@ is sampled after it; and the same prompt gets the same noise at every evaluation
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,12 +32,14 @@ def evaluate(
     phase: PhaseReport,
     check: Callable[[], None],
     halvings: int = 0,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Answers and scores ``parts.eval_prompts`` with the current policy.
 
     Args:
         moments: what scores are normalised by, as in training.
         halvings: how often micro-batches are halved to fit into memory.
+        waiting: a context in which scores are waited for.
 
     Returns:
         ``eval_scores`` and its standard deviation, ``eval_kl`` in nats a sequence (absent without a reference),
@@ -46,7 +49,8 @@ def evaluate(
     prompts = list(parts.eval_prompts)
     requests = [Request(p.token_ids, noise_key(config.train.seed, "eval", p.row, 0)) for p in prompts]
     answers = answer(parts, prompts, requests, phase=phase, check=check, name="evaluation", ask=True)
-    judged = judge(parts, answers, config, moments)
+    with waiting():
+        judged = judge(parts, answers, config, moments)
     with parts.roles.fetched():
         kl = sequence_kl(parts, answers, config, phase=phase, check=check, halvings=halvings)
     metrics = Metrics()

@@ -9,6 +9,7 @@ import torch
 from peft import PeftConfig
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.joined import check_datasets
@@ -82,6 +83,17 @@ def check(config: RunConfig) -> None:
 def resolved(config: RunConfig) -> RunConfig:
     """The configuration with the defaults filled in that depend on this machine."""
     return config.resolved(bf16=bf16_supported("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def model_paths(config: RunConfig) -> dict[str, str]:
+    """Key and path of every model that the run reads."""
+    rewards = {
+        f"{key}.path": reward.path
+        for key, reward in sources_of(config.rewards)
+        if isinstance(reward, AdapterReward | OwnModelReward)
+    }
+    critic = {"value.init": config.value.init} if config.value.init not in (None, "reward", "policy") else {}
+    return {"model.path": config.model.path} | rewards | critic
 
 
 def load_data(config: RunConfig) -> RunData:

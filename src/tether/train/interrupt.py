@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -30,6 +32,7 @@ class StopRequest:
         self.reason: str | None = None
         self._deadline: float | None = None
         self._before: dict[int, Any] = {}
+        self._is_waiting = False
 
     def __enter__(self) -> StopRequest:
         if self.max_runtime is not None:
@@ -48,6 +51,19 @@ class StopRequest:
         if self.reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
+        if self._is_waiting:
+            raise Stopped(self.reason)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, a signal raises ``Stopped`` wherever it comes: for waits that change nothing of the run, and may be
+        longer than the machine is left to it. Where there are other processes it waits for ``agree`` all the same."""
+        self.check()
+        self._is_waiting = self._dist is None or self._dist.num_processes == 1
+        try:
+            yield
+        finally:
+            self._is_waiting = False
 
     def check(self) -> None:
         """Raises ``Stopped`` if the run was asked to stop; waits for ``agree`` where there are other processes."""

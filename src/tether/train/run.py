@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.config.load import dump_config, parse_config
-from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
 from tether.config.schema import ModelConfig, RunConfig, SamplingConfig
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
@@ -57,7 +56,7 @@ from tether.train.distributed import Dist
 from tether.train.engines.build import build_engine
 from tether.train.guard import BAD_BATCHES
 from tether.train.hub import open_repository, push
-from tether.train.inputs import RunData, check, check_data, first_answer, load_data, resolved, tell_data
+from tether.train.inputs import RunData, check, check_data, first_answer, load_data, model_paths, resolved, tell_data
 from tether.train.log import METRICS, SAMPLES, RunLog
 from tether.train.parts import Parts
 from tether.train.process_log import ProcessLog
@@ -171,8 +170,8 @@ def open_trainer(
     data = dist.main_first(lambda: load_data(config))
     check_data(config, data)
     if checkpoint is not None:
-        held_out = data.eval_prompts.prompts if data.eval_prompts else []
-        check_same_data(fingerprints(data.prompts.prompts, held_out, data.demonstrations), checkpoint)
+        held_out, models = data.eval_prompts.prompts if data.eval_prompts else [], model_paths(config)
+        check_same_data(fingerprints(data.prompts.prompts, held_out, data.demonstrations, models), checkpoint)
     tell_data(config, data, display)
     dist.by_main(lambda: try_outside(config, data, with_services=rewards is None))
     with ExitStack() as stack:
@@ -269,17 +268,6 @@ def check_folder(config: RunConfig) -> None:
         raise ConfigError(f"output_dir: {nearest} is not writable")
 
 
-def model_paths(config: RunConfig) -> dict[str, str]:
-    """Key and path of every model that the run reads."""
-    rewards = {
-        f"{key}.path": reward.path
-        for key, reward in sources_of(config.rewards)
-        if isinstance(reward, AdapterReward | OwnModelReward)
-    }
-    critic = {"value.init": config.value.init} if config.value.init not in (None, "reward", "policy") else {}
-    return {"model.path": config.model.path} | rewards | critic
-
-
 def build_trainer(
     config: RunConfig,
     data: RunData,
@@ -289,7 +277,7 @@ def build_trainer(
     dist: Dist,
 ) -> PPOTrainer:
     """Loads the models and puts the trainer together."""
-    set_seed(config.train.seed + dist.rank)
+    set_seed((config.train.seed + dist.rank) % 2**32)
     events = Callbacks(callbacks, config, len(data.prompts.prompts))
     if config.train.offload_idle_roles and not has_own_memory(dist.device):
         log.message(f"train.offload_idle_roles: nothing moves, as {dist.device} and the CPU have one memory")

@@ -42,6 +42,7 @@ from tether.train.engines.base import out_of_step
 from tether.train.evaluate import evaluate
 from tether.train.experience import Outputs, experience, joined, targets
 from tether.train.guard import Guard, NotFinite, suspicions
+from tether.train.inputs import model_paths
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import METRICS, RunLog
 from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
@@ -91,7 +92,7 @@ class PPOTrainer:
         self.engine.prepare(self.optimizers)
         trained, decay = parts.roles.role(POLICY).trained, config.train.ema_decay
         self.average = PolicyAverage(trained, decay, self.engine.part) if decay else None
-        data = fingerprints(parts.prompts, parts.eval_prompts, parts.demonstrations)
+        data = fingerprints(parts.prompts, parts.eval_prompts, parts.demonstrations, model_paths(config))
         self.checkpoints = Checkpoints(config, parts, self.optimizers, self.average, data)
         self.callbacks = callbacks
         self.callbacks.attach(parts.roles.policy, parts.tokenizer)
@@ -189,6 +190,7 @@ class PPOTrainer:
                 phase=self.log.phase,
                 check=self.stop.check,
                 halvings=self.state.halvings,
+                waiting=self.stop.at_once,
             )
         self.state.evaluated_step = self.state.step
         is_best = self.state.note_evaluation(metrics, self.config.train)
@@ -350,7 +352,8 @@ class PPOTrainer:
         """
         with phase(metrics, "reward", self.dist.device):
             try:
-                raw, output = raw_scores(self.parts, answers, output)
+                with self.stop.at_once():
+                    raw, output = raw_scores(self.parts, answers, output)
             except RewardResponseError as error:
                 path = self.guard.write_down(str(error), answers, range(len(answers.texts)))
                 self.log.message(f"the answers that have no score are in {path}")

@@ -810,8 +810,9 @@ UPDATE = (
         ),
         (
             "gradients are clipped before all are there",
-            "self.dist.backward(total / normaliser.to(total))",
-            "self.dist.backward(total / normaliser.to(total)), [o.clip() for o in self.optimizers]",
+            "self.engine.backward(total / normaliser.to(total), pass_.name, more=more)",
+            "self.engine.backward(total / normaliser.to(total), pass_.name, more=more), "
+            "[o.clip() for o in self.optimizers]",
         ),
         ("the value loss of a shared trunk has weight 1", "ppo.vf_coef if len(self.optimizers) == 1 else 1.0", "1.0"),
         (
@@ -829,7 +830,11 @@ UPDATE = (
             "algo.value_loss(new.values, old.values, old.returns",
             "algo.value_loss(new.values, old.values, old.advantages",
         ),
-        ("the gradient's norm is not clipped", "optimizer.clip())", "0.0)"),
+        tests=whole_step("defaults, head"),
+    ),
+    *in_file(
+        "train/engines/replicated.py",
+        ("the gradient's norm is not clipped", "norm = optimizer.clip()", "norm = 0.0"),
         tests=whole_step("defaults, head"),
     ),
     *in_file(
@@ -949,7 +954,7 @@ UPDATE = (
     ),
     *in_file(
         "train/update.py",
-        ("the SFT loss has no coefficient", "self.dist.backward(ppo.ptx_coef * loss)", "self.dist.backward(loss)"),
+        ("the SFT loss has no coefficient", "self.engine.backward(ppo.ptx_coef * loss", "self.engine.backward(loss"),
         ("demonstrations are unlearned", "loss = -algo.masked_sum(out.logprobs", "loss = algo.masked_sum(out.logprobs"),
         (
             "demonstrations are read at the sampling temperature",
@@ -958,7 +963,7 @@ UPDATE = (
         ),
         (
             "the SFT loss is a sum of means over micro-batches",
-            "batch.response_mask) / num_tokens.to(out.logprobs)",
+            "batch.response_mask) / num_tokens",
             "batch.response_mask) / batch.num_response_tokens",
         ),
         tests=whole_step("demonstrations, temperature, head"),
@@ -1121,7 +1126,7 @@ EXPERIENCE = (
             "algo.whiten(advantages, loss_mask",
             "algo.whiten(advantages, mask",
         ),
-        ("all tokens take part in the losses", "loss_mask=of(loss_mask, batch)", "loss_mask=batch.response_mask"),
+        ("all tokens take part in the losses", "loss_mask=own_mask", "loss_mask=batch.response_mask"),
         tests=whole_step("frozen moments, fixed score, overlong, cut answers masked, head"),
     ),
     *in_file(
@@ -1278,7 +1283,7 @@ ROLLOUT = (
             "max_length=longest, buffer",
             "max_length=int(lengths.max()), buffer",
         ),
-        ("the token budget is ignored", "train.max_tokens_per_micro_batch,\n    )", "None,\n    )"),
+        ("the token budget is ignored", "config.train.max_tokens_per_micro_batch,\n", "None,\n"),
         tests=(
             f"{BOOKKEEPING}::test_the_overlong_penalty_is_measured_by_the_longest_length_there_may_be",
             f"{BOOKKEEPING}::test_micro_batches_keep_to_the_token_budget",
@@ -1331,8 +1336,8 @@ EVALUATE = (
 EMA = in_file(
     "train/ema.py",
     ("the decay of the average is that of the policy", "1 - self._decay)", "self._decay)"),
-    ("the average is kept in the weights' own precision", "wide(p.detach()).clone()", "p.detach().clone()"),
-    ("the average is the policy itself", "wide(p.detach()).clone()", "wide(p.detach())"),
+    ("the average is kept in the weights' own precision", "wide(part(p)).clone()", "part(p).clone()"),
+    ("the average is the policy itself", "wide(part(p)).clone()", "wide(part(p))"),
     ("the average stays in the policy", "            self._fill(trained)\n", "            pass\n"),
     tests=("tests/train/test_ema.py",),
 )
@@ -1356,13 +1361,13 @@ OPTIM = in_file(
         "num_updates * config.ppo.num_ppo_epochs",
     ),
     ("the warm-up is of updates", "round(train.warmup_ratio * total_steps)", "round(train.warmup_ratio)"),
-    ("Adam's ε is torch's", "eps=train.adam_epsilon", "eps=1e-8"),
+    ("Adam's ε is torch's", '"eps": train.adam_epsilon', '"eps": 1e-8'),
     (
         "Adam's betas are swapped",
-        "betas=(train.adam_beta1, train.adam_beta2)",
-        "betas=(train.adam_beta2, train.adam_beta1)",
+        '"betas": (train.adam_beta1, train.adam_beta2)',
+        '"betas": (train.adam_beta2, train.adam_beta1)',
     ),
-    ("the weight decay is torch's", "weight_decay=train.weight_decay", "weight_decay=0.01"),
+    ("the weight decay is torch's", '"weight_decay": train.weight_decay', '"weight_decay": 0.01'),
     (
         "every parameter is clipped alone",
         "float(nn.utils.clip_grad_norm_(self.parameters, limit))",
@@ -1452,10 +1457,10 @@ ROLES = (
         "models/roles.py",
         (
             "models rest in train mode",
-            "            model.requires_grad_(False).eval()\n",
-            "            model.requires_grad_(False)\n",
+            "with_quick_products(model).requires_grad_(False).eval()\n",
+            "with_quick_products(model).requires_grad_(False)\n",
         ),
-        ("the reference's weights ask for gradients", "model.requires_grad_(False).eval()", "model.eval()"),
+        ("the reference's weights ask for gradients", "(model).requires_grad_(False).eval()", "(model).eval()"),
         tests=(f"{HOLES}::test_at_rest_nothing_is_in_train_mode_and_only_what_trains_requires_gradients",),
     ),
     *in_file(
@@ -1467,8 +1472,8 @@ ROLES = (
         ),
         (
             "the reference lacks the temperature",
-            "return response_outputs(model, batch, temperature=temperature).logprobs",
-            "return response_outputs(model, batch, temperature=1.0).logprobs",
+            "lambda: response_outputs(model, batch, temperature=temperature)",
+            "lambda: response_outputs(model, batch, temperature=1.0)",
         ),
         (
             "the policy is trained without the autocast that it is scored with",
@@ -1498,8 +1503,8 @@ ROLES = (
         "models/roles.py",
         (
             "weights that are loaded are not taken over",
-            "            tensor.copy_(state[name])\n",
-            "            tensor.copy_(tensor)\n",
+            "fill(parameter, state[name])\n",
+            "fill(parameter, parameter.detach())\n",
         ),
         tests=("tests/models/test_roles_training.py::test_state_comes_back_bitwise",),
     ),
@@ -1515,12 +1520,12 @@ CHECKPOINT = in_file(
     ("a resumed run forgets its score moments", 'ScoreMoments(**record["score_moments"])', "ScoreMoments()"),
     (
         "a resumed run forgets Adam's moments",
-        "            optimizer.load_state_dict(states[optimizer.name])\n",
+        "            self.engine.load_optimizer_state(optimizer, states[optimizer.name])\n",
         "            pass\n",
     ),
     (
         "a resumed run forgets the moving average",
-        "            self.average.load_state_dict(load_file(_piece(path, AVERAGE)))\n",
+        "            self.average.load_state_dict(_tensors(path, AVERAGE), self.engine.cut)\n",
         "            pass\n",
     ),
     tests=(

@@ -42,7 +42,11 @@ class Dist:
         ConfigError: the launched processes do not find each other.
     """
 
+    stop_asked: Callable[[], str | None]
+    """Why this process was asked to stop, or None; the others may not know of it."""
+
     def __init__(self, timeout: float = TIMEOUT) -> None:
+        self.stop_asked = lambda: None
         self.accelerator = _accelerator(timeout)
         if self.num_processes != launched_processes():
             raise ConfigError(
@@ -133,6 +137,12 @@ class Dist:
         except Exception as raised:
             error = raised
         return self.agreed(result, error)
+
+    def each(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns here; as ``together``, what fails in one process fails in all."""
+        made: list[T] = []
+        self.together(lambda: made.append(work()))
+        return made[0]
 
     def agreed(self, result: T, error: Exception | None) -> list[T]:
         """``together`` of work that is done: its result, or the error that it ended with."""

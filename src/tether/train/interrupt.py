@@ -24,7 +24,7 @@ class StopRequest:
 
     Args:
         max_runtime: hours after entering, or None.
-        dist: the processes, if there may be several, which then stop between two updates, where all of them hear of it.
+        dist: the processes, if there may be several, which then stop where all of them hear of it.
     """
 
     def __init__(self, max_runtime: float | None = None, dist: Dist | None = None) -> None:
@@ -40,12 +40,16 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._on_signal)
+        if self._dist is not None:
+            self._dist.stop_asked = self.asked
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        if self._dist is not None:
+            self._dist.stop_asked = lambda: None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.reason is not None and number == signal.SIGINT:
@@ -72,8 +76,14 @@ class StopRequest:
 
     def agree(self) -> None:
         """Raises ``Stopped`` in all processes if one of them was asked to stop."""
-        if self.reason is None and self._deadline is not None and time.monotonic() > self._deadline:
-            self.reason = f"max_runtime of {self.max_runtime:g} h"
-        reason = self.reason if self._dist is None else self._dist.first(self.reason)
+        reason = self.asked()
+        if self._dist is not None and self._dist.any(reason is not None):
+            reason = self._dist.first(reason)
         if reason is not None:
             raise Stopped(reason)
+
+    def asked(self) -> str | None:
+        """Why this process was asked to stop, or None."""
+        if self.reason is None and self._deadline is not None and time.monotonic() > self._deadline:
+            self.reason = f"max_runtime of {self.max_runtime:g} h"
+        return self.reason

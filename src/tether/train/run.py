@@ -156,9 +156,9 @@ def open_trainer(
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: as ``train_policy``.
     """
-    check(config)
     dist = Dist(config.train.ddp_timeout)
-    check_processes(config, dist)
+    dist.each(lambda: check(config))
+    dist.each(lambda: check_processes(config, dist))
     display = display or NullDisplay() if dist.is_main else NullDisplay()
     dist.by_main(lambda: check_folder(config))
     config = resolved(config)
@@ -168,7 +168,7 @@ def open_trainer(
         for change in check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint):
             display.message(f"going on with another {change}")
     data = dist.main_first(lambda: load_data(config))
-    check_data(config, data)
+    dist.each(lambda: check_data(config, data))
     if checkpoint is not None:
         held_out, models = data.eval_prompts.prompts if data.eval_prompts else [], model_paths(config)
         check_same_data(fingerprints(data.prompts.prompts, held_out, data.demonstrations, models), checkpoint)
@@ -293,12 +293,13 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
     config = with_base(config)
     engine = build_engine(dist)
     device = torch.device("cpu") if engine.spreads_weights else dist.device
-    roles = build_roles(config, tokenizer, device=device, mixed_precision=config.train.bf16)
+    roles = dist.each(lambda: build_roles(config, tokenizer, device=device, mixed_precision=config.train.bf16))
     if rewards is not None:
         source = shared(lambda _: rewards, dist=dist)
     else:
         names = config.reward_names
-        source = build_rewards(
+        build = partial(
+            build_rewards,
             config.rewards,
             names,
             roles=roles,
@@ -307,6 +308,7 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
             offload_idle=config.train.offload_idle_roles,
             shared=partial(shared, dist=dist, engine=engine),
         )
+        source = dist.each(build)
     engine.place(roles)
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
     if config.sampling.stop_token == "eos":

@@ -17,6 +17,7 @@ from tether.rewards.build import Make
 from tether.rewards.early import Begun, begun, joined, whole
 from tether.train.distributed import Dist, share
 from tether.train.engines.base import Engine
+from tether.train.interrupt import Stopped
 from tether.types import Completion, Generator, Request, RewardBatch, RewardOutput, RewardSource, Sampling
 
 
@@ -64,13 +65,15 @@ class SharedGenerator:
         self._generator, self._dist, self._decoding = generator, dist, decoding
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """Yields (position in ``requests``, answer); what fails in one process fails in all."""
+        """Yields (position in ``requests``, answer); what fails in one process fails in all, and so does a stop."""
         own, finished, error = self._dist.share(len(requests)), {}, None
         with self._decoding():
             try:
                 for i, completion in self._generator.generate([requests[k] for k in own], sampling):
                     finished[own[i]] = completion
                     yield own[i], completion
+                    if (reason := self._dist.stop_asked()) is not None:
+                        raise Stopped(reason)
             except OutOfStep:
                 raise
             except Exception as raised:  # told to the other processes, and raised by `agreed` in all of them

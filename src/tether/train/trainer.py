@@ -123,7 +123,8 @@ class PPOTrainer:
                 error.add_note(self.guard.marked(last_complete(self.config.output_dir)))
             raise
         except (LostProcess, OutOfStep) as error:
-            error.add_note(f"{self.checkpoints.way_on()}.")
+            if self.dist.is_main:
+                error.add_note(f"{self.checkpoints.way_on()}.")
             raise
 
     def _fit(self) -> str | None:
@@ -369,7 +370,7 @@ class PPOTrainer:
                 metrics.mean(f"rewards/{name}", values)
         judged = Judged(scores, output.components, early_scores(output, answers, self.config, moments))
         self.log.samples(self.state.step + 1, "train", answers, judged, limit=self.config.train.log_samples)
-        self.stop.check()
+        self.stop.agree()
         return judged, moments
 
     @torch.no_grad()
@@ -405,7 +406,7 @@ class PPOTrainer:
 
         for done, batch in enumerate(batches):
             self.log.phase("log-probabilities", done, len(batches))
-            self.stop.check()
+            self.stop.agree()
             out, ref = self.roles.score_pass(batch, temperature, of_pass), None
             if self.roles.has_reference:
                 with phase(metrics, "reference", self.dist.device):

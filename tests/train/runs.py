@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,14 @@ def letters(prompts, completions, **columns):
 
 
 def write_prompts(path: Path, prompts=PROMPTS) -> Path:
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
-    return path
+    return write("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), path)
+
+
+def write(text: str, path: Path) -> Path:
+    """Writes a file whole, as other processes may read it meanwhile."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    return temporary.replace(path)
 
 
 def tiny_run(folder: Path, *, kind: str = "llama", tied: bool = True, **changes: Any) -> RunConfig:
@@ -27,9 +34,7 @@ def tiny_run(folder: Path, *, kind: str = "llama", tied: bool = True, **changes:
     model = folder / f"{kind}-{'tied' if tied else 'untied'}"
     if not model.exists():
         save_tiny(model, kind, tied=tied)
-    prompts = write_prompts(folder / "prompts.jsonl")
-    reward = folder / "rewards.py"
-    reward.write_text(REWARD, encoding="utf-8")
+    prompts, reward = write_prompts(folder / "prompts.jsonl"), write(REWARD, folder / "rewards.py")
     config: dict[str, Any] = {
         "model": {"path": str(model)},
         "rewards": [{"type": "function", "path": str(reward), "name": "letters"}],

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tether.cli import moving
-from tether.cli.launched import rank
+from tether.cli.launched import alike, rank
 from tether.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,11 +29,12 @@ def ppo(arguments: Sequence[str]) -> int:
 
     if _wants_help(arguments):
         return _config_help("tether ppo", RunConfig)
-    file, overrides = run_arguments("tether ppo", arguments)
+    with alike():
+        file, overrides = run_arguments("tether ppo", arguments)
 
-    from tether.compat.load import load_any
+        from tether.compat.load import load_any
 
-    config, translation = load_any(file, overrides, RunConfig, "ppo")
+        config, translation = load_any(file, overrides, RunConfig, "ppo")
 
     from rich.console import Console
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tether.errors import ConfigError
 
@@ -18,6 +20,21 @@ def rank() -> int:
 def num_processes() -> int:
     """Processes that were launched, this one included."""
     return int(os.environ.get("WORLD_SIZE", "1") or 1)
+
+
+def local_rank() -> int:
+    """Number of this process among those of its machine; 0 if none were launched."""
+    return int(os.environ.get("LOCAL_RANK", "0") or 0)
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Inside, what fails does so in every process of a machine: the first one says it, and the others nothing."""
+    try:
+        yield
+    except Exception as error:
+        error.is_shared = local_rank() > 0
+        raise
 
 
 def check_command(name: str) -> None:

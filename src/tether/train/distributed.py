@@ -262,7 +262,9 @@ def lost_told(num_processes: int) -> Iterator[None]:
                 what = "another process of the run said nothing for so long that this one gave up (train.ddp_timeout)"
             else:
                 what = "another process of the run has ended; its own message says why"
-            raise LostProcess(f"{what}. What this one was told: {str(error).splitlines()[0][:200]}") from error
+            lost = LostProcess(f"{what}. What this one was told: {str(error).splitlines()[0][:200]}")
+            lost.is_shared = True  # all that are left say the same
+            raise lost from error
         raise
 
 

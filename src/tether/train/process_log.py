@@ -51,6 +51,11 @@ class ProcessLog:
             self._write(f"{title}: {' | '.join(map(str, row))}")
         self._display.table(title, columns, rows)
 
+    def failed(self, error: Exception) -> None:
+        """Notes what ends the process; the command says it to the user."""
+        for text in (f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())):
+            self._write(text)
+
     def close(self) -> None:
         """Ends the file."""
         self._stream.close()

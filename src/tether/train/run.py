@@ -190,6 +190,10 @@ def open_trainer(
                 log.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
             yield trainer
             trainer.parts.generator.close()
+        except Exception as error:
+            if isinstance(log.display, ProcessLog):
+                log.display.failed(error)
+            raise
         finally:
             log.close()
         dist.by_main(lambda: write_report(config.output_dir))

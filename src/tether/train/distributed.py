@@ -40,6 +40,7 @@ class Dist:
 
     Raises:
         ConfigError: the launched processes do not find each other.
+        LostProcess: one of them was not there in time.
     """
 
     stop_asked: Callable[[], str | None]
@@ -47,7 +48,8 @@ class Dist:
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
         self.stop_asked = lambda: None
-        self.accelerator = _accelerator(timeout)
+        with _arriving(timeout):
+            self.accelerator = _accelerator(timeout)
         if self.num_processes != launched_processes():
             raise ConfigError(
                 f"{launched_processes()} processes were launched, but Accelerate runs each of them by itself: "
@@ -245,6 +247,19 @@ def uses_deepspeed() -> bool:
 def uses_fsdp() -> bool:
     """Whether the launcher's configuration asks for FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+@contextmanager
+def _arriving(timeout: float) -> Iterator[None]:
+    """Inside, the launched processes find each other."""
+    try:
+        yield
+    except torch.distributed.DistError as error:
+        raise LostProcess(
+            f"not all of the {launched_processes()} launched processes were there within {timeout:g} s "
+            "(train.ddp_timeout). What those that are missing wrote says why; on several machines each must reach "
+            f"MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0][:200]})"
+        ) from error
 
 
 @contextmanager

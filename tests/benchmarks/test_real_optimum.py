@@ -123,9 +123,13 @@ def test_next_logprobs_of_a_query_are_those_of_the_model_alone_with_it():
 def test_rewards_read_the_text_and_the_column():
     texts = [" big", "small", "bigger", "", " Big "]
     assert is_wanted(texts, texts, [["a", "big"], ["big"], ["big"], ["big"], ["Big"]]) == [1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_first_word_is_judged_once_the_character_after_it_is_written():
     texts = [" you, of me", "often", "\n", ", and", "of. The", "", "..."]
     words = [["you"], ["of"], [""], [",", "x"], ["of"], ["a"], ["."]]
-    assert begins_well(texts, texts, words) == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    ends, scores = [5, 5, 1, 2, 3, 0, 3], [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert begins_well(texts, texts, words) == [[[end, score]] for end, score in zip(ends, scores, strict=True)]
 
 
 def test_drawn_words_are_between_a_tenth_and_three_tenths_of_the_answers():

@@ -81,6 +81,15 @@ def test_damage_elsewhere_is_an_error_that_names_the_line(path, line, word):
         read_jsonl(path)
 
 
+@pytest.mark.parametrize("line", [b'{"loss": 1}', b'{"step": "2"}', b'{"step": null}'])
+def test_a_record_without_a_step_is_shown(path, line):
+    JsonlWriter(path)
+    path.write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(DataError, match=rf"metrics\.jsonl: .*{line[2:6].decode()}.* has no step"):
+        truncate_after(path, 1, 1)
+    assert path.read_bytes().count(b"\n") == 2
+
+
 def test_truncate_after_keeps_bytes_and_the_step_itself(path):
     JsonlWriter(path)
     path.write_bytes(b'{"step": 0, "x":  1e-3}\n{"step":1}\n{"step": 2}\n{"step": 1, "eval_scores": 2}\n{"step": 3')

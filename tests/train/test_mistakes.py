@@ -11,6 +11,7 @@ import pytest
 
 from tests.tiny import save_tiny, tiny_tokenizer
 from tests.train.runs import tiny_run
+from tether.config.load import dump_config
 from tether.errors import USER_ERRORS, ConfigError
 from tether.models import loading
 from tether.train.claim import claimed
@@ -115,6 +116,39 @@ def test_run_never_writes_over_what_it_reads(tmp_path, loaded):
     train_policy(elsewhere)
     with pytest.raises(ConfigError, match="other holds an earlier run"):
         train_policy(tiny_run(tmp_path, output_dir=str(tmp_path / "other"), resume=str(checkpoint)))
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.yaml", "samples.jsonl", "report.html"])
+def test_run_never_writes_over_what_no_run_wrote(tmp_path, loaded, name):
+    """As where output_dir is the folder that the user works in."""
+    config = tiny_run(tmp_path)
+    config.output_dir.mkdir()
+    mine = config.output_dir / name
+    mine.write_text("output_dir: .  # mine\n")
+    with pytest.raises(ConfigError, match=rf"output_dir: .*out holds a {name}, which .*--overwrite"):
+        train_policy(config)
+    assert mine.read_text() == "output_dir: .  # mine\n" and loaded == []
+
+
+def test_a_run_that_ended_before_it_began_is_begun_again(tmp_path):
+    config = tiny_run(tmp_path, train__max_steps=1)
+    config.output_dir.mkdir()
+    (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert len(train_policy(config).updates) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("metrics.jsonl", r"metrics\.jsonl is no file"), ("a" * 300, "cannot be looked into: File name too long")],
+)
+def test_a_folder_that_cannot_be_one_is_told(tmp_path, loaded, name, message):
+    config = tiny_run(tmp_path, output_dir=str(tmp_path / name), resume=True)
+    if name == "metrics.jsonl":
+        config = tiny_run(tmp_path, resume=True)
+        (config.output_dir / name).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=message):
+        train_policy(config)
+    assert loaded == []
 
 
 CLAIM = """

@@ -434,9 +434,9 @@ class TrainConfig(Section):
     more than a layer; the price is a rollout that waits for the network at each layer of each token, and processes that
     wait for the one with the longest answer."""
     dry_step: bool | None = None
-    """Before training run one micro-batch of the longest lengths forward and backward, and decode as many of the longest
-    answers as are decoded side by side, without effect: it says whether the run fits into memory, and halves what does
-    not. Left out: where there is an accelerator."""
+    """Before training run one micro-batch of the longest lengths forward and backward, and decode as many of the
+    longest answers as are decoded side by side, without effect: it says whether the run fits into memory, and halves
+    what does not. Left out: where there is an accelerator."""
     push_to_hub: bool = False
     """Push the trained policy with its card to the Hugging Face hub at the end. The token is that of ``hf auth login``
     or HF_TOKEN."""

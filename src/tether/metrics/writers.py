@@ -69,13 +69,17 @@ def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
     The other lines keep their bytes. A missing file stays missing.
 
     Raises:
-        DataError: as ``read_jsonl``.
+        DataError: as ``read_jsonl``, or a record has no step.
     """
     path = Path(path)
     if not path.exists():
         return
-    last = {False: step, True: evaluated_step}
-    kept = [line + b"\n" for line, record in _records(path) if record["step"] <= last[_is_evaluation(record)]]
+    last, kept = {False: step, True: evaluated_step}, []
+    for line, record in _records(path):
+        if not isinstance(record.get("step"), int):
+            raise DataError(f"{path}: {line[:80]!r} has no step that is a whole number: mend or delete that line")
+        if record["step"] <= last[_is_evaluation(record)]:
+            kept.append(line + b"\n")
     _replace(path, b"".join(kept))
 
 

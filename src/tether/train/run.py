@@ -35,7 +35,7 @@ from tether.models.saving import (
     save_policy,
     written_into,
 )
-from tether.report.card import write_card
+from tether.report.card import CARD, write_card
 from tether.report.html import REPORT, write_report
 from tether.rewards.build import build_rewards, try_services
 from tether.train.callbacks import Callbacks
@@ -248,7 +248,10 @@ def described(dist: Dist) -> str:
 def check_folder(config: RunConfig) -> None:
     """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds another run."""
     folder = config.output_dir
-    holds_run = (folder / METRICS).exists() or bool(list_checkpoints(folder))
+    try:
+        holds_run = (folder / METRICS).exists() or bool(list_checkpoints(folder))
+    except OSError as error:
+        raise ConfigError(f"output_dir: {folder} cannot be looked into: {error.strerror}") from error
     goes_on = config.resume is True or (config.resume and Path(config.resume).resolve().parent == folder.resolve())
     if holds_run and not goes_on and not config.overwrite_output_dir:
         raise ConfigError(
@@ -261,15 +264,40 @@ def check_folder(config: RunConfig) -> None:
     for key, path in model_paths(config).items():
         if Path(path).resolve() in replaced:
             raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
-    written = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM}
-    for path in folder.glob("*") if folder.is_dir() else ():
-        if path.is_symlink() and path.name.removeprefix(".").removesuffix(".tmp") in written:
-            raise ConfigError(f"output_dir: {path} is a link, and a run writes in its own folder alone: remove it")
+    _check_files(folder, is_new=not holds_run and not config.overwrite_output_dir)
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise ConfigError(f"output_dir: {nearest} is a file; name a folder")
     if not os.access(nearest, os.W_OK):
         raise ConfigError(f"output_dir: {nearest} is not writable")
+
+
+def _check_files(folder: Path, *, is_new: bool) -> None:
+    """Raises ``ConfigError`` if a run that writes to ``folder`` would write elsewhere, or over what no run wrote.
+
+    Args:
+        is_new: whether no earlier run is gone on with or replaced.
+    """
+    written = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM}
+    for path in folder.glob("*") if folder.is_dir() else ():
+        if path.name.removeprefix(".").removesuffix(".tmp") in written and (path.is_symlink() or not path.is_file()):
+            kind = "a link" if path.is_symlink() else "no file"
+            raise ConfigError(f"output_dir: {path} is {kind}, and a run writes to files of its own alone: remove it")
+        is_others = path.name in (SAMPLES, REPORT, CARD) or (path.name == CONFIG and not _is_dumped(path))
+        if is_new and is_others:
+            raise ConfigError(
+                f"output_dir: {folder} holds a {path.name}, which the run would write over; name another folder, or "
+                "add --overwrite to replace it"
+            )
+
+
+def _is_dumped(path: Path) -> bool:
+    """Whether a configuration is one that a run wrote, which somebody's own file hardly ever is."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return dump_config(parse_config(text, RunConfig)) == text
+    except (ConfigError, UnicodeDecodeError):
+        return False
 
 
 def build_trainer(

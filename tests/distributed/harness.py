@@ -44,6 +44,8 @@ class Outcome:
     """Whether it had to be killed here."""
     seconds: float
     """From the start to its end."""
+    ended: float
+    """When that was, by ``time.monotonic``, which all processes of a machine share."""
     output: str
     """What it wrote to stdout and stderr."""
 
@@ -135,11 +137,11 @@ def started(
         processes[rank].join()
         ends[rank] = time.monotonic()
     return [
-        _outcome(own, rank, processes[rank].exitcode, rank in hung, ends[rank] - begun) for rank in range(num_processes)
+        _outcome(own, rank, processes[rank].exitcode, rank in hung, ends[rank], begun) for rank in range(num_processes)
     ]
 
 
-def _outcome(folder: Path, rank: int, exit_code: int, is_hung: bool, seconds: float) -> Outcome:
+def _outcome(folder: Path, rank: int, exit_code: int, is_hung: bool, ended: float, begun: float) -> Outcome:
     def text(name: str) -> str:
         file = folder / f"{name}-{rank}"
         return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
@@ -147,7 +149,7 @@ def _outcome(folder: Path, rank: int, exit_code: int, is_hung: bool, seconds: fl
     result = folder / f"result-{rank}"
     value = pickle.loads(result.read_bytes()) if result.exists() else None
     stack = f"stack:\n{text('stack')}" if is_hung else ""
-    return Outcome(rank, value, text("error") + stack, exit_code, is_hung, seconds, text("output"))
+    return Outcome(rank, value, text("error") + stack, exit_code, is_hung, ended - begun, ended, text("output"))
 
 
 def _rendezvous(num_processes: int) -> dict[str, str]:

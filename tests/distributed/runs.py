@@ -27,7 +27,7 @@ class Trained:
     engine: str
     num_processes: int
     start: Mapping[str, Tensor]
-    """Trained weights of policy and critic before the first update, put together."""
+    """Trained weights of policy and critic before the first update, put together; in the main process at least."""
     weights: Mapping[str, Tensor]
     """The same at the end."""
     average: Mapping[str, Tensor]
@@ -39,20 +39,20 @@ class Trained:
 def trained(folder: Path, changes: Mapping[str, Any]) -> Trained:
     """A tiny run, to be started in each process."""
     with open_trainer(tiny_run(folder, **changes)) as trainer:
-        full = trainer.engine.full
+        full, average = trainer.engine.full, trainer.average
 
         def weights() -> dict[str, Tensor]:
-            return {name: x.detach().cpu().clone() for name, x in full(trainer.roles.state_dict()).items()}
+            return {name: x.detach().cpu().clone() for name, x in full(trainer.roles.trained).items()}
 
         start = weights()
         trainer.fit()
-        average = {} if trainer.average is None else full(trainer.average.state_dict())
+        averaged = {} if average is None else full(average.parameters, average.state_dict())
         return Trained(
             engine=trainer.engine.name,
             num_processes=trainer.dist.num_processes,
             start=start,
             weights=weights(),
-            average={name: x.clone() for name, x in average.items()},
+            average={name: x.clone() for name, x in averaged.items()},
             updates=trainer.log.updates,
             evaluations=trainer.log.evaluations,
         )

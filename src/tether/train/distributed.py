@@ -276,7 +276,7 @@ def lost_told(num_processes: int) -> Iterator[None]:
             if any(word in str(error).lower() for word in _LATE):
                 what = "another process of the run said nothing for so long that this one gave up (train.ddp_timeout)"
             else:
-                what = "another process of the run has ended; its own message says why"
+                what = "another process of the run has ended; what it said last, or its launcher, says why"
             lost = LostProcess(f"{what}. What this one was told: {str(error).splitlines()[0][:200]}")
             lost.is_shared = True  # all that are left say the same
             raise lost from error

@@ -1,0 +1,91 @@
+"""Two processes under DDP train as one does: mini-batches, micro-batches, uneven rows, all that counts tokens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.distributed.harness import alone, together
+from tests.distributed.runs import assert_same_run, distance, metric_errors, trained
+from tests.models.build import save_adapter
+from tests.tiny import save_tiny
+from tests.train.runs import write_prompts
+
+PROMPTS = (
+    "cat", "i like the red dog and you", "the sun", "you run", "is it good", "a very nice day and a very bad night",
+    "rain",
+)  # fmt: skip
+EVERYWHERE = {"train__max_steps": 3, "train__eval_steps": 2, "ppo__kl_coef": 0.2, "sampling__response_length": 8}
+CASES = {
+    "critic model, several mini-batches, whitening, adaptive KL, running score norm": {
+        "value__kind": "model", "ppo__num_mini_batches": 2, "ppo__whiten_rewards": True, "ppo__kl_target": 0.1,
+        "ppo__kl_horizon": 50, "ppo__score_norm": "running",
+    },
+    "critic head, KL in the loss, entropy": {
+        "value__kind": "head", "ppo__kl_in": "loss", "ppo__kl_estimator": "k3", "ppo__entropy_coef": 0.01,
+        "ppo__num_mini_batches": 2,
+    },
+    "four roles on one base": {
+        "model__lora": {"r": 4}, "value__kind": "adapter", "ppo__num_mini_batches": 2, "ppo__score_norm": "frozen",
+        "ppo__score_norm_samples": 9,
+        "rewards": [{"type": "adapter", "path": "reward", "weight": 0.5, "batch_size": 3}],
+    },
+    "uneven rows, demonstrations, average": {
+        "value__kind": "model", "train__rollout_batch_size": 7, "train__micro_batch_size": 7, "train__ema_decay": 0.5,
+        "data__ptx": "ptx.jsonl", "ppo__ptx_coef": 0.5,
+    },
+    "fewer answers than processes at the end of a mini-batch": {
+        "value__kind": "head", "value__detach": True, "train__rollout_batch_size": 9, "train__micro_batch_size": 3,
+        "ppo__num_mini_batches": 3, "ppo__loss_reduction": "sequence_mean",
+    },
+    "token budget, several answers to a prompt": {
+        "sampling__num_generations": 4, "ppo__advantage_estimator": "grpo", "ppo__loss_reduction": "fixed_length",
+        "train__micro_batch_size": None, "train__max_tokens_per_micro_batch": 10_000,
+    },
+    "critic warm-up, LoRA": {"model__lora": {"r": 4}, "value__kind": "head", "value__warmup_steps": 2},
+    "critic warm-up, full": {"value__kind": "model", "value__warmup_steps": 1, "ppo__num_mini_batches": 2},
+    "truncated answers left out": {"value__kind": "model", "ppo__mask_truncated": True},
+    "long answers, a KL that stops updates": {
+        "value__kind": "model", "ppo__max_approx_kl": 0.002, "ppo__num_ppo_epochs": 4,
+        "train__gradient_checkpointing": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The model, its reward adapter, prompts and demonstrations."""
+    folder = tmp_path_factory.mktemp("ddp")
+    save_tiny(folder / "llama-tied")
+    save_adapter(folder / "reward", folder / "llama-tied", reward=True)
+    write_prompts(folder / "long.jsonl", PROMPTS)
+    rows = [{"prompt": text, "completion": "it is a very good day"[: 4 + 3 * i]} for i, text in enumerate(PROMPTS)]
+    (folder / "ptx.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+def settings(folder, case, *, num_processes):
+    """Changes for ``tiny_run``: what all processes forward at once is the same however many there are."""
+    changes = {"data__prompts": str(folder / "long.jsonl"), "data__eval_prompts": str(folder / "long.jsonl")}
+    changes |= EVERYWHERE | {"output_dir": str(folder / f"{case}-{num_processes}")} | CASES[case]
+    if "rewards" in changes:
+        changes["rewards"] = [{**each, "path": str(folder / each["path"])} for each in changes["rewards"]]
+    if "data__ptx" in changes:
+        changes["data__ptx"] = str(folder / changes["data__ptx"])
+    if (at_once := changes.pop("train__micro_batch_size", 2)) is not None:
+        rows = changes.get("train__rollout_batch_size", 8) // changes.get("ppo__num_mini_batches", 1)
+        changes["train__micro_batch_size"] = min(rows, at_once * (1 if num_processes > 1 else 2))
+    else:
+        changes["train__micro_batch_size"] = None
+    return changes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_as_one_does(folder, case):
+    first, second = together(trained, folder, settings(folder, case, num_processes=2), folder=folder)
+    one = alone(trained, folder, settings(folder, case, num_processes=1), folder=folder)
+    assert (first.engine, first.num_processes, one.engine) == ("DDP", 2, "one process")
+    assert distance(first.weights, second.weights) == 0
+    assert metric_errors(first.updates, second.updates, most=0) == []
+    assert_same_run(first, one)

@@ -1,0 +1,153 @@
+"""What one process meets ends all of them within seconds: its message once, and an exit code that tells."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.harness import Outcome, started
+from tests.train.runs import tiny_run
+from tether.cli.main import main
+from tether.config.load import dump_config
+from tether.errors import ConfigError, ModelError
+from tether.generation.hf import _Batch
+from tether.metrics.writers import JsonlWriter
+from tether.models.roles import ModelRoles
+from tether.train import run
+from tether.train.checkpoint import list_checkpoints
+
+SECONDS = 20.0
+"""From a fault to the end of the last process, on a machine that has other work."""
+REWARD = """
+import os, signal, time
+
+CALLS = []
+
+
+def letters(prompts, completions, **columns):
+    CALLS.append(len(completions))
+    scores = [len(text) / 10 for text in completions]
+    if len(CALLS) == 2 and os.environ["RANK"] == "{rank}":
+        open("{mark}", "w").write(repr(time.monotonic()))
+        {statement}
+    return scores
+"""
+
+ALL = ("checkpoint-1", "checkpoint-2", "checkpoint-3")
+UNEVEN = {"train__rollout_batch_size": 9, "train__micro_batch_size": 3}
+"""Mini-batches of 9 answers, which two processes cannot do 3 at a time each."""
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def fails_at(owner: Any, name: str, call: int, failing: Callable[[], None], mark: Path) -> None:
+    """Makes the ``call``-th call of a method fail, from 1."""
+    wrapped, calls = getattr(owner, name), []
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            mark.write_text(repr(time.monotonic()))
+            failing()
+        return wrapped(*args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+def no_model() -> None:
+    raise ModelError("model.path: this machine has no such folder")
+
+
+def no_file() -> None:
+    raise ConfigError("data.prompts: no such file here")
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+PATCHES: Mapping[str, Callable[[Path], None]] = {
+    "forward": lambda mark: fails_at(ModelRoles, "score_pass", 2, out_of_memory, mark),
+    "decoding": lambda mark: fails_at(_Batch, "decode_until_one_ends", 3, out_of_memory, mark),
+    "checking": lambda mark: fails_at(run, "check", 1, no_file, mark),
+    "loading": lambda mark: fails_at(run, "build_roles", 1, no_model, mark),
+    "disk": lambda mark: fails_at(JsonlWriter, "write", 2, full_disk, mark),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong in one process, and how all of them end."""
+
+    codes: tuple[int, int]
+    said: str
+    """By the process that met it, once; the others may say that they lost it."""
+    statement: str = "pass"
+    """In the reward function, in the second update."""
+    patch: str | None = None
+    rank: int = 1
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Of the run's settings."""
+    checkpoints: tuple[str, ...] = ("checkpoint-1",)
+
+
+FAULTS = {
+    "reward raises": Fault((1, 1), "raised ZeroDivisionError", "1 / 0"),
+    "reward is NaN": Fault((1, 1), "returned nan", "return [float('nan')] * len(scores)"),
+    "reward is one too few": Fault((1, 1), "returned 3 scores for 4", "return scores[1:]"),
+    "out of memory in a forward": Fault((1, 1), "out of memory in the update's passes", patch="forward"),
+    "out of memory in decoding": Fault((0, 0), "", patch="decoding", checkpoints=ALL),
+    "a mistake in the run": Fault((2, 2), "micro_batch_size 3 in each", changes=UNEVEN, checkpoints=()),
+    "a file that is not on this machine": Fault((2, 2), "no such file here", patch="checking", checkpoints=()),
+    "model cannot be loaded": Fault((2, 2), "this machine has no such folder", patch="loading", checkpoints=()),
+    "disk full": Fault((2, 1), "cannot be written to any more", patch="disk", rank=0),
+    "killed": Fault((1, -9), "another process of the run has ended", "os.kill(os.getpid(), signal.SIGKILL)"),
+    "the first is killed": Fault((-9, 1), "", "os.kill(os.getpid(), signal.SIGKILL)", rank=0),
+    "SIGTERM": Fault((130, 130), "SIGTERM", "os.kill(os.getpid(), signal.SIGTERM)"),
+}
+
+
+def command(file: Path, patch: str | None, rank: int, mark: Path) -> None:
+    """``tether ppo`` with a fault in one process."""
+    if patch is not None and os.environ["RANK"] == str(rank):
+        PATCHES[patch](mark)
+    sys.exit(main(["ppo", str(file)]))
+
+
+def met(folder: Path, fault: Fault, **options: Any) -> tuple[list[Outcome], float]:
+    """How two processes ended of which one met a fault, and how many seconds after it, or the start, the last did."""
+    mark = folder / "mark"
+    config = tiny_run(folder, **{"train__max_steps": 3, "train__save_steps": 1} | dict(fault.changes))
+    statement = fault.statement
+    (folder / "rewards.py").write_text(REWARD.format(rank=fault.rank, mark=mark, statement=statement), encoding="utf-8")
+    file = folder / "run.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    outcomes = started(command, file, fault.patch, fault.rank, mark, folder=folder, timeout=60.0, **options)
+    begun = float(mark.read_text()) if mark.exists() else min(outcome.ended - outcome.seconds for outcome in outcomes)
+    return outcomes, max(outcome.ended for outcome in outcomes) - begun
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_one_process_ends_all(tmp_path, name):
+    fault = FAULTS[name]
+    outcomes, seconds = met(tmp_path, fault)
+    told = "\n".join(outcome.told() for outcome in outcomes)
+    print(f"{name}: {seconds:.1f} s")
+    print(told)
+    assert not any(outcome.is_hung for outcome in outcomes), told
+    assert tuple(outcome.exit_code for outcome in outcomes) == fault.codes, told
+    assert "Traceback" not in told, told
+    assert told.count(fault.said) == 1 or not fault.said, told
+    assert seconds < SECONDS, told
+    assert [path.name for path in list_checkpoints(tmp_path / "out")] == list(fault.checkpoints)

@@ -216,11 +216,16 @@ class Dist:
 
 
 def _accelerator(timeout: float) -> Accelerator:
-    on_cpu, backend = not torch.accelerator.is_available() and launched_processes() > 1, {}
-    if on_cpu and uses_deepspeed():  # which Accelerate would leave out with cpu=True
-        on_cpu, backend = False, {"backend": "gloo"}
+    on_cpu, backend, plugin = not torch.accelerator.is_available() and launched_processes() > 1, {}, None
+    if uses_deepspeed():
+        from tether.train.engines.deepspeed import plugin_of_launch
+
+        plugin = plugin_of_launch()
+        if on_cpu:  # with cpu=True Accelerate would leave DeepSpeed out
+            on_cpu, backend = False, {"backend": "gloo"}
     return Accelerator(
         cpu=on_cpu,
+        deepspeed_plugin=plugin,
         mixed_precision="no",  # forwards run under the roles' own autocast
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout), **backend),

@@ -27,7 +27,7 @@ def shared_generator(generator: Generator, dist: Dist, engine: Engine, *, gather
     Args:
         gather: put spread weights together once for all answers, not anew for every token.
     """
-    if dist.num_processes == 1:
+    if dist.num_processes == 1 and not engine.spreads_weights:
         return generator
     return SharedGenerator(generator, dist, engine.whole if gather else engine.in_step)
 
@@ -86,6 +86,10 @@ class SharedGenerator:
     def batch_size(self) -> int:
         """Answers that this process decodes side by side."""
         return self._generator.batch_size
+
+    @batch_size.setter
+    def batch_size(self, count: int) -> None:
+        self._generator.batch_size = count
 
     def sync_weights(self, policy: nn.Module) -> None:
         """As the generator does it."""

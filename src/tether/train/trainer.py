@@ -318,7 +318,7 @@ class PPOTrainer:
         count = ppo.num_ppo_epochs * ppo.num_mini_batches
         for optimizer in update.optimizers_in_use():
             for _ in range(count):
-                optimizer.skip()
+                self.engine.skip(optimizer)
         with metrics.known():
             metrics.sum("update/num_steps", 0.0)
             metrics.sum("update/num_bad", float(count))

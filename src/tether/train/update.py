@@ -21,7 +21,7 @@ from tether.train.measure import measure_policy
 from tether.train.optim import PassOptimizer
 from tether.train.parts import Parts
 from tether.train.rollout import Answers, PhaseReport, halves
-from tether.types import Experience, noise_key
+from tether.types import Experience, MicroBatch, noise_key
 
 
 class Update:
@@ -84,7 +84,7 @@ class Update:
                     is_bad = True
             for optimizer in self.optimizers_in_use():
                 if stopped or is_bad:
-                    optimizer.skip()
+                    self.engine.skip(optimizer)
                 else:
                     self.take_step(optimizer)
             if not (stopped or is_bad):
@@ -131,24 +131,20 @@ class Update:
         ]
         normaliser = self.dist.sum(torch.stack(parts).sum()).clamp(min=1.0)
         learned = [item for item in mini_batch if item.takes_part]
-        for left, item in zip(reversed(range(len(learned))), learned, strict=True):
-            self.accumulate(item, normaliser, drift, is_first=number == 0, more=left > 0)
-        if self.demonstrations and not self.is_warming_up:
-            self.imitate(number)
+        imitates = bool(self.demonstrations) and not self.is_warming_up
+        shown, num_tokens = self.own_demonstrations(number) if imitates else ([], 0.0)
+        self.engine.expect({p.name: len(learned) + len(shown) * (POLICY in p.trains) for p in self.passes})
+        for item in learned:
+            self.accumulate(item, normaliser, drift, is_first=number == 0)
+        for batch in shown:
+            self.imitate(batch, num_tokens)
         if self.is_warming_up:
-            for parameter in self.roles.role(POLICY).trained.values():
-                parameter.grad = None  # of a trunk that the critic shares
+            self.engine.forget(self.roles.role(POLICY).trained.values())  # of a trunk that the critic shares
         self.guard.check_gradients(self.engine.are_finite(self.optimizers), self.answers, mini_batch)
         return self.is_too_far(drift)
 
-    def accumulate(
-        self, item: Experience, normaliser: Tensor, drift: Metrics, *, is_first: bool, more: bool
-    ) -> None:
-        """Adds the gradient of one micro-batch's share of the mini-batch loss.
-
-        Args:
-            more: whether another micro-batch follows before the optimizers step.
-        """
+    def accumulate(self, item: Experience, normaliser: Tensor, drift: Metrics, *, is_first: bool) -> None:
+        """Adds the gradient of one micro-batch's share of the mini-batch loss."""
         ppo = self.config.ppo
         for pass_ in self.passes:
             with_entropy = ppo.entropy_coef > 0 and POLICY in pass_.trains
@@ -165,16 +161,15 @@ class Update:
                     weights[name] * algo.reduced(x, item.loss_mask, how=ppo.loss_reduction)
                     for name, x in losses.items()
                 )
-                self.engine.backward(total / normaliser.to(total), pass_.name, more=more)
+                self.engine.backward(total / normaliser.to(total), pass_.name)
             if not item.batch.is_idle:
                 self.costs.count(self.metrics, pass_, item.batch)
             if self.config.train.gradient_checkpointing:
                 self.dist.trim_heap()  # where memory counts more than time
 
-    def imitate(self, number: int) -> None:
-        """Adds the gradient of the SFT loss on as many demonstrations as the mini-batch has answers.
-
-            ptx_coef · mean over their response tokens of −log π
+    def own_demonstrations(self, number: int) -> tuple[list[MicroBatch], float]:
+        """This process's part of as many demonstrations as a mini-batch has answers, idle micro-batches at its end, and
+        the response tokens of all processes' parts.
 
         Args:
             number: of the mini-batch within the update.
@@ -189,16 +184,24 @@ class Update:
             max_rows=max(1, (config.train.max_rows_per_micro_batch or config.mini_batch_size) >> self.halvings),
             max_tokens=config.train.max_tokens_per_micro_batch,
         )
-        num_tokens = float(sum(batch.num_response_tokens for batch in batches))
-        (policy_pass,) = (pass_ for pass_ in self.roles.passes if POLICY in pass_.trains)
         own, most = list(self.dist.dealt(batches)), len(self.dist.dealt(batches, to=0))
         idle = [replace(batches[0], response_mask=torch.zeros_like(batches[0].response_mask))] * (most - len(own))
-        for left, batch in zip(reversed(range(most)), [*own, *idle], strict=True):
-            batch = batch.to(self.dist.device)
-            with policy_pass(batch, temperature=1.0) as out:
-                self.metrics.mean("loss/ptx_avg", -out.logprobs.detach(), batch.response_mask)
-                loss = -algo.masked_sum(out.logprobs, batch.response_mask) / num_tokens
-                self.engine.backward(ppo.ptx_coef * loss, policy_pass.name, more=left > 0)
+        return [*own, *idle], float(sum(batch.num_response_tokens for batch in batches))
+
+    def imitate(self, batch: MicroBatch, num_tokens: float) -> None:
+        """Adds the gradient of the SFT loss on demonstrations.
+
+            ptx_coef · Σ over their response tokens of −log π / num_tokens
+
+        Args:
+            num_tokens: response tokens of all demonstrations of the mini-batch.
+        """
+        (policy_pass,) = (pass_ for pass_ in self.roles.passes if POLICY in pass_.trains)
+        batch = batch.to(self.dist.device)
+        with policy_pass(batch, temperature=1.0) as out:
+            self.metrics.mean("loss/ptx_avg", -out.logprobs.detach(), batch.response_mask)
+            loss = -algo.masked_sum(out.logprobs, batch.response_mask) / num_tokens
+            self.engine.backward(self.config.ppo.ptx_coef * loss, policy_pass.name)
 
     def losses(self, new: LogprobOutput, old: Experience, drift: Metrics, *, is_first: bool) -> dict[str, Tensor]:
         """Per-token losses, [M, R], of what this pass computed.

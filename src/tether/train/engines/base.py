@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -80,12 +80,17 @@ class Engine(Protocol):
         """Takes over the optimizers."""
         ...
 
-    def backward(self, loss: Tensor, role: str, *, more: bool) -> None:
-        """Adds the gradient of ``loss``, summed over processes, to the parameters that the pass of ``role`` trains.
+    def expect(self, backwards: Mapping[str, int]) -> None:
+        """Comes before the gradients of a step: how many backwards of each pass they are made of."""
+        ...
 
-        Args:
-            more: whether another backward of the same pass follows before the optimizer steps.
-        """
+    def backward(self, loss: Tensor, role: str) -> None:
+        """Adds the gradient of ``loss`` to the parameters that the pass of ``role`` trains; summed over processes after
+        the last one that is expected."""
+        ...
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leaves parameters out of the next step, whatever their gradients are; comes after the last backward."""
         ...
 
     def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
@@ -94,6 +99,10 @@ class Engine(Protocol):
 
     def step(self, optimizer: PassOptimizer) -> float:
         """Clips the gradients to the optimizer's limit, steps and clears them; returns their norm before that."""
+        ...
+
+    def skip(self, optimizer: PassOptimizer) -> None:
+        """Moves the optimizer's schedule on and clears the gradients, without a step."""
         ...
 
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tether.train.distributed import Dist, uses_fsdp
+from tether.train.distributed import Dist, uses_deepspeed, uses_fsdp
 from tether.train.engines.base import Engine
+from tether.train.engines.deepspeed import Zero
 from tether.train.engines.fsdp import FullySharded
 from tether.train.engines.replicated import Alone, Replicated
 
@@ -14,6 +15,8 @@ def build_engine(dist: Dist) -> Engine:
     Raises:
         ConfigError: the launcher's configuration does not fit.
     """
+    if uses_deepspeed():
+        return Zero(dist)
     if dist.num_processes == 1:
         return Alone()
     if uses_fsdp():

@@ -9,7 +9,7 @@ Gradients are summed over processes after every backward, so that no process eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,10 +93,18 @@ class FullySharded:
 
     # Training
 
-    def backward(self, loss: Tensor, role: str, *, more: bool) -> None:
+    def expect(self, backwards: Mapping[str, int]) -> None:
+        """Every backward is like the last: each sums its gradients over processes."""
+
+    def backward(self, loss: Tensor, role: str) -> None:
         """Adds the gradient of ``loss``, summed over processes."""
         with all_together("a backward", self._dist.num_processes):
             loss.backward()
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Clears their gradients: without one a parameter stays as it is, and so do its moments."""
+        for parameter in parameters:
+            parameter.grad = None
 
     def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
         """Looks at this process's part of every gradient."""
@@ -111,6 +119,10 @@ class FullySharded:
             nn.utils.clip_grads_with_norm_(optimizer.parameters, limit, norm)
             optimizer.step()
         return float(norm)
+
+    def skip(self, optimizer: PassOptimizer) -> None:
+        """As the optimizer does it."""
+        optimizer.skip()
 
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
         """Forgets the gradients, and frees what was gathered for a backward that did not come."""

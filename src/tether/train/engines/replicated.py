@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,9 +31,17 @@ class Alone:
     def prepare(self, optimizers: list[PassOptimizer]) -> None:
         """Leaves the optimizers as they are."""
 
-    def backward(self, loss: Tensor, role: str, *, more: bool) -> None:
+    def expect(self, backwards: Mapping[str, int]) -> None:
+        """Every backward is like the last."""
+
+    def backward(self, loss: Tensor, role: str) -> None:
         """Adds the gradient of ``loss`` to the parameters."""
         loss.backward()
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Clears their gradients: without one a parameter stays as it is, and so do its moments."""
+        for parameter in parameters:
+            parameter.grad = None
 
     def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
         """Looks at every gradient."""
@@ -44,6 +52,10 @@ class Alone:
         norm = optimizer.clip()
         optimizer.step()
         return norm
+
+    def skip(self, optimizer: PassOptimizer) -> None:
+        """As the optimizer does it."""
+        optimizer.skip()
 
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
         """Forgets the gradients."""
@@ -95,6 +107,7 @@ class Replicated(Alone):
     def __init__(self, dist: Dist) -> None:
         self._dist = dist
         self._hosts: dict[str, nn.Module] = {}
+        self._to_come: dict[str, int] = {}
 
     def place(self, roles: ModelRoles) -> None:
         """Wraps each pass."""
@@ -105,10 +118,15 @@ class Replicated(Alone):
                 self._hosts[pass_.name] = self._dist.accelerator.prepare_model(Hosted(*modules), device_placement=False)
         roles.host(self._hosts)
 
-    def backward(self, loss: Tensor, role: str, *, more: bool) -> None:
-        """Adds the gradient of ``loss``; what was added is summed over processes where no more follows."""
+    def expect(self, backwards: Mapping[str, int]) -> None:
+        """Keeps count, as DDP talks in the last backward of a pass alone."""
+        self._to_come = dict(backwards)
+
+    def backward(self, loss: Tensor, role: str) -> None:
+        """Adds the gradient of ``loss``; what was added is summed over processes in the last backward of the pass."""
         count, host = self._dist.num_processes, self._hosts[role]
-        alone = self._dist.accelerator.no_sync(host) if more else nullcontext()
+        self._to_come[role] -= 1
+        alone = self._dist.accelerator.no_sync(host) if self._to_come[role] > 0 else nullcontext()
         with all_together("the update's passes", count), alone:
             (loss * count).backward()
 

@@ -1,0 +1,666 @@
+"""DeepSpeed's ZeRO: optimizer states (1), gradients too (2), or weights as well (3) spread over processes.
+
+Every model that trains has a DeepSpeed engine: policy and critic apart where they are models of their own, together
+where they share a base or an optimizer. DeepSpeed takes several optimizers for one then (``Joint``). At stage 3 a
+frozen model has an engine without an optimizer.
+
+DeepSpeed averages gradients over processes, while each process's loss is its part of one sum: hence the factor. It
+clips nothing: its own clipping would be by one norm of all that an engine trains, and not by that of each role.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from accelerate.utils import DeepSpeedPlugin
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers.integrations import unset_hf_deepspeed_config
+
+from tether.config.schema import RunConfig
+from tether.errors import ConfigError
+from tether.models.roles import POLICY, ModelRoles, Role
+from tether.train.distributed import Dist
+from tether.train.engines.base import Hosted, all_together
+from tether.train.engines.in_step import forwards_in_step
+from tether.train.optim import PassOptimizer, are_finite
+
+CLIP_EPSILON = 1e-6
+"""Added to a norm that gradients are divided by, as torch does."""
+
+NOT_OURS = {
+    "optimizer": "train.optim, train.learning_rate and the like say it",
+    "scheduler": "train.lr_scheduler_type, train.warmup_ratio and train.lr_scheduler_kwargs say it",
+    "hybrid_engine": "answers are decoded with weights that are gathered once a rollout",
+    "tensor_parallel": "models are spread by ZeRO alone",
+    "sequence_parallel_size": "models are spread by ZeRO alone",
+    "pipeline": "models are spread by ZeRO alone",
+    "torch_autocast": "train.bf16 says it",
+}
+"""Sections of a DeepSpeed configuration that another key of a run decides."""
+BATCHES = {
+    "train_batch_size": "train.rollout_batch_size and ppo.num_mini_batches say it",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size says it",
+    "gradient_accumulation_steps": "train.micro_batch_size says it",
+}
+"""Sizes that follow from a run's own; what DeepSpeed is told of them changes nothing."""
+
+
+def plugin_of_launch() -> DeepSpeedPlugin:
+    """What the launcher's configuration says of DeepSpeed.
+
+    Models are made whole and spread afterwards, because heads and adapters are made of their weights.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed, or the configuration cannot be read.
+    """
+    if find_spec("deepspeed") is None:
+        raise ConfigError(
+            "the launcher's configuration asks for DeepSpeed, which is not installed: "
+            "pip install --no-build-isolation tether[deepspeed]"
+        )
+    import deepspeed
+
+    # An exchange through shared memory that ZeRO does not use would be compiled at the start on CPUs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    try:
+        return DeepSpeedPlugin(zero3_init_flag=False)
+    except ValueError as error:
+        raise ConfigError(f"the DeepSpeed configuration of the launch: {error}") from error
+
+
+def load_whole() -> None:
+    """Makes transformers load whole models from now on, where arguments of its trainer have told it to spread them."""
+    unset_hf_deepspeed_config()
+
+
+class Zero:
+    """ZeRO of the stage that the launcher's configuration names."""
+
+    def __init__(self, dist: Dist) -> None:
+        load_whole()
+        self._dist = dist
+        self._config = dist.accelerator.state.deepspeed_plugin.deepspeed_config
+        self.stage = int(self._config["zero_optimization"]["stage"])
+        self.name = f"ZeRO-{self.stage}"
+        self.spreads_weights = self.stage == 3
+        self._roles: ModelRoles | None = None
+        self._units: list[Unit] = []
+
+    def check(self, config: RunConfig) -> None:
+        """Raises ``ConfigError`` for what cannot be spread, and where launcher and run contradict each other."""
+        check(self._config, config)
+
+    # Taking over
+
+    def place(self, roles: ModelRoles) -> None:
+        """At stage 3 spreads every model, one parameter after the other, so that no device ever holds a whole one."""
+        self._roles = roles
+        if not self.spreads_weights:
+            return
+        roles.device = self._dist.device
+        for model, played in _by_model(roles.all).items():
+            hosted = Hosted(model, *_heads(played))
+            self._spread(hosted)
+            if not any(role.trained for role in played):
+                engine = self._engine(hosted, None)
+                roles.host({role.name: engine for role in played})
+
+    def _spread(self, module: nn.Module) -> None:
+        import deepspeed
+
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(self._dist.device)
+        offload = self._config["zero_optimization"].get("offload_param") or {}
+        device = offload.get("device", "none")
+        deepspeed.zero.Init(
+            module=module,
+            config_dict_or_path=self._filled(module),
+            remote_device=None if device == "none" else device,
+            pin_memory=bool(offload.get("pin_memory", False)),
+        )
+
+    def prepare(self, optimizers: list[PassOptimizer]) -> None:
+        """Makes an engine of the models that an optimizer trains, or several that share one."""
+        by_model = _by_model(self._roles.all)
+        for together in _sharing(optimizers, self._roles.all):
+            ids = {id(p) for optimizer in together for p in optimizer.parameters}
+            trained = [role for role in self._roles.all if not ids.isdisjoint(map(id, role.trained.values()))]
+            models = list(dict.fromkeys(role.model for role in trained))
+            played = [role for model in models for role in by_model[model]]
+            joint = Joint(together, trained)
+            engine = self._engine(Hosted(*models, *_heads(played)), joint)
+            self._units.append(Unit(engine, joint, {role.name for role in trained}, self.stage, self._dist))
+            self._roles.host({role.name: engine for role in played})
+
+    def _engine(self, module: nn.Module, optimizer: Joint | None) -> Any:
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._filled(module))
+        if self.spreads_weights:
+            small = _keeper(engine).persistent_parameters
+            if small:
+                small[0].all_gather(small)  # from now on they are whole everywhere
+        return engine
+
+    def _filled(self, module: nn.Module) -> dict[str, Any]:
+        """The launcher's configuration for one model, with what it leaves to be found out."""
+        return filled(self._config, self._dist.num_processes, _width(module))
+
+    # Training
+
+    def expect(self, backwards: Mapping[str, int]) -> None:
+        """How many backwards of each pass come before the optimizers step."""
+        for unit in self._units:
+            unit.expect(backwards)
+
+    def backward(self, loss: Tensor, role: str) -> None:
+        """Adds the gradient of ``loss``; after the last of an engine's, their sums over processes are there."""
+        unit = next(unit for unit in self._units if role in unit.passes)
+        with all_together("a backward", self._dist.num_processes):
+            unit.backward(loss * self._dist.num_processes, role)
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leaves the parameters out of the next step, whatever their gradients are."""
+        ids = set(map(id, parameters))
+        for unit in self._units:
+            for share in unit.joint.shares:
+                share.is_forgotten |= id(share.parameters[0]) in ids
+
+    def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
+        """Looks at what this process has of every gradient."""
+        return are_finite([grad for unit in self._units for grad in unit.gradients()])
+
+    def step(self, optimizer: PassOptimizer) -> float:
+        """Clips by the norm over all processes; optimizers on one base step together, when the last one is asked to."""
+        return self._of(optimizer).step(optimizer)
+
+    def skip(self, optimizer: PassOptimizer) -> None:
+        """Forgets the gradients, and moves the schedule on."""
+        self._of(optimizer).drop_gradients()
+        optimizer.skip()
+
+    def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
+        """Forgets all gradients, reduced or not."""
+        for unit in self._units:
+            unit.drop_gradients()
+
+    def _of(self, optimizer: PassOptimizer) -> Unit:
+        return next(unit for unit in self._units if optimizer in unit.joint.optimizers)
+
+    # Decoding
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Gathers all weights of the policy at stage 3 and keeps DeepSpeed's hooks out of forwards."""
+        return self._gathered() if self.spreads_weights else nullcontext()
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        import deepspeed
+
+        engine = self._policy_engine
+        spread = [p for p in engine.module.parameters() if not _is_here(p)]
+        with ExitStack() as stack:
+            with all_together("the gathering of the policy's weights", self._dist.num_processes):
+                stack.enter_context(_quiet(engine))
+                stack.enter_context(deepspeed.zero.GatheredParameters(spread))
+            yield
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """At stage 3 gathers each module's weights for each forward."""
+        if not self.spreads_weights:
+            yield
+            return
+        keeper = _keeper(self._policy_engine)
+        with forwards_in_step(self._roles, self._dist, before=keeper.get_param_coordinator().reset_step):
+            yield
+
+    @property
+    def _policy_engine(self) -> Any:
+        return next(unit.engine for unit in self._units if POLICY in unit.passes)
+
+    # Weights and states as one process has them
+
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """The piece that this process keeps; all of a parameter that is whole everywhere."""
+        return parameter.detach() if _is_here(parameter) else parameter.ds_tensor.data
+
+    def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """What belongs to the piece that this process keeps, filled up by zeros."""
+        return full if _is_here(parameter) else self._piece(parameter, full)
+
+    def _piece(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        size = parameter.ds_tensor.numel()
+        filled = full.new_zeros(size * self._dist.num_processes)
+        filled[: full.numel()] = full.flatten()
+        return filled[self._dist.rank * size :][:size]
+
+    @torch.no_grad()
+    def fill(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Fills what forwards read and what the optimizer steps."""
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        safe_set_full_fp32_param(parameter, full)
+        if _is_spread(parameter):
+            parameter.ds_tensor.data.copy_(self._piece(parameter, full))
+        if _is_here(parameter):
+            parameter.data.copy_(full)
+
+    def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Gathers one after the other, and keeps them in the main process."""
+        whole: dict[str, Tensor] = {}
+        seen: dict[int, Tensor] = {}
+        for name, x in tensors.items():
+            if id(x) not in seen:  # tensors that are one stay one
+                gathered = self._put_together(x, self.part(x) if parts is None else parts[name])
+                seen[id(x)] = gathered.cpu() if self._dist.is_main else gathered.new_empty(0)
+            if self._dist.is_main:
+                whole[name] = seen[id(x)]
+        return whole
+
+    def _put_together(self, x: Tensor, part: Tensor) -> Tensor:
+        if _is_here(x):
+            return part
+        pieces = self._dist.accelerator.gather(part.to(self._dist.device))
+        return pieces[: x.ds_numel].view(x.ds_shape)
+
+    def optimizer_state(self, optimizer: PassOptimizer) -> dict[str, Any]:
+        """Gathers the moments of one parameter after the other, and keeps them in the main process."""
+        return {
+            "optimizer": self._of(optimizer).state(optimizer),
+            "scheduler": optimizer.scheduler.state_dict(),
+        }
+
+    def load_optimizer_state(self, optimizer: PassOptimizer, state: dict[str, Any]) -> None:
+        """Takes over this process's pieces of it."""
+        self._of(optimizer).load_state(optimizer, state["optimizer"])
+        optimizer.scheduler.load_state_dict(state["scheduler"])
+
+
+@dataclass(eq=False)
+class Share:
+    """Parameters that one optimizer steps for one role, a group in the eyes of DeepSpeed."""
+
+    optimizer: PassOptimizer
+    parameters: Sequence[nn.Parameter]
+    group: dict[str, Any]
+    """Its settings; in the place of its parameters DeepSpeed puts the flat pieces that this process steps."""
+    source: dict[str, Any]
+    """The optimizer's own group, whose settings schedules change."""
+    scale: float | None = None
+    """What gradients are multiplied by in the step that is taken; None where it takes no part in that."""
+    is_forgotten: bool = False
+    """Whether it is left out of the next step."""
+
+
+class Joint(Optimizer):
+    """Optimizers that DeepSpeed steps as one, each by its own rule and only if it is its turn.
+
+    They share their states and the groups with their settings, so schedules go on with what they were made for.
+    """
+
+    def __init__(self, optimizers: Sequence[PassOptimizer], roles: Sequence[Role]) -> None:
+        self.optimizers = list(optimizers)
+        self.shares = [share for optimizer in optimizers for share in _shares(optimizer, roles)]
+        super().__init__([share.group for share in self.shares], {})
+        self._by_group = {id(share.group): share for share in self.shares}
+        for optimizer in optimizers:
+            optimizer.optimizer.state = self.state
+
+    def step(self, closure: None = None) -> None:
+        """Steps the groups that DeepSpeed has left in ``param_groups`` and given gradients."""
+        for group in self.param_groups:
+            share = self._by_group[id(group)]
+            if share.scale is None or not group["params"]:
+                continue
+            group |= {name: value for name, value in share.source.items() if name != "params"}
+            if share.scale < 1:
+                for flat in group["params"]:
+                    flat.grad.mul_(share.scale)
+            own = share.optimizer.optimizer
+            kept, own.param_groups = own.param_groups, [group]
+            try:
+                own.step()
+            finally:
+                own.param_groups = kept
+
+    def of(self, optimizer: PassOptimizer) -> list[Share]:
+        """What an optimizer steps."""
+        return [share for share in self.shares if share.optimizer is optimizer]
+
+
+def _shares(optimizer: PassOptimizer, roles: Sequence[Role]) -> list[Share]:
+    """The groups of an optimizer, each in as many as it has roles, because a step may be of one role alone."""
+    shares = []
+    for source in optimizer.optimizer.param_groups:
+        ids = [{id(p) for p in role.trained.values()} for role in roles]
+        parts = [[p for p in source["params"] if id(p) in own] for own in ids]
+        for parameters in filter(None, parts):
+            group = {**source, "params": list(parameters)}
+            shares.append(Share(optimizer, parameters, group, source))
+    return shares
+
+
+class Unit:
+    """Models that one DeepSpeed engine trains."""
+
+    def __init__(self, engine: Any, joint: Joint, passes: set[str], stage: int, dist: Dist) -> None:
+        self.engine, self.joint, self.passes = engine, joint, passes
+        self._stage, self._dist = stage, dist
+        self._to_come = 0
+        self._ran: set[str] = set()
+        self._asked: list[PassOptimizer] = []
+
+    def expect(self, backwards: Mapping[str, int]) -> None:
+        """How many backwards of each pass come before the optimizers step."""
+        self._to_come = sum(count for name, count in backwards.items() if name in self.passes)
+
+    def backward(self, loss: Tensor, name: str) -> None:
+        """Adds the gradient of ``loss``, averaged over processes."""
+        self._to_come -= 1
+        self.engine.set_gradient_accumulation_boundary(self._to_come <= 0)
+        self.engine.backward(loss, scale_wrt_gas=False)
+        self._ran.add(name)
+
+    def gradients(self, optimizer: PassOptimizer | None = None) -> Iterator[Tensor]:
+        """What this process has of the gradients that the next step is taken with.
+
+        Args:
+            optimizer: the only one whose gradients are wanted.
+        """
+        for number, share in enumerate(self.joint.shares):
+            wanted = optimizer in (None, share.optimizer) and not share.is_forgotten
+            if wanted and self._has_gradients(share.optimizer):
+                yield from self._gradients_of(number, share)
+
+    def _gradients_of(self, number: int, share: Share) -> Sequence[Tensor]:
+        from deepspeed.utils import safe_get_local_grad
+
+        zero = self.engine.optimizer
+        if self._stage == 3:
+            return [safe_get_local_grad(p) for p in share.parameters]
+        if zero.cpu_offload:
+            return [zero.single_partition_of_fp32_groups[number].grad]
+        return zero.averaged_gradients[number]
+
+    def _has_gradients(self, optimizer: PassOptimizer) -> bool:
+        return optimizer.name in self._ran if len(self.joint.optimizers) > 1 else bool(self._ran)
+
+    def step(self, optimizer: PassOptimizer) -> float:
+        """Clips and steps, with the last of the optimizers that have gradients; returns the norm before that."""
+        if not self._has_gradients(optimizer):
+            optimizer.skip()
+            return 0.0
+        norms = [torch.linalg.vector_norm(grad.float()).to(self._dist.device) for grad in self.gradients(optimizer)]
+        norm = float(self._dist.sum(torch.stack(norms).square().sum()).sqrt())
+        limit = optimizer.max_grad_norm
+        for share in self.joint.of(optimizer):
+            if not share.is_forgotten:
+                share.scale = 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
+        self._asked.append(optimizer)
+        if all(each in self._asked for each in self.joint.optimizers if self._has_gradients(each)):
+            with all_together("an optimizer step", self._dist.num_processes):
+                self.engine.step()
+            for each in self._asked:
+                each.move_on()
+            self.drop_gradients()
+        return norm
+
+    def drop_gradients(self) -> None:
+        """Forgets gradients, whether reduced or not, and who was to step."""
+        from deepspeed.utils import safe_set_local_grad
+
+        zero = self.engine.optimizer
+        zero.zero_grad(set_to_none=True)
+        for number, share in enumerate(self.joint.shares):
+            share.scale, share.is_forgotten = None, False
+            if self._stage == 3:  # a parameter that the next first backward passes by would keep them
+                for p in share.parameters:
+                    safe_set_local_grad(p, torch.zeros_like(p.ds_tensor))
+            else:
+                zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
+        self._ran.clear()
+        self._asked.clear()
+
+    # The optimizers' states as one process has them
+
+    def _flats(self, number: int) -> list[Tensor]:
+        """The flat pieces that this process steps for a share."""
+        zero = self.engine.optimizer
+        if self._stage < 3:
+            return [zero.single_partition_of_fp32_groups[number]]
+        groups = zero.sub_group_to_group_id
+        return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if groups[i] == number]
+
+    def state(self, optimizer: PassOptimizer) -> dict[str, Any]:
+        """What the optimizer would say if it had stepped whole parameters; moments only in the main process."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        groups, position = [], {}
+        for source in optimizer.optimizer.param_groups:
+            numbers = range(len(position), len(position) + len(source["params"]))
+            position |= {id(p): i for p, i in zip(source["params"], numbers, strict=True)}
+            groups.append({**source, "params": list(numbers)})
+        states: dict[int, dict[str, Any]] = {}
+        for number, share in enumerate(self.joint.shares):
+            flat = self._flats(number)[0]
+            known = self.joint.state.get(flat, {}) if share.optimizer is optimizer else {}
+            for p in share.parameters if known else ():
+                state = {}
+                for name, value in known.items():
+                    if _is_moment(value, flat):
+                        value = safe_get_full_optimizer_state(p, name)
+                    if self._dist.is_main:
+                        state[name] = value.cpu().clone() if isinstance(value, Tensor) else value
+                states[position[id(p)]] = state
+        return {"state": dict(sorted(states.items())), "param_groups": groups}
+
+    def load_state(self, optimizer: PassOptimizer, saved: Mapping[str, Any]) -> None:
+        """Goes on from the result of ``state``."""
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        sources, parameters = optimizer.optimizer.param_groups, []
+        for source, group in zip(sources, saved["param_groups"], strict=True):
+            source |= {name: value for name, value in group.items() if name != "params"}
+            parameters += source["params"]
+        if saved["state"] and not self.joint.state:
+            self._make_states()
+        states = {id(p): saved["state"].get(i) for i, p in enumerate(parameters)}
+        for number, share in enumerate(self.joint.shares):
+            if share.optimizer is not optimizer or not self.joint.state:
+                continue
+            scalars: dict[str, Any] = {}
+            for p in share.parameters:
+                state = states[id(p)] or {}
+                for name in self._moments(number):
+                    value = state.get(name)
+                    value = torch.zeros(_shape(p)) if value is None else value
+                    safe_set_full_optimizer_state(p, value.to(self._dist.device), name)
+                scalars |= {name: value for name, value in state.items() if name not in self._moments(number)}
+            for flat in self._flats(number):
+                for name, value in self.joint.state[flat].items():
+                    if name not in self._moments(number):
+                        self.joint.state[flat][name] = _like(scalars.get(name, 0), value)
+
+    def _moments(self, number: int) -> list[str]:
+        """Names of what the optimizer keeps for each number that it steps."""
+        flat = self._flats(number)[0]
+        return [name for name, value in self.joint.state.get(flat, {}).items() if _is_moment(value, flat)]
+
+    def _make_states(self) -> None:
+        """A step by gradients of 0 at a learning rate of 0, with which optimizers make their states."""
+        kept = [(share.source, share.source["lr"], share.source.get("weight_decay")) for share in self.joint.shares]
+        zero = self.engine.optimizer
+        try:
+            for number, share in enumerate(self.joint.shares):
+                share.scale = 1.0
+                share.source |= {"lr": 0.0} | ({"weight_decay": 0.0} if "weight_decay" in share.source else {})
+                if not (self._stage < 3 and zero.cpu_offload):
+                    zero.averaged_gradients[number] = [torch.zeros_like(flat) for flat in self._flats(number)]
+            self.engine.set_gradient_accumulation_boundary(True)
+            self.engine.step()
+        finally:
+            for source, rate, decay in kept:
+                source |= {"lr": rate} | ({} if decay is None else {"weight_decay": decay})
+        self.drop_gradients()
+
+
+def _is_moment(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape and value.dim() > 0
+
+
+def _like(value: Any, example: Any) -> Any:
+    """``value`` as the kind of number that ``example`` is, where that is."""
+    if isinstance(example, Tensor):
+        return torch.as_tensor(value, dtype=example.dtype, device=example.device).clone()
+    return type(example)(value)
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return parameter.ds_shape if _is_spread(parameter) else parameter.shape
+
+
+def _is_spread(x: Tensor) -> bool:
+    """Whether ZeRO-3 has taken a parameter over."""
+    return hasattr(x, "ds_id")
+
+
+def _is_here(x: Tensor) -> bool:
+    """Whether all of a parameter is here, as it always is where ZeRO-3 has not taken it over, or it is small."""
+    return not _is_spread(x) or x.ds_persist
+
+
+def _keeper(engine: Any) -> Any:
+    """DeepSpeed's keeper of a model's weights at stage 3."""
+    return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+
+
+@contextmanager
+def _quiet(engine: Any) -> Iterator[None]:
+    """Inside, DeepSpeed's hooks are off a model: a forward gathers nothing and drops nothing."""
+    keeper = _keeper(engine)
+    keeper.destroy()
+    keeper.forward_hooks, keeper.backward_hooks = [], []
+    for parameter in engine.module.parameters():
+        parameter.ds_active_sub_modules.clear()
+    try:
+        yield
+    finally:
+        keeper.setup_zero_stage3_hooks()
+
+
+def _by_model(roles: Sequence[Role]) -> dict[nn.Module, list[Role]]:
+    """The roles that each model plays."""
+    found: dict[nn.Module, list[Role]] = {}
+    for role in roles:
+        found.setdefault(role.model, []).append(role)
+    return found
+
+
+def _heads(roles: Iterable[Role]) -> list[nn.Module]:
+    return [role.head for role in roles if role.head is not None]
+
+
+def _sharing(optimizers: Sequence[PassOptimizer], roles: Sequence[Role]) -> list[list[PassOptimizer]]:
+    """The optimizers, those together that train parts of the same models."""
+    model_of = {id(p): role.model for role in roles for p in role.trained.values()}
+    found: list[tuple[set[nn.Module], list[PassOptimizer]]] = []
+    for optimizer in optimizers:
+        models, together = {model_of[id(p)] for p in optimizer.parameters}, [optimizer]
+        for other in [each for each in found if each[0] & models]:
+            found.remove(other)
+            models, together = models | other[0], other[1] + together
+        found.append((models, together))
+    return [together for _, together in found]
+
+
+# The launcher's configuration
+
+
+def check(deepspeed: Mapping[str, Any], config: RunConfig) -> None:
+    """Raises ``ConfigError`` where a DeepSpeed configuration says something else than a run's, or something that Tether
+    does by itself."""
+    zero = deepspeed["zero_optimization"]
+    if zero["stage"] not in (1, 2, 3):
+        raise _unfit("zero_optimization.stage", zero["stage"], "1, 2 or 3; without DeepSpeed the launcher makes DDP")
+    for key, instead in NOT_OURS.items():
+        if deepspeed.get(key):
+            raise _unfit(key, deepspeed[key], f"none: {instead}")
+    for key, instead in BATCHES.items():
+        if deepspeed.get(key, "auto") not in ("auto", 1):
+            raise _unfit(key, deepspeed[key], f"auto: {instead}")
+    clipping, limit = deepspeed.get("gradient_clipping", "auto"), config.train.max_grad_norm
+    if clipping not in ("auto", limit) and (clipping or limit):
+        raise _unfit("gradient_clipping", clipping, f"auto or train.max_grad_norm, which is {limit}")
+    _check_precision(deepspeed, config)
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"model.quantization: got {config.model.quantization}, wanted none under ZeRO: weights in few bits cannot "
+            "be spread. Launch the run with DDP"
+        )
+    if config.train.optim == "adamw_8bit":
+        raise ConfigError(
+            "train.optim: got adamw_8bit, wanted adamw_torch_fused or adamw_torch under ZeRO: moments in 8 bits cannot "
+            "be spread. ZeRO divides their memory by the number of processes"
+        )
+
+
+def _check_precision(deepspeed: Mapping[str, Any], config: RunConfig) -> None:
+    def asks_for(name: str) -> bool:
+        return (deepspeed.get(name) or {}).get("enabled") is True
+
+    if asks_for("fp16"):
+        raise _unfit("fp16.enabled", "true", "auto: train.bf16 is what half precision there is")
+    if asks_for("bf16") and not config.train.bf16:
+        raise _unfit(
+            "bf16.enabled", "true", "auto, or train.bf16: true. Weights are float32 and forwards run under autocast"
+        )
+
+
+def _unfit(key: str, got: Any, wanted: str) -> ConfigError:
+    return ConfigError(f"{key} in the DeepSpeed configuration: got {got}, wanted {wanted}")
+
+
+def _width(module: nn.Module) -> int:
+    """Numbers in a hidden state, which DeepSpeed's automatic sizes come from."""
+    config = next(part.config for part in module.modules() if hasattr(part, "config"))
+    return config.get_text_config().hidden_size
+
+
+def filled(config: Mapping[str, Any], num_processes: int, width: int) -> dict[str, Any]:
+    """A DeepSpeed configuration without ``auto``, for a model with hidden states of ``width`` numbers.
+
+    Micro-batches, clipping and autocast are Tether's, so DeepSpeed is told that there is one and nothing of the others.
+    """
+    config = copy.deepcopy(dict(config))
+    for name in ("bf16", "fp16"):
+        config.pop(name, None)
+    config |= {
+        "gradient_clipping": 0.0,
+        "train_batch_size": num_processes,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": float("inf"),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    sizes = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    zero = config["zero_optimization"]
+    for name, value in list(zero.items()):
+        if value == "auto":
+            del zero[name]
+            zero |= {name: sizes[name]} if name in sizes else {}
+    if zero["stage"] == 1:
+        zero["overlap_comm"] = False  # gradients are reduced once, at the end
+    return config

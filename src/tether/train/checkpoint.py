@@ -45,6 +45,7 @@ from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder, files_written, policy_weights, put_back, save_policy, verify_manifest
 from tether.report.card import write_card
 from tether.train.claim import claimed
+from tether.train.distributed import Dist
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import Engine
 from tether.train.optim import MOMENT_BYTES, PassOptimizer
@@ -65,6 +66,8 @@ MAY_CHANGE = frozenset({
     "train.max_bad_batches", "train.dry_step", "train.ddp_timeout", "train.ds3_gather_for_generation",
 })
 """Keys that a resumed run may change."""
+MOVED_MAY_CHANGE = frozenset({"train.micro_batch_size"})
+"""Keys that a run may change as well that goes on with another number of processes."""
 SERVICE_MAY_CHANGE = re.compile(
     r"rewards\.\d+\.(members\.\d+\.)?"
     r"(url|base_url|api_key_env|connect_timeout|read_timeout|retries|retry_delay|max_concurrency)"
@@ -254,6 +257,7 @@ class Checkpoints:
                 "config": dump_config(self.config),
                 "data": dict(self.data),
                 "num_processes": self.dist.num_processes,
+                "engine": self.engine.name,
             },
             policy=policy,
             roles=self.engine.full(self.roles.trained),
@@ -332,7 +336,7 @@ class Checkpoints:
             raise CheckpointError(f"{path}: optimizer state does not fit the run's roles: {', '.join(sorted(missing))}")
         for optimizer in self.optimizers:
             self.engine.load_optimizer_state(optimizer, states[optimizer.name])
-        del record["data"], record["num_processes"]
+        del record["data"], record["num_processes"], record["engine"]
         saved = parse_config(record.pop("config"), RunConfig).train
         sources = {name: ScoreMoments(**moments) for name, moments in record.get("source_moments", {}).items()}
         moments = {"score_moments": ScoreMoments(**record["score_moments"]), "source_moments": sources}
@@ -457,7 +461,7 @@ def read_state(path: Path) -> dict[str, Any]:
         record = dict(json.loads(file.read_text(encoding="utf-8")))
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    wanted = {each.name for each in fields(RunState)} | {"config", "data", "num_processes"}
+    wanted = {each.name for each in fields(RunState)} | {"config", "data", "num_processes", "engine"}
     if odd := sorted(wanted ^ record.keys()):
         raise CheckpointError(
             f"{file}: {', '.join(odd)} {'is missing' if odd[0] in wanted else 'is unknown'}; the checkpoint was "
@@ -491,8 +495,44 @@ def _loaded(path: Path, name: str) -> Any:
         raise CheckpointError(f"{file} holds more than tensors and numbers, or is no file of torch's") from error
 
 
-def check_same_run(saved: dict[str, Any], config: dict[str, Any], path: Path) -> list[str]:
+def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig, dist: Dist, engine: str) -> str | None:
+    """What is no longer bitwise in a run that goes on elsewhere than its checkpoint was written, or None.
+
+    Args:
+        saved: the configuration that it was written with.
+        record: its ``read_state``.
+        engine: what spreads this run over its processes.
+    """
+    before, now = record["num_processes"], dist.num_processes
+    if (before, record["engine"]) == (now, engine):
+        return None
+    told = (
+        f"the checkpoint was written by {_processes(before, record['engine'])} and goes on with "
+        f"{_processes(now, engine)}: prompts, their order and the noise of answers are what they would have been, but "
+        "sums are added up in another order and so rounded otherwise, and what follows is not bitwise the same"
+    )
+    if now > before:
+        told += f". Reward functions that draw at random draw the same in process 0 and in those from {before} on"
+    at_once = (saved.answers_at_once(before), config.answers_at_once(now))
+    if at_once[0] != at_once[1] and config.ppo.num_mini_batches > 1:
+        told += (
+            f". Before, {at_once[0]} answers were trained on at once, and now {at_once[1]}, so that mini-batches hold "
+            f"other ones; they do not where train.micro_batch_size times the number of processes stays {at_once[0]}"
+        )
+    return told
+
+
+def _processes(count: int, engine: str) -> str:
+    return engine if count == 1 else f"{count} processes under {engine}"
+
+
+def check_same_run(
+    saved: dict[str, Any], config: dict[str, Any], path: Path, *, is_moved: bool = False
+) -> list[str]:
     """A line for every key that differs between a checkpoint's run and this one, and may.
+
+    Args:
+        is_moved: whether the run goes on with another number of processes.
 
     Raises:
         CheckpointError: keys differ that may not; names them, and those that may.
@@ -503,13 +543,14 @@ def check_same_run(saved: dict[str, Any], config: dict[str, Any], path: Path) ->
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     }
-    changed = [key for key in lines if key not in MAY_CHANGE and not SERVICE_MAY_CHANGE.fullmatch(key)]
+    may_change = MAY_CHANGE | MOVED_MAY_CHANGE if is_moved else MAY_CHANGE
+    changed = [key for key in lines if key not in may_change and not SERVICE_MAY_CHANGE.fullmatch(key)]
     if changed:
         differ = "".join(f"  {lines[key]}\n" for key in changed)
         raise CheckpointError(
             f"resume: {path} was made with another configuration:\n{differ}"
             f"Put these back, or start a new run in another output_dir. What may change: "
-            f"{', '.join(sorted(MAY_CHANGE))}, and where and how a reward service is asked"
+            f"{', '.join(sorted(may_change))}, and where and how a reward service is asked"
         )
     return [line for key, line in lines.items() if key not in ("resume", "overwrite_output_dir")]
 

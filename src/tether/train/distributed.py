@@ -216,6 +216,11 @@ class Dist:
 
 
 def _accelerator(timeout: float) -> Accelerator:
+    if uses_fsdp() and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise ConfigError(
+            f"fsdp_version: got {version}, wanted 2 in the configuration file of accelerate launch. "
+            "accelerate to-fsdp2 --config_file FILE --output_file NEW converts one"
+        )
     on_cpu, backend, plugin = not torch.accelerator.is_available() and launched_processes() > 1, {}, None
     if uses_deepspeed():
         from tether.train.engines.deepspeed import plugin_of_launch

@@ -49,6 +49,7 @@ from tether.train.checkpoint import (
     kept_whole,
     list_checkpoints,
     read_state,
+    told_of_move,
 )
 from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
@@ -164,9 +165,13 @@ def open_trainer(
     config = resolved(config)
     checkpoint = dist.by_main(lambda: find_checkpoint(config, tell=display.message))
     if checkpoint is not None:
-        saved = parse_config(read_state(checkpoint)["config"], RunConfig)
-        for change in check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint):
+        record = read_state(checkpoint)
+        saved, is_moved = parse_config(record["config"], RunConfig), record["num_processes"] != dist.num_processes
+        now = config.model_dump(mode="json")
+        for change in check_same_run(saved.model_dump(mode="json"), now, checkpoint, is_moved=is_moved):
             display.message(f"going on with another {change}")
+        if (told := told_of_move(saved, record, config, dist, build_engine(dist).name)) is not None:
+            display.message(told)
     data = dist.main_first(lambda: load_data(config))
     dist.each(lambda: check_data(config, data))
     if checkpoint is not None:

@@ -34,7 +34,7 @@ class FullySharded:
     """FSDP2 as the launcher's configuration asks for it.
 
     Raises:
-        ConfigError: it asks for version 1, or for something that a run decides.
+        ConfigError: it asks for something that the run's own configuration decides.
     """
 
     name = "FSDP2"
@@ -276,11 +276,6 @@ class Sharded:
 
 def _check(plugin: FullyShardedDataParallelPlugin) -> None:
     """Raises ``ConfigError`` for settings of the launcher's that do not fit a run."""
-    if plugin.fsdp_version != 2:
-        raise ConfigError(
-            f"fsdp_version: got {plugin.fsdp_version}, wanted 2 in the configuration file of accelerate launch. "
-            "accelerate to-fsdp2 --config_file FILE --output_file NEW converts one"
-        )
     if plugin.activation_checkpointing:
         raise ConfigError(
             "fsdp_activation_checkpointing: got true, wanted false in the configuration file of accelerate launch; set "

@@ -810,9 +810,8 @@ UPDATE = (
         ),
         (
             "gradients are clipped before all are there",
-            "self.engine.backward(total / normaliser.to(total), pass_.name, more=more)",
-            "self.engine.backward(total / normaliser.to(total), pass_.name, more=more), "
-            "[o.clip() for o in self.optimizers]",
+            "self.engine.backward(total / normaliser.to(total), pass_.name)",
+            "self.engine.backward(total / normaliser.to(total), pass_.name), [o.clip() for o in self.optimizers]",
         ),
         ("the value loss of a shared trunk has weight 1", "ppo.vf_coef if len(self.optimizers) == 1 else 1.0", "1.0"),
         (
@@ -923,7 +922,7 @@ UPDATE = (
         ("the step that goes too far is taken", "if stopped or is_bad:\n", "if is_bad:\n"),
         (
             "a step that is left out leaves its gradient behind",
-            "                    optimizer.skip()\n",
+            "                    self.engine.skip(optimizer)\n",
             "                    pass\n",
         ),
         ("steps that were left out are counted", "float(not (stopped or is_bad))", "1.0"),
@@ -939,7 +938,7 @@ UPDATE = (
     ),
     *in_file(
         "train/update.py",
-        ("the critic's warm-up trains the trunk", "parameter.grad = None  # of", "pass  # of"),
+        ("the critic's warm-up trains the trunk", "self.engine.forget(self.roles", "list(self.roles"),
         (
             "the critic warms up one update too long",
             "= step < config.value.warmup_steps",
@@ -954,7 +953,7 @@ UPDATE = (
     ),
     *in_file(
         "train/update.py",
-        ("the SFT loss has no coefficient", "self.engine.backward(ppo.ptx_coef * loss", "self.engine.backward(loss"),
+        ("the SFT loss has no coefficient", "backward(self.config.ppo.ptx_coef * loss", "backward(loss"),
         ("demonstrations are unlearned", "loss = -algo.masked_sum(out.logprobs", "loss = algo.masked_sum(out.logprobs"),
         (
             "demonstrations are read at the sampling temperature",

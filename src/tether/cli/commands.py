@@ -51,12 +51,15 @@ def ppo(arguments: Sequence[str]) -> int:
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Show what a run would do, train nothing: tether plan RUN.yaml"""
+    """Show what a run would do, train nothing: tether plan RUN.yaml [--processes=N]"""
     from tether.config.schema import RunConfig
 
     if _wants_help(arguments):
         return _config_help("tether plan", RunConfig)
-    file, overrides = run_arguments("tether plan", arguments)
+    parser = argparse.ArgumentParser("tether plan", add_help=False, allow_abbrev=False)
+    parser.add_argument("--processes", type=_positive, default=1, metavar="N")
+    options, rest = parser.parse_known_args(arguments)
+    file, overrides = run_arguments("tether plan", rest)
 
     from tether.compat.load import load_any
 
@@ -69,7 +72,7 @@ def plan(arguments: Sequence[str]) -> int:
 
     with RunDisplay() as display:
         announce(translation, display)
-        show_plan(plan_of(config), display)
+        show_plan(plan_of(config, options.processes), display)
     return 0
 
 

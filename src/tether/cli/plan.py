@@ -17,7 +17,12 @@ def show_plan(plan: Plan, display: Display) -> None:
         numbers = [f"{role.parameters:,}", f"{role.trainable:,}", role.dtype, size(role.weight_bytes)]
         rows.append([role.role, role.source, *numbers, role.sharing])
     display.table("roles, and the parameters that each adds and trains", header, rows)
-    display.table("peak memory, estimated", ["phase", "memory"], [[k, size(v)] for k, v in plan.memory.items()])
+    if not plan.engines:
+        display.table("peak memory, estimated", ["phase", "memory"], [[k, size(v)] for k, v in plan.memory.items()])
+        return
+    header = ["phase", "one process", *plan.engines]
+    rows = [[k, size(v), *[size(each[k]) for each in plan.engines.values()]] for k, v in plan.memory.items()]
+    display.table("peak memory of each process, estimated, by engine", header, rows)
 
 
 def size(num_bytes: int) -> str:

@@ -80,6 +80,19 @@ def check(config: RunConfig) -> None:
             check_classifier(config.value.init, "value.init")
 
 
+def check_batches(config: RunConfig, num_processes: int) -> None:
+    """Raises ``ConfigError`` if the batches cannot be divided over the processes."""
+    rollout = config.train.rollout_batch_size
+    if rollout < num_processes:
+        raise ConfigError(
+            f"train.rollout_batch_size: got {rollout}, wanted at least one answer for each of {num_processes} processes"
+        )
+    try:
+        config.answers_at_once(num_processes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def resolved(config: RunConfig) -> RunConfig:
     """The configuration with the defaults filled in that depend on this machine."""
     return config.resolved(bf16=bf16_supported("cuda" if torch.cuda.is_available() else "cpu"))

@@ -46,7 +46,7 @@ from tether.models.layers import parameters_above
 from tether.models.loading import load_config
 from tether.models.paths import adapter_base, is_adapter
 from tether.models.roles import critic_source
-from tether.train.inputs import check, check_data, load_data, resolved
+from tether.train.inputs import check, check_batches, check_data, load_data, resolved
 from tether.train.optim import MOMENT_BYTES
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
@@ -57,6 +57,27 @@ section 3, https://arxiv.org/abs/2305.14314"""
 ACTIVATION_FACTOR = 34
 """Bytes kept for backward by one transformer layer, for each token and hidden unit, with 16-bit activations and a fused
 attention kernel. Source: Korthikanti et al. 2022, eq. 1 without its attention term, https://arxiv.org/abs/2205.05198"""
+
+
+@dataclass(frozen=True)
+class Spreading:
+    """Which of its weights, gradients and optimizer states a process has 1 part of, with n processes n-th parts."""
+
+    weights: bool = False
+    gradients: bool = False
+    moments: bool = False
+    copy_bytes: int = 0
+    """Bytes of a further number for each trained one: of DDP's buckets whole, of ZeRO's own copy an n-th part."""
+
+
+ENGINES = {
+    "DDP": Spreading(copy_bytes=4),
+    "ZeRO-1": Spreading(moments=True, copy_bytes=4),
+    "ZeRO-2": Spreading(gradients=True, moments=True, copy_bytes=4),
+    "ZeRO-3": Spreading(weights=True, gradients=True, moments=True, copy_bytes=4),
+    "FSDP2": Spreading(weights=True, gradients=True, moments=True),
+}
+"""Engines of several processes, by what each spreads."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +92,8 @@ class RolePlan:
     dtype: str
     sharing: str
     weight_bytes: int
+    is_judge: bool = False
+    """Whether it is a reward model with weights of its own, which no engine spreads."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +107,22 @@ class Plan:
     num_updates: int
     roles: list[RolePlan]
     memory: dict[str, int]
-    """Estimated peak bytes of each phase."""
+    """Estimated peak bytes of each phase, in one process."""
+    engines: dict[str, dict[str, int]]
+    """The same of each of several processes, by engine; empty for one."""
 
 
-def plan(config: RunConfig) -> Plan:
+def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     """Works out a run. Reads tokenizer, prompts and model configurations; loads no weights and writes nothing.
+
+    Args:
+        num_processes: that the run would be launched in.
 
     Raises:
         ConfigError, DataError, ModelError: whatever would stop the run before its models load.
     """
     check(config)
+    check_batches(config, num_processes)
     config = resolved(config)
     data = load_data(config)
     check_data(config, data)
@@ -110,12 +139,17 @@ def plan(config: RunConfig) -> Plan:
             "optimizer steps",
             f"{updates * epochs * minis} ({epochs} epochs × {minis} mini-batches of {config.mini_batch_size})",
         ),
-        ("micro-batches", _micro_batches(config)),
+        ("micro-batches", _micro_batches(config, num_processes)),
     ]
     roles = plan_roles(config, data.tokenizer)
     shape = model_config(config.model.path, config)
     memory = estimate_memory(config, roles, shape, longest)
-    return Plan(dump_config(config), arithmetic, updates, roles, memory)
+    engines = {} if num_processes == 1 else ENGINES
+    each = {
+        name: estimate_memory(config, roles, shape, longest, num_processes, spreading)
+        for name, spreading in engines.items()
+    }
+    return Plan(dump_config(config), arithmetic, updates, roles, memory, each)
 
 
 def _each(config: RunConfig) -> str:
@@ -124,11 +158,12 @@ def _each(config: RunConfig) -> str:
     return "" if answers == 1 else f" ({config.prompts_per_update} prompts × {answers})"
 
 
-def _micro_batches(config: RunConfig) -> str:
-    train = config.train
+def _micro_batches(config: RunConfig, num_processes: int) -> str:
+    train, each = config.train, "" if num_processes == 1 else f" in each of {num_processes} processes"
     if train.max_tokens_per_micro_batch is not None:
-        return f"of at most {train.max_tokens_per_micro_batch} tokens"
-    return f"{train.rollout_batch_size // train.micro_batch_size} of {train.micro_batch_size} answers"
+        return f"of at most {train.max_tokens_per_micro_batch} tokens{each}"
+    at_once = config.answers_at_once(num_processes)
+    return f"{train.rollout_batch_size // at_once} of {-(-at_once // num_processes)} answers{each}"
 
 
 def model_config(path: str, config: RunConfig) -> PreTrainedConfig:
@@ -222,7 +257,8 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
             saved = getattr(of, "dtype", None) or torch.float32
             dtype = saved if reward.dtype == "auto" else getattr(torch, reward.dtype)
             role = _frozen(label, reward.path, judge, dtype, "own weights", reward.quantization)
-            return replace(role, parameters=role.parameters + (state_size(judge) if is_beside else 0))
+            size = role.parameters + (state_size(judge) if is_beside else 0)
+            return replace(role, parameters=size, is_judge=True)
 
 
 def _adapter_size(config: RunConfig, base: PreTrainedModel) -> int:
@@ -243,19 +279,40 @@ def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:
 
 
 def estimate_memory(
-    config: RunConfig, roles: list[RolePlan], shape: PreTrainedConfig, longest: int
+    config: RunConfig,
+    roles: list[RolePlan],
+    shape: PreTrainedConfig,
+    longest: int,
+    num_processes: int = 1,
+    spreading: Spreading | None = None,
 ) -> dict[str, int]:
-    """Estimated peak bytes while answering, scoring and updating, for queries of at most ``longest`` tokens."""
+    """Estimated peak bytes while answering, scoring and updating, for queries of at most ``longest`` tokens.
+
+    Args:
+        num_processes: of which one is estimated.
+        spreading: what an engine spreads over them. Judges with models of their own stay whole.
+    """
+    spreading = spreading or Spreading()
+
+    def part(num_bytes: int, is_spread: bool) -> int:
+        return -(-num_bytes // num_processes) if is_spread else num_bytes
+
     text = shape.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = longest + config.sampling.response_length
     unit = 2 if config.train.bf16 else 4
-    weights = sum(role.weight_bytes for role in roles)
+    judges = sum(role.weight_bytes for role in roles if role.is_judge)
+    spread = sum(role.weight_bytes for role in roles) - judges
+    weights = judges + part(spread, spreading.weights)
     trainable = sum(role.trainable for role in roles)
     averaged = sum(role.trainable for role in roles if role.role == "policy") if config.train.ema_decay else 0
-    kept = weights + int(MOMENT_BYTES[config.train.optim] * trainable) + AVERAGE_BYTES * averaged
-    rows = min(config.sampling.batch_size, config.train.rollout_batch_size)
+    moments = part(int(MOMENT_BYTES[config.train.optim] * trainable), spreading.moments)
+    copies = part(spreading.copy_bytes * trainable, spreading.moments)
+    kept = weights + moments + copies + part(AVERAGE_BYTES * averaged, spreading.weights)
+    answers = sum(role.weight_bytes for role in roles if role.role in ("policy", "base"))
+    gathered = answers if spreading.weights and config.train.ds3_gather_for_generation else 0
+    rows = min(config.sampling.batch_size, -(-config.train.rollout_batch_size // num_processes))
     tokens = config.train.max_tokens_per_micro_batch or config.train.micro_batch_size * width
     cache = rows * width * text.num_hidden_layers * 2 * heads * head_dim * unit
     chunk = 3 * LOGITS_AT_ONCE * 4
@@ -264,9 +321,9 @@ def estimate_memory(
     one_layer = tokens * text.hidden_size * ACTIVATION_FACTOR * unit // 2
     return {
         "weights and optimizer": kept,
-        "rollout": kept + cache + rows * text.vocab_size * 4 * 3,
+        "rollout": kept + gathered + cache + rows * text.vocab_size * 4 * 3,
         "log-probabilities and values": kept + one_layer + chunk,
-        "update": kept + GRAD_BYTES * trainable + activations + chunk,
+        "update": kept + part(GRAD_BYTES * trainable, spreading.gradients) + activations + chunk,
     }
 
 

@@ -57,7 +57,17 @@ from tether.train.distributed import Dist
 from tether.train.engines.build import build_engine
 from tether.train.guard import BAD_BATCHES
 from tether.train.hub import open_repository, push
-from tether.train.inputs import RunData, check, check_data, first_answer, load_data, model_paths, resolved, tell_data
+from tether.train.inputs import (
+    RunData,
+    check,
+    check_batches,
+    check_data,
+    first_answer,
+    load_data,
+    model_paths,
+    resolved,
+    tell_data,
+)
 from tether.train.log import METRICS, SAMPLES, RunLog
 from tether.train.parts import Parts
 from tether.train.process_log import ProcessLog
@@ -206,15 +216,7 @@ def open_trainer(
 
 def check_processes(config: RunConfig, dist: Dist) -> None:
     """Raises ``ConfigError`` if the batches cannot be divided over the processes, or their engine cannot do the run."""
-    count, rollout = dist.num_processes, config.train.rollout_batch_size
-    if rollout < count:
-        raise ConfigError(
-            f"train.rollout_batch_size: got {rollout}, wanted at least one answer for each of {count} processes"
-        )
-    try:
-        config.answers_at_once(count)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    check_batches(config, dist.num_processes)
     build_engine(dist).check(config)
 
 

@@ -178,7 +178,8 @@ def open_trainer(
         record = read_state(checkpoint)
         saved, is_moved = parse_config(record["config"], RunConfig), record["num_processes"] != dist.num_processes
         now = config.model_dump(mode="json")
-        for change in check_same_run(saved.model_dump(mode="json"), now, checkpoint, is_moved=is_moved):
+        before = saved.model_dump(mode="json")
+        for change in dist.each(lambda: check_same_run(before, now, checkpoint, is_moved=is_moved)):
             display.message(f"going on with another {change}")
         if (told := told_of_move(saved, record, config, dist, build_engine(dist).name)) is not None:
             display.message(told)
@@ -186,7 +187,8 @@ def open_trainer(
     dist.each(lambda: check_data(config, data))
     if checkpoint is not None:
         held_out, models = data.eval_prompts.prompts if data.eval_prompts else [], model_paths(config)
-        check_same_data(fingerprints(data.prompts.prompts, held_out, data.demonstrations, models), checkpoint)
+        read = fingerprints(data.prompts.prompts, held_out, data.demonstrations, models)
+        dist.each(lambda: check_same_data(read, checkpoint))
     tell_data(config, data, display)
     dist.by_main(lambda: try_outside(config, data, with_services=rewards is None))
     with ExitStack() as stack:

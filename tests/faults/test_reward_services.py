@@ -166,6 +166,35 @@ def test_50_a_signal_while_a_service_hangs_ends_the_run_at_once_with_its_state_s
     assert_same_weights(weights(config.output_dir), weights(usual.output_dir))
 
 
+SLOW = """
+import os, signal, time
+calls = 0
+def letters(prompts, completions, **columns):
+    global calls
+    calls += 1
+    if calls == 2 and os.environ.get("STOP") == "yes":
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        except Exception:
+            pass
+    return [len(text) / 10 for text in completions]
+"""
+
+
+def test_50_a_signal_in_a_slow_reward_function_is_not_caught_by_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("STOP", "yes")
+    config, usual = (tiny_run(tmp_path, output_dir=str(tmp_path / name)) for name in ("out", "usual"))
+    (tmp_path / "rewards.py").write_text(SLOW)
+    start = time.monotonic()
+    assert train_policy(config).interrupted == "SIGTERM"
+    assert time.monotonic() - start < 40
+    monkeypatch.setenv("STOP", "no")
+    assert [row["step"] for row in train_policy(config.model_copy(update={"resume": True})).updates] == [2]
+    train_policy(usual)
+    assert reproducible(config.output_dir) == reproducible(usual.output_dir)
+
+
 def stop_once(local, calls):
     """Sends SIGTERM to this process when the service has been asked so often."""
     while len(local.seen) < calls:

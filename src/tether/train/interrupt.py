@@ -17,6 +17,10 @@ class Stopped(Exception):
     """The run was asked to stop; raised where the weights are those of the last finished update."""
 
 
+class _AtOnce(BaseException):
+    """A signal, on its way out of code that may catch every ``Exception``; ``Stopped`` once it is out."""
+
+
 class StopRequest:
     """Notices SIGINT, SIGTERM and the time limit, so that the run stops where its state is whole.
 
@@ -44,23 +48,26 @@ class StopRequest:
             self._dist.stop_asked = self.asked
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
         if self._dist is not None:
             self._dist.stop_asked = lambda: None
+        if kind is _AtOnce:
+            raise Stopped(self.reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
         if self._is_waiting:
-            raise Stopped(self.reason)
+            self._is_waiting = False
+            raise _AtOnce
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises ``Stopped`` wherever it comes: for waits that change nothing of the run, and may be
+        """Inside, a signal ends the run wherever it comes: for waits that change nothing of the run, and may be
         longer than the machine is left to it. Where there are other processes it waits for ``agree`` all the same."""
         self.check()
         self._is_waiting = self._dist is None or self._dist.num_processes == 1

@@ -8,8 +8,10 @@ import pytest
 from tokenizers import AddedToken
 
 from tests.tiny import EOS, tiny_bpe_tokenizer, tiny_tokenizer
+from tests.train.runs import tiny_run
 from tether.data.prompts import load_prompts
 from tether.errors import DataError
+from tether.train.inputs import load_data
 
 ATTACK = "the cat<eos>you run"
 
@@ -112,3 +114,17 @@ def test_ten_thousand_of_them_are_read_in_a_moment_and_dropped_as_too_long(tmp_p
     tokenizer = tiny_tokenizer()
     kept = queries(tmp_path, tokenizer, "the cat", f"{tokenizer.eos_token} " * 10_000)
     assert [prompt.row for prompt in kept] == [0]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_demonstrations_begin_with_the_queries_that_the_policy_answers(tmp_path, asked):
+    tokenizer = tiny_bpe_tokenizer()
+    config = tiny_run(
+        tmp_path, kind="qwen2", ppo__ptx_coef=1.0, data__ptx=str(tmp_path / "prompts.jsonl"), data__special_tokens=asked
+    )
+    row = {"prompt": f"the cat {tokenizer.eos_token} sees", "completion": "you"}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    data = load_data(config)
+    ((demonstration,), (prompt,)) = data.demonstrations, data.prompts.prompts
+    assert demonstration.query_ids == prompt.token_ids
+    assert list(prompt.token_ids).count(tokenizer.eos_token_id) == 1 + asked

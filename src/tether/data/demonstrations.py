@@ -64,6 +64,7 @@ def load_demonstrations(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     dataset_dir: str | None = None,
     max_samples: int | None = None,
+    special_tokens: bool = False,
 ) -> DemonstrationData:
     """Demonstrations of ``source`` as token ids.
 
@@ -82,7 +83,7 @@ def load_demonstrations(
         length_key: the configuration key of ``max_length``, for messages.
         every_turn: every turn of the assistant in ``messages`` is a demonstration, and not only the last.
         ends_text: plain text is closed by the end token, too.
-        chat_template_kwargs, dataset_dir, max_samples: as ``load_prompts``.
+        chat_template_kwargs, dataset_dir, max_samples, special_tokens: as ``load_prompts``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or answers for a tokenizer without an end token.
@@ -116,6 +117,7 @@ def load_demonstrations(
             system_prompt,
             [places[i] for i in numbers],
             [arguments[i] for i in numbers],
+            special_tokens=special_tokens,
         )
         leads = answer_leads(prompts, tokenizer, chat_template)
         answers = encoded_answers([answer for _, _, answer in split_rows], leads, tokenizer, closing_id)

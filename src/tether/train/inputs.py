@@ -148,6 +148,7 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
         max_length=data.max_ptx_length,
         end_ids=stop_token_ids(tokenizer, generation, "eos"),
         key="data.ptx",
+        special_tokens=data.special_tokens,
         **data.chat,
         **data.origin,
     )

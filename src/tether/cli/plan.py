@@ -29,4 +29,5 @@ def size(num_bytes: int) -> str:
     """Bytes for people: ``512 MiB``."""
     units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
     power = min((max(num_bytes, 1).bit_length() - 1) // 10, len(units) - 1)
-    return f"{num_bytes / 1024**power:.3g} {units[power]}" if power else f"{num_bytes} bytes"
+    number = num_bytes / 1024**power
+    return f"{number:{'.0f' if number >= 1000 else '.3g'}} {units[power]}" if power else f"{num_bytes} bytes"

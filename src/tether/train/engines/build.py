@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tether.train.distributed import Dist, uses_deepspeed, uses_fsdp
 from tether.train.engines.base import Engine
 from tether.train.engines.deepspeed import Zero
@@ -17,8 +19,6 @@ def build_engine(dist: Dist) -> Engine:
     """
     if uses_deepspeed():
         return Zero(dist)
-    if dist.num_processes == 1:
-        return Alone()
-    if uses_fsdp():
+    if uses_fsdp() and torch.distributed.is_initialized():
         return FullySharded(dist)
-    return Replicated(dist)
+    return Replicated(dist) if dist.num_processes > 1 else Alone()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, disable_fsdp_ram_efficient_loading
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,7 +43,7 @@ class FullySharded:
 
     def __init__(self, dist: Dist) -> None:
         plugin = FullyShardedDataParallelPlugin()  # what the launcher said
-        _check(plugin)
+        _check(plugin, dist.accelerator.parallelism_config)
         disable_fsdp_ram_efficient_loading()  # heads and adapters are made of the weights, in every process alike
         self._dist = dist
         self._reshards = plugin.reshard_after_forward
@@ -62,6 +63,11 @@ class FullySharded:
             raise ConfigError(
                 "train.optim: got adamw_8bit, wanted adamw_torch_fused or adamw_torch under FSDP: moments in 8 bits "
                 "cannot be spread. FSDP divides their memory by the number of processes"
+            )
+        if config.sampling.cache_implementation == "static" and not config.train.ds3_gather_for_generation:
+            raise ConfigError(
+                "sampling.cache_implementation: got static, wanted dynamic with train.ds3_gather_for_generation false: "
+                "a forward that waits for other processes at each layer is not compiled"
             )
 
     # Taking over
@@ -121,13 +127,17 @@ class FullySharded:
         return float(norm)
 
     def skip(self, optimizer: PassOptimizer) -> None:
-        """As the optimizer does it."""
+        """As the optimizer does it, and frees what was gathered for a backward that did not come."""
         optimizer.skip()
+        self._begin_anew()
 
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
         """Forgets the gradients, and frees what was gathered for a backward that did not come."""
         for optimizer in optimizers:
             optimizer.optimizer.zero_grad(set_to_none=True)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         for model in self._models:
             model.begin_anew()
 
@@ -225,6 +235,7 @@ class Sharded:
         num_processes: int,
     ) -> None:
         self._hosted, self._reshards, self._num_processes = Hosted(model, *heads), reshards, num_processes
+        self._device = torch.device(mesh.device_type)
         self._names = {id(parameter): name for name, parameter in self._hosted.named_parameters()}
         options = {"mesh": mesh, "offload_policy": policy}
         for unit in (*reversed(_separate_layers(model)), *heads, self._hosted):
@@ -242,7 +253,11 @@ class Sharded:
 
     def __call__(self, compute: Callable[[], Any]) -> Any:
         """What ``compute`` returns, its layers' weights gathered as they are reached."""
-        with all_together("a forward", self._num_processes):
+        kind = self._device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        # A cast that autocast keeps would outlive the weights that it was made of.
+        without_cache = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+        with all_together("a forward", self._num_processes), without_cache:
             result = self._hosted(compute)
         if not torch.is_grad_enabled():
             self.begin_anew()
@@ -274,8 +289,15 @@ class Sharded:
         self._hosted.reset_iter_state()
 
 
-def _check(plugin: FullyShardedDataParallelPlugin) -> None:
+def _check(plugin: FullyShardedDataParallelPlugin, parallelism: ParallelismConfig | None) -> None:
     """Raises ``ConfigError`` for settings of the launcher's that do not fit a run."""
+    if parallelism is not None:
+        for name in ("dp_replicate_size", "tp_size", "cp_size", "sp_size"):
+            if (size := getattr(parallelism, name, 1)) not in (None, 1):
+                raise ConfigError(
+                    f"parallelism_config_{name}: got {size}, wanted 1 in the configuration file of accelerate launch: "
+                    "weights are spread over all processes, and every process trains on whole answers"
+                )
     if plugin.activation_checkpointing:
         raise ConfigError(
             "fsdp_activation_checkpointing: got true, wanted false in the configuration file of accelerate launch; set "

@@ -128,6 +128,8 @@ class Zero:
 
     def prepare(self, optimizers: list[PassOptimizer]) -> None:
         """Makes an engine of the models that an optimizer trains, or several that share one."""
+        if self._units:  # a caller of ours has made them before the trainer that is given them
+            return
         by_model = _by_model(self._roles.all)
         for together in _sharing(optimizers, self._roles.all):
             ids = {id(p) for optimizer in together for p in optimizer.parameters}
@@ -143,10 +145,6 @@ class Zero:
         import deepspeed
 
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._filled(module))
-        if self.spreads_weights:
-            small = _keeper(engine).persistent_parameters
-            if small:
-                small[0].all_gather(small)  # from now on they are whole everywhere
         return engine
 
     def _filled(self, module: nn.Module) -> dict[str, Any]:
@@ -205,7 +203,7 @@ class Zero:
         import deepspeed
 
         engine = self._policy_engine
-        spread = [p for p in engine.module.parameters() if not _is_here(p)]
+        spread = [p for p in engine.module.parameters() if not _is_gathered(p)]
         with ExitStack() as stack:
             with all_together("the gathering of the policy's weights", self._dist.num_processes):
                 stack.enter_context(_quiet(engine))
@@ -229,14 +227,17 @@ class Zero:
     # Weights and states as one process has them
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """The piece that this process keeps; all of a parameter that is whole everywhere."""
-        return parameter.detach() if _is_here(parameter) else parameter.ds_tensor.data
+        """The piece that this process keeps. What DeepSpeed has left gathered of it is freed: it might become stale."""
+        if not _is_spread(parameter):
+            return parameter.detach()
+        if _is_gathered(parameter):
+            parameter.partition()
+        return parameter.ds_tensor.data
 
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """What belongs to the piece that this process keeps, filled up by zeros."""
-        return full if _is_here(parameter) else self._piece(parameter, full)
-
-    def _piece(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        if not _is_spread(parameter):
+            return full
         size = parameter.ds_tensor.numel()
         filled = full.new_zeros(size * self._dist.num_processes)
         filled[: full.numel()] = full.flatten()
@@ -248,10 +249,7 @@ class Zero:
         from deepspeed.utils import safe_set_full_fp32_param
 
         safe_set_full_fp32_param(parameter, full)
-        if _is_spread(parameter):
-            parameter.ds_tensor.data.copy_(self._piece(parameter, full))
-        if _is_here(parameter):
-            parameter.data.copy_(full)
+        self.part(parameter).copy_(self.cut(parameter, full))
 
     def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Gathers one after the other, and keeps them in the main process."""
@@ -266,7 +264,7 @@ class Zero:
         return whole
 
     def _put_together(self, x: Tensor, part: Tensor) -> Tensor:
-        if _is_here(x):
+        if not _is_spread(x):
             return part
         pieces = self._dist.accelerator.gather(part.to(self._dist.device))
         return pieces[: x.ds_numel].view(x.ds_shape)
@@ -532,9 +530,9 @@ def _is_spread(x: Tensor) -> bool:
     return hasattr(x, "ds_id")
 
 
-def _is_here(x: Tensor) -> bool:
-    """Whether all of a parameter is here, as it always is where ZeRO-3 has not taken it over, or it is small."""
-    return not _is_spread(x) or x.ds_persist
+def _is_gathered(x: nn.Parameter) -> bool:
+    """Whether DeepSpeed has a spread parameter together, as it leaves small ones."""
+    return x.ds_status.name == "AVAILABLE"
 
 
 def _keeper(engine: Any) -> Any:

@@ -39,7 +39,8 @@ def forwards_in_step(
     def end(*call: Any) -> None:
         after()
 
-    first, last = policy.register_forward_pre_hook(begin), policy.register_forward_hook(end)
+    first = policy.register_forward_pre_hook(begin, prepend=True)  # engines have hooks there that are to come after it
+    last = policy.register_forward_hook(end)
     try:
         yield
     finally:

@@ -234,7 +234,9 @@ def _accelerator(timeout: float) -> Accelerator:
         mixed_precision="no",  # forwards run under the roles' own autocast
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout), **backend),
-            DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True),
+            DistributedDataParallelKwargs(
+                broadcast_buffers=False, find_unused_parameters=True, gradient_as_bucket_view=True
+            ),
         ],
     )
 

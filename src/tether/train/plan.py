@@ -67,11 +67,11 @@ class Spreading:
     gradients: bool = False
     moments: bool = False
     copy_bytes: int = 0
-    """Bytes of a further number for each trained one: of DDP's buckets whole, of ZeRO's own copy an n-th part."""
+    """Bytes of ZeRO's own copy of each trained number, of which a process has an n-th part."""
 
 
 ENGINES = {
-    "DDP": Spreading(copy_bytes=4),
+    "DDP": Spreading(),
     "ZeRO-1": Spreading(moments=True, copy_bytes=4),
     "ZeRO-2": Spreading(gradients=True, moments=True, copy_bytes=4),
     "ZeRO-3": Spreading(weights=True, gradients=True, moments=True, copy_bytes=4),
@@ -308,7 +308,7 @@ def estimate_memory(
     trainable = sum(role.trainable for role in roles)
     averaged = sum(role.trainable for role in roles if role.role == "policy") if config.train.ema_decay else 0
     moments = part(int(MOMENT_BYTES[config.train.optim] * trainable), spreading.moments)
-    copies = part(spreading.copy_bytes * trainable, spreading.moments)
+    copies = part(spreading.copy_bytes * trainable, True)
     kept = weights + moments + copies + part(AVERAGE_BYTES * averaged, spreading.weights)
     answers = sum(role.weight_bytes for role in roles if role.role in ("policy", "base"))
     gathered = answers if spreading.weights and config.train.ds3_gather_for_generation else 0

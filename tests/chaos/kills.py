@@ -25,12 +25,12 @@ from tether.config.schema import RunConfig
 from tether.metrics.writers import JsonlWriter, read_jsonl
 from tether.models import saving
 from tether.train import checkpoint, evaluate, run, trainer
-from tether.train.distributed import Dist
+from tether.train.engines.replicated import Alone
 from tether.train.optim import PassOptimizer
 
 PLACES: dict[str, tuple[tuple[Any, str], ...]] = {
     "rollout": ((trainer, "answer"), (trainer.PPOTrainer, "score"), (trainer.PPOTrainer, "outputs")),
-    "update": ((Dist, "backward"), (PassOptimizer, "step")),
+    "update": ((Alone, "backward"), (PassOptimizer, "step")),
     "save": ((saving, "_sha256"), (saving, "_sync"), (checkpoint, "save_file"), (checkpoint.Checkpoints, "_drop_old")),
     "end": ((run, "save_final"), (run, "write_norms"), (run, "write_report")),
     "evaluation": ((evaluate, "answer"), (evaluate, "judge"), (evaluate, "sequence_kl")),

@@ -38,6 +38,7 @@ def test_a_little_chaos():
 def test_the_long_version_has_the_numbers_that_are_promised():
     assert COUNTS == {"kills": 100, "calls": 1000, "parsed": 10_000, "trained": 300}
     assert len(CELLS) >= 8 and len(PLACES) >= 6
+    assert all(callable(getattr(owner, name)) for functions in PLACES.values() for owner, name in functions)
 
 
 def test_what_differs_fails():

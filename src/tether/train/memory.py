@@ -47,12 +47,12 @@ def dry_step(
     if dist.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(dist.device)
     update = one_update(answers, Metrics(), step=config.value.warmup_steps)  # the first in which everything trains
+    each, engine = MOMENT_BYTES[config.train.optim], parts.engine
     moments = [
-        torch.empty(int(MOMENT_BYTES[config.train.optim] * part.numel()), dtype=torch.uint8, device=part.device)
+        torch.empty(int(each * engine.num_stepped(p)), dtype=torch.uint8, device=engine.part(p).device)
         for optimizer in update.optimizers
         for p in optimizer.parameters
         if p not in optimizer.optimizer.state
-        for part in (parts.engine.part(p),)
     ]
     try:
         with torch.no_grad(), parts.roles.fetched():

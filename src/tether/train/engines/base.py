@@ -129,6 +129,10 @@ class Engine(Protocol):
         """What of a parameter is kept here; what is written into it is in the parameter."""
         ...
 
+    def num_stepped(self, parameter: nn.Parameter) -> int:
+        """How many numbers of a parameter the optimizer of this process steps, and has moments of."""
+        ...
+
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """What of a tensor of the parameter's full size belongs to its part here."""
         ...

@@ -234,6 +234,10 @@ class Zero:
             parameter.partition()
         return parameter.ds_tensor.data
 
+    def num_stepped(self, parameter: nn.Parameter) -> int:
+        """An equal share of them."""
+        return -(-_shape(parameter).numel() // self._dist.num_processes)
+
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """What belongs to the piece that this process keeps, filled up by zeros."""
         if not _is_spread(parameter):

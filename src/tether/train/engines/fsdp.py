@@ -171,6 +171,10 @@ class FullySharded:
         """Some of its rows."""
         return _local(parameter.detach())
 
+    def num_stepped(self, parameter: nn.Parameter) -> int:
+        """Those that are kept here."""
+        return self.part(parameter).numel()
+
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """The same rows of ``full``."""
         return _local(_spread(full, parameter)).to(self.part(parameter).device)

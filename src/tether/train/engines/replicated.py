@@ -74,6 +74,10 @@ class Alone:
         """All of it."""
         return parameter.detach()
 
+    def num_stepped(self, parameter: nn.Parameter) -> int:
+        """All of them."""
+        return parameter.numel()
+
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """All of it."""
         return full

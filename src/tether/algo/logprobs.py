@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tether.algo.masking import wide
 
-LOGITS_AT_ONCE = 2**24
-"""Logits of a chunk that are few enough for memory, 64 MiB, and enough for products of matrices to be fast."""
+LOGITS_AT_ONCE = 2**23
+"""Logits of a chunk that are few enough for memory, 32 MiB, and enough for products of matrices to be fast."""
 
 
 def logprobs_from_logits(

@@ -394,6 +394,10 @@ class TrainConfig(Section):
     """bfloat16 autocast of all forwards. Left out: on where the hardware has it."""
     gradient_checkpointing: bool = False
     """Recompute activations in the update to save memory; never on while answers are generated."""
+    compile: bool = False
+    """Run the layers of policy, reference and critic through torch.compile in scoring and in the update, not while
+    answers are decoded. The first passes wait for it; log-probabilities of the two differ by rounding then, so that
+    the first ratio is 1 only nearly."""
     offload_idle_roles: bool = False
     """Keep frozen models of their own (the reference of full fine-tuning, reward models) on the CPU while nobody uses
     them. Critic and policy stay: their gradients and moments, three times their size, do too. On the CPU nothing

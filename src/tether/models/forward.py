@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.algo.logprobs import LOGITS_AT_ONCE, logprobs_from_logits, selected_logprobs
+from tether.models.compiled import compiled_layers
 from tether.models.heads import ScalarHead
 from tether.types import MicroBatch
 
@@ -135,7 +136,8 @@ def _hidden_states(
     position_ids: Int[Tensor, "M T"],
 ) -> Float[Tensor, "M T D"]:
     """The trunk's last hidden states."""
-    return backbone(**_inputs(backbone, ids, mask, position_ids)).last_hidden_state
+    with compiled_layers(backbone):
+        return backbone(**_inputs(backbone, ids, mask, position_ids)).last_hidden_state
 
 
 def _inputs(model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor) -> dict[str, Tensor | bool]:
@@ -170,7 +172,8 @@ def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[T
     try:
         inputs = _inputs(model, batch.token_ids, batch.attention_mask, batch.position_ids)
         kept = torch.arange(-batch.response_mask.shape[1] - 1, 0)  # an index gives the head a contiguous input
-        logits = model(**inputs, logits_to_keep=kept).logits
+        with compiled_layers(model.base_model):
+            logits = model(**inputs, logits_to_keep=kept).logits
     finally:
         handle.remove()
     return _before_response(seen[0], batch), _before_response(logits, batch)

@@ -8,6 +8,7 @@ unused. oneDNN, which torch has on board as well and multiplies bfloat16 with, u
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class QuickLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] → [..., N]."""
+        if torch.compiler.is_compiling():
+            return _compilable(input, self.weight, self.bias)
         if not _is_ours(input, self.weight):
             return super().forward(input)
         if torch.is_grad_enabled():
@@ -48,16 +51,22 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        of_x = of_weight = of_bias = None
-        if weight is not None:
-            of_x = product(grad, weight.t())
-        if x is not None:
-            of_weight = product(rows.t(), x.reshape(-1, x.shape[-1]).t())
-        if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(dim=0)
-        return of_x, of_weight, of_bias
+        return _gradients(ctx, grad, product)
+
+
+def _gradients(
+    ctx: Any, grad: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    rows = grad.reshape(-1, grad.shape[-1])
+    of_x = of_weight = of_bias = None
+    if weight is not None:
+        of_x = multiply(grad, weight.t())
+    if x is not None:
+        of_weight = multiply(rows.t(), x.reshape(-1, x.shape[-1]).t())
+    if ctx.needs_input_grad[2]:
+        of_bias = rows.sum(dim=0)
+    return of_x, of_weight, of_bias
 
 
 def with_quick_products(model: nn.Module) -> nn.Module:
@@ -103,8 +112,38 @@ def _is_ours(x: Tensor, weight: Tensor) -> bool:
         and x.numel() * len(weight) >= LEAST
         and torch.backends.mkldnn.enabled
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
+
+
+@torch.library.custom_op("tether::product", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+def _opaque(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``product`` as one operator that torch.compile leaves as it is."""
+    return product(x, weight, bias)
+
+
+@_opaque.register_fake
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+
+
+def _differentiated(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return _gradients(ctx, grad, lambda x, weight: _opaque(x, weight, None))
+
+
+_opaque.register_autograd(_differentiated, setup_context=_keep)
+
+
+def _compilable(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b as it is written into what is compiled."""
+    is_float32 = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    if is_float32 and x.device.type == "cpu":
+        return _opaque(x, weight, bias)
+    return nn.functional.linear(x, weight, bias)
 
 
 def _processor() -> str:

@@ -41,6 +41,7 @@ from tether.models.adapters import (
     with_adapter,
 )
 from tether.models.bitsandbytes import FewBits, is_quantized, num_weights, placed
+from tether.models.compiled import compile_layers
 from tether.models.forward import (
     LogprobOutput,
     head_matches,
@@ -572,6 +573,9 @@ def build_roles(
         detach_value=config.value.detach,
         offload_idle=config.train.offload_idle_roles,
     )
+    if config.train.compile:
+        for model in {role.model for role in models.all}:
+            compile_layers(model)
     models.gradient_checkpointing(config.train.gradient_checkpointing)
     with models.use(POLICY) as model:
         head_matches(model)  # now, and not in the middle of a pass

@@ -19,6 +19,7 @@ from tether.metrics.trackers import check_report_to
 from tether.models.adapters import check_switched_off, check_targets
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.chat import check_template, check_template_kwargs, templated
+from tether.models.compiled import check_compile
 from tether.models.fit import check_language_model, check_tokens, positions
 from tether.models.loading import (
     bf16_supported,
@@ -68,6 +69,8 @@ def check(config: RunConfig) -> None:
         check_bitsandbytes(config.model.quantization, "model.quantization", default_device())
     if config.train.optim == "adamw_8bit":
         check_bitsandbytes("adamw_8bit", "train.optim", default_device())
+    if config.train.compile:
+        check_compile("train.compile", default_device())
     check_template(config.data.chat_template)
     for key in ("prompts", "eval_prompts", "ptx"):
         if (source := getattr(config.data, key)) is not None:

@@ -5,6 +5,7 @@ parameters, and LoRA on one of 1.5B, four roles on one base. Prints for each
 
     decode     tokens a second, and the share of what the memory's bandwidth allows:
                    rows · bandwidth / (bytes of the weights + bytes of the rows' keys and values, half full)
+               in a cache that grows, and in one of fixed size with the forward of a token compiled
     update     10¹² operations a second, and the share of the rate of the GPU's own matrix product
     episodes   a second, and peak memory; both over TRL 1.12.0 (--skip-trl: Tether alone)
 
@@ -18,7 +19,7 @@ import importlib.util
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,10 @@ def main() -> int:
             lora="LoRA" in name,
             bfloat16=True,
         )
-        sides = {"tether": peers.outcome("tether", job, folder / "tether")}
+        sides = {
+            "tether": peers.outcome("tether", job, folder / "tether"),
+            "static": peers.outcome("tether", replace(job, cache="static"), folder / "static"),
+        }
         if not given.skip_trl:
             sides["trl"] = peers.outcome("trl", job, folder / "trl")
         print(name)
@@ -77,11 +81,13 @@ def lines(job: Job, sides: dict[str, Outcome], model: Path, rate: float | None) 
     Args:
         rate: bytes a second that the device's memory reads and writes; None if that is not of interest.
     """
-    ours, said = sides["tether"], sides["tether"].details
-    told = [f"decode: {said['speed/rollout']:,.0f} tokens/s"]
-    if rate is not None:
-        bound = min(job.decoded, job.episodes) * rate / step_bytes(job, model)
-        told[0] += f", {said['speed/rollout'] / bound:.1%} of the {bound:,.0f} that the bandwidth allows"
+    ours, said, told = sides["tether"], sides["tether"].details, []
+    for side, kind in (("tether", "in a cache that grows"), ("static", "in one of fixed size, compiled")):
+        speed = sides[side].details["speed/rollout"]
+        told.append(f"decode {kind}: {speed:,.0f} tokens/s")
+        if rate is not None:
+            bound = min(job.decoded, job.episodes) * rate / step_bytes(job, model)
+            told[-1] += f", {speed / bound:.1%} of the {bound:,.0f} that the bandwidth allows"
     flops = said["flops/update"] / said["time/update_s"]
     told.append(f"update: {flops:.2f} · 10¹² operations/s, {said['speed/mfu']:.1%} of the matrix rate")
     for side, outcome in sides.items():
@@ -120,7 +126,7 @@ def save_random(folder: Path, shape: dict[str, int], vocab_size: int) -> Path:
     if (folder / "config.json").exists():
         return folder
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen2", vocab_size=vocab_size, tie_word_embeddings=True, **shape, **SHARED)
+    config = AutoConfig.for_model("qwen2", vocab_size=vocab_size, tie_word_embeddings=True, **SHARED | shape)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     names = {"unk_token": "<unk>", "eos_token": "<eos>", "pad_token": "<pad>"}

@@ -41,6 +41,8 @@ class Job:
     """A LoRA policy of rank 16."""
     bfloat16: bool = False
     """Pure bfloat16 weights in place of float32."""
+    cache: str = "dynamic"
+    """Kind of the cache that Tether decodes in."""
     threads: int = 2
     """Of torch."""
     seed: int = 1

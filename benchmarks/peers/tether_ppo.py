@@ -48,6 +48,7 @@ def config_of(job: Job) -> RunConfig:
                 "response_length": job.tokens,
                 "temperature": SETTINGS["temperature"],
                 "batch_size": job.decoded,
+                "cache_implementation": job.cache,
                 **({} if job.ends else {"stop_token": None}),
             },
             "ppo": {

@@ -1,0 +1,139 @@
+"""Where a step of decoding spends its time: python benchmarks/decode.py [--model FOLDER] [--dtype bfloat16] [--rows N]
+
+The answers of one batch, by Tether's loop and by transformers' ``generate`` on the same model with the same prompts, on
+one core. Prints milliseconds a token of
+
+    products     of matrices
+    attention
+    drawing      of tokens: noise, argmax, log-probability
+    cache        new keys and values put to the others
+    all else     norms, rotations, activations, Python
+
+and exits with 1 if products and attention are less than three quarters of Tether's time in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run as a file, this folder alone would be searched
+
+import torch  # noqa: E402
+from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
+from transformers import GenerationConfig, PreTrainedModel  # noqa: E402
+
+from tether.data.collate import pad_left  # noqa: E402
+from tether.generation import hf  # noqa: E402
+from tether.generation.caches import RoomyLayer  # noqa: E402
+from tether.models.loading import load_causal_lm  # noqa: E402
+from tether.types import Request, Sampling  # noqa: E402
+
+PROMISE = 0.75
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise", "aten::mkldnn_linear")
+ATTENTION = "aten::_scaled_dot_product"
+DRAWING, CACHE = "drawing", "cache"
+
+
+def main() -> int:
+    """Profiles both."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="SmolLM2-135M from its package if left out")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=48)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model = load_causal_lm(str(given.model or smollm2()), dtype=getattr(torch, given.dtype))
+    parts = {
+        "Tether": profiled(lambda: decode(model, given.rows, given.tokens)),
+        "generate": profiled(lambda: generate(model, given.rows, given.tokens)),
+    }
+    print(f"{given.rows} rows, {given.tokens} tokens, {given.dtype}: ms a token and share, on one core")
+    print(f"{'':12}" + "".join(f"{side:>20}" for side in parts))
+    for name in ("products", "attention", DRAWING, CACHE, "all else", "sum"):
+        cells = [f"{1e3 * p[name] / given.tokens:>11.2f} {p[name] / p['sum']:>7.1%} " for p in parts.values()]
+        print(f"{name:12}" + "".join(cells))
+    share = (parts["Tether"]["products"] + parts["Tether"]["attention"]) / parts["Tether"]["sum"]
+    print(f"products and attention: {share:.1%}")
+    return 1 if given.dtype == "float32" and share < PROMISE else 0
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, made from its package."""
+    from tether.demo.model import prepare_model
+    from tether.demo.run import cache_folder
+
+    return prepare_model(cache_folder())
+
+
+def requests(model: PreTrainedModel, rows: int) -> list[Request]:
+    """Prompts of 10, 11, … random tokens."""
+    generator, size = torch.Generator().manual_seed(0), model.config.vocab_size
+    return [Request(torch.randint(size, (10 + i,), generator=generator).tolist(), i) for i in range(rows)]
+
+
+def decode(model: PreTrainedModel, rows: int, tokens: int) -> None:
+    """One batch by Tether's loop, every answer of full length."""
+
+    @contextmanager
+    def scope() -> Iterator[PreTrainedModel]:
+        yield model
+
+    generator = hf.HFGenerator(scope, batch_size=rows, device="cpu")
+    assert len(list(generator.generate(requests(model, rows), Sampling(tokens, 0.7)))) == rows
+
+
+def generate(model: PreTrainedModel, rows: int, tokens: int) -> None:
+    """The same by transformers."""
+    ids, mask, _ = pad_left([request.token_ids for request in requests(model, rows)])
+    config = GenerationConfig(
+        max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, temperature=0.7, top_k=0, pad_token_id=0
+    )
+    model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+
+
+def profiled(action: Callable[[], None]) -> dict[str, float]:
+    """Seconds of the parts of an action, and their sum; the sum is of a run without the profiler."""
+    action()
+    start = time.process_time()
+    action()
+    whole = time.process_time() - start
+    with labelled(), profile(activities=[ProfilerActivity.CPU]) as seen:
+        action()
+    times = {event.key: (event.self_cpu_time_total / 1e6, event.cpu_time_total / 1e6) for event in seen.key_averages()}
+    parts = {
+        "products": sum(own for name, (own, _) in times.items() if name in PRODUCTS),
+        "attention": sum(own for name, (own, _) in times.items() if name.startswith(ATTENTION)),
+        DRAWING: times.get(DRAWING, (0.0, 0.0))[1],
+        CACHE: times.get(CACHE, (0.0, 0.0))[1],
+    }
+    return parts | {"all else": whole - sum(parts.values()), "sum": whole}
+
+
+@contextmanager
+def labelled() -> Iterator[None]:
+    """Inside, the profile knows which operations draw tokens and which fill Tether's cache."""
+    draw, update = hf.drawn_tokens, RoomyLayer.update
+
+    def within(label: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            with record_function(label):
+                return function(*args, **kwargs)
+
+        return call
+
+    hf.drawn_tokens, RoomyLayer.update = within(DRAWING, draw), within(CACHE, update)
+    try:
+        yield
+    finally:
+        hf.drawn_tokens, RoomyLayer.update = draw, update
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Memory that does not grow: python benchmarks/flat.py [--updates N] [--tokens N …] [--vocabulary N …]
+
+    log-probabilities   peak memory of a pass over more and more tokens and larger and larger vocabularies, forward and
+                        backward, in the product's chunks and by whole logits; hidden size 64, float32
+    updates             resident memory of a run of thousands of updates on the smallest model there is, a table
+
+Exits with 1 if the pass over 2,048 tokens takes more than one over 512 does, or if the run grows by more than its
+history of metrics: a kilobyte an update, once ``state.log_history`` is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run as a file, this folder alone would be searched
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+from benchmarks.toys.language import toy  # noqa: E402
+from benchmarks.toys.run import table_trainer, toy_config  # noqa: E402
+from tether.algo import logprobs_from_logits, selected_logprobs  # noqa: E402
+from tether.train.callbacks import KEPT_LINES  # noqa: E402
+from tether.train.costs import Peak, resident_bytes  # noqa: E402
+from tether.train.distributed import Dist  # noqa: E402
+
+MIB = 2**20
+WIDTH = 64
+MOST_MORE = 1.25
+"""Peak over 2,048 tokens against that over 512, at most: noise, and a hidden state more for each token."""
+MOST_GROWTH, NOISE = 1024, MIB
+"""Bytes that a run grows by in an update, at most, and of all of it."""
+
+
+def main() -> int:
+    """Measures both."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--updates", type=int, default=10_000)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[50_000, 150_000])
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    faults = []
+    print(f"{'vocabulary':>10} {'tokens':>7} {'chunks, forward':>16} {'and backward':>13} {'whole logits':>13}   MiB")
+    for vocabulary in given.vocabulary:
+        peaks = {tokens: pass_peaks(vocabulary, tokens) for tokens in given.tokens}
+        for tokens, (forward, backward, whole) in peaks.items():
+            print(f"{vocabulary:>10,} {tokens:>7,} {forward:>16,.0f} {backward:>13,.0f} {whole:>13,.0f}", flush=True)
+        few, many = min(peaks), max(peaks)
+        if any(more > MOST_MORE * less for less, more in zip(peaks[few][:2], peaks[many][:2], strict=True)):
+            faults.append(f"vocabulary {vocabulary}: {many} tokens take more memory than {few}")
+    print(f"\n{'updates':>10} {'resident MiB':>13}")
+    sizes = run_sizes(given.updates)
+    for updates, size in sizes.items():
+        print(f"{updates:>10,} {size / MIB:>13.1f}", flush=True)
+    faults += grown(sizes)
+    for fault in faults:
+        print(f"broken: {fault}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+def grown(sizes: Mapping[int, int]) -> list[str]:
+    """What a run does not keep of its promise.
+
+    Args:
+        sizes: resident bytes by the number of updates.
+    """
+    first, last = min(update for update in sizes if update >= min(KEPT_LINES, max(sizes))), max(sizes)
+    more = sizes[last] - sizes[first]
+    if more <= NOISE + MOST_GROWTH * (last - first):
+        return []
+    return [f"from {first} to {last} updates a run grew by {more / MIB:.1f} MiB"]
+
+
+def pass_peaks(vocabulary: int, tokens: int) -> tuple[float, float, float]:
+    """MiB that log-probabilities and entropy of ``tokens`` tokens take beside what is there: in chunks without and with
+    gradients, and by whole logits with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, WIDTH, generator=generator)
+    targets = torch.randint(vocabulary, (tokens,), generator=generator)
+    head = nn.Linear(WIDTH, vocabulary, bias=False)
+
+    def chunks(states: torch.Tensor) -> torch.Tensor:
+        logprobs, entropy = selected_logprobs(states, head, targets, temperature=1.0, with_entropy=True)
+        return logprobs.sum() + entropy.sum()
+
+    def whole(states: torch.Tensor) -> torch.Tensor:
+        logprobs, entropy = logprobs_from_logits(head(states), targets, temperature=1.0, with_entropy=True)
+        return logprobs.sum() + entropy.sum()
+
+    def forward() -> None:
+        with torch.no_grad():
+            chunks(hidden)
+
+    def backward(loss: Any) -> None:
+        head.zero_grad(set_to_none=True)
+        loss(hidden.clone().requires_grad_()).backward()
+
+    return tuple(_more(action) for action in (forward, lambda: backward(chunks), lambda: backward(whole)))
+
+
+def _more(action: Any) -> float:
+    """MiB of resident memory that an action needs at most beside what is there."""
+    dist = Dist()
+    gc.collect()
+    dist.trim_heap()
+    before = resident_bytes()
+    with Peak(torch.device("cpu")) as peak:
+        action()
+    return (peak.bytes - before) / MIB
+
+
+class Sizes(TrainerCallback):
+    """Resident memory after each tenth of a run's updates."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self.sizes = every, {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Looks at it."""
+        if state.global_step % self._every == 0:
+            gc.collect()
+            self.sizes[state.global_step] = resident_bytes()
+
+
+def run_sizes(updates: int) -> dict[int, int]:
+    """Resident bytes of this process by the number of updates of a run: a table, eight answers each."""
+    sizes = Sizes(max(1, updates // 10))
+    with tempfile.TemporaryDirectory() as folder:
+        changes = {"train.rollout_batch_size": 8, "train.micro_batch_size": 8, "ppo.num_ppo_epochs": 1}
+        language = toy("A")
+        config = toy_config(language, Path(folder), changes | {"train.max_steps": updates})
+        table_trainer(language, config, [sizes]).fit()
+    return sizes.sizes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""What each trick brings: python benchmarks/tricks.py [--model FOLDER] [--only WORDS] [--repeats N] [--small]
+
+Each row runs the same work in turn with a trick of Tether's and without it, on one core: seconds of the processor, the
+least of some repetitions, or MiB. SmolLM2-135M, float32, 8 answers of 48 tokens in a pass, 16 side by side while
+decoding. ``--small`` takes fewer and shorter answers, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run as a file, this folder alone would be searched
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
+
+from benchmarks.decode import smollm2  # noqa: E402
+from tether.config.schema import RunConfig  # noqa: E402
+from tether.data.collate import collate, plan_micro_batches  # noqa: E402
+from tether.generation import hf  # noqa: E402
+from tether.generation.hf import Decoding, HFGenerator, drawn_tokens  # noqa: E402
+from tether.models.forward import response_outputs  # noqa: E402
+from tether.models.loading import load_causal_lm, load_tokenizer  # noqa: E402
+from tether.models.roles import POLICY, ModelRoles, build_roles  # noqa: E402
+from tether.train.costs import Peak, resident_bytes  # noqa: E402
+from tether.train.distributed import Dist  # noqa: E402
+from tether.train.optim import all_finite, build_optimizer  # noqa: E402
+from tether.types import MicroBatch, Request, Sampling  # noqa: E402
+
+Row = tuple[str, str, float, float]
+"""Name, unit, without the trick, with it."""
+
+
+class Bench:
+    """The model and the sizes of the work.
+
+    Args:
+        model: folder of the policy.
+        repeats: of each measurement, the least of which counts.
+        small: whether answers are few and short.
+    """
+
+    def __init__(self, model: Path, repeats: int, *, small: bool) -> None:
+        self.path, self.repeats = str(model), repeats
+        self.rows, self.tokens, self.decoded = (2, 4, 4) if small else (8, 48, 16)
+        self.model = load_causal_lm(self.path, dtype=torch.float32)
+        self.vocabulary = self.model.config.vocab_size
+
+    def ids(self, *lengths: int, seed: int = 0) -> list[list[int]]:
+        """Random token ids."""
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(self.vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+    def batch(self) -> MicroBatch:
+        """A micro-batch of prompts of unequal length and answers of full length."""
+        return collate(self.ids(*range(10, 10 + 3 * self.rows, 3)), self.ids(*[self.tokens] * self.rows, seed=1))
+
+    def roles(self, **model: object) -> ModelRoles:
+        """Roles of a run on the model."""
+        sections = {
+            "model": {"path": self.path, "dtype": "float32"} | model,
+            "rewards": [{"type": "function", "path": "rewards.py", "name": "score"}],
+            "data": {"prompts": "prompts.jsonl"},
+            "train": {"max_steps": 1, "bf16": False},
+            "output_dir": "out",
+        }
+        return build_roles(
+            RunConfig.model_validate(sections), load_tokenizer(self.path), device="cpu", mixed_precision=False
+        )
+
+    def seconds(self, without: Callable[[], None], with_trick: Callable[[], None]) -> tuple[float, float]:
+        """Processor time of both, taken in turn."""
+        best = [float("inf")] * 2
+        for _ in range(1 + self.repeats):
+            for i, action in enumerate((without, with_trick)):
+                start = time.process_time()
+                action()
+                best[i] = min(best[i], time.process_time() - start)
+        return best[0], best[1]
+
+    def decode(self, requests: list[Request], sampling: Sampling, **options: object) -> None:
+        """Answers by Tether's loop."""
+
+        @contextmanager
+        def scope() -> Iterator[PreTrainedModel]:
+            yield self.model
+
+        for _ in HFGenerator(scope, batch_size=self.decoded, device="cpu", **options).generate(requests, sampling):
+            pass
+
+
+def products(bench: Bench) -> Iterator[Row]:
+    """oneDNN against the BLAS of torch."""
+    batch = bench.batch()
+
+    def passed(gradients: bool, enabled: bool) -> None:
+        torch.backends.mkldnn.enabled = enabled
+        try:
+            with torch.set_grad_enabled(gradients):
+                out = response_outputs(bench.model, batch, temperature=1.0)
+            if gradients:
+                out.logprobs.sum().backward()
+                bench.model.zero_grad(set_to_none=True)
+        finally:
+            torch.backends.mkldnn.enabled = True
+
+    yield "float32 products by oneDNN: scoring", "s", *bench.seconds(
+        lambda: passed(False, False), lambda: passed(False, True)
+    )
+    yield "float32 products by oneDNN: forward and backward", "s", *bench.seconds(
+        lambda: passed(True, False), lambda: passed(True, True)
+    )
+
+
+def logits(bench: Bench) -> Iterator[Row]:
+    """Logits of response tokens in chunks against those of all tokens at once."""
+    batch, width = bench.batch(), bench.tokens
+
+    def whole() -> None:
+        mask, positions = batch.attention_mask.long(), batch.position_ids
+        scores = bench.model(input_ids=batch.token_ids, attention_mask=mask, position_ids=positions).logits
+        logprobs = scores[:, -width - 1 : -1].log_softmax(-1)
+        logprobs.gather(-1, batch.token_ids[:, -width:, None]).sum().backward()
+        bench.model.zero_grad(set_to_none=True)
+
+    def chunks() -> None:
+        response_outputs(bench.model, batch, temperature=1.0).logprobs.sum().backward()
+        bench.model.zero_grad(set_to_none=True)
+
+    yield "logits of response tokens in chunks: forward and backward", "s", *bench.seconds(whole, chunks)
+    yield "the same, peak memory", "MiB", *(more_memory(action) for action in (whole, chunks))
+
+
+def lengths(bench: Bench) -> Iterator[Row]:
+    """Micro-batches sorted by length, of answers from 1 to 128 tokens, against the order in which they came."""
+    generator, longest = torch.Generator().manual_seed(2), 4 if bench.rows < 8 else 128
+    spans = torch.randint(1, longest + 1, (4 * bench.rows,), generator=generator)
+    queries, responses = bench.ids(*[12] * len(spans)), bench.ids(*spans.tolist(), seed=1)
+    as_they_came = [range(i, i + bench.rows) for i in range(0, len(spans), bench.rows)]
+    by_length = plan_micro_batches([12] * len(spans), spans.tolist(), bench.rows)
+
+    def scored(groups) -> None:
+        with torch.no_grad():
+            for rows in groups:
+                batch = collate([queries[i] for i in rows], [responses[i] for i in rows])
+                response_outputs(bench.model, batch, temperature=1.0)
+
+    yield "micro-batches of similar length: scoring", "s", *bench.seconds(
+        lambda: scored(as_they_came), lambda: scored(by_length)
+    )
+
+
+def rows(bench: Bench) -> Iterator[Row]:
+    """Finished rows dropped, and prompts of several answers read once, against neither."""
+    stops = frozenset(range(0, bench.vocabulary, 25))  # an answer ends after 25 tokens or so
+    asked = [Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * bench.decoded))]
+    sampling = Sampling(2 * bench.tokens, temperature=100.0, stop_token_ids=stops)
+    yield "finished rows leave the batch: decoding", "s", *bench.seconds(
+        lambda: bench.decode(asked, sampling, is_static=True), lambda: bench.decode(asked, sampling)
+    )
+    prompts = bench.ids(*[8 * bench.tokens] * (bench.decoded // 4))
+    shared = [Request(prompts[i // 4], i) for i in range(bench.decoded)]
+
+    def read(drops: bool) -> None:
+        usual = Decoding.may_drop
+        Decoding.may_drop = property(lambda decoding: drops)
+        try:
+            bench.decode(shared, Sampling(1))
+        finally:
+            Decoding.may_drop = usual
+
+    yield "prompts of four answers read once: first token", "s", *bench.seconds(lambda: read(False), lambda: read(True))
+
+
+def cache(bench: Bench) -> Iterator[Row]:
+    """Keys and values with room behind them against copying all for every token."""
+    asked = [Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * bench.decoded))]
+
+    def decode(gives_room: bool) -> None:
+        usual = hf.give_room
+        hf.give_room = usual if gives_room else lambda cache: None
+        try:
+            bench.decode(asked, Sampling(2 * bench.tokens))
+        finally:
+            hf.give_room = usual
+
+    yield "keys and values with room: decoding", "s", *bench.seconds(lambda: decode(False), lambda: decode(True))
+
+
+def draws(bench: Bench) -> Iterator[Row]:
+    """Gumbel-max with keyed noise against a multinomial, and against a sort as for top-p; and what keys cost."""
+    scores = torch.randn(bench.decoded, bench.vocabulary, generator=torch.Generator().manual_seed(0))
+    generators = [torch.Generator().manual_seed(i) for i in range(bench.decoded)]
+
+    def gumbel() -> None:
+        for _ in range(10):
+            drawn_tokens(scores, generators, Sampling(1, 0.7))
+
+    def multinomial() -> None:
+        for _ in range(10):
+            logprobs = (scores / 0.7).log_softmax(-1)
+            logprobs.gather(1, torch.multinomial(logprobs.exp(), 1))
+
+    def exponential() -> None:
+        for _ in range(10):
+            scaled, noise = scores / 0.7, torch.empty_like(scores)
+            for row, generator in zip(noise, generators, strict=True):
+                row.exponential_(generator=generator)
+            tokens = (scaled - noise.log_()).argmax(-1, keepdim=True)
+            scaled.gather(1, tokens)[:, 0] - scaled.logsumexp(-1)
+
+    yield "Gumbel-max against a multinomial: ten tokens", "s", *bench.seconds(multinomial, gumbel)
+    yield "noise from whole numbers against exponential_: ten tokens", "s", *bench.seconds(exponential, gumbel)
+
+
+def optimizer(bench: Bench) -> Iterator[Row]:
+    """AdamW in one kernel against tensor after tensor, and finite gradients seen from their sums."""
+    sections = {
+        "model": {"path": bench.path},
+        "rewards": [{"type": "function", "path": "rewards.py", "name": "score"}],
+        "data": {"prompts": "prompts.jsonl"},
+        "output_dir": "out",
+    }
+    parameters = list(bench.model.parameters())
+    made = {}
+    for name in ("adamw_torch", "adamw_torch_fused"):
+        config = RunConfig.model_validate(sections | {"train": {"max_steps": 1, "optim": name, "learning_rate": 1e-9}})
+        made[name] = build_optimizer(config, "policy", parameters, 1e-9, 1)
+
+    def step(name: str) -> Callable[[], None]:
+        def action() -> None:
+            for p in parameters:
+                p.grad = p.detach()
+            made[name].optimizer.step()
+
+        return action
+
+    yield "AdamW in one kernel", "s", *bench.seconds(step("adamw_torch"), step("adamw_torch_fused"))
+
+    def each() -> None:
+        assert all(bool(torch.isfinite(p.grad).all()) for p in parameters)
+
+    def sums() -> None:
+        assert all_finite([made["adamw_torch"]])
+
+    yield "finite gradients seen from their sums", "s", *bench.seconds(each, sums)
+    bench.model.zero_grad(set_to_none=True)
+
+
+def roles(bench: Bench) -> Iterator[Row]:
+    """Four roles on one base, by the table that is shown at the start; a head in the policy's pass."""
+    four, one = bench.roles(), bench.roles(lora={"r": 16})
+    held = [sum(row.bytes for row in made.table()) / 2**20 for made in (four, one)]
+    yield "policy, reference and critic on one base: weights", "MiB", *held
+    batch = bench.batch()
+
+    def critic() -> None:
+        for pass_ in four.passes:
+            with torch.no_grad(), pass_(batch, temperature=1.0):
+                pass
+
+    head = nn.Linear(bench.model.config.hidden_size, 1)
+
+    def riding() -> None:
+        with torch.no_grad(), four.use(POLICY) as model:
+            response_outputs(model, batch, temperature=1.0, head=head)
+
+    yield "a head in the policy's pass, not a critic of its own: scoring", "s", *bench.seconds(critic, riding)
+
+
+def autocast(bench: Bench) -> Iterator[Row]:
+    """bfloat16 autocast against float32."""
+    batch = bench.batch()
+
+    def passed(is_bf16: bool) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
+            out = response_outputs(bench.model, batch, temperature=1.0)
+        out.logprobs.sum().backward()
+        bench.model.zero_grad(set_to_none=True)
+
+    yield "bfloat16 autocast: forward and backward", "s", *bench.seconds(lambda: passed(False), lambda: passed(True))
+
+
+TRICKS = (products, logits, lengths, rows, cache, draws, optimizer, roles, autocast)
+
+
+def more_memory(action: Callable[[], None]) -> float:
+    """MiB of resident memory that an action needs at most beside what is there."""
+    gc.collect()
+    Dist().trim_heap()
+    before = resident_bytes()
+    with Peak(torch.device("cpu")) as peak:
+        action()
+    return (peak.bytes - before) / 2**20
+
+
+def main() -> int:
+    """Runs the rows and prints them as they are there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="SmolLM2-135M from its package if left out")
+    parser.add_argument("--only", nargs="+", choices=[trick.__name__ for trick in TRICKS])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--small", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    bench = Bench(given.model or smollm2(), given.repeats, small=given.small)
+    print("| trick | without | with | |\n|---|---|---|---|")
+    for trick in TRICKS:
+        if given.only is None or trick.__name__ in given.only:
+            for name, unit, without, with_trick in trick(bench):
+                digits = 0 if unit == "MiB" else 3
+                cells = f"{without:,.{digits}f} {unit} | {with_trick:,.{digits}f} {unit}"
+                print(f"| {name} | {cells} | {without / with_trick:.2f} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The scripts that measure speed and memory run, and say what they promise to; how fast is not asked here."""
+
+import sys
+
+import pytest
+
+from benchmarks import decode, flat, scaling, tricks
+from tests.tiny import save_tiny
+
+
+def run(monkeypatch, script, *arguments):
+    monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, arguments)])
+    return script.main()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model"), "llama")
+
+
+def test_decoding_is_profiled_beside_generate(monkeypatch, capsys, model):
+    run(monkeypatch, decode, "--model", model, "--rows", 2, "--tokens", 3)
+    head, names, *rows, share = capsys.readouterr().out.splitlines()
+    assert head.startswith("2 rows, 3 tokens, float32") and names.split() == ["Tether", "generate"]
+    assert [row[:12].strip() for row in rows] == ["products", "attention", "drawing", "cache", "all else", "sum"]
+    assert rows[-1].count("100.0%") == 2 and share.startswith("products and attention: ")
+    parts = [float(row[12:].split()[0]) for row in rows]
+    assert all(part > 0 for part in parts) and sum(parts[:-1]) == pytest.approx(parts[-1], abs=0.03)
+
+
+def test_every_trick_is_measured_with_and_without(monkeypatch, capsys, model):
+    assert run(monkeypatch, tricks, "--model", model, "--repeats", 0, "--small") == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 2 + len(tricks.TRICKS) and all(len(row) == 4 for row in rows)
+    assert len({row[0] for row in rows}) == len(rows)
+
+
+def test_costs_are_drawn_and_promises_kept_to(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(scaling, "episode_cost", lambda model, batch, tokens: batch**0.1 * tokens**1.1 / 1e3)
+    arguments = ("--batches", 4, 8, "--lengths", 4, 16, "-o", tmp_path)
+    assert run(monkeypatch, scaling, *arguments) == 0
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(scaling, "episode_cost", lambda model, batch, tokens: batch**0.5 * tokens**1.5)
+    assert run(monkeypatch, scaling, *arguments) == 1
+    told = capsys.readouterr().err
+    assert "an episode of 8 costs 1.41 of one of 4" in told
+    assert "from 4 to 16 tokens the cost grows by the power of 1.50" in told
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_episode_costs_processor_time(tmp_path):
+    model = scaling.save_random(tmp_path / "model", scaling.SHAPE | {"num_hidden_layers": 1}, 512)
+    assert 0 < scaling.episode_cost(model, 16, 2) < 5
+
+
+def test_memory_of_log_probabilities_and_of_a_run():
+    forward, backward, whole = flat.pass_peaks(40_000, 1024)
+    assert 30 < forward < backward < whole and whole > 3 * 1024 * 40_000 * 4 / flat.MIB
+    sizes = flat.run_sizes(30)
+    assert list(sizes) == [*range(3, 31, 3)]
+    assert max(sizes.values()) - sizes[3] < 2 * flat.MIB
+    assert flat.grown({100: 5 * flat.MIB, 1000: 9 * flat.MIB, 5000: 12 * flat.MIB}) == []
+    assert flat.grown({1000: 9 * flat.MIB, 5000: 15 * flat.MIB}) == ["from 1000 to 5000 updates a run grew by 6.0 MiB"]

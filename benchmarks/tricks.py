@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a file, this folder alone would be searched
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from benchmarks.decode import smollm2  # noqa: E402
@@ -28,6 +27,7 @@ from tether.data.collate import collate, plan_micro_batches  # noqa: E402
 from tether.generation import hf  # noqa: E402
 from tether.generation.hf import Decoding, HFGenerator, drawn_tokens  # noqa: E402
 from tether.models.forward import response_outputs  # noqa: E402
+from tether.models.heads import ScalarHead  # noqa: E402
 from tether.models.loading import load_causal_lm, load_tokenizer  # noqa: E402
 from tether.models.roles import POLICY, ModelRoles, build_roles  # noqa: E402
 from tether.train.costs import Peak, resident_bytes  # noqa: E402
@@ -267,7 +267,7 @@ def roles(bench: Bench) -> Iterator[Row]:
             with torch.no_grad(), pass_(batch, temperature=1.0):
                 pass
 
-    head = nn.Linear(bench.model.config.hidden_size, 1)
+    head = ScalarHead(bench.model.config.hidden_size)
 
     def riding() -> None:
         with torch.no_grad(), four.use(POLICY) as model:

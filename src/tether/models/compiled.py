@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,7 +41,7 @@ def check_compile(key: str, device: torch.device | str) -> None:
                 f"{key}: Python's headers are missing, which compiled code includes: install them (python3-dev on "
                 "Debian and Ubuntu), or leave it out"
             )
-    elif kind in ("cuda", "xpu") and find_spec("triton") is None:
+    elif kind in ("cuda", "xpu") and "triton" not in packages_distributions():
         raise ConfigError(f"{key}: torch.compile needs the package triton on {kind}: install it, or leave it out")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,12 @@ from tests.distributed.runs import Trained, assert_same_run, distance, metric_er
 from tests.models.build import save_adapter
 from tests.tiny import save_tiny
 from tests.train.runs import tiny_run, write_prompts
-from tests.train.test_strict_loads import adapted, strictly
 from tether.generation.build import build_generator
 from tether.models.roles import POLICY, VALUE
 from tether.train.display import NullDisplay
 from tether.train.run import open_trainer, write_end
 from tether.train.sharing import shared_generator
+from tether.train.update import Update
 from tether.types import Request, Sampling
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
@@ -78,7 +79,7 @@ def settings(folder: Path, case: Mapping[str, Any], name: str, num_processes: in
     if "data__ptx" in changes:
         changes["data__ptx"] = str(folder / changes["data__ptx"])
     at_once = changes.pop("train__micro_batch_size", 4)
-    return changes | {"train__micro_batch_size": -(-at_once // num_processes)}
+    return changes | {"train__micro_batch_size": at_once if at_once % 2 else at_once // num_processes}
 
 
 class Told(NullDisplay):
@@ -148,6 +149,8 @@ def lives(folder: Path, *runs: Mapping[str, Any]) -> list[Lived]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_its_folders_and_how_it_goes_on(folder, case):
+    from tests.train.test_strict_loads import adapted, strictly  # which the processes need not import
+
     def of(name, num_processes, **more):
         return settings(folder, COMMON | CASES[case], f"{case} {name}", num_processes) | more
 
@@ -196,6 +199,26 @@ def test_two_processes_train_as_one_does(folder, case):
     first, _ = together(trained, folder, runs[1], folder=folder, environment=FSDP | options)
     one = alone(trained, folder, runs[0], folder=folder)
     assert (first.engine, first.num_processes) == ("FSDP2", 2)
+    assert_same_run(first, one)
+
+
+def with_bad_losses(folder: Path, changes: Mapping[str, Any]) -> Trained:
+    """A run in whose first update the second mini-batch has losses that are not finite."""
+    losses = Update.losses
+
+    def bad(self: Update, *arguments: Any, is_first: bool) -> dict[str, Tensor]:
+        found = losses(self, *arguments, is_first=is_first)
+        return found if self.step > 0 or is_first else {name: x * math.nan for name, x in found.items()}
+
+    Update.losses = bad
+    return trained(folder, changes)
+
+
+def test_mini_batches_that_are_left_out_before_their_backward(folder):
+    case = {"value__kind": "head", "ppo__num_mini_batches": 2, "ppo__num_ppo_epochs": 1, "train__learning_rate": 5e-4}
+    first, _ = together(with_bad_losses, folder, settings(folder, case, "bad", 2), folder=folder, environment=FSDP)
+    one = alone(with_bad_losses, folder, settings(folder, case, "bad alone", 1), folder=folder)
+    assert [row["update/num_bad"] for row in first.updates] == [1, 0]
     assert_same_run(first, one)
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
 from tests.train.runs import tiny_run
 from tests.train.test_run import CrashAfter, assert_same_weights, reproducible, weights
@@ -58,6 +58,26 @@ def test_58_evaluation_that_was_interrupted_is_made_after_all(tmp_path, nth):
     assert reproducible(stopped.output_dir) == reproducible(straight.output_dir)
     samples = [read_jsonl(config.output_dir / "samples.jsonl") for config in (straight, stopped)]
     assert samples[0] == samples[1]
+
+
+class Impatient(TrainerCallback):
+    """Sends SIGTERM after the first update, and again while the state is saved."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_save(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_58_a_second_sigterm_does_not_take_the_state_away(tmp_path):
+    straight, stopped = (run(tmp_path, name, train__max_steps=2) for name in ("straight", "stopped"))
+    train_policy(straight)
+    assert train_policy(stopped, callbacks=[Impatient()]).interrupted == "SIGTERM"
+    assert checkpoints(stopped.output_dir) == [1]
+    train_policy(run(tmp_path, "stopped", resume=True, train__max_steps=2))
+    assert reproducible(stopped.output_dir) == reproducible(straight.output_dir)
+    assert_same_weights(weights(stopped.output_dir), weights(straight.output_dir))
 
 
 @pytest.mark.parametrize("step", [0, 4], ids=["best at the start", "finished"])

@@ -147,13 +147,15 @@ class PPOTrainer:
                 if self.state.evaluated_step != self.state.step:
                     self.evaluate()
         except Stopped as stopped:
-            set_random_states(self.before)
-            self.save()
+            with self.stop:  # a second signal takes nothing away
+                set_random_states(self.before)
+                self.save()
             return str(stopped)
         except RewardError as error:
             if self.state.step > 0:
-                set_random_states(self.before)
-                self.save()  # scoring comes before anything of an update changes
+                with self.stop:
+                    set_random_states(self.before)
+                    self.save()  # scoring comes before anything of an update changes
                 error.add_note(f"the state after {self.state.step} updates is saved; --resume goes on from there")
             raise
         if self.config.train.load_best_model_at_end and self.state.best_step is not None:

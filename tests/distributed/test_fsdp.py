@@ -246,11 +246,23 @@ def decoded(folder: Path, changes: Mapping[str, Any], lengths: tuple[int, ...]) 
     return answers, counts
 
 
+def launched() -> dict[str, str]:
+    """What ``accelerate launch`` tells its processes with the launch file that is shipped."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    file = Path(__file__).parents[2] / "examples" / "accelerate" / "fsdp2.yaml"
+    options = ["--config_file", str(file), "--num_processes", "2", "-m", "tether"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(options))
+    variables = prepare_multi_gpu_env(arguments)
+    return {name: variables[name] for name in variables if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))}
+
+
 def test_answers_are_those_of_one_process_and_gathers_do_not_grow_with_them(folder):
     changes = {"sampling__batch_size": 2, "value__kind": "head"}
     lengths = (4, 24)
     (answers, counts), (others, other_counts) = together(
-        decoded, folder, settings(folder, changes, "two", 2), lengths, folder=folder, environment=FSDP
+        decoded, folder, settings(folder, changes, "two", 2), lengths, folder=folder, environment=launched()
     )
     wanted, none = alone(decoded, folder, settings(folder, changes, "one", 1), lengths, folder=folder)
     assert none == [0, 0, 0, 0]
@@ -299,15 +311,15 @@ def test_a_process_out_of_memory_in_a_forward_of_all_ends_all(folder):
 
 
 @pytest.mark.parametrize(
-    ("launched", "said"),
+    ("asked", "said"),
     [
         ({"FSDP_VERSION": "1"}, "fsdp_version: got 1, wanted 2"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "set train.gradient_checkpointing"),
         ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules"),
     ],
 )
-def test_what_a_launch_may_not_ask_for_is_told_before_a_model_is_loaded(folder, launched, said):
+def test_what_a_launch_may_not_ask_for_is_told_before_a_model_is_loaded(folder, asked, said):
     changes = settings(folder, {}, "refused", 2)
-    outcomes = started(trained, folder, changes, folder=folder, environment=FSDP | launched, grace=10)
+    outcomes = started(trained, folder, changes, folder=folder, environment=FSDP | asked, grace=10)
     assert all("ConfigError: " in each.error and said in each.error for each in outcomes), outcomes[0].told()
     assert not any("Loading" in each.output for each in outcomes)

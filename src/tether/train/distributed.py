@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from torch import Tensor
 
@@ -225,7 +226,7 @@ def _accelerator(timeout: float) -> Accelerator:
     if uses_deepspeed():
         from tether.train.engines.deepspeed import plugin_of_launch
 
-        plugin = plugin_of_launch()
+        plugin = None if is_initialized() else plugin_of_launch()  # of all Accelerators the first has it
         if on_cpu:  # with cpu=True Accelerate would leave DeepSpeed out
             on_cpu, backend = False, {"backend": "gloo"}
     return Accelerator(

@@ -105,7 +105,6 @@ class Fault:
 FAULTS = {
     "reward raises": Fault((1, 1), "raised ZeroDivisionError", "1 / 0"),
     "reward is NaN": Fault((1, 1), "returned nan", "return [float('nan')] * len(scores)"),
-    "reward is one too few": Fault((1, 1), "returned 3 scores for 4", "return scores[1:]"),
     "out of memory in a forward": Fault((1, 1), "out of memory in the update's passes", patch="forward"),
     "out of memory in decoding": Fault((0, 0), "", patch="decoding", checkpoints=ALL),
     "a mistake in the run": Fault((2, 2), "micro_batch_size 3 in each", changes=UNEVEN, checkpoints=()),
@@ -115,6 +114,9 @@ FAULTS = {
     "killed": Fault((1, -9), "another process of the run has ended", "os.kill(os.getpid(), signal.SIGKILL)"),
     "the first is killed": Fault((-9, 1), "", "os.kill(os.getpid(), signal.SIGKILL)", rank=0),
     "SIGTERM": Fault((130, 130), "SIGTERM", "os.kill(os.getpid(), signal.SIGTERM)"),
+    "time is over": Fault(
+        (130, 130), "stopped by max_runtime", changes={"train__max_runtime": 1e-9}, checkpoints=("checkpoint-0",)
+    ),
 }
 
 
@@ -151,3 +153,25 @@ def test_a_fault_in_one_process_ends_all(tmp_path, name):
     assert told.count(fault.said) == 1 or not fault.said, told
     assert seconds < SECONDS, told
     assert [path.name for path in list_checkpoints(tmp_path / "out")] == list(fault.checkpoints)
+
+
+def test_a_process_that_says_nothing_is_not_waited_for_for_ever(tmp_path):
+    fault = Fault((1, -9), "", "time.sleep(1000)", changes={"train__ddp_timeout": 3})
+    (first, second), _ = met(tmp_path, fault, grace=0.5)
+    assert first.exit_code == 1 and second.is_hung and "letters" in second.error
+    assert first.output.count("said nothing for so long that this one gave up (train.ddp_timeout)") == 1
+    assert "checkpoint-1: --resume goes on from there." in " ".join(first.output.split())
+
+
+def arrives(file: Path) -> None:
+    if os.environ["RANK"] == "0":
+        sys.exit(main(["ppo", str(file)]))
+
+
+def test_a_process_that_never_arrives_is_missed(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(tiny_run(tmp_path, train__ddp_timeout=2)), encoding="utf-8")
+    first, _ = started(arrives, file, folder=tmp_path, timeout=60.0)
+    assert first.exit_code == 1 and "Traceback" not in first.told()
+    assert "tether: not all of the 2 launched processes were there within 2 s (train.ddp_timeout)" in first.output
+    assert first.seconds < SECONDS and not (tmp_path / "out").exists()

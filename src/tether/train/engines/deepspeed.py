@@ -144,8 +144,7 @@ class Zero:
     def _engine(self, module: nn.Module, optimizer: Joint | None) -> Any:
         import deepspeed
 
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._filled(module))
-        return engine
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=self._filled(module))[0]
 
     def _filled(self, module: nn.Module) -> dict[str, Any]:
         """The launcher's configuration for one model, with what it leaves to be found out."""
@@ -202,11 +201,10 @@ class Zero:
     def _gathered(self) -> Iterator[None]:
         import deepspeed
 
-        engine = self._policy_engine
-        spread = [p for p in engine.module.parameters() if not _is_gathered(p)]
+        spread = [p for p in self._roles.role(POLICY).model.parameters() if not _is_gathered(p)]
         with ExitStack() as stack:
             with all_together("the gathering of the policy's weights", self._dist.num_processes):
-                stack.enter_context(_quiet(engine))
+                stack.enter_context(_quiet(self._policy_engine))
                 stack.enter_context(deepspeed.zero.GatheredParameters(spread))
             yield
 

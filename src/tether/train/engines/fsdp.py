@@ -2,7 +2,8 @@
 
 Every transformer layer is a unit, and so are each head and what else a model has: a forward or backward gathers the
 weights of one unit after the other. A model that several roles share is spread once. Weights keep their type: autocast
-rounds what is gathered, as it does elsewhere.
+rounds what is gathered, as it does elsewhere. What it rounded a backward needs, so that with ``train.bf16`` all layers'
+rounded weights are there at the end of a forward, unless ``train.gradient_checkpointing`` makes them anew.
 
 Gradients are summed over processes after every backward, so that no process ever holds all of them.
 """

@@ -16,7 +16,7 @@ PROMPTS = (
     "cat", "i like the red dog and you", "the sun", "you run", "is it good", "a very nice day and a very bad night",
     "rain",
 )  # fmt: skip
-EVERYWHERE = {"train__max_steps": 3, "train__eval_steps": 2, "ppo__kl_coef": 0.2, "sampling__response_length": 8}
+EVERYWHERE = {"train__max_steps": 2, "ppo__kl_coef": 0.2, "sampling__response_length": 8}
 CASES = {
     "critic model, several mini-batches, whitening, adaptive KL, running score norm": {
         "value__kind": "model", "ppo__num_mini_batches": 2, "ppo__whiten_rewards": True, "ppo__kl_target": 0.1,
@@ -43,7 +43,7 @@ CASES = {
         "sampling__num_generations": 4, "ppo__advantage_estimator": "grpo", "ppo__loss_reduction": "fixed_length",
         "train__micro_batch_size": None, "train__max_tokens_per_micro_batch": 10_000,
     },
-    "critic warm-up, LoRA": {"model__lora": {"r": 4}, "value__kind": "head", "value__warmup_steps": 2},
+    "critic warm-up, LoRA": {"model__lora": {"r": 4}, "value__kind": "head", "value__warmup_steps": 1},
     "critic warm-up, full": {"value__kind": "model", "value__warmup_steps": 1, "ppo__num_mini_batches": 2},
     "truncated answers left out": {"value__kind": "model", "ppo__mask_truncated": True},
     "long answers, a KL that stops updates": {
@@ -89,3 +89,12 @@ def test_two_processes_train_as_one_does(folder, case):
     assert distance(first.weights, second.weights) == 0
     assert metric_errors(first.updates, second.updates, most=0) == []
     assert_same_run(first, one)
+
+
+def test_an_update_that_every_answer_is_left_out_of_ends_too(folder):
+    changes = settings(folder, "truncated answers left out", num_processes=2)
+    changes |= {"sampling__response_length": 1, "train__max_steps": 1, "output_dir": str(folder / "none")}
+    first, second = together(trained, folder, changes, folder=folder)
+    assert distance(first.weights, first.start) == distance(second.weights, second.start) == 0
+    (update,) = first.updates
+    assert update["rollout/eos_rate"] == 0.0 and update["policy/grad_norm"] == 0.0

@@ -110,6 +110,15 @@ class TestTheExample:
         assert config.train.rollout_batch_size == 2 * 3 * 4 * world
         assert config.ppo.num_mini_batches == 4 and config.train.micro_batch_size == 2
 
+    def test_sharding_is_said_by_the_launcher(self, tmp_path, monkeypatch):
+        text = f"{PPO}\ndeepspeed: ds_z3_config.json\n"
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ConfigError, match="accelerate launch --use_deepspeed --deepspeed_config_file ds_z3_config"):
+            read(text, folder=tmp_path)
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        _, translation = read(text, folder=tmp_path)
+        assert "deepspeed: ds_z3_config.json" in translation.yaml("tether ppo ours.yaml")
+
     def test_is_written_as_our_file_that_means_the_same(self, home):
         write_reward()
         config, translation = load_any("llama3_lora_ppo.yaml", [], RunConfig, "ppo")

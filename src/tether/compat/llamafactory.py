@@ -304,10 +304,21 @@ def _precision(keys: Translator) -> None:
 
 
 def _sharding(keys: Translator) -> None:
-    """DeepSpeed and FSDP, which on one device change nothing."""
+    """DeepSpeed and FSDP, which the launcher says here; on one device they change nothing."""
     for key in ("deepspeed", "fsdp"):
-        if keys.take(key) and world_size() > 1:
-            keys.refuse(key, f"this run has {world_size()} processes, and models are not sharded here: leave it out")
+        given = keys.take(key)
+        if given and os.environ.get(f"ACCELERATE_USE_{key.upper()}", "false").lower() == "true":
+            keys.covered(key, by="what the launcher says")
+        elif given and world_size() > 1:
+            file = given if key == "deepspeed" and isinstance(given, str) else "FILE.json"
+            said = f"--use_deepspeed --deepspeed_config_file {file}" if key == "deepspeed" else (
+                "--config_file examples/accelerate/fsdp2.yaml"
+            )
+            keys.refuse(
+                key,
+                f"the launcher says it: leave it out and start {world_size()} processes by accelerate launch {said} "
+                f"--num_processes {world_size()} -m tether ppo …",
+            )
         keys.ignore("on one device there is nothing to shard", key)
 
 

@@ -16,6 +16,8 @@ from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.loading import default_device
+from tether.train.distributed import Dist, launched_processes, uses_deepspeed
+from tether.train.engines.deepspeed import load_whole
 
 REFUSED = {
     "fp16": "arithmetic here is float32 or bfloat16: use bf16, or neither",
@@ -26,9 +28,9 @@ REFUSED = {
     "torch_compile": "forwards run as they are",
     "use_liger_kernel": "forwards run as they are",
     "auto_find_batch_size": "set per_device_train_batch_size; results do not depend on it",
-    "deepspeed": "a run uses one process",
-    "fsdp": "a run uses one process",
-    "parallelism_config": "a run uses one process",
+    "deepspeed": "the launcher says it: accelerate launch --use_deepspeed --deepspeed_config_file FILE script.py",
+    "fsdp": "the launcher says it: accelerate launch --config_file examples/accelerate/fsdp2.yaml script.py",
+    "parallelism_config": "answers are divided over processes, and nothing else is",
 }
 """Arguments of ``TrainingArguments`` that must be left alone, and why."""
 INERT = frozenset({
@@ -36,7 +38,7 @@ INERT = frozenset({
     "bf16_full_eval", "data_seed", "dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context",
     "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
     "dataset_num_proc", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters",
-    "ddp_static_graph", "ddp_timeout", "debug", "do_eval", "do_predict", "do_train", "ds3_gather_for_generation",
+    "ddp_static_graph", "debug", "do_eval", "do_predict", "do_train",
     "enable_jit_checkpoint", "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "eval_on_start",
     "eval_use_gather_object", "exp_name", "fp16_full_eval", "fsdp_config", "full_determinism",
     "gradient_checkpointing_kwargs", "hub_always_push", "ignore_data_skip", "include_for_metrics",
@@ -144,7 +146,10 @@ class PPOConfig(TrainingArguments):
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         if getattr(self, "activation_checkpointing", False) is None:  # the newer name of the same
             self.activation_checkpointing = self.gradient_checkpointing
+        if launched_processes() > 1 or uses_deepspeed():
+            Dist(self.ddp_timeout)  # before TrainingArguments make processes find each other in their own way
         super().__post_init__()
+        load_whole()
 
 
 def _default(argument: Any) -> Any:
@@ -182,10 +187,10 @@ def check_arguments(args: PPOConfig) -> None:
         raise ConfigError(f"PPOConfig.hub_strategy: got {args.hub_strategy.value}, wanted end or every_save")
 
 
-def derive(args: PPOConfig, num_prompts: int) -> None:
+def derive(args: PPOConfig, num_prompts: int, num_processes: int = 1) -> None:
     """Fills in the batch sizes and the length of the run, as TRL does.
 
-        batch_size = per_device_train_batch_size · gradient_accumulation_steps
+        batch_size = per_device_train_batch_size · gradient_accumulation_steps · num_processes
         mini_batch_size = batch_size / num_mini_batches
         num_total_batches = ⌈total_episodes / batch_size⌉
 
@@ -195,15 +200,17 @@ def derive(args: PPOConfig, num_prompts: int) -> None:
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"):
         if getattr(args, name) < 1:
             raise ConfigError(f"PPOConfig.{name}: got {getattr(args, name)}, wanted at least 1")
-    args.world_size = 1
-    args.micro_batch_size = args.per_device_train_batch_size
-    args.local_batch_size = args.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if args.batch_size % args.num_mini_batches:
+    args.world_size = num_processes
+    args.micro_batch_size = args.per_device_train_batch_size * num_processes
+    args.local_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    args.batch_size = args.local_batch_size * num_processes
+    if args.local_batch_size % args.num_mini_batches:
         raise ConfigError(
             f"PPOConfig.num_mini_batches {args.num_mini_batches} must divide per_device_train_batch_size × "
-            f"gradient_accumulation_steps, which is {args.batch_size}"
+            f"gradient_accumulation_steps, which is {args.local_batch_size}"
         )
-    args.local_mini_batch_size = args.mini_batch_size = args.batch_size // args.num_mini_batches
+    args.local_mini_batch_size = args.local_batch_size // args.num_mini_batches
+    args.mini_batch_size = args.local_mini_batch_size * num_processes
     if args.max_steps > 0:
         args.total_episodes = args.max_steps * args.batch_size
     elif args.total_episodes is None:
@@ -239,7 +246,8 @@ def run_config(
     ppo = ("num_ppo_epochs", "num_mini_batches", "whiten_rewards", "kl_coef", "kl_estimator", "cliprange", "vf_coef",
            "cliprange_value", "gamma", "lam")  # fmt: skip
     train = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed", "save_total_limit",
-             "total_episodes", "gradient_checkpointing", "bf16", "load_best_model_at_end")  # fmt: skip
+             "total_episodes", "gradient_checkpointing", "bf16", "load_best_model_at_end", "ddp_timeout",
+             "ds3_gather_for_generation")  # fmt: skip
     given: dict[str, dict[str, Any]] = {
         "ppo": {name: getattr(args, name) for name in ppo},
         "train": {name: getattr(args, name) for name in train},
@@ -251,7 +259,7 @@ def run_config(
     given["sampling"] |= {"stop_token": stop_token, "batch_size": args.local_rollout_forward_batch_size}
     given["train"] |= {
         "rollout_batch_size": args.batch_size,
-        "micro_batch_size": math.gcd(args.per_device_train_batch_size, args.mini_batch_size),
+        "micro_batch_size": math.gcd(args.per_device_train_batch_size, args.local_mini_batch_size),
         "optim": ADAMW[args.optim.value],
         "lr_scheduler_type": args.lr_scheduler_type.value,
         "lr_scheduler_kwargs": dict(args.lr_scheduler_kwargs or {}),

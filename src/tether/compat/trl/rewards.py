@@ -15,7 +15,7 @@ from tether.compat.trl.models import check_classifier, name_of, scalar_head
 from tether.config.rewards import ModelReward
 from tether.errors import ConfigError
 from tether.models.paths import check_model_path
-from tether.rewards.build import build_rewards, check_rewards
+from tether.rewards.build import Shared, build_rewards, check_rewards
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.function import FunctionSource, check_columns
 from tether.rewards.model import ModelSource
@@ -65,9 +65,13 @@ class Judges:
         return {name: member for name, member in named if isinstance(member, PreTrainedModel)}
 
     def source(
-        self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int, device: torch.device | str
+        self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int, device: torch.device | str, shared: Shared
     ) -> RewardSource:
-        """Their sum, each a component under its name. Models in memory read the policy's token ids."""
+        """Their sum, each a component under its name. Models in memory read the policy's token ids.
+
+        Args:
+            shared: makes a source one of all processes.
+        """
         parts = []
         for member, name in zip(self.members, self.names, strict=True):
             if isinstance(member, PreTrainedModel):
@@ -90,7 +94,7 @@ class Judges:
                 built = build_rewards([config], [name], roles=None, tokenizer=tokenizer, device=device)
                 assert isinstance(built, WeightedSum), "sources are summed"
                 source = built.parts[0].source
-            parts.append(Part(name, 1.0, source))
+            parts.append(Part(name, 1.0, shared(lambda _, own=source: own, None, False)))
         return WeightedSum(parts)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import CommitInfo
 from peft import PeftModel
 from torch import nn
@@ -31,18 +34,28 @@ from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers
 from tether.models.adapters import DEFAULT
 from tether.models.roles import REFERENCE, VALUE
-from tether.models.saving import save_policy, written_into
+from tether.models.saving import policy_weights, save_policy, written_into
 from tether.report.card import write_card
 from tether.report.html import write_report
 from tether.train import evaluate as evaluation
-from tether.train.checkpoint import check_same_data, check_same_run, find_checkpoint, read_state
+from tether.train.checkpoint import (
+    check_same_data,
+    check_same_run,
+    find_checkpoint,
+    kept_whole,
+    read_state,
+    told_of_move,
+)
 from tether.train.claim import claimed
+from tether.train.display import NullDisplay
 from tether.train.distributed import Dist
+from tether.train.engines.build import build_engine
 from tether.train.log import METRICS, RunLog
 from tether.train.optim import check_schedule
 from tether.train.parts import Parts
 from tether.train.rollout import answer
-from tether.train.run import CONFIG, prepare_folder
+from tether.train.run import CONFIG, check_processes, prepare_folder
+from tether.train.sharing import shared, shared_generator
 from tether.train.trainer import PPOTrainer as PhaseTrainer
 from tether.types import Request, Sampling, noise_key
 
@@ -110,7 +123,8 @@ class PPOTrainer:
         if eval_dataset is not None:
             self._held_out = prompts_of(eval_dataset, processing_class, data_collator, "eval_dataset")
         self._check_data(models, judges, prompts)
-        derive(args, len(prompts.prompts))
+        dist = Dist(args.ddp_timeout)
+        derive(args, len(prompts.prompts), dist.num_processes)
         stop_token, stops = _stop(args, processing_class)
         evaluates = self._held_out is not None and args.eval_strategy.value != "no"
         self._config = run_config(
@@ -123,31 +137,42 @@ class PPOTrainer:
             stop_token=stop_token,
         )
         check_schedule(self._config, args.num_total_batches)
+        check_processes(self._config, dist)
+        engine = build_engine(dist)
         own = _made(callbacks)
         every = default_callbacks(args, own)
         if inert := sorted(INERT & args.set_arguments):
             logger.warning("PPOConfig: not read here: %s", ", ".join(inert))
 
         # From here on the models change.
-        set_seed(args.seed)
-        dist = Dist()
-        roles = models.roles(self._config, processing_class, device=dist.device)
+        set_seed((args.seed + dist.rank) % 2**32)
+        device = torch.device("cpu") if engine.spreads_weights else dist.device
+        roles = models.roles(self._config, processing_class, device=device)
         rewards = judges.source(
-            processing_class, batch_size=args.local_rollout_forward_batch_size, device=dist.device
+            processing_class,
+            batch_size=args.local_rollout_forward_batch_size,
+            device=dist.device,
+            shared=partial(shared, dist=dist, engine=engine),
         )
+        engine.place(roles)
         self._rewards = rewards
         if args.missing_eos_penalty is not None and self._config.ppo.missing_eos_penalty is None:
             rewards = WithoutEnd(rewards, end_id=processing_class.eos_token_id, penalty=args.missing_eos_penalty)
-        self._dist, self._roles = dist, roles
+        self._dist, self._engine, self._roles = dist, engine, roles
         self._optimizers = optimizers_of(optimizers, self._config, roles, args.num_total_batches)
+        engine.prepare(self._optimizers)
         self._parts = Parts(
             roles=roles,
-            generator=build_generator(self._config, roles),
+            generator=shared_generator(
+                build_generator(self._config, roles), dist, engine, gather=self._config.train.ds3_gather_for_generation
+            ),
             rewards=rewards,
             tokenizer=processing_class,
             sampling=Sampling(args.response_length, args.temperature, stops),
             prompts=prompts.prompts,
             eval_prompts=self._held_out.prompts if evaluates else [],
+            dist=dist,
+            engine=engine,
         )
         self._phases: PhaseTrainer | None = None
 
@@ -162,12 +187,13 @@ class PPOTrainer:
         self._events = Events(
             every, args, self._config, len(prompts.prompts), model=self.model, log=lambda logs: self.log(logs)
         )
+        self.state.is_world_process_zero, self.state.is_local_process_zero = dist.is_main, self.is_local_process_zero()
         self._events.attach(self.policy_model, processing_class)
         self._events.given = {"optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}
         if args.num_sample_generations > 0 and self._held_out is not None:
             show = lambda: self.generate_completions(sampling=True)  # noqa: E731
             self.add_callback(ShownSamples(args.num_sample_generations, show))
-        self.hub_model_id = hub.open_repository(args) if args.push_to_hub else None
+        self.hub_model_id = dist.by_main(lambda: hub.open_repository(args)) if args.push_to_hub else None
         if args.push_to_hub and args.hub_strategy.value == "every_save":
             self.add_callback(PushedSaves(lambda message: self.push_to_hub(commit_message=message)))
 
@@ -259,32 +285,42 @@ class PPOTrainer:
         """
         if self._phases is not None:
             raise ConfigError("train: this trainer has trained; make a new one to train on")
-        display = LoggedDisplay()
-        config = self._resumed(resume_from_checkpoint)
-        checkpoint = find_checkpoint(config, tell=display.message)
+        dist = self._dist
+        display = LoggedDisplay() if dist.is_main else NullDisplay()
+        config = dist.by_main(lambda: self._resumed(resume_from_checkpoint))
+        checkpoint = dist.by_main(lambda: find_checkpoint(config, tell=display.message))
         if checkpoint is not None:
-            saved = parse_config(read_state(checkpoint)["config"], RunConfig)
-            check_same_run(saved.model_dump(mode="json"), config.model_dump(mode="json"), checkpoint)
+            self._check_resumed(config, checkpoint, display)
         folder = config.output_dir
-        with claimed(folder):
-            prepare_folder(config, checkpoint, tell=display.message)
-            log = RunLog(folder, display, Trackers("none", "", folder, {}), logging_steps=1)
+        with ExitStack() as stack:
+            dist.by_main(lambda: stack.enter_context(claimed(folder)))
+            dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))
+            log = RunLog(folder if dist.is_main else None, display, Trackers("none", "", folder, {}), logging_steps=1)
             try:
                 self._phases = phases = PhaseTrainer(
                     config, self._parts, log=log, callbacks=self._events, optimizers=self._optimizers
                 )
                 if checkpoint is not None:
-                    check_same_data(phases.checkpoints.data, checkpoint)
+                    dist.each(lambda: check_same_data(phases.checkpoints.data, checkpoint))
                     phases.resume(checkpoint)
                 interrupted = phases.fit()
             finally:
                 log.close()
-            write_report(folder)
+            dist.by_main(lambda: write_report(folder))
         if interrupted is not None:
             raise KeyboardInterrupt(
                 f"{interrupted}: stopped after {phases.state.step} updates, and the state is saved; "
                 f"train(resume_from_checkpoint=True) goes on"
             )
+
+    def _check_resumed(self, config: RunConfig, checkpoint: Path, display: NullDisplay) -> None:
+        """Raises ``CheckpointError`` where the checkpoint is of another run; says what is not as it was."""
+        record = read_state(checkpoint)
+        saved, is_moved = parse_config(record["config"], RunConfig), record["num_processes"] != self._dist.num_processes
+        before, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
+        self._dist.each(lambda: check_same_run(before, now, checkpoint, is_moved=is_moved))
+        if (told := told_of_move(saved, record, config, self._dist, self._engine.name)) is not None:
+            display.message(told)
 
     def _resumed(self, asked: str | bool | None) -> RunConfig:
         """The configuration with what it says of an earlier run in its folder."""
@@ -341,14 +377,21 @@ class PPOTrainer:
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Writes the policy with its tokenizer, a full model or a PEFT adapter; pushed too with ``args.push_to_hub``.
 
+        All processes call it, the main one writes.
+
         Args:
             output_dir: ``args.output_dir`` if left out.
         """
         folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        with written_into(folder) as temporary:
-            save_policy(self._roles, self.processing_class, temporary)
-            write_card(temporary, Path(self.args.output_dir), command=hub.COMMAND)
+        weights = kept_whole(self._engine, policy_weights, self._roles)
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with written_into(folder) as temporary:
+                save_policy(self._roles, self.processing_class, temporary, weights)
+                write_card(temporary, Path(self.args.output_dir), command=hub.COMMAND)
+
+        self._dist.by_main(write)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
@@ -380,8 +423,10 @@ class PPOTrainer:
         revision: str | None = None,
         private: bool | None = None,
         **kwargs: Any,
-    ) -> CommitInfo | Future[CommitInfo]:
+    ) -> CommitInfo | Future[CommitInfo] | None:
         """Saves the policy to ``args.output_dir`` and pushes it with its card, and nothing else of that folder.
+
+        All processes call it, the main one pushes; the others return None.
 
         Args:
             blocking: return when it is there; otherwise at once, with a future.
@@ -390,8 +435,10 @@ class PPOTrainer:
             kwargs: of ``create_model_card``.
         """
         if self.hub_model_id is None:
-            self.hub_model_id = hub.open_repository(self.args, token=token, private=private)
+            self.hub_model_id = self._dist.by_main(lambda: hub.open_repository(self.args, token=token, private=private))
         self.save_model(_internal_call=True)
+        if not self._dist.is_main:
+            return None
         self.create_model_card(**kwargs)
         return hub.upload(
             self.args, self.hub_model_id, commit_message, blocking=blocking, token=token, revision=revision

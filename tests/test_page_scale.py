@@ -44,6 +44,7 @@ def test_commands(words, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("shape", "trained"), list(zip(("7B", "72B"), scale.TRAINED, strict=True)))
 def test_memory_table(shape, trained):
+    """``python -m tests.scale`` writes the table anew."""
     assert f"| {shape} | {trained} | {' | '.join(scale.row(shape, trained))} |" in PAGE
     assert f"| model | trained | {' | '.join(scale.COLUMNS)} |" in PAGE
 

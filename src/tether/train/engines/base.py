@@ -130,7 +130,7 @@ class Engine(Protocol):
         ...
 
     def num_stepped(self, parameter: nn.Parameter) -> int:
-        """How many numbers of a parameter the optimizer of this process steps, and has moments of."""
+        """How many numbers of a parameter the optimizer of this process will make moments of."""
         ...
 
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:

@@ -233,8 +233,8 @@ class Zero:
         return parameter.ds_tensor.data
 
     def num_stepped(self, parameter: nn.Parameter) -> int:
-        """An equal share of them."""
-        return -(-_shape(parameter).numel() // self._dist.num_processes)
+        """An equal share of them; before stage 3 none, as their moments are there from the start."""
+        return -(-_shape(parameter).numel() // self._dist.num_processes) if self.spreads_weights else 0
 
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """What belongs to the piece that this process keeps, filled up by zeros."""
@@ -357,6 +357,8 @@ class Unit:
         self._to_come = 0
         self._ran: set[str] = set()
         self._asked: list[PassOptimizer] = []
+        if stage < 3:  # there DeepSpeed looks for the states of all shares after the first step of any
+            self._make_states()
 
     def expect(self, backwards: Mapping[str, int]) -> None:
         """How many backwards of each pass come before the optimizers step."""
@@ -495,20 +497,29 @@ class Unit:
         return [name for name, value in self.joint.state.get(flat, {}).items() if _is_moment(value, flat)]
 
     def _make_states(self) -> None:
-        """A step by gradients of 0 at a learning rate of 0, with which optimizers make their states."""
-        kept = [(share.source, share.source["lr"], share.source.get("weight_decay")) for share in self.joint.shares]
+        """Has optimizers make their states by gradients of 0 at a learning rate of 0, then DeepSpeed take notice."""
         zero = self.engine.optimizer
-        try:
-            for number, share in enumerate(self.joint.shares):
-                share.scale = 1.0
-                share.source |= {"lr": 0.0} | ({"weight_decay": 0.0} if "weight_decay" in share.source else {})
-                if not (self._stage < 3 and zero.cpu_offload):
-                    zero.averaged_gradients[number] = [torch.zeros_like(flat) for flat in self._flats(number)]
-            self.engine.set_gradient_accumulation_boundary(True)
-            self.engine.step()
-        finally:
-            for source, rate, decay in kept:
-                source |= {"lr": rate} | ({} if decay is None else {"weight_decay": decay})
+        for number, share in enumerate(self.joint.shares):
+            own, flats = share.optimizer.optimizer, self._flats(number)
+            kept = own.param_groups
+            own.param_groups = [{**share.source, "lr": 0.0, "weight_decay": 0.0, "params": flats}]
+            given = [flat.grad for flat in flats]
+            try:
+                for flat in flats:
+                    flat.grad = torch.zeros_like(flat)
+                own.step()
+            finally:
+                own.param_groups = kept
+                for flat, grad in zip(flats, given, strict=True):
+                    flat.grad = grad
+            for flat in flats:
+                for name, value in self.joint.state[flat].items():
+                    if not _is_moment(value, flat):
+                        self.joint.state[flat][name] = _like(0, value)
+            if not (self._stage < 3 and zero.cpu_offload):
+                zero.averaged_gradients[number] = [torch.zeros_like(flat) for flat in flats]
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.step()  # in which no share takes part
         self.drop_gradients()
 
 

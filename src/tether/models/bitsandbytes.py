@@ -102,6 +102,6 @@ def keep_differentiable(model: nn.Module) -> None:
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """How many weights a parameter stands for: in 4 bits, two share a byte."""
+    """How many weights a parameter stands for: in 4 bits, two share a byte; of a spread one, DeepSpeed knows."""
     state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else state.shape.numel()
+    return getattr(parameter, "ds_numel", parameter.numel()) if state is None else state.shape.numel()

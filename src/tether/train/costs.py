@@ -120,7 +120,9 @@ def _operations(roles: ModelRoles, pass_: Pass) -> tuple[int, int]:
     trunk = [
         parameter
         for name, parameter in model.base_model.named_parameters()
-        if parameter.ndim == 2 and parameter is not embeddings and (id(parameter) in trained or "lora_" not in name)
+        if len(getattr(parameter, "ds_shape", parameter.shape)) == 2  # the shape of one that ZeRO-3 has spread
+        and parameter is not embeddings
+        and (id(parameter) in trained or "lora_" not in name)
     ]
     of_head = [model.get_output_embeddings().weight] if POLICY in pass_.trains else []
     of_trunk, of_head = (sum(num_weights(p) * (6 if id(p) in trained else 4) for p in ps) for ps in (trunk, of_head))

@@ -1,0 +1,323 @@
+"""Two processes under DeepSpeed ZeRO: states, gradients and weights are spread, and all else is as in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.distributed import harness
+from tests.distributed.runs import Trained, assert_same_run, distance, metric_errors, trained
+from tests.distributed.test_fsdp import CASES, COMMON, IDS, PROMPTS, Told, settings
+from tests.models.build import save_adapter
+from tests.tiny import save_tiny
+from tests.train.runs import tiny_run, write_prompts
+from tests.train.test_strict_loads import adapted, strictly
+from tether.generation.build import build_generator
+from tether.models.roles import POLICY, VALUE
+from tether.train.run import open_trainer, write_end
+from tether.train.sharing import shared_generator
+from tether.types import Request, Sampling
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install --no-build-isolation -e .[deepspeed]")
+
+LIVED = [("full", 2), ("four roles on one base", 3)]
+"""Runs that are followed to their end, and stages."""
+MORE = {
+    "1: critic head that warms up, several mini-batches": {
+        "value__kind": "head", "value__warmup_steps": 1, "ppo__num_mini_batches": 2, "train__weight_decay": 0.1,
+    },
+    "2: four roles on one base, critic that warms up, demonstrations": {
+        "model__lora": {"r": 3}, "value__kind": "adapter", "value__warmup_steps": 1, "train__weight_decay": 0.1,
+        "ppo__ptx_coef": 0.5, "data__ptx": "ptx.jsonl",
+    },
+    "3: critic model, recomputed layers, demonstrations, decoded in step": {
+        "value__kind": "model", "train__gradient_checkpointing": True, "ppo__kl_in": "loss", "ppo__num_mini_batches": 2,
+        "ppo__ptx_coef": 0.5, "data__ptx": "ptx.jsonl", "train__ds3_gather_for_generation": False,
+    },
+}  # fmt: skip
+
+
+together = partial(harness.together, timeout=400)
+alone = partial(harness.alone, timeout=400)
+
+
+def launch(folder: Path, stage: int) -> dict[str, str]:
+    """What ``accelerate launch`` says with a DeepSpeed file; at stage 3 matrices of the tiny models are not small, and
+    each is gathered when it is needed."""
+    at_three = {"stage3_param_persistence_threshold": 100, "stage3_prefetch_bucket_size": 0}
+    zero = {"stage": stage} | (at_three if stage == 3 else {})
+    file = folder / f"stage-{stage}.json"
+    file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}), encoding="utf-8")
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, its reward adapter, prompts and demonstrations."""
+    folder = tmp_path_factory.mktemp("zero")
+    save_tiny(folder / "llama-tied")
+    tiny_run(folder)  # writes what its runs read
+    save_adapter(folder / "reward", folder / "llama-tied", reward=True)
+    write_prompts(folder / "long.jsonl", PROMPTS)
+    rows = [{"prompt": text, "completion": "it is a very good day"[: 4 + 3 * i]} for i, text in enumerate(PROMPTS)]
+    (folder / "ptx.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@dataclass(frozen=True)
+class Lived:
+    """What a process knows of a run at its end."""
+
+    run: Trained
+    kept: dict[str, tuple[int, int]]
+    """Numbers that this process keeps, and that there are: of the frozen models' weights, of those that train, and of
+    their first moments."""
+    logits: Tensor
+    """What the policy says that is saved, of ``IDS``."""
+    values: Tensor
+    """What the critic says of their last token."""
+    messages: list[str]
+
+
+def lived(folder: Path, changes: Mapping[str, Any]) -> Lived:
+    """A run with everything that it leaves behind."""
+    display = Told()
+    with open_trainer(tiny_run(folder, **changes), display=display) as trainer:
+        engine, roles, average = trainer.engine, trainer.roles, trainer.average
+        full = engine.full
+        start = {name: x.clone() for name, x in full(roles.trained).items()}
+        trainer.fit()
+        write_end(trainer, finished=True)
+        ids = torch.tensor(IDS)
+        with torch.no_grad():
+            with trainer.policy_to_keep(), roles.use(POLICY) as policy:
+                logits = roles.through(POLICY)(lambda: policy(input_ids=ids).logits)
+            with roles.use(VALUE) as critic:
+                head = roles.role(VALUE).head
+                values = roles.through(VALUE)(lambda: head(critic.base_model(input_ids=ids).last_hidden_state)[:, -1])
+        run = Trained(
+            engine=engine.name,
+            num_processes=trainer.dist.num_processes,
+            start=start,
+            weights={name: x.clone() for name, x in full(roles.trained).items()},
+            average={name: x.clone() for name, x in full(average.parameters, average.state_dict()).items()},
+            updates=trainer.log.updates,
+            evaluations=trainer.log.evaluations,
+        )
+        return Lived(run, kept(trainer), logits, values, display.messages)
+
+
+def kept(trainer: Any) -> dict[str, tuple[int, int]]:
+    """How much of everything this process keeps."""
+    trained = set(trainer.roles.trained.values())
+    frozen = {p for role in trainer.roles.all for p in role.model.parameters()} - trained
+
+    def counted(parameters: set) -> tuple[int, int]:
+        total = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+        return sum(p.ds_tensor.numel() if hasattr(p, "ds_id") else p.numel() for p in parameters), total
+
+    moments = {id(state): state for o in trainer.optimizers for state in o.optimizer.state.values()}
+    own = sum(state["exp_avg"].numel() for state in moments.values())
+    return {"frozen": counted(frozen), "trained": counted(trained), "moments": (own, counted(trained)[1])}
+
+
+def lives(folder: Path, *runs: Mapping[str, Any]) -> list[Lived]:
+    """Several runs after each other."""
+    return [lived(folder, changes) for changes in runs]
+
+
+def is_half(kept: tuple[int, int]) -> bool:
+    """Whether it is a half and what fills it up."""
+    own, total = kept
+    return total // 2 <= own <= total // 2 + 400 < total
+
+
+@pytest.mark.parametrize(("case", "stage"), LIVED)
+def test_a_run_its_folders_and_how_it_goes_on(folder, case, stage):
+    def of(name, num_processes, **more):
+        name = f"{case} {stage if num_processes > 1 else ''} {name}"
+        return settings(folder, COMMON | CASES[case], name, num_processes) | more
+
+    (one,) = alone(lives, folder, of("one", 1) | {"overwrite_output_dir": True}, folder=folder)
+    checkpoints = {n: str(Path(of(name, n)["output_dir"]) / "checkpoint-1") for name, n in (("one", 1), ("two", 2))}
+    (two, again, moved), (other, *_) = together(
+        lives,
+        folder,
+        of("two", 2),
+        of("again", 2, resume=checkpoints[2]),
+        of("from one", 2, resume=checkpoints[1]),
+        folder=folder,
+        environment=launch(folder, stage),
+    )
+    (back,) = alone(lives, folder, of("from two", 1, resume=checkpoints[2], overwrite_output_dir=True), folder=folder)
+
+    assert two.run.engine == other.run.engine == f"ZeRO-{stage}" and two.run.num_processes == 2
+    for each in (two, other):
+        assert is_half(each.kept["moments"])
+        assert is_half(each.kept["trained"]) == is_half(each.kept["frozen"]) == (stage == 3)
+    assert metric_errors(two.run.updates, other.run.updates, most=0) == []
+    assert_same_run(two.run, one.run)
+
+    # one writer, plain folders
+    out, base = Path(of("two", 2)["output_dir"]), folder / "llama-tied"
+    is_adapter = "model__lora" in CASES[case]
+    for path in (out, out / "checkpoint-3"):
+        model = (adapted if is_adapter else strictly)(path, AutoModelForCausalLM, base)
+        torch.testing.assert_close(model(input_ids=torch.tensor(IDS)).logits, two.logits, atol=1e-6, rtol=0)
+    model = (adapted if is_adapter else strictly)(out / "critic", AutoModelForSequenceClassification, base)
+    torch.testing.assert_close(model(input_ids=torch.tensor(IDS)).logits, two.values, atol=1e-6, rtol=0)
+
+    # the same processes go on exactly, others within rounding
+    assert distance(again.run.weights, two.run.weights) == distance(again.run.average, two.run.average) == 0
+    assert metric_errors(again.run.updates, two.run.updates[1:], most=0) == []
+    assert not any("bitwise" in text for text in again.messages)
+    for gone_on in (moved, back):
+        assert any("bitwise" in text for text in gone_on.messages)
+        assert metric_errors(gone_on.run.updates, one.run.updates[1:]) == []
+        assert distance(gone_on.run.weights, one.run.weights) <= 1e-6
+        assert distance(gone_on.run.average, one.run.average) <= 1e-6
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_two_processes_train_as_one_does(folder, case):
+    runs = [settings(folder, {"ppo__kl_coef": 0.2} | MORE[case], f"{case[3:]} {n}", n) for n in (1, 2)]
+    first, second = together(trained, folder, runs[1], folder=folder, environment=launch(folder, int(case[0])))
+    one = alone(trained, folder, runs[0], folder=folder)
+    assert (first.engine, first.num_processes) == (f"ZeRO-{case[0]}", 2)
+    assert metric_errors(first.updates, second.updates, most=0) == []
+    assert_same_run(first, one)
+
+
+def decoded(folder: Path, changes: Mapping[str, Any], lengths: tuple[int, ...]) -> tuple[list, list]:
+    """Answers of these lengths at most, with weights gathered once and anew for each token; and how often weights were
+    gathered for them."""
+    counted, gather = [0], torch.distributed.all_gather_into_tensor
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        counted[0] += 1
+        return gather(*arguments, **options)
+
+    torch.distributed.all_gather_into_tensor = counting  # DeepSpeed looks it up as its group is made
+    answers, counts = [], []
+    with open_trainer(tiny_run(folder, **changes)) as trainer:
+        parts, requests = trainer.parts, [Request(p.token_ids, key) for key, p in enumerate(trainer.parts.prompts)]
+        for once in (True, False):
+            own = build_generator(trainer.config, parts.roles)
+            generator = shared_generator(own, parts.dist, parts.engine, gather=once)
+            for length in lengths:
+                counted[0] = 0
+                found = dict(generator.generate(requests, Sampling(length, 1.0, parts.sampling.stop_token_ids)))
+                counts.append(counted[0])
+                answers.append([found[i].token_ids for i in range(len(requests))])
+        trainer.fit()  # hooks are back, and find everything as it was
+    return answers, counts
+
+
+def test_answers_are_those_of_one_process_and_gathers_do_not_grow_with_them(folder):
+    changes, lengths = {"sampling__batch_size": 2, "value__kind": "head", "train__max_steps": 1}, (4, 24)
+    (answers, counts), (others, other_counts) = together(
+        decoded,
+        folder,
+        settings(folder, changes, "decoded by two", 2),
+        lengths,
+        folder=folder,
+        environment=launch(folder, 3),
+    )
+    wanted, none = alone(decoded, folder, settings(folder, changes, "decoded by one", 1), lengths, folder=folder)
+    assert none == [0, 0, 0, 0]
+    assert answers == others == wanted
+    assert len({len(answer) for answer in wanted[1]}) > 3, "the processes are to finish at different times"
+    assert counts == other_counts
+    short, long, short_in_step, long_in_step = counts
+    assert 0 < short == long < 40
+    assert short_in_step > 4 * short and long_in_step > 2 * short_in_step
+
+
+def in_bf16(folder: Path, changes: Mapping[str, Any]) -> list[Mapping[str, float]]:
+    with open_trainer(tiny_run(folder, **changes)) as trainer:
+        trainer.fit()
+        return trainer.log.updates
+
+
+def test_adapters_in_float32_on_a_base_in_bfloat16(folder):
+    case = CASES["four roles on one base"] | {"train__bf16": True, "train__max_steps": 1}
+    updates, others = together(
+        in_bf16, folder, settings(folder, case, "bf16", 2), folder=folder, environment=launch(folder, 3)
+    )
+    assert metric_errors(updates, others, most=0) == []
+    assert updates[0]["val/first_ratio_error"] == 0 and updates[0]["policy/grad_norm"] > 0
+
+
+def left_out(folder: Path, changes: Mapping[str, Any], stage: int) -> tuple[Trained, list[str]]:
+    """A run of which one process's second backward brings a gradient that is not finite."""
+    display = Told()
+    with open_trainer(tiny_run(folder, **changes), display=display) as trainer:
+        engine, number, backward = trainer.engine, [0], trainer.engine.backward
+
+        def broken(loss: Tensor, role: str) -> None:
+            number[0] += 1
+            backward(loss * (torch.inf if number[0] == 2 and not trainer.dist.is_main else 1), role)
+
+        engine.backward = broken
+        start = {name: x.clone() for name, x in engine.full(trainer.roles.trained).items()}
+        trainer.fit()
+        weights = {name: x.clone() for name, x in engine.full(trainer.roles.trained).items()}
+        run = Trained(engine.name, trainer.dist.num_processes, start, weights, {}, trainer.log.updates, [])
+        return run, display.messages
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_is_not_finite_in_one_process_is_left_out_in_all(folder, stage):
+    case = {"model__lora": {"r": 3}, "value__kind": "adapter", "train__max_steps": 2, "ppo__num_ppo_epochs": 1}
+    changes = settings(folder, case, f"left out {stage}", 2)
+    outcomes = together(left_out, folder, changes, stage, folder=folder, environment=launch(folder, stage))
+    for run, _ in outcomes:
+        first, second = run.updates
+        assert run.engine == f"ZeRO-{stage}"
+        assert (first["update/num_steps"], first["update/num_bad"]) == (0, 1)
+        assert (second["update/num_steps"], second["update/num_bad"]) == (1, 0)
+        assert second["policy/grad_norm"] > 0 and all(bool(torch.isfinite(x).all()) for x in run.weights.values())
+    assert any("gradient is not finite" in text for text in outcomes[0][1])
+
+
+@pytest.mark.parametrize(
+    ("written", "changes", "said"),
+    [
+        ({"zero_optimization": {"stage": 0}}, {}, "zero_optimization.stage in the DeepSpeed configuration: got 0"),
+        ({"fp16": {"enabled": True}}, {}, "fp16.enabled in the DeepSpeed configuration: got true, wanted auto"),
+        ({"bf16": {"enabled": True}}, {}, "bf16.enabled in the DeepSpeed configuration: got true, wanted auto, or"),
+        ({"gradient_clipping": 0.5}, {}, "gradient_clipping in the DeepSpeed configuration: got 0.5, wanted auto or"),
+        ({"gradient_accumulation_steps": 4}, {}, "wanted auto: train.micro_batch_size says it"),
+        ({"optimizer": {"type": "AdamW"}}, {}, "wanted none: train.optim, train.learning_rate and the like say it"),
+        ({}, {"train__optim": "adamw_8bit"}, "train.optim: got adamw_8bit, wanted adamw_torch_fused or adamw_torch"),
+    ],
+)
+def test_what_contradicts_a_run_is_told(folder, written, changes, said):
+    from tether.errors import ConfigError
+    from tether.train.engines.deepspeed import check
+
+    with pytest.raises(ConfigError, match="^" + said.replace(".", r"\.") if not said.startswith("wanted") else said):
+        check({"zero_optimization": {"stage": 3}} | written, tiny_run(folder, **changes))
+
+
+def test_what_a_run_says_too_is_no_contradiction(folder):
+    from tether.train.engines.deepspeed import check, filled
+
+    written = {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_max_live_parameters": 1e9},
+        "bf16": {"enabled": True}, "gradient_clipping": 1.0, "train_batch_size": "auto", "fp16": {"enabled": "auto"},
+    }  # fmt: skip
+    check(written, tiny_run(folder, train__bf16=True))
+    told = filled(written, 2, 16)
+    assert told["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 256, "stage3_max_live_parameters": 1e9}
+    assert told["train_batch_size"] == 2 and told["gradient_clipping"] == 0.0 and "bf16" not in told
+    assert "auto" not in json.dumps(told).replace("Infinity", "0")

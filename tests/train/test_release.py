@@ -2,6 +2,7 @@
 
 import ctypes
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,3 +40,14 @@ def test_phases_release_memory_and_passes_with_checkpointing_too(tmp_path, monke
     train_policy(config)
     passes = 2 * 2 * config.train.rollout_batch_size // config.train.micro_batch_size
     assert calls == {"release_memory": 6, "trim_heap": passes if checkpointing else 0}
+
+
+def test_a_stage_before_may_have_computed_in_another_precision():
+    program = (
+        "from accelerate import Accelerator\n"
+        "Accelerator(mixed_precision='bf16')\n"
+        "from tether.train.distributed import Dist\n"
+        "print(Dist().num_processes)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["1"], done.stderr

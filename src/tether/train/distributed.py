@@ -232,7 +232,8 @@ def _accelerator(timeout: float) -> Accelerator:
     return Accelerator(
         cpu=on_cpu,
         deepspeed_plugin=plugin,
-        mixed_precision="no",  # forwards run under the roles' own autocast
+        # Forwards run under the roles' own autocast. What an earlier stage of this process asked for cannot be changed.
+        mixed_precision=None if is_initialized() else "no",
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout), **backend),
             DistributedDataParallelKwargs(

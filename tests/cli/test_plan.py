@@ -13,7 +13,7 @@ from tether.config.load import dump_config
     [
         (0, "0 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (1536 * 1024, "1.5 MiB"), (1020 * 2**20, "1020 MiB"),
         (2**34, "16 GiB"),
-    ],  # fmt: skip
+    ],
 )
 def test_sizes_are_for_people(num_bytes, text):
     assert size(num_bytes) == text

@@ -98,7 +98,7 @@ def generate(model: PreTrainedModel, rows: int, tokens: int) -> None:
 
 
 def profiled(action: Callable[[], None]) -> dict[str, float]:
-    """Seconds of the parts of an action, and their sum: of one run, in which the profiler's own time is ``all else``."""
+    """Seconds of the parts of an action, and their sum, of one run; the profiler's own time is in ``all else``."""
     action()
     with labelled(), profile(activities=[ProfilerActivity.CPU]) as seen, record_function(WHOLE):
         action()

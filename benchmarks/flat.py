@@ -28,6 +28,7 @@ from transformers import TrainerCallback  # noqa: E402
 from benchmarks.toys.language import toy  # noqa: E402
 from benchmarks.toys.run import table_trainer, toy_config  # noqa: E402
 from tether.algo import logprobs_from_logits, selected_logprobs  # noqa: E402
+from tether.algo.logprobs import LOGITS_AT_ONCE  # noqa: E402
 from tether.train.callbacks import KEPT_LINES  # noqa: E402
 from tether.train.costs import Peak, resident_bytes  # noqa: E402
 from tether.train.distributed import Dist  # noqa: E402
@@ -89,7 +90,9 @@ def pass_peaks(vocabulary: int, tokens: int) -> tuple[float, float, float]:
     head = nn.Linear(WIDTH, vocabulary, bias=False)
 
     def chunks(states: torch.Tensor) -> torch.Tensor:
-        logprobs, entropy = selected_logprobs(states, head, targets, temperature=1.0, with_entropy=True)
+        logprobs, entropy = selected_logprobs(
+            states, head, targets, temperature=1.0, chunk_size=LOGITS_AT_ONCE // vocabulary, with_entropy=True
+        )
         return logprobs.sum() + entropy.sum()
 
     def whole(states: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tether.algo.masking import wide
 
-LOGITS_AT_ONCE = 2**23
-"""Logits of a chunk that are few enough for memory, 32 MiB, and enough for products of matrices to be fast."""
+LOGITS_AT_ONCE = 2**24
+"""Logits of a chunk that are few enough for memory, 64 MiB, and enough for products of matrices to be fast.
+
+Not fewer: tensors of up to 32 MiB come from glibc's heap, where one seldom fits into the place of another, and a pass
+over many chunks then takes as much memory as all logits at once.
+"""
 
 
 def logprobs_from_logits(

@@ -190,7 +190,7 @@ class TestProblems:
             f"line 4: rewards.0.type: got modl; wanted one of {', '.join(TYPES)}",
             "line 5: rewards.1.weight: got true, wanted a number",
             "line 6: rewards.2: got 7, wanted a group of keys",
-            "line 8: train.seed: got 1.5, wanted a whole number",
+            "line 8: train.seed: got 1.5, wanted a whole number from 0 to 4294967295",
             "line 9: train.bf16: got yes, wanted true or false or null",
             "line 10: train.warmup_ratio: got 2, wanted a number from 0 to 1",
             "line 11: train.report_to: got 5, wanted text or a list of text",
@@ -277,7 +277,7 @@ def test_a_dumped_configuration_loads_as_an_equal_one(
             "rewards": [{"type": "function", "path": path, "name": "f", "weight": weight}],
             "data": {"prompts": path, "system_prompt": template},
             "ppo": {"kl_coef": kl, "cliprange_value": clip},
-            "train": {"total_episodes": episodes, "seed": seed % 10**30},
+            "train": {"total_episodes": episodes, "seed": seed % 2**32},
             "output_dir": path,
             "resume": resume,
         }

@@ -53,6 +53,7 @@ def test_5_7_17_pad_token_and_padding_side_change_nothing(tmp_path, kind):
         config = tiny_run(
             tmp_path, model__path=str(model), data__prompts=str(tmp_path / "unequal.jsonl"),
             sampling__response_length=12, output_dir=str(tmp_path / "out" / change.__name__), value__kind="model",
+            train__seed=1,
         )  # fmt: skip
         (tmp_path / "unequal.jsonl").write_text(PROMPTS)
         train_policy(config)

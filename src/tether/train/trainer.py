@@ -418,8 +418,8 @@ class PPOTrainer:
             self.guard.check(answers, batch, logprobs=out.logprobs, values=out.values, ref_logprobs=ref)
             seen.append(out)
             refs.append(ref)
-        lengths = answers.lengths.to(self.dist.device)
-        mask = algo.length_mask(lengths, int(lengths.max()))
+        width = self.dist.max(torch.tensor(max(batch.response_mask.shape[1] for batch in batches)))
+        mask = algo.length_mask(answers.lengths.to(self.dist.device), int(width))
         whole = partial(joined, batches=batches, shape=tuple(mask.shape), dist=self.dist)
         return Outputs(
             mask=mask,

@@ -196,10 +196,10 @@ def test_how_the_tokenizer_pads_changes_no_bit(tmp_path, run, usual, kind, shari
 
 
 def with_one_pad_attended_to(batch):
-    """The same rollouts, and one pad of one of them taken for a token."""
+    """The same rollouts, and one pad of one of them, if there is any, taken for a token."""
     mask = batch.attention_mask.clone()
-    row, column = (~mask).nonzero()[0].tolist()
-    mask[row, column] = True
+    for row, column in (~mask).nonzero()[:1].tolist():
+        mask[row, column] = True
     return replace(batch, attention_mask=mask)
 
 

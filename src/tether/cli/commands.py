@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tether.cli import moving
-from tether.cli.launched import alike, rank
+from tether.cli.launched import alike
+from tether.config.launched import rank
 from tether.errors import ConfigError
 
 if TYPE_CHECKING:

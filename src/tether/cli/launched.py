@@ -1,30 +1,15 @@
-"""What the command line knows of a launcher such as ``accelerate launch`` or ``torchrun``, by the environment alone."""
+"""What the command line makes of several processes that a launcher started."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tether.config.launched import local_rank, num_processes, rank
 from tether.errors import ConfigError
 
-LAUNCHED = ("ppo", "sft", "reward")
-"""Commands that several processes can run together."""
-
-
-def rank() -> int:
-    """Number of this process among those that were launched; 0 if none were."""
-    return int(os.environ.get("RANK", "0") or 0)
-
-
-def num_processes() -> int:
-    """Processes that were launched, this one included."""
-    return int(os.environ.get("WORLD_SIZE", "1") or 1)
-
-
-def local_rank() -> int:
-    """Number of this process among those of its machine; 0 if none were launched."""
-    return int(os.environ.get("LOCAL_RANK", "0") or 0)
+LAUNCHED = "ppo"
+"""The command that several processes can run together."""
 
 
 @contextmanager
@@ -39,10 +24,10 @@ def alike() -> Iterator[None]:
 
 def check_command(name: str) -> None:
     """Raises ``ConfigError`` if a command was launched in several processes that runs in one."""
-    if num_processes() > 1 and name not in LAUNCHED:
+    if num_processes() > 1 and name != LAUNCHED:
         raise ConfigError(
-            f"tether {name} runs in one process, got {num_processes()}: start it without a launcher. Those that can be "
-            f"launched are {', '.join(f'tether {each}' for each in LAUNCHED)}"
+            f"tether {name} runs in one process, got {num_processes()}: start it without a launcher. Of all commands "
+            f"tether {LAUNCHED} alone can be launched"
         )
 
 

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 
 from tether import __version__
 from tether.cli import commands
-from tether.cli.launched import check_command, rank, signed
+from tether.cli.launched import check_command, signed
 from tether.cli.quiet import quieten
+from tether.config.launched import rank
 from tether.errors import USER_ERRORS, ConfigError, TetherError
 
 _HELP = """\

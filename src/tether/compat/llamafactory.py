@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tether.compat.translation import Translation, Translator
+from tether.config.launched import num_processes, uses_deepspeed, uses_fsdp
 from tether.errors import ConfigError
 from tether.report.plots import can_plot
 
@@ -305,26 +305,21 @@ def _precision(keys: Translator) -> None:
 
 def _sharding(keys: Translator) -> None:
     """DeepSpeed and FSDP, which the launcher says here; on one device they change nothing."""
-    for key in ("deepspeed", "fsdp"):
+    for key, is_launched in {"deepspeed": uses_deepspeed(), "fsdp": uses_fsdp()}.items():
         given = keys.take(key)
-        if given and os.environ.get(f"ACCELERATE_USE_{key.upper()}", "false").lower() == "true":
+        if given and is_launched:
             keys.covered(key, by="what the launcher says")
-        elif given and world_size() > 1:
+        elif given and num_processes() > 1:
             file = given if key == "deepspeed" and isinstance(given, str) else "FILE.json"
             said = f"--use_deepspeed --deepspeed_config_file {file}" if key == "deepspeed" else (
                 "--config_file examples/accelerate/fsdp2.yaml"
             )
             keys.refuse(
                 key,
-                f"the launcher says it: leave it out and start {world_size()} processes by accelerate launch {said} "
-                f"--num_processes {world_size()} -m tether ppo …",
+                f"the launcher says it: leave it out and start {num_processes()} processes by accelerate launch {said} "
+                f"--num_processes {num_processes()} -m tether ppo …",
             )
         keys.ignore("on one device there is nothing to shard", key)
-
-
-def world_size() -> int:
-    """Processes of the launch, as torchrun and accelerate tell them."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _output(keys: Translator) -> None:
@@ -538,7 +533,7 @@ def _sampling(keys: Translator) -> None:
 def _ppo_batches(keys: Translator) -> None:
     """Their batch is made of optimizer steps of ``gradient_accumulation_steps`` forwards; ours is cut the same way."""
     rows, forwards = keys.number("per_device_train_batch_size", 8), keys.number("gradient_accumulation_steps", 1)
-    steps, world = keys.number("ppo_buffer_size", 1), world_size()
+    steps, world = keys.number("ppo_buffer_size", 1), num_processes()
     product = " × ".join(str(n) for n in (rows, forwards, steps, *([world] if world > 1 else [])))
     theirs = ("per_device_train_batch_size", "gradient_accumulation_steps", "ppo_buffer_size")
     keys.put("train.rollout_batch_size", rows * forwards * steps * world, *theirs, note=product)
@@ -623,7 +618,7 @@ def _stage(keys: Translator) -> None:
     keys.put("data.max_length", keys.take("cutoff_len", 2048), "cutoff_len", note="longer ones are dropped")
     rows, forwards = keys.number("per_device_train_batch_size", 8), keys.number("gradient_accumulation_steps", 1)
     theirs = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    keys.put("train.batch_size", rows * forwards * world_size(), *theirs)
+    keys.put("train.batch_size", rows * forwards * num_processes(), *theirs)
     keys.put("train.micro_batch_size", rows, "per_device_train_batch_size")
     if (steps := keys.number("max_steps", -1)) > 0:
         keys.put("train.max_steps", steps, "max_steps")

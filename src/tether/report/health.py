@@ -403,34 +403,39 @@ def logprob_gap(run: Run) -> Finding | None:
 
 def one_token(run: Run) -> Finding | None:
     """Whether the policy says anything but one token; any single update counts."""
-    series = run.series("rollout/top_token_share")
-    if not series or run.setting("sampling.response_length") == 1:
-        return None
-    step, share = max(series.points, key=lambda p: p[1])
-    level = "act" if share > TOP_TOKEN_SHARE else "ok"
-    return Finding(
-        level,
+    return _share(
+        run,
         "rollout/top_token_share",
-        f"One token made up {percent(share)} of the answers of update {step}; above {percent(TOP_TOKEN_SHARE)} the "
-        "policy has collapsed.",
-        "" if level == "ok" else "Go back to a checkpoint from before; raise ppo.kl_coef or lower train.learning_rate.",
+        TOP_TOKEN_SHARE,
+        "act",
+        said="One token made up {share} of the answers of update {step}; above {limit} the policy has collapsed.",
+        advice="Go back to a checkpoint from before; raise ppo.kl_coef or lower train.learning_rate.",
     )
 
 
 def one_answer(run: Run) -> Finding | None:
     """Whether the policy has more than one answer to its prompts; any single update counts."""
-    series = run.series("rollout/top_answer_share")
+    return _share(
+        run,
+        "rollout/top_answer_share",
+        TOP_ANSWER_SHARE,
+        "warn",
+        said="One and the same answer was {share} of those of update {step}; above {limit} the policy has collapsed, "
+        "unless the prompts leave no other.",
+        advice="Go back to a checkpoint from before; raise ppo.kl_coef or set ppo.kl_target.",
+    )
+
+
+def _share(run: Run, metric: str, most: float, level: str, *, said: str, advice: str) -> Finding | None:
+    """What the largest share of an update says; nothing where answers are of one token by design."""
+    series = run.series(metric)
     if not series or run.setting("sampling.response_length") == 1:
         return None
     step, share = max(series.points, key=lambda p: p[1])
-    level = "warn" if share > TOP_ANSWER_SHARE else "ok"
-    return Finding(
-        level,
-        "rollout/top_answer_share",
-        f"One and the same answer was {percent(share)} of those of update {step}; above {percent(TOP_ANSWER_SHARE)} "
-        "the policy has collapsed, unless the prompts leave no other.",
-        "" if level == "ok" else "Go back to a checkpoint from before; raise ppo.kl_coef or set ppo.kl_target.",
-    )
+    is_fine = share <= most
+    text = said.format(share=percent(share), step=step, limit=percent(most))
+    return Finding("ok" if is_fine else level, metric, text, "" if is_fine else advice)
+
 
 
 def left_out(run: Run) -> Finding | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tether.config.launched import num_processes
 from tether.config.load import dump_config, parse_config
 from tether.config.stage import StageConfig
 from tether.errors import CheckpointError, ConfigError, TrainingError
@@ -71,8 +71,8 @@ def check_stage(config: StageConfig, command: str) -> None:
     """Raises for every mistake that shows without loading a tokenizer, and that both stages can have."""
     if find_spec("trl") is None:
         raise ConfigError(f"tether {command} trains with TRL, which is not installed: pip install 'tether[trl]'")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(f"tether {command} runs in one process, got WORLD_SIZE {os.environ['WORLD_SIZE']}")
+    if num_processes() > 1:
+        raise ConfigError(f"tether {command} runs in one process, got WORLD_SIZE {num_processes()}")
     check_model_path(config.model.path, "model.path")
     check_template(config.data.chat_template)
     if config.train.lr_scheduler_type not in SCHEDULES:

@@ -22,7 +22,9 @@ from accelerate.state import is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from torch import Tensor
 
+from tether.config import launched
 from tether.errors import ConfigError, LostProcess, OutOfStep, TetherError, TrainingError
+from tether.metrics.reduce import Metrics
 
 T = TypeVar("T")
 TIMEOUT = 1800
@@ -51,9 +53,9 @@ class Dist:
         self.stop_asked = lambda: None
         with _arriving(timeout):
             self.accelerator = _accelerator(timeout)
-        if self.num_processes != launched_processes():
+        if self.num_processes != launched.num_processes():
             raise ConfigError(
-                f"{launched_processes()} processes were launched, but Accelerate runs each of them by itself: "
+                f"{launched.num_processes()} processes were launched, but Accelerate runs each of them by itself: "
                 "leave out the launcher, or give it a configuration file that fits the devices of this machine"
             )
 
@@ -110,6 +112,10 @@ class Dist:
     def summed(self, x: Tensor) -> Tensor:
         """``sum`` of a tensor that may be on another device than the processes talk through."""
         return self.sum(x.to(self.device)).cpu() if self.num_processes > 1 else x
+
+    def computed(self, metrics: Metrics) -> dict[str, float]:
+        """Metrics that every process collected a part of, as numbers of the whole."""
+        return metrics.compute(self.summed, self.max) if self.num_processes > 1 else metrics.compute()
 
     def any(self, own: bool) -> bool:
         """Whether it is so in any process."""
@@ -217,13 +223,13 @@ class Dist:
 
 
 def _accelerator(timeout: float) -> Accelerator:
-    if uses_fsdp() and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+    if launched.uses_fsdp() and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise ConfigError(
             f"fsdp_version: got {version}, wanted 2 in the configuration file of accelerate launch. "
             "accelerate to-fsdp2 --config_file FILE --output_file NEW converts one"
         )
-    on_cpu, backend, plugin = not torch.accelerator.is_available() and launched_processes() > 1, {}, None
-    if uses_deepspeed():
+    on_cpu, backend, plugin = not torch.accelerator.is_available() and launched.num_processes() > 1, {}, None
+    if launched.uses_deepspeed():
         from tether.train.engines.deepspeed import plugin_of_launch
 
         plugin = None if is_initialized() else plugin_of_launch()  # of all Accelerators the first has it
@@ -248,21 +254,6 @@ def share(count: int, rank: int, num_processes: int) -> range:
     return range(rank * count // num_processes, (rank + 1) * count // num_processes)
 
 
-def launched_processes() -> int:
-    """Processes that a launcher started this one with, itself included; needs no torch.distributed."""
-    return int(os.environ.get("WORLD_SIZE", "1") or 1)
-
-
-def uses_deepspeed() -> bool:
-    """Whether the launcher's configuration asks for DeepSpeed."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-
-
-def uses_fsdp() -> bool:
-    """Whether the launcher's configuration asks for FSDP."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-
-
 @contextmanager
 def _arriving(timeout: float) -> Iterator[None]:
     """Inside, the launched processes find each other."""
@@ -270,7 +261,7 @@ def _arriving(timeout: float) -> Iterator[None]:
         yield
     except torch.distributed.DistError as error:
         raise LostProcess(
-            f"not all of the {launched_processes()} launched processes were there within {timeout:g} s "
+            f"not all of the {launched.num_processes()} launched processes were there within {timeout:g} s "
             "(train.ddp_timeout). What those that are missing wrote says why; on several machines each must reach "
             f"MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0][:200]})"
         ) from error

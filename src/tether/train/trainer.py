@@ -493,8 +493,7 @@ class PPOTrainer:
     def summary(self, metrics: Metrics) -> dict[str, float]:
         """The update's metrics as numbers, with what follows from them."""
         batch_size = self.config.train.rollout_batch_size
-        several = self.dist.num_processes > 1
-        values = derived(metrics.compute(self.dist.summed, self.dist.max) if several else metrics.compute())
+        values = derived(self.dist.computed(metrics))
         values["episode"] = float((self.state.step + 1) * batch_size)
         values["eps"] = batch_size / values["time/step_s"]
         values = with_rates(values, self.dist.num_processes * product_rate(self.roles))

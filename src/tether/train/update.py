@@ -243,8 +243,7 @@ class Update:
         limits = {"approx_kl": ppo.max_approx_kl, "ratio": ppo.max_ratio}
         if self.is_warming_up or all(limit is None for limit in limits.values()):
             return False
-        several = self.dist.num_processes > 1
-        moved = drift.compute(self.dist.summed, self.dist.max) if several else drift.compute()
+        moved = self.dist.computed(drift)
         if not moved:  # no token took part
             return False
         return any(limit is not None and moved[name] > limit for name, limit in limits.items())

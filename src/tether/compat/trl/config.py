@@ -11,12 +11,13 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
+from tether.config import launched
 from tether.config.load import checked_config
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.loading import default_device
-from tether.train.distributed import Dist, launched_processes, uses_deepspeed
+from tether.train.distributed import Dist
 from tether.train.engines.deepspeed import load_whole
 
 REFUSED = {
@@ -146,7 +147,7 @@ class PPOConfig(TrainingArguments):
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         if getattr(self, "activation_checkpointing", False) is None:  # the newer name of the same
             self.activation_checkpointing = self.gradient_checkpointing
-        if launched_processes() > 1 or uses_deepspeed():
+        if launched.num_processes() > 1 or launched.uses_deepspeed():
             Dist(self.ddp_timeout)  # before TrainingArguments make processes find each other in their own way
         super().__post_init__()
         load_whole()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tether.config.schema import RunConfig
-from tether.errors import OutOfStep, TetherError
+from tether.errors import ConfigError, OutOfStep, TetherError
 from tether.models.roles import ModelRoles
 from tether.train.distributed import lost_told
 from tether.train.optim import PassOptimizer
@@ -56,6 +56,24 @@ def out_of_step(what: str, error: torch.OutOfMemoryError) -> OutOfStep:
         f"out of memory in {what}, which all processes do together ({error}): lower train.micro_batch_size, "
         "sampling.batch_size or a reward's batch_size, or set train.gradient_checkpointing"
     )
+
+
+def refuse_few_bits(config: RunConfig, engine: str) -> None:
+    """Raises ``ConfigError`` for weights and moments in few bits, which cannot be spread.
+
+    Args:
+        engine: its name in the message.
+    """
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"model.quantization: got {config.model.quantization}, wanted none under {engine}: weights in few bits "
+            "cannot be spread. Launch the run with DDP"
+        )
+    if config.train.optim == "adamw_8bit":
+        raise ConfigError(
+            f"train.optim: got adamw_8bit, wanted adamw_torch_fused or adamw_torch under {engine}: moments in 8 bits "
+            f"cannot be spread. {engine} divides their memory by the number of processes"
+        )
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.models.roles import POLICY, ModelRoles, Role
 from tether.train.distributed import Dist
-from tether.train.engines.base import Hosted, all_together
+from tether.train.engines.base import Hosted, all_together, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
 
@@ -611,16 +611,7 @@ def check(deepspeed: Mapping[str, Any], config: RunConfig) -> None:
     if clipping not in ("auto", limit) and (clipping or limit):
         raise _unfit("gradient_clipping", clipping, f"auto or train.max_grad_norm, which is {limit}")
     _check_precision(deepspeed, config)
-    if config.model.quantization is not None:
-        raise ConfigError(
-            f"model.quantization: got {config.model.quantization}, wanted none under ZeRO: weights in few bits cannot "
-            "be spread. Launch the run with DDP"
-        )
-    if config.train.optim == "adamw_8bit":
-        raise ConfigError(
-            "train.optim: got adamw_8bit, wanted adamw_torch_fused or adamw_torch under ZeRO: moments in 8 bits cannot "
-            "be spread. ZeRO divides their memory by the number of processes"
-        )
+    refuse_few_bits(config, "ZeRO")
 
 
 def _check_precision(deepspeed: Mapping[str, Any], config: RunConfig) -> None:

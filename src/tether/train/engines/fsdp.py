@@ -27,7 +27,7 @@ from tether.errors import ConfigError
 from tether.models.layers import transformer_layers
 from tether.models.roles import POLICY, ModelRoles, Role
 from tether.train.distributed import Dist
-from tether.train.engines.base import Hosted, all_together
+from tether.train.engines.base import Hosted, all_together, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
 
@@ -55,16 +55,7 @@ class FullySharded:
 
     def check(self, config: RunConfig) -> None:
         """Raises ``ConfigError`` for what cannot be spread."""
-        if config.model.quantization is not None:
-            raise ConfigError(
-                f"model.quantization: got {config.model.quantization}, wanted none under FSDP: weights in few bits "
-                "cannot be spread. Launch the run with DDP"
-            )
-        if config.train.optim == "adamw_8bit":
-            raise ConfigError(
-                "train.optim: got adamw_8bit, wanted adamw_torch_fused or adamw_torch under FSDP: moments in 8 bits "
-                "cannot be spread. FSDP divides their memory by the number of processes"
-            )
+        refuse_few_bits(config, "FSDP")
         if config.sampling.cache_implementation == "static" and not config.train.ds3_gather_for_generation:
             raise ConfigError(
                 "sampling.cache_implementation: got static, wanted dynamic with train.ds3_gather_for_generation false: "

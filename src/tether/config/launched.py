@@ -1,0 +1,38 @@
+"""What a launcher such as ``accelerate launch`` or ``torchrun`` tells its processes, by the environment alone."""
+
+from __future__ import annotations
+
+import os
+
+
+def num_processes() -> int:
+    """Processes that were launched, this one included; 1 if none were."""
+    return _number("WORLD_SIZE", 1)
+
+
+def rank() -> int:
+    """Number of this process among those that were launched; 0 if none were."""
+    return _number("RANK", 0)
+
+
+def local_rank() -> int:
+    """Number of this process among those of its machine; 0 if none were launched."""
+    return _number("LOCAL_RANK", 0)
+
+
+def uses_deepspeed() -> bool:
+    """Whether the launcher's configuration asks for DeepSpeed."""
+    return _is_on("ACCELERATE_USE_DEEPSPEED")
+
+
+def uses_fsdp() -> bool:
+    """Whether the launcher's configuration asks for FSDP."""
+    return _is_on("ACCELERATE_USE_FSDP")
+
+
+def _number(name: str, missing: int) -> int:
+    return int(os.environ.get(name) or missing)
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "false").lower() == "true"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.train.runs import tiny_run
 from tether.train.run import open_trainer
+from tether.train.trainer import PPOTrainer
 
 NOT_COMPARED = ("time/", "speed/", "memory/", "eps")
 """Of the machine, not of the algorithm."""
@@ -39,23 +40,28 @@ class Trained:
 def trained(folder: Path, changes: Mapping[str, Any]) -> Trained:
     """A tiny run, to be started in each process."""
     with open_trainer(tiny_run(folder, **changes)) as trainer:
-        full, average = trainer.engine.full, trainer.average
+        return fitted(trainer)
 
-        def weights() -> dict[str, Tensor]:
-            return {name: x.detach().cpu().clone() for name, x in full(trainer.roles.trained).items()}
 
-        start = weights()
-        trainer.fit()
-        averaged = {} if average is None else full(average.parameters, average.state_dict())
-        return Trained(
-            engine=trainer.engine.name,
-            num_processes=trainer.dist.num_processes,
-            start=start,
-            weights=weights(),
-            average={name: x.clone() for name, x in averaged.items()},
-            updates=trainer.log.updates,
-            evaluations=trainer.log.evaluations,
-        )
+def fitted(trainer: PPOTrainer) -> Trained:
+    """Trains to the end."""
+    full, average = trainer.engine.full, trainer.average
+
+    def weights() -> dict[str, Tensor]:
+        return {name: x.detach().cpu().clone() for name, x in full(trainer.roles.trained).items()}
+
+    start = weights()
+    trainer.fit()
+    averaged = {} if average is None else full(average.parameters, average.state_dict())
+    return Trained(
+        engine=trainer.engine.name,
+        num_processes=trainer.dist.num_processes,
+        start=start,
+        weights=weights(),
+        average={name: x.clone() for name, x in averaged.items()},
+        updates=trainer.log.updates,
+        evaluations=trainer.log.evaluations,
+    )
 
 
 def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:

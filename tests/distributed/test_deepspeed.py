@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.distributed import harness
-from tests.distributed.runs import Trained, assert_same_run, distance, metric_errors, trained
-from tests.distributed.test_fsdp import CASES, COMMON, IDS, PROMPTS, Told, settings
-from tests.models.build import save_adapter
-from tests.tiny import save_tiny
-from tests.train.runs import tiny_run, write_prompts
-from tests.train.test_strict_loads import adapted, strictly
+from tests.distributed.runs import Trained, assert_same_run, metric_errors, trained
+from tests.distributed.spread import CASES, COMMON, Told, assert_goes_on, assert_saved, lives, settings, write_material
+from tests.train.runs import tiny_run
 from tether.generation.build import build_generator
-from tether.models.roles import POLICY, VALUE
-from tether.train.run import open_trainer, write_end
+from tether.train.run import open_trainer
 from tether.train.sharing import shared_generator
+from tether.train.trainer import PPOTrainer
 from tether.types import Request, Sampling
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install --no-build-isolation -e .[deepspeed]")
@@ -60,62 +55,12 @@ def launch(folder: Path, stage: int, **more: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model, its reward adapter, prompts and demonstrations."""
-    folder = tmp_path_factory.mktemp("zero")
-    save_tiny(folder / "llama-tied")
-    tiny_run(folder)  # writes what its runs read
-    save_adapter(folder / "reward", folder / "llama-tied", reward=True)
-    write_prompts(folder / "long.jsonl", PROMPTS)
-    rows = [{"prompt": text, "completion": "it is a very good day"[: 4 + 3 * i]} for i, text in enumerate(PROMPTS)]
-    (folder / "ptx.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return folder
+    return write_material(tmp_path_factory.mktemp("zero"))
 
 
-@dataclass(frozen=True)
-class Lived:
-    """What a process knows of a run at its end."""
-
-    run: Trained
-    kept: dict[str, tuple[int, int]]
+def kept(trainer: PPOTrainer) -> dict[str, tuple[int, int]]:
     """Numbers that this process keeps, and that there are: of the frozen models' weights, of those that train, and of
     their first moments."""
-    logits: Tensor
-    """What the policy says that is saved, of ``IDS``."""
-    values: Tensor
-    """What the critic says of their last token."""
-    messages: list[str]
-
-
-def lived(folder: Path, changes: Mapping[str, Any]) -> Lived:
-    """A run with everything that it leaves behind."""
-    display = Told()
-    with open_trainer(tiny_run(folder, **changes), display=display) as trainer:
-        engine, roles, average = trainer.engine, trainer.roles, trainer.average
-        full = engine.full
-        start = {name: x.clone() for name, x in full(roles.trained).items()}
-        trainer.fit()
-        write_end(trainer, finished=True)
-        ids = torch.tensor(IDS)
-        with torch.no_grad():
-            with trainer.policy_to_keep(), roles.use(POLICY) as policy:
-                logits = roles.through(POLICY)(lambda: policy(input_ids=ids).logits)
-            with roles.use(VALUE) as critic:
-                head = roles.role(VALUE).head
-                values = roles.through(VALUE)(lambda: head(critic.base_model(input_ids=ids).last_hidden_state)[:, -1])
-        run = Trained(
-            engine=engine.name,
-            num_processes=trainer.dist.num_processes,
-            start=start,
-            weights={name: x.clone() for name, x in full(roles.trained).items()},
-            average={name: x.clone() for name, x in full(average.parameters, average.state_dict()).items()},
-            updates=trainer.log.updates,
-            evaluations=trainer.log.evaluations,
-        )
-        return Lived(run, kept(trainer), logits, values, display.messages)
-
-
-def kept(trainer: Any) -> dict[str, tuple[int, int]]:
-    """How much of everything this process keeps."""
     trained = set(trainer.roles.trained.values())
     frozen = {p for role in trainer.roles.all for p in role.model.parameters()} - trained
 
@@ -126,11 +71,6 @@ def kept(trainer: Any) -> dict[str, tuple[int, int]]:
     moments = {id(state): state for o in trainer.optimizers for state in o.optimizer.state.values()}
     own = sum(state["exp_avg"].numel() for state in moments.values())
     return {"frozen": counted(frozen), "trained": counted(trained), "moments": (own, counted(trained)[1])}
-
-
-def lives(folder: Path, *runs: Mapping[str, Any]) -> list[Lived]:
-    """Several runs after each other."""
-    return [lived(folder, changes) for changes in runs]
 
 
 def is_half(kept: tuple[int, int]) -> bool:
@@ -145,44 +85,33 @@ def test_a_run_its_folders_and_how_it_goes_on(folder, case, stage):
         name = f"{case} {stage if num_processes > 1 else ''} {name}"
         return settings(folder, COMMON | CASES[case], name, num_processes) | more
 
-    (one,) = alone(lives, folder, of("one", 1) | {"overwrite_output_dir": True}, folder=folder)
+    (one,) = alone(lives, folder, kept, of("one", 1) | {"overwrite_output_dir": True}, folder=folder)
     checkpoints = {n: str(Path(of(name, n)["output_dir"]) / "checkpoint-1") for name, n in (("one", 1), ("two", 2))}
     (two, again, moved), (other, *_) = together(
         lives,
         folder,
+        kept,
         of("two", 2),
         of("again", 2, resume=checkpoints[2]),
         of("from one", 2, resume=checkpoints[1]),
         folder=folder,
         environment=launch(folder, stage),
     )
-    (back,) = alone(lives, folder, of("from two", 1, resume=checkpoints[2], overwrite_output_dir=True), folder=folder)
+    gone_back = of("from two", 1, resume=checkpoints[2], overwrite_output_dir=True)
+    (back,) = alone(lives, folder, kept, gone_back, folder=folder)
 
     assert two.run.engine == other.run.engine == f"ZeRO-{stage}" and two.run.num_processes == 2
     for each in (two, other):
         assert is_half(each.kept["moments"])
         assert is_half(each.kept["trained"]) == is_half(each.kept["frozen"]) == (stage == 3)
     assert metric_errors(two.run.updates, other.run.updates, most=0) == []
-    assert_same_run(two.run, one.run)
-
-    # one writer, plain folders
-    out, base = Path(of("two", 2)["output_dir"]), folder / "llama-tied"
     is_adapter = "model__lora" in CASES[case]
-    for path in (out, out / "checkpoint-3"):
-        model = (adapted if is_adapter else strictly)(path, AutoModelForCausalLM, base)
-        torch.testing.assert_close(model(input_ids=torch.tensor(IDS)).logits, two.logits, atol=1e-6, rtol=0)
-    model = (adapted if is_adapter else strictly)(out / "critic", AutoModelForSequenceClassification, base)
-    torch.testing.assert_close(model(input_ids=torch.tensor(IDS)).logits, two.values, atol=1e-6, rtol=0)
-
-    # the same processes go on exactly, others within rounding
-    assert distance(again.run.weights, two.run.weights) == distance(again.run.average, two.run.average) == 0
-    assert metric_errors(again.run.updates, two.run.updates[1:], most=0) == []
-    assert not any("bitwise" in text for text in again.messages)
-    for gone_on in (moved, back):
-        assert any("bitwise" in text for text in gone_on.messages)
-        assert metric_errors(gone_on.run.updates, one.run.updates[1:]) == []
-        assert distance(gone_on.run.weights, one.run.weights) <= 1e-6
-        assert distance(gone_on.run.average, one.run.average) <= 1e-6
+    assert_saved(two, Path(of("two", 2)["output_dir"]), folder / "llama-tied", is_adapter=is_adapter)
+    moves = {
+        f"one process and goes on with 2 processes under ZeRO-{stage}": moved,
+        f"2 processes under ZeRO-{stage} and goes on with one process": back,
+    }
+    assert_goes_on(one, two, again, moves)
 
 
 @pytest.mark.parametrize("case", MORE)

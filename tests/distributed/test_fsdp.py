@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +11,29 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.distributed.harness import alone, started, together
-from tests.distributed.runs import Trained, assert_same_run, distance, metric_errors, trained
-from tests.models.build import save_adapter
-from tests.tiny import save_tiny
-from tests.train.runs import tiny_run, write_prompts
+from tests.distributed.runs import Trained, assert_same_run, metric_errors, trained
+from tests.distributed.spread import (
+    CASES,
+    COMMON,
+    assert_goes_on,
+    assert_saved,
+    lives,
+    settings,
+    write_material,
+)
+from tests.train.runs import tiny_run
 from tether.generation.build import build_generator
-from tether.models.roles import POLICY, VALUE
-from tether.train.display import NullDisplay
-from tether.train.run import open_trainer, write_end
+from tether.models.roles import VALUE
+from tether.train.run import open_trainer
 from tether.train.sharing import shared_generator
+from tether.train.trainer import PPOTrainer
 from tether.train.update import Update
 from tether.types import Request, Sampling
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 """What ``accelerate launch`` says."""
-PROMPTS = ("cat", "i like the red dog and you", "the sun", "you run", "is it good", "a very nice day", "rain")
-IDS = [[5, 7, 8, 9, 30, 12]]
-COMMON = {
-    "train__max_steps": 3, "train__save_steps": 1, "value__save": True, "ppo__kl_coef": 0.2, "train__ema_decay": 0.5,
-}  # fmt: skip
-CASES = {
-    "full": {"value__kind": "model", "ppo__num_mini_batches": 2, "model__freeze_layers": 1},
-    "four roles on one base": {
-        "model__lora": {"r": 3}, "value__kind": "adapter", "ppo__score_norm": "frozen", "ppo__score_norm_samples": 9,
-        "rewards": [{"type": "adapter", "path": "reward", "batch_size": 3}], "train__dry_step": True,
-        "train__rollout_batch_size": 7, "train__micro_batch_size": 7,
-    },
-}  # fmt: skip
 MORE = {
     "critic head, recomputed layers, untied, demonstrations": {
         "value__kind": "head", "train__gradient_checkpointing": True, "ppo__num_mini_batches": 2,
@@ -57,82 +48,15 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Models, a reward adapter, prompts and demonstrations."""
-    folder = tmp_path_factory.mktemp("fsdp")
-    for tied in (True, False):
-        save_tiny(folder / f"llama-{'tied' if tied else 'untied'}", tied=tied)
-    tiny_run(folder)  # writes what its runs read
-    save_adapter(folder / "reward", folder / "llama-tied", reward=True)
-    write_prompts(folder / "long.jsonl", PROMPTS)
-    rows = [{"prompt": text, "completion": "it is a very good day"[: 4 + 3 * i]} for i, text in enumerate(PROMPTS)]
-    (folder / "ptx.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return folder
+    return write_material(tmp_path_factory.mktemp("fsdp"))
 
 
-def settings(folder: Path, case: Mapping[str, Any], name: str, num_processes: int) -> dict[str, Any]:
-    """Changes for ``tiny_run``: what all processes forward at once is the same however many there are."""
-    changes = {name: value for name, value in case.items() if name not in FSDP and not name.startswith("FSDP")}
-    changes |= {"data__prompts": str(folder / "long.jsonl"), "data__eval_prompts": str(folder / "long.jsonl")}
-    changes["output_dir"] = str(folder / name.replace(",", "").replace(" ", "-"))
-    if "rewards" in changes:
-        changes["rewards"] = [{**each, "path": str(folder / each["path"])} for each in changes["rewards"]]
-    if "data__ptx" in changes:
-        changes["data__ptx"] = str(folder / changes["data__ptx"])
-    at_once = changes.pop("train__micro_batch_size", 4)
-    return changes | {"train__micro_batch_size": at_once if at_once % 2 else at_once // num_processes}
-
-
-class Told(NullDisplay):
-    """Keeps the messages of a run."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.messages.append(text)
-
-
-@dataclass(frozen=True)
-class Lived:
-    """What a process knows of a run at its end."""
-
-    run: Trained
-    whole: list[str]
+def whole(trainer: PPOTrainer) -> list[str]:
     """Parameters of which this process has more than its part, of all models."""
-    logits: Tensor
-    """What the policy says that is saved, of ``IDS``."""
-    values: Tensor
-    """What the critic says of their last token."""
-    messages: list[str]
-
-
-def lived(folder: Path, changes: Mapping[str, Any]) -> Lived:
-    """A run with everything that it leaves behind."""
-    display = Told()
-    with open_trainer(tiny_run(folder, **changes), display=display) as trainer:
-        full, roles, average = trainer.engine.full, trainer.roles, trainer.average
-        start = {name: x.clone() for name, x in full(roles.trained).items()}
-        trainer.fit()
-        write_end(trainer, finished=True)
-        ids = torch.tensor(IDS)
-        with torch.no_grad():
-            with trainer.policy_to_keep(), roles.use(POLICY) as policy:
-                logits = roles.through(POLICY)(lambda: policy(input_ids=ids).logits)
-            with roles.use(VALUE) as critic:
-                head = roles.role(VALUE).head
-                values = roles.through(VALUE)(lambda: head(critic.base_model(input_ids=ids).last_hidden_state)[:, -1])
-        everything = {f"{role.name} {n}": p for role in roles.all for n, p in role.model.named_parameters()}
-        everything |= {f"{role.name} head": role.head.weight for role in roles.all if role.head is not None}
-        run = Trained(
-            engine=trainer.engine.name,
-            num_processes=trainer.dist.num_processes,
-            start=start,
-            weights={name: x.clone() for name, x in full(roles.trained).items()},
-            average={name: x.clone() for name, x in full(average.parameters, average.state_dict()).items()},
-            updates=trainer.log.updates,
-            evaluations=trainer.log.evaluations,
-        )
-        return Lived(run, [n for n, p in everything.items() if not is_spread(p)], logits, values, display.messages)
+    roles = trainer.roles.all
+    everything = {f"{role.name} {n}": p for role in roles for n, p in role.model.named_parameters()}
+    everything |= {f"{role.name} head": role.head.weight for role in roles if role.head is not None}
+    return [name for name, parameter in everything.items() if not is_spread(parameter)]
 
 
 def is_spread(parameter: Tensor) -> bool:
@@ -142,54 +66,34 @@ def is_spread(parameter: Tensor) -> bool:
     return parameter.to_local().numel() <= -(-len(parameter) // 2) * parameter[0].numel()
 
 
-def lives(folder: Path, *runs: Mapping[str, Any]) -> list[Lived]:
-    """Several runs after each other."""
-    return [lived(folder, changes) for changes in runs]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_its_folders_and_how_it_goes_on(folder, case):
-    from tests.train.test_strict_loads import adapted, strictly  # which the processes need not import
-
     def of(name, num_processes, **more):
         return settings(folder, COMMON | CASES[case], f"{case} {name}", num_processes) | more
 
-    (one,) = alone(lives, folder, of("one", 1), folder=folder)
+    (one,) = alone(lives, folder, whole, of("one", 1), folder=folder)
     checkpoints = {name: str(Path(of(name, 1)["output_dir"]) / "checkpoint-1") for name in ("one", "two")}
     (two, again, moved), (other, *_) = together(
         lives,
         folder,
+        whole,
         of("two", 2),
         of("again", 2, resume=checkpoints["two"]),
         of("from one", 2, resume=checkpoints["one"]),
         folder=folder,
         environment=FSDP,
     )
-    (back,) = alone(lives, folder, of("from two", 1, resume=checkpoints["two"]), folder=folder)
+    (back,) = alone(lives, folder, whole, of("from two", 1, resume=checkpoints["two"]), folder=folder)
 
-    assert two.run.engine == other.run.engine == "FSDP2" and two.whole == other.whole == [] and one.whole != []
+    assert two.run.engine == other.run.engine == "FSDP2" and two.kept == other.kept == [] and one.kept != []
     assert metric_errors(two.run.updates, other.run.updates, most=0) == []
-    assert_same_run(two.run, one.run)
-
-    # one writer, plain folders
-    out, base = Path(of("two", 2)["output_dir"]), folder / "llama-tied"
     is_adapter = "model__lora" in CASES[case]
-    for path in (out, out / "checkpoint-3"):
-        model = (adapted if is_adapter else strictly)(path, AutoModelForCausalLM, base)
-        torch.testing.assert_close(model(input_ids=torch.tensor(IDS)).logits, two.logits, atol=1e-6, rtol=0)
-    model = (adapted if is_adapter else strictly)(out / "critic", AutoModelForSequenceClassification, base)
-    torch.testing.assert_close(model(input_ids=torch.tensor(IDS)).logits, two.values, atol=1e-6, rtol=0)
-
-    # the same processes go on exactly, others within rounding, and say so
-    assert distance(again.run.weights, two.run.weights) == distance(again.run.average, two.run.average) == 0
-    assert metric_errors(again.run.updates, two.run.updates[1:], most=0) == []
-    assert not any("bitwise" in text for text in again.messages)
-    for gone_on, engines in ((moved, "one process and goes on with 2 processes under FSDP2"),
-                             (back, "2 processes under FSDP2 and goes on with one process")):  # fmt: skip
-        assert any(f"written by {engines}" in text and "bitwise" in text for text in gone_on.messages)
-        assert metric_errors(gone_on.run.updates, one.run.updates[1:]) == []
-        assert distance(gone_on.run.weights, one.run.weights) <= 1e-6
-        assert distance(gone_on.run.average, one.run.average) <= 1e-6
+    assert_saved(two, Path(of("two", 2)["output_dir"]), folder / "llama-tied", is_adapter=is_adapter)
+    moves = {
+        "one process and goes on with 2 processes under FSDP2": moved,
+        "2 processes under FSDP2 and goes on with one process": back,
+    }
+    assert_goes_on(one, two, again, moves)
 
 
 @pytest.mark.parametrize("case", MORE)

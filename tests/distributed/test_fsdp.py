@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -150,23 +153,22 @@ def decoded(folder: Path, changes: Mapping[str, Any], lengths: tuple[int, ...]) 
     return answers, counts
 
 
-def launched() -> dict[str, str]:
+def launched(folder: Path) -> dict[str, str]:
     """What ``accelerate launch`` tells its processes with the launch file that is shipped."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    file = Path(__file__).parents[2] / "examples" / "accelerate" / "fsdp2.yaml"
-    options = ["--config_file", str(file), "--num_processes", "2", "-m", "tether"]
-    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(options))
-    variables = prepare_multi_gpu_env(arguments)
-    return {name: variables[name] for name in variables if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))}
+    root, told = Path(__file__).parents[2], folder / "told"
+    options = ["--config_file", str(root / "examples" / "accelerate" / "fsdp2.yaml"), "--num_processes", "2"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", "tests.distributed.environment"]
+    subprocess.run([*command, str(told)], check=True, cwd=root, capture_output=True)
+    first, second = (json.loads(told.with_suffix(f".{rank}").read_text(encoding="utf-8")) for rank in (0, 1))
+    assert first == second and first["ACCELERATE_USE_FSDP"] == "true"
+    return first
 
 
 def test_answers_are_those_of_one_process_and_gathers_do_not_grow_with_them(folder):
     changes = {"sampling__batch_size": 2, "value__kind": "head"}
     lengths = (4, 24)
     (answers, counts), (others, other_counts) = together(
-        decoded, folder, settings(folder, changes, "two", 2), lengths, folder=folder, environment=launched()
+        decoded, folder, settings(folder, changes, "two", 2), lengths, folder=folder, environment=launched(folder)
     )
     wanted, none = alone(decoded, folder, settings(folder, changes, "one", 1), lengths, folder=folder)
     assert none == [0, 0, 0, 0]

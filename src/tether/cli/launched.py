@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,3 +36,13 @@ def check_command(name: str) -> None:
 def signed(text: str) -> str:
     """A message of this process, with its number where there are others that speak too."""
     return f"[process {rank()} of {num_processes()}] {text}" if rank() > 0 else text
+
+
+def end(code: int, error: BaseException) -> int:
+    """The exit code of a process that failed. One of several that fails alone ends here and now: torch might abort it
+    on its way out, or wait for the others, who are to hear of it."""
+    if num_processes() > 1 and not getattr(error, "is_shared", False):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

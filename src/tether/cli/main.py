@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from tether import __version__
 from tether.cli import commands
-from tether.cli.launched import check_command, signed
+from tether.cli.launched import check_command, end, signed
 from tether.cli.quiet import quieten
 from tether.config.launched import rank
 from tether.errors import USER_ERRORS, ConfigError, TetherError
@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("tether: interrupted before the state could be saved", file=sys.stderr)
-        return 1
+        return end(1, error)
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if rank() == 0 or not getattr(error, "is_shared", False):  # what all processes say, the first one says
             print(visible(signed(_message(error, debug=debug))), file=sys.stderr)
-        return 2 if isinstance(error, USER_ERRORS) else 1
+        return end(2 if isinstance(error, USER_ERRORS) else 1, error)
 
 
 def _run(arguments: list[str], *, debug: bool) -> int:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
 from torch import Tensor
@@ -200,10 +200,6 @@ class Dist:
         with lost_told(self.num_processes):
             yield
 
-    def close(self) -> None:
-        """Leaves the group of processes."""
-        self.accelerator.end_training()
-
     # Memory
 
     def release_memory(self) -> None:
@@ -247,6 +243,27 @@ def _accelerator(timeout: float) -> Accelerator:
             ),
         ],
     )
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Whoever gets through it, or fails as all others do, has left the group of processes in the end.
+
+    torch may abort a process that ends within its group. What fails in one process alone can leave a collective behind
+    that leaving would wait for: the others hear of it by the end of that process.
+    """
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "is_shared", False):
+            _leave()
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    if launched.num_processes() > 1 and is_initialized():
+        PartialState().destroy_process_group()
 
 
 def share(count: int, rank: int, num_processes: int) -> range:

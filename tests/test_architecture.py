@@ -32,8 +32,11 @@ ALONE = {
 """Packages that import nothing but these and the standard library."""
 OPTIONAL = {"trl": {"stages", "demo"}, "matplotlib": {"report"}, "vaderSentiment": {"demo"}, "gguf": {"demo"}}
 """Packages of an extra, with the parts that may import them; any other one belongs into a module of its own name."""
-PRIVATE = {"tether.models.products": {"torch.ops.mkldnn._linear_pointwise"}}
-"""Private names that a module may reach, as it does without them where they are missing or do something else."""
+PRIVATE = {
+    "tether.models.products": {"torch.ops.mkldnn._linear_pointwise"},  # does without it where it is missing
+    "tether.cli.launched": {"os._exit"},  # public, by the documentation of Python
+}
+"""Names that look private and that a module may reach all the same."""
 IMPORT_NAMES = {"pyyaml": "yaml"}
 """Distributions that are imported under another name."""
 

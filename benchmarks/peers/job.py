@@ -39,6 +39,8 @@ class Job:
     """The first one warms up and is not counted."""
     lora: bool = False
     """A LoRA policy of rank 16."""
+    critic: str = "reward"
+    """How Tether's starts: ``reward`` as the judge, which is TRL's start too; ``head`` as zero on the policy itself."""
     bfloat16: bool = False
     """Pure bfloat16 weights in place of float32."""
     cache: str = "dynamic"

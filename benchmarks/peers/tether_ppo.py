@@ -37,7 +37,9 @@ def config_of(job: Job) -> RunConfig:
         {
             "model": {"path": job.model, "dtype": "bfloat16" if job.bfloat16 else "float32"}
             | ({"lora": lora} if job.lora else {}),
-            "value": {"kind": "adapter" if job.lora else "model", "init": "reward"},
+            "value": {"kind": "head"}
+            if job.critic == "head"
+            else {"kind": "adapter" if job.lora else "model", "init": "reward"},
             "rewards": [
                 {"type": "adapter", "path": job.judge_adapter}
                 if job.lora

@@ -69,8 +69,9 @@ def dry_step(
             ref_logprobs=ref if in_loss else None,
             kl_loss_coef=config.ppo.kl_coef if in_loss else 0.0,
         )
-        update.add_gradients([item], 0)
-        update.drop_gradients()
+        for optimizer in update.optimizers_in_use():
+            update.add_gradients(optimizer, [item], 0)
+            update.drop_gradients()
         dist.release_memory()
         _decode_longest(config, parts)
     finally:

@@ -306,6 +306,7 @@ def estimate_memory(
     spread = sum(role.weight_bytes for role in roles) - judges
     weights = judges + part(spread, spreading.weights)
     trainable = sum(role.trainable for role in roles)
+    at_once = max(role.trainable for role in roles)  # policy and critic take turns; a head is nothing beside its trunk
     averaged = sum(role.trainable for role in roles if role.role == "policy") if config.train.ema_decay else 0
     moments = part(int(MOMENT_BYTES[config.train.optim] * trainable), spreading.moments)
     copies = part(spreading.copy_bytes * trainable, True)
@@ -323,7 +324,7 @@ def estimate_memory(
         "weights and optimizer": kept,
         "rollout": kept + gathered + cache + rows * text.vocab_size * 4 * 3,
         "log-probabilities and values": kept + one_layer + chunk,
-        "update": kept + part(GRAD_BYTES * trainable, spreading.gradients) + activations + chunk,
+        "update": kept + part(GRAD_BYTES * at_once, spreading.gradients) + activations + chunk,
     }
 
 

@@ -64,9 +64,14 @@ class Update:
         """How often they are halved by now."""
         self.is_warming_up = step < config.value.warmup_steps
         """Whether this update trains the critic alone."""
+        self.has_begun = False
+        """Whether weights or schedules are no longer what they were before the update."""
 
     def run(self, experience: Sequence[Experience]) -> None:
         """Takes an optimizer step for every mini-batch that is finite, until the policy has gone too far.
+
+        With optimizers of their own, policy and critic take turns: the gradients of one are gone before those of the
+        other are made. What is not finite in the policy's keeps both from stepping, in the critic's the critic alone.
 
         Raises:
             TrainingError: too many mini-batches in a row are not finite.
@@ -75,38 +80,39 @@ class Update:
         total, stopped = self.config.ppo.num_ppo_epochs * self.config.ppo.num_mini_batches, False
         for done, mini_batch in enumerate(mini_batches(experience, self.config, self.step)):
             is_bad = False
-            if not stopped:
-                self.phase("update", done, total)
-                try:
-                    stopped = self.fitting_gradients(mini_batch, done)
-                except NotFinite as error:
-                    self.guard.leave_out(error)
-                    is_bad = True
             for optimizer in self.optimizers_in_use():
+                if not (stopped or is_bad):
+                    self.phase("update", done, total)
+                    try:
+                        stopped = self.fitting_gradients(optimizer, mini_batch, done)
+                    except NotFinite as error:
+                        self.guard.leave_out(error)
+                        is_bad = True
                 if stopped or is_bad:
                     self.engine.skip(optimizer)
                 else:
                     self.take_step(optimizer)
+                self.has_begun = True
             if not (stopped or is_bad):
                 self.guard.took_step()
             with self.metrics.known():
                 self.metrics.sum("update/num_steps", float(not (stopped or is_bad)))
                 self.metrics.sum("update/num_bad", float(is_bad))
 
-    def fitting_gradients(self, mini_batch: list[Experience], number: int) -> bool:
+    def fitting_gradients(self, optimizer: PassOptimizer, mini_batch: list[Experience], number: int) -> bool:
         """``add_gradients``, with micro-batches halved as often as it takes for them to fit into memory.
 
-        In the first mini-batch that is left to the trainer, which can then halve them for every pass of the update.
+        Before anything was changed that is left to the trainer, which can then halve them for every pass of the update.
         """
         for _ in range(self.halvings - self.formed_with):
             mini_batch = [half for item in mini_batch for half in halved(item)]
         while True:
             try:
                 with self.metrics.attempt():
-                    return self.add_gradients(mini_batch, number)
+                    return self.add_gradients(optimizer, mini_batch, number)
             except torch.OutOfMemoryError:
                 alone = self.dist.num_processes == 1  # others would wait in vain for this one to begin anew
-                if not alone or number == 0 or all(len(item.batch.rows) == 1 for item in mini_batch):
+                if not alone or not self.has_begun or all(len(item.batch.rows) == 1 for item in mini_batch):
                     self.drop_gradients()
                     raise
             self.drop_gradients()  # here the error is gone, and with it what its frames held
@@ -118,54 +124,55 @@ class Update:
         """Forgets the gradients of a mini-batch that was not finished."""
         self.engine.drop_gradients(self.optimizers)
 
-    def add_gradients(self, mini_batch: list[Experience], number: int) -> bool:
-        """Adds up the gradient of one optimizer step. Returns whether the policy went too far to take it.
+    def add_gradients(self, optimizer: PassOptimizer, mini_batch: list[Experience], number: int) -> bool:
+        """Adds up the gradient of one step of an optimizer. Returns whether the policy went too far to take it.
 
         Args:
             number: of the mini-batch within the update.
         """
-        ppo, drift = self.config.ppo, Metrics()
+        ppo, drift, passes = self.config.ppo, Metrics(), self.passes_of(optimizer)
         parts = [
             algo.normaliser(item.loss_mask, how=ppo.loss_reduction, max_length=self.config.sampling.response_length)
             for item in mini_batch
         ]
         normaliser = self.dist.sum(torch.stack(parts).sum()).clamp(min=1.0)
         learned = [item for item in mini_batch if item.takes_part]
-        imitates = bool(self.demonstrations) and not self.is_warming_up
-        shown, num_tokens = self.own_demonstrations(number) if imitates else ([], 0.0)
-        self.engine.expect({p.name: len(learned) + len(shown) * (POLICY in p.trains) for p in self.passes})
-        for item in learned:
-            self.accumulate(item, normaliser, drift, is_first=number == 0)
+        acts = not self.is_warming_up and any(POLICY in pass_.trains for pass_ in passes)
+        shown, num_tokens = self.own_demonstrations(number) if self.demonstrations and acts else ([], 0.0)
+        self.engine.expect({p.name: len(learned) + len(shown) * (POLICY in p.trains) for p in passes})
+        for pass_ in passes:
+            for item in learned:
+                self.accumulate(pass_, item, normaliser, drift, is_first=number == 0)
         for batch in shown:
             self.imitate(batch, num_tokens)
         if self.is_warming_up:
             self.engine.forget(self.roles.role(POLICY).trained.values())  # of a trunk that the critic shares
-        self.guard.check_gradients(self.engine.are_finite(self.optimizers), self.answers, mini_batch)
-        return self.is_too_far(drift)
+        self.guard.check_gradients(self.engine.are_finite([optimizer]), self.answers, mini_batch)
+        return acts and self.is_too_far(drift)
 
-    def accumulate(self, item: Experience, normaliser: Tensor, drift: Metrics, *, is_first: bool) -> None:
-        """Adds the gradient of one micro-batch's share of the mini-batch loss."""
+    def accumulate(
+        self, pass_: Pass, item: Experience, normaliser: Tensor, drift: Metrics, *, is_first: bool
+    ) -> None:
+        """Adds the gradient of what a pass makes of one micro-batch's share of the mini-batch loss."""
         ppo = self.config.ppo
-        for pass_ in self.passes:
-            with_entropy = ppo.entropy_coef > 0 and POLICY in pass_.trains
-            with pass_(item.batch, temperature=self.config.sampling.temperature, with_entropy=with_entropy) as new:
-                losses = self.losses(new, item, drift, is_first=is_first)
-                self.guard.check(self.answers, item.batch, **losses)
-                weights = {
-                    "policy_loss": 1.0,
-                    "kl_loss": item.kl_loss_coef,
-                    "entropy": -ppo.entropy_coef,
-                    "value_loss": ppo.vf_coef if len(self.optimizers) == 1 else 1.0,
-                }
-                total = sum(
-                    weights[name] * algo.reduced(x, item.loss_mask, how=ppo.loss_reduction)
-                    for name, x in losses.items()
-                )
-                self.engine.backward(total / normaliser.to(total), pass_.name)
-            if not item.batch.is_idle:
-                self.costs.count(self.metrics, pass_, item.batch)
-            if self.config.train.gradient_checkpointing:
-                self.dist.trim_heap()  # where memory counts more than time
+        with_entropy = ppo.entropy_coef > 0 and POLICY in pass_.trains
+        with pass_(item.batch, temperature=self.config.sampling.temperature, with_entropy=with_entropy) as new:
+            losses = self.losses(new, item, drift, is_first=is_first)
+            self.guard.check(self.answers, item.batch, **losses)
+            weights = {
+                "policy_loss": 1.0,
+                "kl_loss": item.kl_loss_coef,
+                "entropy": -ppo.entropy_coef,
+                "value_loss": ppo.vf_coef if len(self.optimizers) == 1 else 1.0,
+            }
+            total = sum(
+                weights[name] * algo.reduced(x, item.loss_mask, how=ppo.loss_reduction) for name, x in losses.items()
+            )
+            self.engine.backward(total / normaliser.to(total), pass_.name)
+        if not item.batch.is_idle:
+            self.costs.count(self.metrics, pass_, item.batch)
+        if self.config.train.gradient_checkpointing:
+            self.dist.trim_heap()  # where memory counts more than time
 
     def own_demonstrations(self, number: int) -> tuple[list[MicroBatch], float]:
         """This process's part of as many demonstrations as a mini-batch has answers, idle micro-batches at its end, and
@@ -241,7 +248,7 @@ class Update:
         """Whether the policy left the one that sampled by more than ``max_approx_kl`` or ``max_ratio`` allow."""
         ppo = self.config.ppo
         limits = {"approx_kl": ppo.max_approx_kl, "ratio": ppo.max_ratio}
-        if self.is_warming_up or all(limit is None for limit in limits.values()):
+        if all(limit is None for limit in limits.values()):
             return False
         moved = self.dist.computed(drift)
         if not moved:  # no token took part
@@ -258,6 +265,10 @@ class Update:
     def passes(self) -> list[Pass]:
         """The passes of this update: not the policy's own while the critic warms up."""
         return [p for p in self.roles.passes if VALUE in p.trains or not self.is_warming_up]
+
+    def passes_of(self, optimizer: PassOptimizer) -> list[Pass]:
+        """The passes whose gradients an optimizer steps with: its own, or all where there is one optimizer."""
+        return self.passes if len(self.optimizers) == 1 else [p for p in self.passes if p.name == optimizer.name]
 
     def optimizers_in_use(self) -> list[PassOptimizer]:
         """The optimizers of this update's passes."""

@@ -20,7 +20,10 @@ TEMPLATES = {
 } | {"gemma2": "gemma", "phi": "phi3", "empty": "none"}  # fmt: skip
 """Our name of a template; a model of another one brings its own with its tokenizer."""
 ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
-ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
+ADAMW = {"adamw_torch": "adamw_torch", "adamw_hf": "adamw_torch", "adamw_torch_fused": "adamw_torch_fused"}
+"""Our name of an optimizer of transformers."""
+ADAMW_8BIT = dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit")
+"""The same of those that the stage ppo has alone."""
 
 IGNORED = {
     "data is read and tokenised anew, in this process": (
@@ -31,9 +34,9 @@ IGNORED = {
     ),
     "it saves time or memory only": (
         "low_cpu_mem_usage offload_folder use_unsloth use_unsloth_gc enable_liger_kernel use_liger_kernel "
-        "use_reentrant_gc gradient_checkpointing gradient_checkpointing_kwargs use_cache torch_compile "
+        "use_reentrant_gc gradient_checkpointing gradient_checkpointing_kwargs use_cache "
         "torch_compile_backend torch_compile_mode torchdynamo torch_empty_cache_steps auto_find_batch_size tf32 "
-        "double_quantization quantization_device_map ddp_timeout ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers "
+        "double_quantization quantization_device_map ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers "
         "ddp_find_unused_parameters average_tokens_across_devices jit_mode_eval use_ipex fp16_opt_level fp16_backend "
         "half_precision_backend bf16_full_eval fp16_full_eval fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap"
     ),
@@ -82,7 +85,7 @@ IGNORED = {
 OFF: Mapping[str, Mapping[str, Any]] = {
     "its optimizer is not that of a Tether run, which is AdamW: leave it out": {
         "use_galore": False, "use_apollo": False, "use_badam": False, "use_adam_mini": False, "use_muon": False,
-        "adafactor": False, "optim": ADAMW, "optim_args": (), "optim_target_modules": (), "loraplus_lr_ratio": (),
+        "adafactor": False, "optim_args": (), "optim_target_modules": (), "loraplus_lr_ratio": (),
     },
     "images, video and sound are not read: leave it out for a text model": {
         key: () for key in (
@@ -129,7 +132,7 @@ TAKEN = (
     "use_swanlab resume_from_checkpoint load_best_model_at_end metric_for_best_model greater_is_better push_to_hub "
     "hub_model_id hub_private_repo per_device_train_batch_size gradient_accumulation_steps learning_rate "
     "num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps weight_decay "
-    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm seed deepspeed fsdp ppo_buffer_size ppo_epochs ppo_score_norm "
+    "adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm seed torch_compile ddp_timeout deepspeed fsdp ppo_buffer_size ppo_epochs ppo_score_norm "
     "ppo_target ppo_whiten_rewards do_sample temperature top_p top_k num_beams max_length max_new_tokens "
     "repetition_penalty"
 )
@@ -429,6 +432,16 @@ def _schedule(keys: Translator) -> None:
     keys.put("train.seed", keys.take("seed", 42), "seed")
 
 
+def _optim(keys: Translator, names: Mapping[str, str]) -> None:
+    """The optimizer, where it is AdamW."""
+    optim = keys.take("optim", "adamw_torch")
+    if optim not in names:
+        keys.refuse("optim", f"wanted one of {', '.join(names)}, or leave it out")
+    elif names is not ADAMW:
+        keys.put("train.optim", names[optim], "optim")
+    keys.covered("optim", by="AdamW, as here")
+
+
 # The stage ppo
 
 
@@ -454,6 +467,12 @@ def _ppo(keys: Translator) -> None:
     _schedule(keys)
     for name, default in (("adam_beta1", 0.9), ("adam_beta2", 0.999), ("adam_epsilon", 1e-8)):
         keys.put(f"train.{name}", keys.take(name, default), name)
+    _optim(keys, ADAMW | ADAMW_8BIT)
+    if keys.flag("torch_compile"):
+        keys.put("train.compile", True, "torch_compile")
+    keys.covered("torch_compile", by="its default, as here")
+    if keys.gives("ddp_timeout"):
+        keys.put("train.ddp_timeout", keys.take("ddp_timeout"), "ddp_timeout")
     if keys.gives("lr_scheduler_kwargs"):
         keys.put("train.lr_scheduler_kwargs", keys.take("lr_scheduler_kwargs"), "lr_scheduler_kwargs")
     _ppo_logging(keys)
@@ -629,6 +648,9 @@ def _stage(keys: Translator) -> None:
     _schedule(keys)
     why = "AdamW has these settings in this stage: leave it out"
     keys.off(why, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, lr_scheduler_kwargs={})
+    _optim(keys, ADAMW)
+    keys.ignore("it saves time or memory only", "torch_compile")
+    keys.ignore("this stage runs in one process", "ddp_timeout")
     keys.off("rows are not packed here: leave it out", packing=False, neat_packing=False)
     keys.off("data is shuffled: leave it out", disable_shuffling=False)
     keys.off("rows are not sorted by length: leave it out", group_by_length=False)

@@ -1,6 +1,6 @@
 """Cost of an episode by the size of the rollout batch and by length: python benchmarks/scaling.py [-o FOLDER]
 
-A random Qwen2 of four small layers on one core, answers of a fixed length, one epoch, a critic of its own, the second
+A random Qwen2 of two layers, as wide as a small language model's, on one core, answers of a fixed length, one epoch, a critic of its own, the second
 update of each run. Prints processor seconds an episode for rollout batches of 64 to 4,096 answers of 16 tokens, and for
 answers of 16 to 1,024 tokens in batches of 64; draws scaling.png; and exits with 1 if
 
@@ -33,10 +33,10 @@ from tether.train.run import train_policy  # noqa: E402
 
 BATCHES, LENGTHS = (64, 256, 1024, 4096), (16, 64, 256, 1024)
 SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
     "max_position_embeddings": 2048,
 }
 MOST_MORE, MOST_POWER = 1.25, 1.25

@@ -84,7 +84,7 @@ class TestTheExample:
                    cliprange_value: 0.2, vf_coef: 0.1, gamma: 1, lam: 0.95}}
             train: {{num_train_epochs: 3, rollout_batch_size: 8, micro_batch_size: 1, learning_rate: 1e-5, bf16: true,
                      lr_scheduler_type: cosine, warmup_ratio: 0.1, adam_epsilon: 1e-8, gradient_checkpointing: true,
-                     logging_steps: 10, save_steps: 500}}
+                     logging_steps: 10, save_steps: 500, ddp_timeout: 180000000}}
             output_dir: saves/llama3-8b/lora/ppo
             overwrite_output_dir: true
         """)
@@ -189,8 +189,24 @@ class TestKeys:
             read(PPO, f"--{key}=something", folder=tmp_path)
 
     @pytest.mark.parametrize(
+        ("override", "ours"),
+        [
+            ("optim=adamw_torch", {"optim": "adamw_torch"}),
+            ("optim=adamw_hf", {"optim": "adamw_torch"}),
+            ("optim=adamw_bnb_8bit", {"optim": "adamw_8bit"}),
+            ("torch_compile=true", {"compile": True}),
+            ("ddp_timeout=600", {"ddp_timeout": 600}),
+        ],
+    )
+    def test_what_training_has_under_another_name(self, tmp_path, override, ours):
+        plain, _ = read(PPO, folder=tmp_path)
+        config, _ = read(PPO, f"--{override}", folder=tmp_path)
+        assert config.train == plain.train.model_copy(update=ours)
+
+    @pytest.mark.parametrize(
         ("override", "message"),
         [
+            ("optim=adafactor", "optim: got adafactor; wanted one of adamw_torch, adamw_hf, "),
             ("fp16=true", "half precision is bfloat16 here"),
             ("do_sample=false", "the policy's own distribution"),
             ("num_beams=4", "the policy's own distribution"),
@@ -323,9 +339,10 @@ class TestOtherStages:
         judge, _ = load_any(write(tmp_path, RM), [], RewardStageConfig, "reward")
         assert judge.data.pairs == ["dpo_en_demo"] and judge.data.held_out_fraction == 0.0
 
-    @pytest.mark.parametrize("override", ["packing=true", "train_on_prompt=true", "disable_shuffling=true"])
+    @pytest.mark.parametrize("override", ["optim=adamw_8bit", "packing=true", "train_on_prompt=true", "disable_shuffling=true"])
     def test_refuse_by_name(self, tmp_path, override):
-        with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}: got true; "):
+        key, _, value = override.partition("=")
+        with pytest.raises(ConfigError, match=f"{key}: got {value}; "):
             load_any(write(tmp_path, SFT), [f"--{override}"], SftStageConfig, "sft")
 
 

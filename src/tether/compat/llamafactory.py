@@ -434,10 +434,10 @@ def _schedule(keys: Translator) -> None:
 
 def _optim(keys: Translator, names: Mapping[str, str]) -> None:
     """The optimizer, where it is AdamW."""
-    optim = keys.take("optim", "adamw_torch")
-    if optim not in names:
+    optim = keys.take("optim")
+    if optim not in (None, *names):
         keys.refuse("optim", f"wanted one of {', '.join(names)}, or leave it out")
-    elif names is not ADAMW:
+    elif optim is not None and names is not ADAMW:
         keys.put("train.optim", names[optim], "optim")
     keys.covered("optim", by="AdamW, as here")
 

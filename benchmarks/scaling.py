@@ -1,8 +1,8 @@
 """Cost of an episode by the size of the rollout batch and by length: python benchmarks/scaling.py [-o FOLDER]
 
-A random Qwen2 of two layers, as wide as a small language model's, on one core, answers of a fixed length, one epoch, a critic of its own, the second
-update of each run. Prints processor seconds an episode for rollout batches of 64 to 4,096 answers of 16 tokens, and for
-answers of 16 to 1,024 tokens in batches of 64; draws scaling.png; and exits with 1 if
+A random Qwen2 of two layers, as wide as a small language model's, on one core, answers of a fixed length, one epoch, a
+critic of its own, the second update of each run. Prints processor seconds an episode for rollout batches of 64 to 4,096
+answers of 16 tokens, and for answers of 16 to 1,024 tokens in batches of 64; draws scaling.png; and exits with 1 if
 
     an episode of the largest batch costs more than 1.25 of one of the smallest
     the cost grows by more than the length to the power of 1.25 between two lengths

@@ -206,7 +206,7 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("override", "message"),
         [
-            ("optim=adafactor", "optim: got adafactor; wanted one of adamw_torch, adamw_hf, "),
+            ("optim=adafactor", "wanted one of adamw_torch, adamw_hf, adamw_torch_fused, adamw_8bit, "),
             ("fp16=true", "half precision is bfloat16 here"),
             ("do_sample=false", "the policy's own distribution"),
             ("num_beams=4", "the policy's own distribution"),
@@ -339,7 +339,9 @@ class TestOtherStages:
         judge, _ = load_any(write(tmp_path, RM), [], RewardStageConfig, "reward")
         assert judge.data.pairs == ["dpo_en_demo"] and judge.data.held_out_fraction == 0.0
 
-    @pytest.mark.parametrize("override", ["optim=adamw_8bit", "packing=true", "train_on_prompt=true", "disable_shuffling=true"])
+    @pytest.mark.parametrize(
+        "override", ["optim=adamw_8bit", "packing=true", "train_on_prompt=true", "disable_shuffling=true"]
+    )
     def test_refuse_by_name(self, tmp_path, override):
         key, _, value = override.partition("=")
         with pytest.raises(ConfigError, match=f"{key}: got {value}; "):

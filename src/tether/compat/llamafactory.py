@@ -132,8 +132,9 @@ TAKEN = (
     "use_swanlab resume_from_checkpoint load_best_model_at_end metric_for_best_model greater_is_better push_to_hub "
     "hub_model_id hub_private_repo per_device_train_batch_size gradient_accumulation_steps learning_rate "
     "num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps weight_decay "
-    "adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm seed torch_compile ddp_timeout deepspeed fsdp ppo_buffer_size ppo_epochs ppo_score_norm "
-    "ppo_target ppo_whiten_rewards do_sample temperature top_p top_k num_beams max_length max_new_tokens "
+    "adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm seed torch_compile ddp_timeout deepspeed fsdp "
+    "ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards do_sample temperature top_p top_k "
+    "num_beams max_length max_new_tokens "
     "repetition_penalty"
 )
 """Keys that become ours."""

@@ -71,6 +71,28 @@ def test_a_bad_mini_batch_is_left_out_and_the_run_goes_on(tmp_path, lora):
     assert "gradient is not finite for 8 rollouts of update 2" in told and "1 in a row, of at most 3" in told
 
 
+@pytest.mark.parametrize("whose", ["policy", "value"])
+def test_a_bad_gradient_of_the_policy_keeps_both_from_stepping_and_one_of_the_critic_the_critic(tmp_path, whose):
+    config = tiny_run(tmp_path, value__kind="model", **ONE_STEP)
+    trainer = trainer_of(
+        config, FakeRewards(lambda query, response: len(response) / 10), FakeGenerator(ANSWERS), stop_ids={2}
+    )
+    trained = {name: trainer.roles.role(name).trained for name in ("policy", "value")}
+    before = {name: {key: p.detach().clone() for key, p in own.items()} for name, own in trained.items()}
+    handle = next(iter(trained[whose].values())).register_hook(lambda gradient: gradient * math.nan)
+    trainer.train_one_update()
+    handle.remove()
+    for name, own in trained.items():
+        has_moved = any(not torch.equal(p, before[name][key]) for key, p in own.items())
+        assert has_moved == (name == "policy" and whose == "value"), name
+    (update,) = trainer.log.updates
+    assert (update["update/num_steps"], update["update/num_bad"]) == (0, 1)
+    assert ("loss/policy_avg" in update) == (whose == "value"), "what was left out is in no mean"
+    assert "loss/value_avg" not in update, "the critic has its turn only after a policy that stepped"
+    assert len(read_jsonl(config.output_dir / "bad_batches.jsonl")) == 1
+    assert [optimizer.scheduler.last_epoch for optimizer in trainer.optimizers] == [1, 1]
+
+
 def test_too_many_in_a_row_end_the_run_and_the_last_good_checkpoint_is_marked(tmp_path):
     config = tiny_run(tmp_path, train__max_steps=9, train__save_steps=1, train__max_bad_batches=2, **ONE_STEP)
     with pytest.raises(TrainingError, match=r"The run ends after 2 in a row .*train\.max_bad_batches") as caught:

@@ -17,7 +17,7 @@ from tests.train.test_run import assert_same_weights, reproducible, weights
 from tether.errors import GenerationError, TrainingError
 from tether.generation import hf
 from tether.metrics.writers import read_jsonl
-from tether.models.roles import ModelRoles
+from tether.models.roles import ModelRoles, Pass
 from tether.rewards import model
 from tether.train import evaluate
 from tether.train.rollout import halves
@@ -39,7 +39,7 @@ def small_machine(monkeypatch, owner, name, *, fits=2, after=0, times=1000):
 
     def method(self, *args, **kwargs):
         result = wrapped(self, *args, **kwargs)
-        batch = getattr(args[0], "batch", args[0])
+        batch = next(getattr(x, "batch", x) for x in args if not isinstance(x, Pass))
         widths.append(tuple(batch.token_ids.shape))
         if len(batch.rows) > fits:
             if calls["fit"]:
@@ -64,13 +64,13 @@ def assert_nearly_same(one, other, start):
         torch.testing.assert_close(other[key], one[key], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("where", ["scoring", "first mini-batch", "later mini-batch", "dry step"])
+@pytest.mark.parametrize("where", ["scoring", "first mini-batch", "its critic", "later mini-batch", "dry step"])
 def test_what_does_not_fit_is_halved_and_results_move_by_rounding_alone(tmp_path, monkeypatch, where):
     """The same answers stay in the same mini-batches, and nothing of a failed attempt is left in a gradient."""
     usual = run(tmp_path, "usual")
     train_policy(usual)
     owner, name = (ModelRoles, "score_pass") if where == "scoring" else (Update, "accumulate")
-    small_machine(monkeypatch, owner, name, after=2 if where == "later mini-batch" else 0)
+    small_machine(monkeypatch, owner, name, after={"its critic": 1, "later mini-batch": 2}.get(where, 0))
     short, display = run(tmp_path, "short", train__dry_step=where == "dry step", train__save_steps=1), Heard()
     train_policy(short, display=display)
     assert_nearly_same(weights(usual.output_dir), weights(short.output_dir), weights(tmp_path / "llama-tied"))
@@ -104,6 +104,22 @@ def test_67_nothing_is_kept_from_one_update_to_the_next(tmp_path, sharing):
     train_policy(tiny_run(tmp_path, **fixed | sharing), callbacks=[living])
     assert len(living.bytes) == 6
     assert max(living.bytes[2:]) == min(living.bytes[2:]), "after the optimizers' moments are there, nothing is added"
+
+
+@pytest.mark.parametrize("sharing", [{"value__kind": "model"}, {"model__lora": {"r": 2}}], ids=["full", "LoRA"])
+def test_gradients_of_policy_and_critic_are_never_there_together(tmp_path, monkeypatch, sharing):
+    """Nor in the dry step, which is of an update that trains both, also where the first ones train the critic alone."""
+    accumulate, there = Update.accumulate, []
+
+    def noted(self, *args, **kwargs):
+        accumulate(self, *args, **kwargs)
+        there.append([one.name for one in self.optimizers if any(p.grad is not None for p in one.parameters)])
+
+    monkeypatch.setattr(Update, "accumulate", noted)
+    fixed = {"train__dry_step": True, "train__max_steps": 2, "value__warmup_steps": 1, "ppo__num_ppo_epochs": 1}
+    train_policy(tiny_run(tmp_path, ppo__num_mini_batches=2, **fixed | sharing))
+    policy, critic = ["policy"], ["value"]
+    assert there == [policy, critic] + [critic] * 2 + [policy, critic] * 2
 
 
 def test_mini_batches_hold_the_same_answers_however_often_they_are_halved(tmp_path):

@@ -784,7 +784,11 @@ TRAINER = (
 UPDATE = (
     *in_file(
         "train/update.py",
-        ("an update that went too far goes on", "            if not stopped:\n", "            if True:\n"),
+        (
+            "an update that went too far goes on",
+            "                if not (stopped or is_bad):\n                    self.phase",
+            "                if not is_bad:\n                    self.phase",
+        ),
         tests=(f"{BOOKKEEPING}::test_no_step_follows_one_that_went_too_far",),
     ),
     *in_file(
@@ -934,7 +938,99 @@ UPDATE = (
         "train/update.py",
         ("a mini-batch that is not finite trains", "if stopped or is_bad:\n", "if stopped:\n"),
         ("numbers of a mini-batch that is not finite are logged", "with self.metrics.attempt():", "if True:"),
+        ("gradients are not looked at before a step", "self.engine.are_finite([optimizer])", "True"),
+        (
+            "a step of the policy with a bad one of the critic ends the count of bad ones in a row",
+            "            if not (stopped or is_bad):\n                self.guard",
+            "            if not stopped:\n                self.guard",
+        ),
+        (
+            "the critic steps where the policy's gradient is not finite",
+            "            is_bad = False\n            for optimizer in self.optimizers_in_use():\n",
+            "            for optimizer in self.optimizers_in_use():\n                is_bad = False\n",
+        ),
+        (
+            "the critic computes where the policy's gradient is not finite",
+            "                if not (stopped or is_bad):\n                    self.phase",
+            "                if not stopped:\n                    self.phase",
+        ),
+        (
+            "the critic has its turn before the policy",
+            "            for optimizer in self.optimizers_in_use():\n",
+            "            for optimizer in reversed(self.optimizers_in_use()):\n",
+        ),
         tests=("tests/faults/test_bad_numbers.py",),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "policy and critic have their gradients in one turn",
+            "self.passes_of(optimizer)\n",
+            "self.passes\n",
+        ),
+        tests=whole_step("defaults, own critic"),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "demonstrations are shown in the critic's turn too",
+            " and any(POLICY in pass_.trains for pass_ in passes)",
+            "",
+        ),
+        tests=whole_step("demonstrations, temperature, own critic"),
+    ),
+    *in_file(
+        "train/update.py",
+        ("an update is begun anew after steps were taken", "self.has_begun = True", "pass"),
+        (
+            "an update is begun anew where the critic of its first mini-batch does not fit",
+            "not self.has_begun or all",
+            "number == 0 or all",
+        ),
+        (
+            "gradients of an attempt that did not fit are kept",
+            "            self.drop_gradients()  # here",
+            "            pass  # here",
+        ),
+        (
+            "mini-batches after one that did not fit are whole again",
+            "range(self.halvings - self.formed_with)",
+            "range(0)",
+        ),
+        (
+            "later updates do not know that micro-batches were halved",
+            "            self.halvings += 1\n",
+            "            pass\n",
+        ),
+        tests=("tests/faults/test_memory.py::test_what_does_not_fit_is_halved_and_results_move_by_rounding_alone",),
+    ),
+    *in_file(
+        "train/memory.py",
+        (
+            "the dry step leaves the policy's gradients beside the critic's",
+            "            update.drop_gradients()\n        dist",
+            "        dist",
+        ),
+        (
+            "the dry step tries the policy alone",
+            "update.optimizers_in_use():",
+            "update.optimizers_in_use()[:1]:",
+        ),
+        (
+            "the dry step is one of the critic's warm-up",
+            "step=config.value.warmup_steps)",
+            "step=0)",
+        ),
+        tests=("tests/faults/test_memory.py::test_gradients_of_policy_and_critic_are_never_there_together",),
+    ),
+    *in_file(
+        "train/plan.py",
+        (
+            "a plan counts the gradients of policy and critic at once",
+            "at_once = max(role.trainable for role in roles)",
+            "at_once = sum(role.trainable for role in roles)",
+        ),
+        tests=("tests/train/test_plan.py::test_gradients_are_those_of_the_policy_or_of_its_critic",),
     ),
     *in_file(
         "train/update.py",

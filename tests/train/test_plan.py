@@ -45,6 +45,14 @@ def test_updates_and_memory_follow_the_batch(tmp_path):
     assert large.memory["rollout"] <= small.memory["rollout"]
 
 
+def test_gradients_are_those_of_the_policy_or_of_its_critic(tmp_path):
+    """They take turns: beside a policy of more weights a critic of its own adds none, as a head on its trunk does."""
+    own, head = (plan(tiny_run(tmp_path, tied=False, value__kind=kind)).memory for kind in ("model", "head"))
+    assert own["weights and optimizer"] > head["weights and optimizer"]
+    passes = [memory["update"] - memory["log-probabilities and values"] for memory in (own, head)]
+    assert passes[0] == passes[1] > 0
+
+
 def test_a_plan_writes_nothing(tmp_path):
     config = tiny_run(tmp_path)
     plan(config)

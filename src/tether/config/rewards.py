@@ -101,9 +101,16 @@ class OwnModelReward(_Reward):
     """Keep it on the CPU while it does not score. Left out: as ``train.offload_idle_roles`` says."""
     compile: bool = False
     """Run it through torch.compile: the first scores take long, later ones less; they differ by rounding."""
-    processes: Literal["all", "one"] = "all"
-    """Which processes of a run have it. ``all``: each scores its share of the answers. ``one``: the first alone, which
-    scores all of them while the others wait, and needs the memory for it."""
+    processes: Literal["sharded", "all", "one"] | None = None
+    """Which processes of a run have it. ``sharded``: all together, each a part of its weights, under an engine that
+    spreads weights (FSDP2, ZeRO-3). ``all``: each has all of it. Both score a share of the answers in each process.
+    ``one``: the first alone, which scores all answers while the others wait. Left out: ``sharded`` where the engine
+    spreads weights and the model is neither in few bits nor compiled, else ``all``."""
+
+    @property
+    def can_be_sharded(self) -> bool:
+        """Whether an engine could spread its weights."""
+        return self.quantization is None and not self.compile
 
     @model_validator(mode="after")
     def _stays_where_it_is(self) -> OwnModelReward:
@@ -111,6 +118,9 @@ class OwnModelReward(_Reward):
             raise ValueError(
                 f"offload: weights in few bits (quantization {self.quantization}) stay on their device; leave one out"
             )
+        if self.processes == "sharded" and not self.can_be_sharded:
+            what = f"weights in few bits (quantization {self.quantization})" if self.quantization else "compile"
+            raise ValueError(f"processes sharded: {what} and weights that are spread do not go together; leave one out")
         return self
 
 

@@ -65,7 +65,8 @@ Host = Callable[[Callable[[], Any]], Any]
 """Runs a computation with the weights of a role and returns what it returns."""
 
 
-def _directly(compute: Callable[[], Any]) -> Any:
+def directly(compute: Callable[[], Any]) -> Any:
+    """What ``compute`` returns, of weights that are all here."""
     return compute()
 
 
@@ -433,7 +434,7 @@ class ModelRoles:
 
     def through(self, role: str) -> Host:
         """What runs a computation with the role's weights: it directly, or by the engine that they are spread by."""
-        return self._hosts.get(role, _directly)
+        return self._hosts.get(role, directly)
 
     def host(self, hosts: Mapping[str, Host], trained: Mapping[str, Mapping[str, nn.Parameter]] | None = None) -> None:
         """Makes computations of roles go through an engine from now on.

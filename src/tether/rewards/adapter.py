@@ -44,18 +44,20 @@ class AdapterSource:
         Raises:
             RewardResponseError: a score is not finite.
         """
-        sequences = _sequences(batch)
-        scores = score_sequences(sequences, self._score_batch, batch_size=self.batch_size, device=self.device)
-        return RewardOutput(checked(scores, len(batch), f"reward adapter {self.name}"))
+        return self.scored(self.read(batch))
+
+    def read(self, batch: RewardBatch) -> list[list[int]]:
+        """Query and answer as the policy's token ids."""
+        return [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
+
+    def scored(self, read: list[list[int]]) -> RewardOutput:
+        """The adapter's scores of token ids."""
+        scores = score_sequences(read, self._score_batch, batch_size=self.batch_size, device=self.device)
+        return RewardOutput(checked(scores, len(read), f"reward adapter {self.name}"))
 
     def seen(self, batch: RewardBatch) -> list[str]:
         """What the adapted base reads of each answer, special tokens visible."""
-        return [self.tokenizer.decode(ids) for ids in _sequences(batch)]
+        return [self.tokenizer.decode(ids) for ids in self.read(batch)]
 
     def _score_batch(self, ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         return self.roles.reward_scores(self.name, ids, mask, position_ids)
-
-
-def _sequences(batch: RewardBatch) -> list[list[int]]:
-    """Query and answer as the policy's token ids."""
-    return [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from tether.data.collate import pad_left, plan_micro_batches
 from tether.errors import RewardResponseError
 from tether.models.memory import in_fitting_parts
+from tether.models.roles import Host, directly
+from tether.types import RewardBatch, RewardOutput
 
 ScoreBatch = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(ids [M T], mask [M T], position_ids [M T]) → scores [M]."""
@@ -20,6 +22,19 @@ ScoreBatch = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 LARGEST = 1e15
 """Largest size of a score: beyond it the value loss, a square, comes near the end of float32."""
+
+
+@runtime_checkable
+class InForwards(Protocol):
+    """A source that scores by forwards of a model: ``score`` in two steps, of which the second alone needs weights."""
+
+    def read(self, batch: RewardBatch) -> Any:
+        """What the model reads of each answer, for ``scored``; raises for what it cannot read."""
+        ...
+
+    def scored(self, read: Any) -> RewardOutput:
+        """Scores of what was read, by equally many forwards for equally many answers."""
+        ...
 
 
 def checked(scores: Any, n: int, source: str) -> list[float]:
@@ -45,24 +60,35 @@ def checked(scores: Any, n: int, source: str) -> list[float]:
 
 
 def score_sequences(
-    sequences: Sequence[Sequence[int]], score_batch: ScoreBatch, *, batch_size: int, device: torch.device | str
+    sequences: Sequence[Sequence[int]],
+    score_batch: ScoreBatch,
+    *,
+    batch_size: int,
+    device: torch.device | str,
+    through: Host = directly,
 ) -> list[float]:
     """Scores of token sequences in their order, computed in batches of similar lengths.
 
     Args:
         sequences: token ids without padding, at least one in each.
         score_batch: scores one left-padded batch on ``device``.
+        through: runs each batch.
     """
 
     def run(rows: Sequence[int]) -> list[float]:
         ids, mask, position_ids = (tensor.to(device) for tensor in pad_left([sequences[row] for row in rows]))
         return score_batch(ids, mask, position_ids).tolist()
 
-    return scores_in_batches([len(ids) for ids in sequences], run, batch_size=batch_size)
+    return scores_in_batches([len(ids) for ids in sequences], run, batch_size=batch_size, through=through)
 
 
+@torch.no_grad()
 def scores_in_batches(
-    lengths: Sequence[int], run: Callable[[Sequence[int]], list[float]], *, batch_size: int
+    lengths: Sequence[int],
+    run: Callable[[Sequence[int]], list[float]],
+    *,
+    batch_size: int,
+    through: Host = directly,
 ) -> list[float]:
     """Scores in the order of the rows, computed in batches of similar lengths, and what does not fit into memory in
     halves.
@@ -70,10 +96,11 @@ def scores_in_batches(
     Args:
         lengths: tokens of each row.
         run: scores of some rows, in one forward.
+        through: runs each batch.
     """
     scores = [math.nan] * len(lengths)
     plan = plan_micro_batches([0] * len(lengths), lengths, batch_size)
-    for rows, found in in_fitting_parts(plan, run, "scoring"):
+    for rows, found in in_fitting_parts(plan, lambda rows: through(lambda: run(rows)), "scoring"):
         for row, score in zip(rows, found, strict=True):
             scores[row] = score
     return scores

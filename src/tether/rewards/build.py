@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,13 +35,14 @@ from tether.models.loading import (
     check_classifier,
     check_value_head,
     default_device,
+    load_config,
     load_reward_model,
     load_tokenizer,
     load_value_head_model,
     reads_last_token,
 )
 from tether.models.offload import Offloaded, has_own_memory
-from tether.models.paths import ADAPTER_CONFIG, check_model_path
+from tether.models.paths import ADAPTER_CONFIG, adapter_base, check_model_path, is_adapter
 from tether.models.roles import ModelRoles
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
@@ -55,7 +57,20 @@ from tether.rewards.ready import check_ready, ready_source
 from tether.rewards.service import service_key
 from tether.types import Prompt, RewardBatch, RewardSource
 
-Make = Callable[[int | None], RewardSource]
+
+@dataclass(frozen=True)
+class ToSpread:
+    """A source whose weights wait on the CPU for an engine to spread them over processes."""
+
+    source: ModelSource | EncoderSource
+    """The source, whose ``through`` the engine is to be."""
+    modules: Sequence[nn.Module]
+    """Its model, and its head if that is none of the model's."""
+    waits: bool = False
+    """Whether each process's part is to stay on the CPU while nobody scores."""
+
+
+Make = Callable[[int | None], RewardSource | ToSpread]
 """Makes a source of one process, with so many requests in flight at most; None where there is no such limit."""
 Shared = Callable[[Make, int | None, bool], RewardSource]
 """Of what makes a source, how many requests all processes together may have in flight, and whether the first process
@@ -133,6 +148,27 @@ def check_conversations(
                 raise ConfigError(f"{key}: {error}") from error
 
 
+def check_sharded(configs: Sequence[RewardConfig], engine: str, *, spreads: bool) -> None:
+    """Raises ``ConfigError`` for sources that are to be sharded and cannot be.
+
+    Args:
+        engine: the engine's name, ``spreads`` whether it spreads weights.
+    """
+    for key, config in sources_of(configs):
+        if not isinstance(config, OwnModelReward) or config.processes != "sharded":
+            continue
+        if not spreads:
+            raise ConfigError(
+                f"{key}.processes: got sharded, wanted all or one under {engine}, which spreads no weights; launch "
+                "with FSDP2 or ZeRO-3, or leave it out"
+            )
+        if _has_few_bits(config):
+            raise ConfigError(
+                f"{key}.processes: got sharded, but {config.path} holds weights in few bits, which cannot be spread; "
+                "wanted all or one"
+            )
+
+
 def build_rewards(
     configs: Sequence[RewardConfig],
     names: Sequence[str],
@@ -141,6 +177,7 @@ def build_rewards(
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device | str,
     offload_idle: bool = False,
+    shards: bool = False,
     shared: Shared = lambda make, most, by_one: make(most),
 ) -> RewardSource:
     """The weighted sum of the configured sources, each a component under its name.
@@ -150,6 +187,8 @@ def build_rewards(
         roles: the policy's models, which share their base with reward adapters; None where there are none of these.
         tokenizer: the policy's; None where every source reads text as the dataset had it.
         offload_idle: keeps models on the CPU while they do not score, unless their source says otherwise.
+        shards: whether models of their own wait on the CPU for ``shared`` to spread their weights, unless their
+            section says otherwise.
         shared: what several processes make of each source.
 
     Raises:
@@ -161,14 +200,14 @@ def build_rewards(
             members = parts(config.members, reward_names(config.members), f"{key}.members", f"{name}/")
             return Ensemble(members, reduction(config), name)
 
-        def make(most: int | None) -> RewardSource:
+        def make(most: int | None) -> RewardSource | ToSpread:
             mine = config if most is None else config.model_copy(update={"max_concurrency": most})
             return of_this_process(mine, name, key)
 
         by_one = isinstance(config, OwnModelReward) and config.processes == "one"
         return shared(make, config.max_concurrency if isinstance(config, ServiceReward) else None, by_one)
 
-    def of_this_process(config: RewardConfig, name: str, key: str) -> RewardSource:
+    def of_this_process(config: RewardConfig, name: str, key: str) -> RewardSource | ToSpread:
         match config:
             case FunctionReward():
                 return FunctionSource(load_function(config.path, config.name, key), name, missing=config.missing)
@@ -176,7 +215,8 @@ def build_rewards(
                 roles.add_reward_adapter(name, config.path)
                 return AdapterSource(roles, name, tokenizer, batch_size=config.batch_size, device=device)
             case OwnModelReward():
-                return _model_source(config, name, tokenizer, torch.device(device), offload_idle=offload_idle)
+                options = {"offload_idle": offload_idle, "is_sharded": shards and _is_sharded(config)}
+                return _model_source(config, name, tokenizer, torch.device(device), **options)
             case ReadyReward():
                 return ready_source(config, name)
             case HttpReward():
@@ -239,15 +279,16 @@ def _model_source(
     device: torch.device,
     *,
     offload_idle: bool,
-) -> RewardSource:
+    is_sharded: bool,
+) -> RewardSource | ToSpread:
     model, head = _model_and_head(config, device)
     tokenizer = load_tokenizer(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
     parts = [model] if head is None else [model, head]
     waits = offload_idle if config.offload is None else config.offload
-    if waits and not is_quantized(model) and has_own_memory(device):
+    fetched = nullcontext
+    if waits and not is_sharded and not is_quantized(model) and has_own_memory(device):
         fetched = Offloaded(*parts, device=device).fetched
-    else:
-        fetched = nullcontext
+    elif not is_sharded:
         for part in parts:
             placed(part, device)
     if config.compile:
@@ -262,8 +303,23 @@ def _model_source(
         "fetched": fetched,
     }
     if head is None:
-        return EncoderSource(model, tokenizer, **options)
-    return ModelSource(model, head, tokenizer, policy_tokenizer, **options)
+        source = EncoderSource(model, tokenizer, **options)
+    else:
+        source = ModelSource(model, head, tokenizer, policy_tokenizer, **options)
+    return ToSpread(source, parts, waits) if is_sharded else source
+
+
+def _is_sharded(config: OwnModelReward) -> bool:
+    """Whether a model's weights are spread where an engine spreads weights."""
+    return config.processes in (None, "sharded") and config.can_be_sharded and not _has_few_bits(config)
+
+
+def _has_few_bits(config: OwnModelReward) -> bool:
+    """Whether the checkpoint itself, or the base of an adapter, holds weights in few bits."""
+    base = adapter_base(config.path, config.revision) if is_adapter(config.path, config.revision) else None
+    revision = None if base else config.revision
+    saved = load_config(base or config.path, revision=revision, trust_remote_code=config.trust_remote_code)
+    return getattr(saved, "quantization_config", None) is not None
 
 
 def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTrainedModel, nn.Module | None]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tether.models.roles import Host, directly
 from tether.rewards.base import checked, scores_in_batches
 from tether.rewards.reading import InputFormat, Reader, check_lengths
 from tether.types import RewardBatch, RewardOutput
@@ -50,6 +51,8 @@ class EncoderSource:
         self.max_length = max_length or position_limit(model)
         self.device = device
         self.fetched = fetched
+        self.through: Host = directly
+        """Runs forwards with the weights."""
         self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
@@ -59,16 +62,24 @@ class EncoderSource:
             RewardError: an answer with its prompt is too long for the model, or cannot be put in its chat template.
             RewardResponseError: a score is not finite.
         """
+        return self.scored(self.read(batch))
+
+    def read(self, batch: RewardBatch) -> list[dict[str, list[int]]]:
+        """Prompt and answer as the classifier's tokenizer encodes them."""
         encoded = self._encoded(batch)
-        lengths = [len(each["input_ids"]) for each in encoded]
-        check_lengths(lengths, self.max_length, self.name)
+        check_lengths([len(each["input_ids"]) for each in encoded], self.max_length, self.name)
+        return encoded
+
+    def scored(self, read: list[dict[str, list[int]]]) -> RewardOutput:
+        """The classifier's scores of encoded texts."""
         with self.fetched():
             scores = scores_in_batches(
-                lengths,
-                lambda rows: self._scores([encoded[row] for row in rows]).tolist(),
+                [len(each["input_ids"]) for each in read],
+                lambda rows: self._scores([read[row] for row in rows]).tolist(),
                 batch_size=self.batch_size,
+                through=self.through,
             )
-        return RewardOutput(checked(scores, len(batch), f"reward {self.name}"))
+        return RewardOutput(checked(scores, len(read), f"reward {self.name}"))
 
     def seen(self, batch: RewardBatch) -> list[str]:
         """What the classifier reads of each answer, special tokens visible."""
@@ -78,7 +89,6 @@ class EncoderSource:
         """Prompt and answer as the classifier's tokenizer encodes them."""
         return [self.reader.features(text) for text in self.reader.texts(batch)]
 
-    @torch.no_grad()
     def _scores(self, encoded: list[dict[str, Any]]) -> Tensor:
         """One number for each text."""
         padded = self.tokenizer.pad(encoded, padding=len(encoded) > 1, return_tensors="pt")

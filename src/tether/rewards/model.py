@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.models.forward import last_token_scores
+from tether.models.roles import Host, directly
 from tether.rewards.base import checked, score_sequences
 from tether.rewards.reading import InputFormat, Reader, check_lengths, same_tokenizer
 from tether.types import RewardBatch, RewardOutput
@@ -58,6 +59,8 @@ class ModelSource:
         self.max_length = max_length or getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.device = device
         self.fetched = fetched
+        self.through: Host = directly
+        """Runs forwards with the weights."""
         self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens)
         self.shares_ids = input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
 
@@ -68,11 +71,20 @@ class ModelSource:
             RewardError: an answer with its prompt is too long for the model, or cannot be put in its chat template.
             RewardResponseError: a score is not finite.
         """
+        return self.scored(self.read(batch))
+
+    def read(self, batch: RewardBatch) -> list[Sequence[int]]:
+        """Prompt and answer as the model's token ids."""
         sequences = self._sequences(batch)
         check_lengths([len(ids) for ids in sequences], self.max_length, self.name)
+        return sequences
+
+    def scored(self, read: list[Sequence[int]]) -> RewardOutput:
+        """The model's scores of token ids."""
+        options = {"batch_size": self.batch_size, "device": self.device, "through": self.through}
         with self.fetched():
-            scores = score_sequences(sequences, self._score_batch, batch_size=self.batch_size, device=self.device)
-        return RewardOutput(checked(scores, len(batch), f"reward {self.name}"))
+            scores = score_sequences(read, self._score_batch, **options)
+        return RewardOutput(checked(scores, len(read), f"reward {self.name}"))
 
     def seen(self, batch: RewardBatch) -> list[str]:
         """What the model reads of each answer, special tokens visible."""
@@ -84,6 +96,5 @@ class ModelSource:
             return [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
         return [self.reader.token_ids(text) for text in self.reader.texts(batch)]
 
-    @torch.no_grad()
     def _score_batch(self, ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         return last_token_scores(self.model.base_model, self.head, ids, mask, position_ids)

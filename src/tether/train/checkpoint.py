@@ -66,13 +66,15 @@ MAY_CHANGE = frozenset({
     "train.max_bad_batches", "train.dry_step", "train.ddp_timeout", "train.ds3_gather_for_generation",
 })
 """Keys that a resumed run may change."""
-MOVED_MAY_CHANGE = frozenset({"train.micro_batch_size"})
+MOVED_MAY_CHANGE = frozenset({"train.micro_batch_size", "train.max_tokens_per_micro_batch"})
 """Keys that a run may change as well that goes on with another number of processes."""
 SERVICE_MAY_CHANGE = re.compile(
     r"rewards\.\d+\.(members\.\d+\.)?"
     r"(url|base_url|api_key_env|connect_timeout|read_timeout|retries|retry_delay|max_concurrency)"
 )
 """Also these, of where and how a reward service is asked: services fail, and move."""
+JUDGE_MAY_CHANGE = re.compile(r"rewards\.\d+\.(members\.\d+\.)?(processes|offload)")
+"""And these, of where a reward model is: an engine may spread it, and the next one not."""
 
 
 @dataclass
@@ -514,7 +516,13 @@ def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig,
     if now > before:
         told += f". Reward functions that draw at random draw the same in process 0 and in those from {before} on"
     at_once = (saved.answers_at_once(before), config.answers_at_once(now))
-    if at_once[0] != at_once[1] and config.ppo.num_mini_batches > 1:
+    budget = config.train.max_tokens_per_micro_batch or saved.train.max_tokens_per_micro_batch
+    if budget is not None and before != now and config.ppo.num_mini_batches > 1:
+        told += (
+            ". The tokens of train.max_tokens_per_micro_batch are of each process, so that other answers are trained on "
+            "at once than before, and mini-batches hold other ones"
+        )
+    elif at_once[0] != at_once[1] and config.ppo.num_mini_batches > 1:
         told += (
             f". Before, {at_once[0]} answers were trained on at once, and now {at_once[1]}, so that mini-batches hold "
             f"other ones; they do not where train.micro_batch_size times the number of processes stays {at_once[0]}"
@@ -544,13 +552,17 @@ def check_same_run(
         if before.get(key) != now.get(key)
     }
     may_change = MAY_CHANGE | MOVED_MAY_CHANGE if is_moved else MAY_CHANGE
-    changed = [key for key in lines if key not in may_change and not SERVICE_MAY_CHANGE.fullmatch(key)]
+    of_rewards = (SERVICE_MAY_CHANGE, JUDGE_MAY_CHANGE)
+    changed = [
+        key for key in lines if key not in may_change and not any(pattern.fullmatch(key) for pattern in of_rewards)
+    ]
     if changed:
         differ = "".join(f"  {lines[key]}\n" for key in changed)
         raise CheckpointError(
             f"resume: {path} was made with another configuration:\n{differ}"
             f"Put these back, or start a new run in another output_dir. What may change: "
-            f"{', '.join(sorted(may_change))}, and where and how a reward service is asked"
+            f"{', '.join(sorted(may_change))}, where and how a reward service is asked, and which processes have a "
+            "reward model"
         )
     return [line for key, line in lines.items() if key not in ("resume", "overwrite_output_dir")]
 

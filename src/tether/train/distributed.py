@@ -133,8 +133,8 @@ class Dist:
     def together(self, work: Callable[[], T]) -> list[T]:
         """What ``work`` returns in each process, in the order of their numbers.
 
-        Work of one process may fail by itself: then the run fails in all of them, with that one's error. It must not
-        talk to other processes.
+        Work of one process may fail by itself: then the run fails in all of them, with that one's error. It may talk to
+        other processes only where the work of all of them does.
         """
         if self.num_processes == 1:
             return [work()]

@@ -92,8 +92,8 @@ class RolePlan:
     dtype: str
     sharing: str
     weight_bytes: int
-    is_judge: bool = False
-    """Whether it is a reward model with weights of its own, which no engine spreads."""
+    is_whole: bool = False
+    """Whether no engine spreads it: a reward model in few bits or compiled, or one that is not to be sharded."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,9 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
             dtype = saved if reward.dtype == "auto" else getattr(torch, reward.dtype)
             role = _frozen(label, reward.path, judge, dtype, "own weights", reward.quantization)
             size = role.parameters + (state_size(judge) if is_beside else 0)
-            return replace(role, parameters=size, is_judge=True)
+            has_few_bits = getattr(of, "quantization_config", None) is not None
+            is_whole = reward.processes in ("all", "one") or not reward.can_be_sharded or has_few_bits
+            return replace(role, parameters=size, is_whole=is_whole)
 
 
 def _adapter_size(config: RunConfig, base: PreTrainedModel) -> int:
@@ -290,7 +292,7 @@ def estimate_memory(
 
     Args:
         num_processes: of which one is estimated.
-        spreading: what an engine spreads over them. Judges with models of their own stay whole.
+        spreading: what an engine spreads over them.
     """
     spreading = spreading or Spreading()
 
@@ -302,9 +304,7 @@ def estimate_memory(
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = longest + config.sampling.response_length
     unit = 2 if config.train.bf16 else 4
-    judges = sum(role.weight_bytes for role in roles if role.is_judge)
-    spread = sum(role.weight_bytes for role in roles) - judges
-    weights = judges + part(spread, spreading.weights)
+    weights = sum(part(role.weight_bytes, spreading.weights and not role.is_whole) for role in roles)
     trainable = sum(role.trainable for role in roles)
     at_once = max(role.trainable for role in roles)  # policy and critic take turns; a head is nothing beside its trunk
     averaged = sum(role.trainable for role in roles if role.role == "policy") if config.train.ema_decay else 0

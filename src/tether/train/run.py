@@ -37,7 +37,7 @@ from tether.models.saving import (
 )
 from tether.report.card import CARD, write_card
 from tether.report.html import REPORT, write_report
-from tether.rewards.build import build_rewards, try_services
+from tether.rewards.build import build_rewards, check_sharded, try_services
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import (
     RunState,
@@ -219,7 +219,10 @@ def open_trainer(
 def check_processes(config: RunConfig, dist: Dist) -> None:
     """Raises ``ConfigError`` if the batches cannot be divided over the processes, or their engine cannot do the run."""
     check_batches(config, dist.num_processes)
-    build_engine(dist).check(config)
+    engine = build_engine(dist)
+    engine.check(config)
+    if dist.num_processes > 1:
+        check_sharded(config.rewards, engine.name, spreads=engine.spreads_weights)
 
 
 def try_outside(config: RunConfig, data: RunData, *, with_services: bool) -> None:
@@ -338,18 +341,16 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
     if rewards is not None:
         source = shared(lambda _: rewards, dist=dist)
     else:
-        names = config.reward_names
-        build = partial(
-            build_rewards,
+        source = build_rewards(
             config.rewards,
-            names,
+            config.reward_names,
             roles=roles,
             tokenizer=tokenizer,
             device=dist.device,
             offload_idle=config.train.offload_idle_roles,
+            shards=engine.spreads_weights,
             shared=partial(shared, dist=dist, engine=engine),
         )
-        source = dist.each(build)
     engine.place(roles)
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
     if config.sampling.stop_token == "eos":

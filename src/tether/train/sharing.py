@@ -13,7 +13,8 @@ from torch import nn
 
 from tether.errors import OutOfStep
 from tether.rewards.adapter import AdapterSource
-from tether.rewards.build import Make
+from tether.rewards.base import InForwards
+from tether.rewards.build import Make, ToSpread
 from tether.rewards.early import Begun, begun, joined, whole
 from tether.train.distributed import Dist, share
 from tether.train.engines.base import Engine
@@ -38,17 +39,20 @@ def shared(
     """The source of whose scores every process makes its share; its own where there is one process.
 
     Args:
-        make: makes what this process asks.
+        make: makes what this process asks; what fails in one process fails in all.
         at_once: most requests in flight, of all processes together; they are divided.
         by_one: the first process scores everything, and the others have nothing to ask.
-        engine: what spreads the weights of the policy's base, on which a source may be an adapter.
+        engine: what spreads weights: of the policy's base, on which a source may be an adapter, and those of a source
+            that waits for it.
     """
-    if dist.num_processes == 1:
-        return make(at_once)
     asking = 1 if by_one else min(dist.num_processes, at_once or dist.num_processes)
-    own = make(at_once and len(share(at_once, dist.rank, asking))) if dist.rank < asking else None
-    evenly = engine is not None and engine.spreads_weights and isinstance(own, AdapterSource)
-    return SharedSource(own, dist, asking=asking, evenly=evenly)
+    most = at_once and len(share(at_once, dist.rank, asking))
+    own = dist.each(lambda: make(most) if dist.rank < asking else None)
+    in_step = engine is not None and engine.spreads_weights and isinstance(own, AdapterSource | ToSpread)
+    if isinstance(own, ToSpread):
+        own.source.through = engine.spread(own.modules, waits=own.waits)
+        own = own.source
+    return own if dist.num_processes == 1 else SharedSource(own, dist, asking=asking, in_step=in_step)
 
 
 class SharedGenerator:
@@ -107,11 +111,12 @@ class SharedSource:
         source: what this process asks, if it asks at all.
         dist: the processes.
         asking: how many of them ask, the first ones.
-        evenly: gives each process equally many answers, some of them twice, as forwards of spread weights need it.
+        in_step: its weights are spread, so that each forward is one of all processes: each gets equally many answers,
+            some of them twice, and none begins before all have read theirs.
     """
 
-    def __init__(self, source: RewardSource | None, dist: Dist, *, asking: int, evenly: bool = False) -> None:
-        self.source, self._dist, self._asking, self._evenly = source, dist, asking, evenly
+    def __init__(self, source: RewardSource | None, dist: Dist, *, asking: int, in_step: bool = False) -> None:
+        self.source, self._dist, self._asking, self._in_step = source, dist, asking, in_step
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The source's scores of the whole batch.
@@ -124,8 +129,25 @@ class SharedSource:
     def begin(self, batch: RewardBatch) -> Begun:
         """Asks about this process's share as early as the source can be asked."""
         shares = self._dist.shares(len(batch), self._asking)
-        most = max(map(len, shares)) if self._evenly else 0
-        return _BegunShare(self.source, batch, shares, self._dist, most)
+        if not self._in_step:
+            return _BegunShare(self.source, batch, shares, self._dist)
+        return _BegunShare(_InStep(self.source, self._dist), batch, shares, self._dist, max(map(len, shares)))
+
+
+class _InStep:
+    """A source that scores in step with those of the other processes.
+
+    Args:
+        source: has equally many answers in each process.
+    """
+
+    def __init__(self, source: InForwards, dist: Dist) -> None:
+        self._source, self._dist = source, dist
+
+    def score(self, batch: RewardBatch) -> RewardOutput:
+        """The source's scores; what one process cannot read is told before any of them begins with a forward."""
+        read = self._dist.each(lambda: self._source.read(batch))
+        return self._source.scored(read)
 
 
 class _BegunShare:
@@ -137,7 +159,7 @@ class _BegunShare:
     """
 
     def __init__(
-        self, source: RewardSource | None, batch: RewardBatch, shares: Sequence[range], dist: Dist, most: int
+        self, source: RewardSource | None, batch: RewardBatch, shares: Sequence[range], dist: Dist, most: int = 0
     ) -> None:
         self._batch, self._shares, self._dist = batch, shares, dist
         own = shares[dist.rank]

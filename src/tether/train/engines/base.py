@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError, OutOfStep, TetherError
-from tether.models.roles import ModelRoles
+from tether.models.roles import Host, ModelRoles
 from tether.train.distributed import lost_told
 from tether.train.optim import PassOptimizer
 
@@ -92,6 +92,16 @@ class Engine(Protocol):
     def place(self, roles: ModelRoles) -> None:
         """Takes over the models of ``roles``, which wait on the CPU where weights are spread; comes before their
         optimizers are made."""
+        ...
+
+    def spread(self, modules: Sequence[nn.Module], *, waits: bool) -> Host:
+        """Takes over a frozen model that plays no role and waits on the CPU, where weights are spread; returns what
+        runs forwards with its weights, which are forwards of all processes.
+
+        Args:
+            modules: the model, and a head if that is none of its parts.
+            waits: whether each process's part is to stay on the CPU while nobody uses it.
+        """
         ...
 
     def prepare(self, optimizers: list[PassOptimizer]) -> None:

@@ -11,7 +11,7 @@ clips nothing: its own clipping would be by one norm of all that an engine train
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
-from tether.models.roles import POLICY, ModelRoles, Role
+from tether.models.roles import POLICY, Host, ModelRoles, Role
 from tether.train.distributed import Dist
 from tether.train.engines.base import Hosted, all_together, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
@@ -107,23 +107,34 @@ class Zero:
         roles.device = self._dist.device
         for model, played in _by_model(roles.all).items():
             hosted = Hosted(model, *_heads(played))
-            self._spread(hosted)
-            if not any(role.trained for role in played):
-                engine = self._engine(hosted, None)
-                roles.host({role.name: engine for role in played})
+            if any(role.trained for role in played):
+                self._partition(hosted)
+            else:
+                host = self._frozen(hosted, waits=roles.offloads_idle)
+                roles.host({role.name: host for role in played})
 
-    def _spread(self, module: nn.Module) -> None:
+    def spread(self, modules: Sequence[nn.Module], *, waits: bool) -> Host:
+        """Spreads a model as those of roles are."""
+        return self._frozen(Hosted(*modules).requires_grad_(False), waits=waits)
+
+    def _frozen(self, module: nn.Module, *, waits: bool) -> Host:
+        config = self._filled(module)
+        if waits and self._dist.device.type != "cpu" and _waits_on(config) is None:
+            config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+        self._partition(module, config)
+        return self._together(self._engine(module, None, config))
+
+    def _partition(self, module: nn.Module, config: dict[str, Any] | None = None) -> None:
         import deepspeed
 
+        config = config or self._filled(module)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self._dist.device)
-        offload = self._config["zero_optimization"].get("offload_param") or {}
-        device = offload.get("device", "none")
         deepspeed.zero.Init(
             module=module,
-            config_dict_or_path=self._filled(module),
-            remote_device=None if device == "none" else device,
-            pin_memory=bool(offload.get("pin_memory", False)),
+            config_dict_or_path=config,
+            remote_device=_waits_on(config),
+            pin_memory=bool((config["zero_optimization"].get("offload_param") or {}).get("pin_memory", False)),
         )
 
     def prepare(self, optimizers: list[PassOptimizer]) -> None:
@@ -139,12 +150,23 @@ class Zero:
             joint = Joint(together, trained)
             engine = self._engine(Hosted(*models, *_heads(played)), joint)
             self._units.append(Unit(engine, joint, {role.name for role in trained}, self.stage, self._dist))
-            self._roles.host({role.name: engine for role in played})
+            host = self._together(engine) if self.spreads_weights else engine
+            self._roles.host({role.name: host for role in played})
 
-    def _engine(self, module: nn.Module, optimizer: Joint | None) -> Any:
+    def _engine(self, module: nn.Module, optimizer: Joint | None, config: dict[str, Any] | None = None) -> Any:
         import deepspeed
 
-        return deepspeed.initialize(model=module, optimizer=optimizer, config=self._filled(module))[0]
+        config = config or self._filled(module)
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+    def _together(self, engine: Any) -> Host:
+        """What runs a forward in which all processes gather weights."""
+
+        def host(compute: Callable[[], Any]) -> Any:
+            with all_together("a forward", self._dist.num_processes):
+                return engine(compute)
+
+        return host
 
     def _filled(self, module: nn.Module) -> dict[str, Any]:
         """The launcher's configuration for one model, with what it leaves to be found out."""
@@ -624,6 +646,12 @@ def _check_precision(deepspeed: Mapping[str, Any], config: RunConfig) -> None:
         raise _unfit(
             "bf16.enabled", "true", "auto, or train.bf16: true. Weights are float32 and forwards run under autocast"
         )
+
+
+def _waits_on(deepspeed: Mapping[str, Any]) -> str | None:
+    """Where a process's parts of weights wait, by a DeepSpeed configuration; None for its own device."""
+    device = (deepspeed["zero_optimization"].get("offload_param") or {}).get("device", "none")
+    return None if device == "none" else device
 
 
 def _unfit(key: str, got: Any, wanted: str) -> ConfigError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.models.layers import transformer_layers
-from tether.models.roles import POLICY, ModelRoles, Role
+from tether.models.roles import POLICY, Host, ModelRoles, Role
 from tether.train.distributed import Dist
 from tether.train.engines.base import Hosted, all_together, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
@@ -66,25 +67,41 @@ class FullySharded:
 
     def place(self, roles: ModelRoles) -> None:
         """Spreads every model, one layer after the other, so that no device ever holds a whole one."""
-        mesh = init_device_mesh(self._dist.device.type, (self._dist.num_processes,))
         self._roles, roles.device = roles, self._dist.device
         hosts: dict[str, Sharded] = {}
         trained: dict[str, Mapping[str, nn.Parameter]] = {}
         for played in _by_model(roles.all):
             is_frozen = not any(role.trained for role in played)
-            waits = self._waits_on_cpu or (roles.offloads_idle and is_frozen and mesh.device_type != "cpu")
-            model = Sharded(
+            model = self._sharded(
                 roles.policy if played[0].adapter is not None else played[0].model,
                 [role.head for role in played if role.head is not None],
-                mesh,
-                reshards=self._reshards,
-                policy=CPUOffloadPolicy() if waits else OffloadPolicy(),
-                num_processes=self._dist.num_processes,
+                waits=roles.offloads_idle and is_frozen,
             )
-            self._models.append(model)
             hosts |= {role.name: model for role in played}
             trained |= {role.name: model.replaced(role.trained) for role in played if role.trained}
         roles.host(hosts, trained)
+
+    def spread(self, modules: Sequence[nn.Module], *, waits: bool) -> Host:
+        """Spreads a model as those of roles are."""
+        model, *heads = [module.requires_grad_(False) for module in modules]
+        return self._sharded(model, heads, waits=waits)
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        return init_device_mesh(self._dist.device.type, (self._dist.num_processes,))
+
+    def _sharded(self, model: nn.Module, heads: Sequence[nn.Module], *, waits: bool) -> Sharded:
+        waits = self._waits_on_cpu or (waits and self._dist.device.type != "cpu")
+        sharded = Sharded(
+            model,
+            heads,
+            self._mesh,
+            reshards=self._reshards,
+            policy=CPUOffloadPolicy() if waits else OffloadPolicy(),
+            num_processes=self._dist.num_processes,
+        )
+        self._models.append(sharded)
+        return sharded
 
     def prepare(self, optimizers: list[PassOptimizer]) -> None:
         """Leaves the optimizers as they are: they are of spread parameters, and so are their moments."""

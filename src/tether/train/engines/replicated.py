@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tether.config.schema import RunConfig
-from tether.models.roles import ModelRoles, Pass
+from tether.models.roles import Host, ModelRoles, Pass, directly
 from tether.train.distributed import Dist, lost_told
 from tether.train.engines.base import Hosted, all_together
 from tether.train.optim import PassOptimizer, all_finite
@@ -27,6 +27,10 @@ class Alone:
 
     def place(self, roles: ModelRoles) -> None:
         """Leaves the models as they are."""
+
+    def spread(self, modules: Sequence[nn.Module], *, waits: bool) -> Host:
+        """Leaves the model as it is."""
+        return directly
 
     def prepare(self, optimizers: list[PassOptimizer]) -> None:
         """Leaves the optimizers as they are."""

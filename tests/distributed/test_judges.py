@@ -1,5 +1,4 @@
-"""Reward models of two processes under engines that spread weights: each process has a part, and scores are those of one
-that has everything."""
+"""Reward models under engines that spread weights: each of two processes has a part, and scores are those of one."""
 
 from __future__ import annotations
 

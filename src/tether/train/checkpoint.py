@@ -519,8 +519,8 @@ def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig,
     budget = config.train.max_tokens_per_micro_batch or saved.train.max_tokens_per_micro_batch
     if budget is not None and before != now and config.ppo.num_mini_batches > 1:
         told += (
-            ". The tokens of train.max_tokens_per_micro_batch are of each process, so that other answers are trained on "
-            "at once than before, and mini-batches hold other ones"
+            ". train.max_tokens_per_micro_batch counts the tokens of each process, so that other answers than before "
+            "are trained on at once, and mini-batches hold other ones"
         )
     elif at_once[0] != at_once[1] and config.ppo.num_mini_batches > 1:
         told += (

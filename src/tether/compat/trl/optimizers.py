@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
-from tether.models.roles import POLICY, ModelRoles
+from tether.models.roles import POLICY, VALUE, ModelRoles
+from tether.train.engines.base import Engine
 from tether.train.optim import PassOptimizer, build_optimizers, schedule
+
+STEPS_NUMBERS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "Rprop", "ASGD", "SGD")
+"""Optimizers of torch that step each number by itself, whatever tensor it is in."""
 
 
 class OwnOptimizer(PassOptimizer):
@@ -25,30 +30,60 @@ class OwnOptimizer(PassOptimizer):
         self.scheduler.step()
 
 
-def optimizers_of(
-    given: Any, config: RunConfig, roles: ModelRoles, num_updates: int
-) -> list[PassOptimizer]:
-    """The optimizers of a run: the user's if there is one, else those that the configuration asks for.
-
-    Args:
-        given: TRL's ``optimizers``, an optimizer and a schedule, or None for either.
-
-    Raises:
-        ConfigError: it is something else, or the optimizer has none of the policy's parameters.
-    """
+def check_optimizers(given: Any, engine: Engine) -> None:
+    """Raises ``ConfigError`` for something else than TRL's ``optimizers``, or an optimizer that the engine cannot have
+    step parts of weights."""
     if not isinstance(given, Sequence) or len(given) != 2:
         raise ConfigError(f"optimizers: got {type(given).__name__}, wanted (optimizer, lr_scheduler) or (None, None)")
     optimizer, scheduler = given
     if optimizer is None and scheduler is not None:
         raise ConfigError("optimizers: got a schedule without its optimizer; wanted both, or None for both")
     if optimizer is None:
-        return build_optimizers(config, roles, num_updates)
+        return
     if not isinstance(optimizer, Optimizer) or (scheduler is not None and not hasattr(scheduler, "step")):
         kinds = f"{type(optimizer).__name__} and {type(scheduler).__name__}"
         raise ConfigError(f"optimizers: got {kinds}, wanted a torch optimizer and its schedule or None")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    trained = {id(parameter) for parameter in roles.role(POLICY).trained.values()}
-    if trained.isdisjoint(map(id, parameters)):
+    if (engine.spreads_weights or engine.flattens) and optimizer.state:
+        raise ConfigError(
+            f"optimizers: got {type(optimizer).__name__} with moments of whole weights, wanted one that has none yet: "
+            f"{engine.name} spreads them"
+        )
+    if engine.flattens and type(optimizer) not in [getattr(optim, name) for name in STEPS_NUMBERS]:
+        raise ConfigError(
+            f"optimizers: got {type(optimizer).__name__}, wanted one of torch's {', '.join(STEPS_NUMBERS)} under "
+            f"{engine.name}, which gives it weights in flat pieces; launch the script with FSDP2 or DDP"
+        )
+
+
+def optimizers_of(
+    given: Any,
+    config: RunConfig,
+    roles: ModelRoles,
+    num_updates: int,
+    engine: Engine,
+    before: Mapping[str, nn.Parameter],
+) -> list[PassOptimizer]:
+    """The optimizers of a run: the user's if there is one, else those that the configuration asks for.
+
+    Args:
+        given: TRL's ``optimizers``, which ``check_optimizers`` has passed.
+        before: ``roles.trained`` as the user knows them. What the engine put in their place the optimizer steps.
+
+    Raises:
+        ConfigError: the optimizer has none of the policy's parameters, or under ZeRO none of the critic's.
+    """
+    optimizer, scheduler = given
+    if optimizer is None:
+        return build_optimizers(config, roles, num_updates)
+    replaced = {id(before[name]): parameter for name, parameter in roles.trained.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
+    ids = set(map(id, roles.trained.values()))
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ids]
+    own = {role: {id(p) for p in roles.role(role).trained.values()} for role in (POLICY, VALUE)}
+    if engine.flattens and own[VALUE].isdisjoint(map(id, parameters)):
+        raise ConfigError("optimizers: got none of value_model's parameters, wanted those of both models")
+    if own[POLICY].isdisjoint(map(id, parameters)):
         raise ConfigError(
             "optimizers: the optimizer holds none of the parameters that the policy trains. With peft_config these are "
             "made by the trainer: wrap the model by get_peft_model, and make the optimizer after that"

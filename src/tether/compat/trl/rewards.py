@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tether.compat.trl.models import check_classifier, name_of, scalar_head
 from tether.config.rewards import ModelReward
 from tether.errors import ConfigError
 from tether.models.paths import check_model_path
-from tether.rewards.build import Shared, build_rewards, check_rewards
+from tether.rewards.build import Shared, ToSpread, build_rewards, check_rewards
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.function import FunctionSource, check_columns
 from tether.rewards.model import ModelSource
@@ -65,36 +66,33 @@ class Judges:
         return {name: member for name, member in named if isinstance(member, PreTrainedModel)}
 
     def source(
-        self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int, device: torch.device | str, shared: Shared
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        device: torch.device | str,
+        shards: bool,
+        shared: Shared,
     ) -> RewardSource:
         """Their sum, each a component under its name. Models in memory read the policy's token ids.
 
         Args:
+            shards: whether ``shared`` spreads the weights of models, which wait on the CPU.
             shared: makes a source one of all processes.
         """
         parts = []
         for member, name in zip(self.members, self.names, strict=True):
             if isinstance(member, PreTrainedModel):
-                model = member.requires_grad_(False).eval().to(device)
-                source = ModelSource(
-                    model,
-                    scalar_head(model),
-                    tokenizer,
-                    tokenizer,
-                    name=name,
-                    input_format="auto",
-                    batch_size=batch_size,
-                    max_length=None,
-                    device=device,
-                )
+                source = shared(partial(_in_memory, member, name, tokenizer, batch_size, device, shards), None, False)
             elif _is_function(member):
-                source = FunctionSource(member, name)
+                source = shared(lambda _, own=member, name=name: FunctionSource(own, name), None, False)
             else:
                 config = ModelReward(**_section(member, name, batch_size))
-                built = build_rewards([config], [name], roles=None, tokenizer=tokenizer, device=device)
+                options = {"roles": None, "tokenizer": tokenizer, "device": device, "shards": shards, "shared": shared}
+                built = build_rewards([config], [name], **options)
                 assert isinstance(built, WeightedSum), "sources are summed"
                 source = built.parts[0].source
-            parts.append(Part(name, 1.0, shared(lambda _, own=source: own, None, False)))
+            parts.append(Part(name, 1.0, source))
         return WeightedSum(parts)
 
 
@@ -115,6 +113,27 @@ class WithoutEnd:
             for score, ids in zip(output.scores, batch.response_ids, strict=True)
         ]
         return replace(output, scores=scores)
+
+
+def _in_memory(
+    model: PreTrainedModel,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    device: torch.device | str,
+    shards: bool,
+    most: int | None,
+) -> RewardSource | ToSpread:
+    """A classifier in memory, in place, that reads the policy's token ids."""
+    model.requires_grad_(False).eval()
+    head = scalar_head(model)
+    if shards:
+        model.score = head  # whose weights are then spread with the model's
+    else:
+        model.to(device)
+    options = {"name": name, "input_format": "auto", "batch_size": batch_size, "max_length": None, "device": device}
+    source = ModelSource(model, head, tokenizer, tokenizer, **options)
+    return ToSpread(source, (model, head)) if shards else source
 
 
 def _is_function(member: Any) -> bool:

@@ -23,7 +23,7 @@ from tether.compat.trl.config import INERT, PPOConfig, check_arguments, derive, 
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
 from tether.compat.trl.models import Models, check_positions, check_vocabularies, name_of
-from tether.compat.trl.optimizers import optimizers_of
+from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
 from tether.compat.trl.samples import print_table
 from tether.config.load import parse_config
@@ -139,6 +139,7 @@ class PPOTrainer:
         check_schedule(self._config, args.num_total_batches)
         check_processes(self._config, dist)
         engine = build_engine(dist)
+        check_optimizers(optimizers, engine)
         own = _made(callbacks)
         every = default_callbacks(args, own)
         if inert := sorted(INERT & args.set_arguments):
@@ -152,14 +153,16 @@ class PPOTrainer:
             processing_class,
             batch_size=args.local_rollout_forward_batch_size,
             device=dist.device,
+            shards=engine.spreads_weights,
             shared=partial(shared, dist=dist, engine=engine),
         )
+        before = roles.trained
         engine.place(roles)
         self._rewards = rewards
         if args.missing_eos_penalty is not None and self._config.ppo.missing_eos_penalty is None:
             rewards = WithoutEnd(rewards, end_id=processing_class.eos_token_id, penalty=args.missing_eos_penalty)
         self._dist, self._engine, self._roles = dist, engine, roles
-        self._optimizers = optimizers_of(optimizers, self._config, roles, args.num_total_batches)
+        self._optimizers = optimizers_of(optimizers, self._config, roles, args.num_total_batches, engine, before)
         engine.prepare(self._optimizers)
         self._parts = Parts(
             roles=roles,

@@ -84,6 +84,8 @@ class Engine(Protocol):
     """What it is called: one process, DDP, FSDP2, ZeRO-3, …"""
     spreads_weights: bool
     """Whether no process has all weights, so that a forward is one of all processes together."""
+    flattens: bool
+    """Whether optimizers step flat pieces of weights, so that their rule must be of each number by itself."""
 
     def check(self, config: RunConfig) -> None:
         """Raises ``ConfigError`` for settings that it cannot do; before a model is loaded."""

@@ -83,6 +83,8 @@ def load_whole() -> None:
 class Zero:
     """ZeRO of the stage that the launcher's configuration names."""
 
+    flattens = True
+
     def __init__(self, dist: Dist) -> None:
         load_whole()
         self._dist = dist
@@ -197,7 +199,7 @@ class Zero:
         return are_finite([grad for unit in self._units for grad in unit.gradients()])
 
     def step(self, optimizer: PassOptimizer) -> float:
-        """Clips by the norm over all processes; optimizers on one base step together, when the last one is asked to."""
+        """Clips by the norm over all processes, then steps."""
         return self._of(optimizer).step(optimizer)
 
     def skip(self, optimizer: PassOptimizer) -> None:
@@ -323,7 +325,7 @@ class Share:
 
 
 class Joint(Optimizer):
-    """Optimizers that DeepSpeed steps as one, each by its own rule and only if it is its turn.
+    """Optimizers that DeepSpeed has for one, each stepped by its own rule and only when it is its turn.
 
     They share their states and the groups with their settings, so schedules go on with what they were made for.
     """
@@ -378,7 +380,6 @@ class Unit:
         self._stage, self._dist = stage, dist
         self._to_come = 0
         self._ran: set[str] = set()
-        self._asked: list[PassOptimizer] = []
         if stage < 3:  # there DeepSpeed looks for the states of all shares after the first step of any
             self._make_states()
 
@@ -418,7 +419,7 @@ class Unit:
         return optimizer.name in self._ran if len(self.joint.optimizers) > 1 else bool(self._ran)
 
     def step(self, optimizer: PassOptimizer) -> float:
-        """Clips and steps, with the last of the optimizers that have gradients; returns the norm before that."""
+        """Clips and steps; returns the norm before that."""
         if not self._has_gradients(optimizer):
             optimizer.skip()
             return 0.0
@@ -428,17 +429,14 @@ class Unit:
         for share in self.joint.of(optimizer):
             if not share.is_forgotten:
                 share.scale = 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
-        self._asked.append(optimizer)
-        if all(each in self._asked for each in self.joint.optimizers if self._has_gradients(each)):
-            with all_together("an optimizer step", self._dist.num_processes):
-                self.engine.step()
-            for each in self._asked:
-                each.move_on()
-            self.drop_gradients()
+        with all_together("an optimizer step", self._dist.num_processes):
+            self.engine.step()
+        optimizer.move_on()
+        self.drop_gradients()
         return norm
 
     def drop_gradients(self) -> None:
-        """Forgets gradients, whether reduced or not, and who was to step."""
+        """Forgets gradients, whether reduced or not."""
         from deepspeed.utils import safe_set_local_grad
 
         zero = self.engine.optimizer
@@ -451,7 +449,6 @@ class Unit:
             else:
                 zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
         self._ran.clear()
-        self._asked.clear()
 
     # The optimizers' states as one process has them
 

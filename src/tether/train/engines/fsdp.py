@@ -42,6 +42,7 @@ class FullySharded:
 
     name = "FSDP2"
     spreads_weights = True
+    flattens = False
 
     def __init__(self, dist: Dist) -> None:
         plugin = FullyShardedDataParallelPlugin()  # what the launcher said

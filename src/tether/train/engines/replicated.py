@@ -20,7 +20,7 @@ class Alone:
     """One process: nothing is spread."""
 
     name = "one process"
-    spreads_weights = False
+    spreads_weights = flattens = False
 
     def check(self, config: RunConfig) -> None:
         """Every setting will do."""

@@ -224,6 +224,13 @@ def test_one_stage_is_no_pipeline(tmp_path):
         load_pipeline(tmp_path / "one.yaml")
 
 
+@pytest.mark.parametrize("command", ["ppo", "plan", "sft", "reward"])
+def test_a_pipeline_is_no_stage(file, capsys, command):
+    assert main([command, str(file)]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"`tether pipeline {file}` runs it" in told and "unknown key" not in told
+
+
 def test_a_finished_stage_of_another_configuration_is_not_taken_for_this_one(file, tmp_path, capsys):
     command = ["pipeline", str(file), "--ppo=null"]
     assert main(command) == 0

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tether.compat import llamafactory
 from tether.compat.translation import Translation
-from tether.config import text
+from tether.config import pipeline, text
 from tether.config.base import Section
 from tether.config.load import at_home, load_config, override_pairs, read_file
 from tether.errors import ConfigError
@@ -30,6 +30,11 @@ def load_any(
         ConfigError: names every problem at once; or the file is of another command.
     """
     document = _document(path)
+    if document is not None and pipeline.recognised(document.data):
+        raise ConfigError(
+            f"{path} describes the stages of a pipeline, wanted the keys of `tether {command}` alone: "
+            f"`tether pipeline {path}` runs it, and each stage then has a config.yaml of its own in its folder"
+        )
     if document is None or not llamafactory.recognised(document.data):
         return load_config(path, overrides, section), None
     given = dict(document.data)

@@ -71,6 +71,11 @@ class Pipeline:
     """Configuration of each stage by name, in their order."""
 
 
+def recognised(data: Any) -> bool:
+    """Whether the data of a file are a pipeline's: sections of several stages, one of which no stage has itself."""
+    return isinstance(data, dict) and len(STAGES.keys() & data.keys()) > 1 and bool({"sft", "reward"} & data.keys())
+
+
 def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
     """The pipeline that a file describes; what a stage leaves out comes from the stages before it.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import harness
+from tests.distributed.environment import launched
 from tests.distributed.runs import Trained, assert_same_run, metric_errors, trained
 from tests.distributed.spread import CASES, COMMON, Told, assert_goes_on, assert_saved, lives, settings, write_material
 from tests.train.runs import tiny_run
@@ -46,7 +47,10 @@ alone = partial(harness.alone, timeout=400)
 
 
 def launch(folder: Path, stage: int, **more: int) -> dict[str, str]:
-    """What ``accelerate launch`` says with a DeepSpeed file; at stage 3 matrices of the tiny models are not small."""
+    """What ``accelerate launch`` says, at stage 1 with the file that is shipped, at others with a DeepSpeed file; at
+    stage 3 matrices of the tiny models are not small."""
+    if stage == 1:
+        return launched("zero1", folder)
     zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 100} if stage == 3 else {}) | more
     file = folder / f"stage-{stage}.json"
     file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}), encoding="utf-8")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.distributed.environment import launched
 from tests.distributed.harness import alone, started, together
 from tests.distributed.runs import Trained, assert_same_run, metric_errors, trained
 from tests.distributed.spread import (
@@ -153,22 +151,12 @@ def decoded(folder: Path, changes: Mapping[str, Any], lengths: tuple[int, ...]) 
     return answers, counts
 
 
-def launched(folder: Path) -> dict[str, str]:
-    """What ``accelerate launch`` tells its processes with the launch file that is shipped."""
-    root, told = Path(__file__).parents[2], folder / "told"
-    options = ["--config_file", str(root / "examples" / "accelerate" / "fsdp2.yaml"), "--num_processes", "2"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", "tests.distributed.environment"]
-    subprocess.run([*command, str(told)], check=True, cwd=root, capture_output=True)
-    first, second = (json.loads(told.with_suffix(f".{rank}").read_text(encoding="utf-8")) for rank in (0, 1))
-    assert first == second and first["ACCELERATE_USE_FSDP"] == "true"
-    return first
-
-
 def test_answers_are_those_of_one_process_and_gathers_do_not_grow_with_them(folder):
     changes = {"sampling__batch_size": 2, "value__kind": "head"}
     lengths = (4, 24)
+    shipped = launched("fsdp2", folder)
     (answers, counts), (others, other_counts) = together(
-        decoded, folder, settings(folder, changes, "two", 2), lengths, folder=folder, environment=launched(folder)
+        decoded, folder, settings(folder, changes, "two", 2), lengths, folder=folder, environment=shipped
     )
     wanted, none = alone(decoded, folder, settings(folder, changes, "one", 1), lengths, folder=folder)
     assert none == [0, 0, 0, 0]

@@ -30,6 +30,11 @@ def uses_fsdp() -> bool:
     return _is_on("ACCELERATE_USE_FSDP")
 
 
+def mixed_precision() -> str:
+    """What the launcher's configuration says of mixed precision: ``no``, also where it says nothing, ``bf16``, …"""
+    return (os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
+
+
 def _number(name: str, missing: int) -> int:
     return int(os.environ.get(name) or missing)
 

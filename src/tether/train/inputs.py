@@ -9,6 +9,7 @@ import torch
 from peft import PeftConfig
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from tether.config import launched
 from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
@@ -96,9 +97,25 @@ def check_batches(config: RunConfig, num_processes: int) -> None:
         raise ConfigError(str(error)) from error
 
 
+def check_precision(config: RunConfig) -> None:
+    """Raises ``ConfigError`` if the launcher asks for another arithmetic than the run, or than there is here."""
+    asked = launched.mixed_precision()
+    if asked not in ("no", "bf16"):
+        raise ConfigError(
+            f"mixed_precision in the configuration of accelerate launch: got {asked}, wanted bf16 or no: forwards run "
+            "under bfloat16 autocast (train.bf16) or in the weights' own type"
+        )
+    if asked == "bf16" and config.train.bf16 is False:
+        raise ConfigError(
+            "train.bf16: got false, but accelerate launch was told mixed_precision bf16; wanted the same of both. "
+            "Leave train.bf16 out, or set mixed_precision to no"
+        )
+
+
 def resolved(config: RunConfig) -> RunConfig:
-    """The configuration with the defaults filled in that depend on this machine."""
-    return config.resolved(bf16=bf16_supported("cuda" if torch.cuda.is_available() else "cpu"))
+    """The configuration with the defaults filled in that depend on this machine and on what launched the run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return config.resolved(bf16=launched.mixed_precision() == "bf16" or bf16_supported(device))
 
 
 def model_paths(config: RunConfig) -> dict[str, str]:

@@ -62,6 +62,7 @@ from tether.train.inputs import (
     check,
     check_batches,
     check_data,
+    check_precision,
     first_answer,
     load_data,
     model_paths,
@@ -217,7 +218,8 @@ def open_trainer(
 
 
 def check_processes(config: RunConfig, dist: Dist) -> None:
-    """Raises ``ConfigError`` if the batches cannot be divided over the processes, or their engine cannot do the run."""
+    """Raises ``ConfigError`` if the batches cannot be divided over the processes, or the launch does not fit."""
+    check_precision(config)
     check_batches(config, dist.num_processes)
     engine = build_engine(dist)
     engine.check(config)

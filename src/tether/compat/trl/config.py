@@ -144,7 +144,8 @@ class PPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self.set_arguments = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+            has_bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+            self.bf16 = has_bf16 or launched.mixed_precision() == "bf16"
         if getattr(self, "activation_checkpointing", False) is None:  # the newer name of the same
             self.activation_checkpointing = self.gradient_checkpointing
         if launched.num_processes() > 1 or launched.uses_deepspeed():

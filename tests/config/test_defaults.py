@@ -14,8 +14,10 @@ def test_defaults_are_those_that_are_known_to_work():
     assert ppo.score_norm is None and ppo.reward_clip is None and ppo.advantage_clip is None
     assert (ppo.cliprange, ppo.cliprange_high, ppo.dual_clip) == (0.2, None, None)  # Schulman et al. 2017
     assert ppo.cliprange_value == 0.2
+    assert (ppo.kl_coef, ppo.kl_target) == (0.05, None)
     assert ppo.entropy_coef == ppo.ptx_coef == 0.0
     assert ppo.loss_reduction == "token_mean"  # one over an answer's length favours long wrong ones: Yu et al. 2025
     assert train.adam_epsilon == 1e-5  # Huang et al. 2022, detail 3
     assert train.optim == "adamw_torch_fused"  # what transformers takes, and the fastest
+    assert (train.lr_scheduler_type, train.lr_scheduler_kwargs, train.warmup_ratio) == ("linear", {}, 0.0)  # down to 0
     assert train.weight_decay == 0.0 and train.max_grad_norm == 1.0

@@ -14,6 +14,7 @@ from tests.train.test_run import CrashAfter, assert_same_weights, reproducible, 
 from tether.algo import ScoreMoments
 from tether.data.collate import collate
 from tether.generation.fake import FakeGenerator
+from tether.metrics.writers import read_jsonl
 from tether.rewards.fake import FakeRewards
 from tether.train.inputs import load_data
 from tether.train.rollout import Answers, micro_batch_plan, shaped_scores
@@ -121,6 +122,9 @@ def test_the_judge_is_given_each_answer_with_its_own_prompt(tmp_path, monkeypatc
     assert batch.prompts == [PROMPTS[number] for number in batch.columns["number"]]
     for query, prompt, ids in zip(batch.queries, batch.prompts, batch.query_ids, strict=True):
         assert prompt in query and query != prompt and tokenizer(query, add_special_tokens=False)["input_ids"] == ids
+    # what is trained on lies in the same rows
+    trained_on = [(row["query"], row["length"]) for row in read_jsonl(config.output_dir / "samples.jsonl")]
+    assert sorted(trained_on) == sorted(zip(batch.queries, map(len, ANSWERS * 2), strict=True))
 
 
 def test_the_overlong_penalty_is_measured_by_the_longest_length_there_may_be(tmp_path):

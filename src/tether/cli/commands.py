@@ -41,10 +41,9 @@ def ppo(arguments: Sequence[str]) -> int:
 
     from tether.cli.display import RunDisplay
     from tether.cli.foreign import announce, plot
-    from tether.train.distributed import leaving
     from tether.train.run import train_policy
 
-    with leaving(), RunDisplay(Console(quiet=rank() > 0)) as display:
+    with RunDisplay(Console(quiet=rank() > 0)) as display:
         announce(translation, display)
         result = train_policy(config, display=display)
         if rank() == 0:

@@ -7,6 +7,7 @@ of it (``tether.train.sharing``). How weights are spread is an engine's matter (
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import pickle
@@ -58,6 +59,8 @@ class Dist:
                 f"{launched.num_processes()} processes were launched, but Accelerate runs each of them by itself: "
                 "leave out the launcher, or give it a configuration file that fits the devices of this machine"
             )
+        if self.num_processes > 1:
+            atexit.register(_leave)
 
     # Who is there
 
@@ -245,24 +248,13 @@ def _accelerator(timeout: float) -> Accelerator:
     )
 
 
-@contextmanager
-def leaving() -> Iterator[None]:
-    """Whoever gets through it, or fails as all others do, has left the group of processes in the end.
-
-    torch may abort a process that ends within its group. What fails in one process alone can leave a collective behind
-    that leaving would wait for: the others hear of it by the end of that process.
-    """
-    try:
-        yield
-    except Exception as error:
-        if getattr(error, "is_shared", False):
-            _leave()
-        raise
-    _leave()
-
-
 def _leave() -> None:
-    if launched.num_processes() > 1 and is_initialized():
+    """Leaves the group of processes at the end of a program: torch may abort a process that ends within it.
+
+    What fails in one process alone can leave a collective behind that leaving would wait for; the others hear of it by
+    the end of the process.
+    """
+    if not hasattr(sys, "last_value"):  # an error that nobody caught
         PartialState().destroy_process_group()
 
 

@@ -1510,6 +1510,15 @@ ROLES = (
     *in_file(
         "models/roles.py",
         (
+            "a reference is kept and computes where there is no KL",
+            "    if config.ppo.kl_coef > 0:\n        roles.append(Role(REFERENCE, copy",
+            "    if True:\n        roles.append(Role(REFERENCE, copy",
+        ),
+        tests=(f"{SWITCHING}::test_without_kl_there_is_no_reference",),
+    ),
+    *in_file(
+        "models/roles.py",
+        (
             "the reference of a continued adapter is the bare base",
             "if config.ppo.kl_coef > 0 and start is None:",
             "if config.ppo.kl_coef > 0:",
@@ -1649,6 +1658,20 @@ REWARDS = in_file(
     tests=("tests/rewards/test_checked.py",),
 )
 
+ENSEMBLES = in_file(
+    "rewards/ensemble.py",
+    ("what members disagree on is worth more", "fmean(scores) - coef", "fmean(scores) + coef"),
+    ("members are docked by their standard deviation", "coef * pvariance(scores)", "coef * pvariance(scores) ** 0.5"),
+    ("the worst case is the best", "            return min\n", "            return max\n"),
+    tests=("tests/rewards/test_ensemble.py",),
+)
+
+REWARD_STAGE = in_file(
+    "stages/reward.py",
+    ("the better answer is the worse one", '"chosen_ids": [p.chosen_ids for', '"chosen_ids": [p.rejected_ids for'),
+    tests=("tests/stages/test_reward_stage.py::test_the_first_loss_is_the_definition_on_the_start_model",),
+)
+
 DEFAULTS = in_file(
     "config/schema.py",
     (
@@ -1666,11 +1689,20 @@ DEFAULTS = in_file(
     ("k3 is in the reward by default", 'Literal["k1", "k2", "k3"] = "k1"', 'Literal["k1", "k2", "k3"] = "k3"'),
     ("Adam's ε is torch's by default", "adam_epsilon: PositiveFloat = 1e-5", "adam_epsilon: PositiveFloat = 1e-8"),
     ("long answers weigh less by default", '= "token_mean"', '= "sequence_mean"'),
+    ("λ is 1 by default", "lam: Fraction = 0.95", "lam: Fraction = 1.0"),
+    ("nothing holds the policy by default", "kl_coef: NonNegativeFloat = 0.05", "kl_coef: NonNegativeFloat = 0.0"),
+    ("chance is rewarded by default", "entropy_coef: NonNegativeFloat = 0.0", "entropy_coef: NonNegativeFloat = 0.01"),
+    (
+        "values are not clipped by default",
+        "cliprange_value: PositiveFloat | None = 0.2",
+        "cliprange_value: PositiveFloat | None = None",
+    ),
+    ("the learning rate stays as it is by default", '    ] = "linear"\n', '    ] = "constant"\n'),
     tests=("tests/config/test_defaults.py",),
 )
 
 DEFECTS = (
     *ADVANTAGES, *KL, *LOGPROBS, *LOSSES, *MASKING, *REDUCTION, *SCORES, *FORWARD, *COLLATE, *STREAM, *KEYS, *REDUCE,
     *GENERATION, *TRAINER, *UPDATE, *LOGGED, *EXPERIENCE, *MEASURE, *ROLLOUT, *EVALUATE, *EMA, *OPTIM, *HEADS,
-    *ROLES, *CHECKPOINT, *REWARDS, *DEFAULTS,
+    *ROLES, *CHECKPOINT, *REWARDS, *ENSEMBLES, *REWARD_STAGE, *DEFAULTS,
 )  # fmt: skip

@@ -1,10 +1,13 @@
 """Plants one defect at a time in a copy of the source and runs the tests that should notice it.
 
-    python -m tests.mutants.run [--only WORDS] [--jobs 2] [--list]
+    python -m tests.mutants.run [--only WORDS] [--jobs 2] [--list] [--record]
 
 A defect is killed if a test fails, and has survived if all pass: then a test is missing. Anything else, such as a copy
 that cannot be imported, says nothing about the tests and is an error. The tests run on the copy without any defect
 first, since a test that fails anyway kills nothing.
+
+killers.json names the test that killed a defect when it was last recorded. That one runs alone first, which is nearly
+always enough; where it passes, all of the defect's tests run.
 
 What the tests import besides Tether is imported once; then each defect gets a process of its own by fork.
 """
@@ -12,7 +15,9 @@ What the tests import besides Tether is imported once; then each defect gets a p
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
+import json
 import multiprocessing
 import os
 import resource
@@ -21,7 +26,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,6 +39,7 @@ from rich.table import Table
 
 from tests.mutants.defects import DEFECTS, ROOT, SOURCE, Defect
 
+KILLERS = Path(__file__).with_name("killers.json")
 TIME_LIMIT = 120
 """Seconds of processor time after which a defect counts as killed, as it made the tests run on, or ten times as many of
 real time."""
@@ -135,30 +141,31 @@ def _child(folder: Path, tests: Sequence[str], time_limit: int | None, sender: C
     settings.load_profile("once")
     witness = Witness()
     imported_before = "ignore::pytest.PytestAssertRewriteWarning"  # plugins' packages, whose asserts are not ours
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-W", imported_before, f"--basetemp={folder / 'tmp'}"]
-    status = pytest.main([*options, *tests], plugins=[witness])
+    untyped = "addopts="  # types and shapes are not checked: it takes most of the time, and no defect is left to it
+    options = ["-x", "-q", "-o", untyped, "-p", "no:cacheprovider", "-W", imported_before]
+    status = pytest.main([*options, f"--basetemp={folder / 'tmp'}", *tests], plugins=[witness])
     origin = sys.modules["tether"].__file__ if "tether" in sys.modules else None
     sender.send((int(status), witness.failed, origin))
 
 
 def planted(defect: Defect, clean: Path, folder: Path) -> None:
     """Copies the clean source to ``folder`` and makes the defect's one edit."""
-    shutil.copytree(clean, folder)
+    shutil.copytree(clean / "tether", folder / "tether")
     path = folder / "tether" / defect.file
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()
     path.write_text(defect.planted(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def outcomes(defects: Sequence[Defect], clean: Path, jobs: int) -> Iterator[tuple[Defect, Outcome, str]]:
-    """Each defect with its outcome and what pytest wrote, in the order in which they end."""
-    waiting, running = list(reversed(defects)), {}
+def outcomes(plan: Mapping[Defect, Sequence[str]], clean: Path, jobs: int) -> Iterator[tuple[Defect, Outcome, str]]:
+    """Each defect with what its tests came to and what pytest wrote, in the order in which they end."""
+    waiting, running = list(reversed(plan)), {}
     while waiting or running:
         while waiting and len(running) < jobs:
             defect = waiting.pop()
             folder = Path(tempfile.mkdtemp(dir=clean.parent)) / "copy"
             planted(defect, clean, folder)
-            run = TestRun(folder, defect.tests, TIME_LIMIT)
+            run = TestRun(folder, plan[defect], TIME_LIMIT)
             running[run.pipe] = defect, run
         ended = {pipe: running[pipe][1].outcome() for pipe in wait(list(running), timeout=1)}
         late = {pipe: run for pipe, (_, run) in running.items() if pipe not in ended and run.seconds > 10 * TIME_LIMIT}
@@ -169,37 +176,64 @@ def outcomes(defects: Sequence[Defect], clean: Path, jobs: int) -> Iterator[tupl
             shutil.rmtree(run.folder.parent)
 
 
-def check(defects: Sequence[Defect], jobs: int, console: Console) -> bool:
-    """Whether every defect is killed; says so line by line."""
+def is_passed(plan: Mapping[Defect, Sequence[str]], clean: Path, console: Console) -> bool:
+    """Whether the tests of all defects pass on the source without any; says so."""
+    tests = sorted({test for own in plan.values() for test in own})
+    # A node of a file that is there as a whole would run twice.
+    run = TestRun(clean, [test for test in tests if test.partition("::")[0] not in tests or "::" not in test])
+    outcome = run.outcome()
+    shutil.rmtree(clean / "tmp", ignore_errors=True)
+    if outcome.verdict != "survived":
+        console.print(f"The tests fail on the source as it is: {outcome.why}\n{escape(run.output())}")
+        return False
+    console.print(f"The tests pass on the source as it is, in {outcome.seconds:.0f} s")
+    return True
+
+
+def killed(defects: Sequence[Defect], killers: Mapping[str, str], jobs: int, console: Console) -> dict[Defect, str]:
+    """The defects that were killed, each with the test that did it; says so line by line.
+
+    Args:
+        killers: by a defect's name, the test that is tried first.
+    """
+    found: dict[Defect, str] = {}
+    left: dict[Defect, Outcome] = {}
+    recorded = {defect: (killers[defect.name],) for defect in defects if defect.name in killers}
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         clean = Path(name) / "clean"
         shutil.copytree(SOURCE, clean / "tether", ignore=shutil.ignore_patterns("__pycache__"))
-        tests = sorted({test for defect in defects for test in defect.tests})
-        # A node of a file that is there as a whole would run twice.
-        first = TestRun(clean, [test for test in tests if test.partition("::")[0] not in tests or "::" not in test])
-        outcome = first.outcome()
-        if outcome.verdict != "survived":
-            console.print(f"The tests fail on the source as it is: {outcome.why}\n{escape(first.output())}")
-            return False
-        console.print(f"The tests pass on the source as it is, in {outcome.seconds:.0f} s")
-        shutil.rmtree(clean / "tmp", ignore_errors=True)
-        left: list[tuple[Defect, Outcome]] = []
-        for number, (defect, outcome, output) in enumerate(outcomes(defects, clean, jobs), start=1):
-            colour = {"killed": "green", "survived": "red", "broken": "magenta"}[outcome.verdict]
-            console.print(
-                f"{number:3}/{len(defects)} [{colour}]{outcome.verdict:8}[/] {outcome.seconds:5.1f} s  "
-                f"{escape(defect.name)} [dim]({escape(outcome.why)})[/]"
-            )
-            if outcome.verdict != "killed":
-                left.append((defect, outcome))
-            if outcome.verdict == "broken":
-                console.print(escape("\n".join(output.splitlines()[-20:])))
+        for is_last, plan in ((False, recorded), (True, {defect: defect.tests for defect in defects})):
+            plan = {defect: tests for defect, tests in plan.items() if defect not in found}
+            if plan and not is_passed(plan, clean, console):
+                return {}
+            for defect, outcome, output in outcomes(plan, clean, jobs):
+                if outcome.verdict == "killed":
+                    found[defect] = outcome.why
+                elif is_last:
+                    left[defect] = outcome
+                else:
+                    console.print(f"        not killed by the test that did it before: {escape(defect.name)}")
+                    continue
+                colour = {"killed": "green", "survived": "red", "broken": "magenta"}[outcome.verdict]
+                console.print(
+                    f"{len(found) + len(left):3}/{len(defects)} [{colour}]{outcome.verdict:8}[/] "
+                    f"{outcome.seconds:5.1f} s  {escape(defect.name)} [dim]({escape(outcome.why)})[/]"
+                )
+                if outcome.verdict == "broken":
+                    console.print(escape("\n".join(output.splitlines()[-20:])))
     if left:
         table = Table("defect", "file", "verdict", "why", title="Not killed")
-        for defect, outcome in left:
+        for defect, outcome in left.items():
             table.add_row(*map(escape, (defect.name, defect.file, outcome.verdict, outcome.why)))
         console.print(table)
-    return not left
+    return found
+
+
+def record(found: Mapping[Defect, str], killers: Mapping[str, str]) -> None:
+    """Writes down which test killed which defect, in the order of the list."""
+    known = {**killers, **{defect.name: test for defect, test in found.items() if "::" in test}}
+    kept = {defect.name: known[defect.name] for defect in DEFECTS if defect.name in known}
+    KILLERS.write_text(json.dumps(kept, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="WORDS", default="", help="defects whose file and name hold these words")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side (2)")
     parser.add_argument("--list", action="store_true", help="name the defects and stop")
+    parser.add_argument("--record", action="store_true", help=f"write down in {KILLERS.name} which test killed which")
     options = parser.parse_args(arguments)
     defects = [defect for defect in DEFECTS if options.only in f"{defect.file}: {defect.name}"]
     console = Console(soft_wrap=True, highlight=False)
@@ -218,17 +253,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no defect is called {options.only!r}; --list names them")
     for defect in defects:
         defect.planted((SOURCE / defect.file).read_text(encoding="utf-8"))  # an entry that went stale says so now
+    killers = json.loads(KILLERS.read_text(encoding="utf-8"))
     start = time.monotonic()
     # Before anything is imported that reads them; one thread each, since the processes share the cores.
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     os.chdir(ROOT)
     for module in PRELOADED:
         importlib.import_module(module)
-    is_clean = check(defects, options.jobs, console)
+    gc.collect()
+    gc.freeze()  # or each process would look through all that was imported, again and again
+    found = killed(defects, killers, options.jobs, console)
+    if options.record:
+        record(found, killers)
     seconds = time.monotonic() - start
-    share = "All" if is_clean else "Not all"
+    share = "All" if len(found) == len(defects) else "Not all"
     console.print(f"{share} of {len(defects)} defects killed, in {seconds // 60:.0f} min {seconds % 60:.0f} s")
-    return 0 if is_clean else 1
+    return 0 if len(found) == len(defects) else 1
 
 
 if __name__ == "__main__":

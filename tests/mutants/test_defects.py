@@ -1,10 +1,12 @@
 """The list of defects keeps up with the source and the tests. Planting them is for ``make mutants``."""
 
 import ast
+import json
 from collections import Counter
 from functools import cache
 
 from tests.mutants.defects import DEFECTS, ROOT, SOURCE
+from tests.mutants.run import KILLERS
 
 COVERED = ("algo/", "models/forward.py", "data/collate.py", "train/trainer.py", "train/update.py")
 
@@ -40,6 +42,20 @@ def test_every_test_that_should_notice_exists(request):
             assert (ROOT / path).is_file(), f"{defect.name}: there is no {path}"
             assert not name or name.partition("[")[0] in functions(path), f"{defect.name}: there is no {test}"
             assert "[" not in name or path not in complete or test in ids, f"{defect.name}: there is no {test}"
+
+
+def test_every_defect_was_killed_and_by_a_test_that_is_still_there(request):
+    """Where this fails: ``python -m tests.mutants.run --record``, with ``--only`` and the words of one defect."""
+    killers = json.loads(KILLERS.read_text(encoding="utf-8"))
+    assert list(killers) == [defect.name for defect in DEFECTS]
+    ids = {item.nodeid for item in request.session.items}
+    complete = {test.partition("::")[0] for test in ids} if is_whole(request) else set()
+    for defect in DEFECTS:
+        test = killers[defect.name]
+        path, _, name = test.partition("::")
+        assert any(test.startswith(own) for own in defect.tests), f"{defect.name}: {test} is none of its tests"
+        assert name.partition("[")[0] in functions(path), f"{defect.name}: there is no {test}"
+        assert path not in complete or test in ids, f"{defect.name}: there is no {test}"
 
 
 def is_whole(request):

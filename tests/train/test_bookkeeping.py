@@ -124,7 +124,7 @@ def test_the_judge_is_given_each_answer_with_its_own_prompt(tmp_path, monkeypatc
         assert prompt in query and query != prompt and tokenizer(query, add_special_tokens=False)["input_ids"] == ids
     # what is trained on lies in the same rows
     trained_on = [(row["query"], row["length"]) for row in read_jsonl(config.output_dir / "samples.jsonl")]
-    assert sorted(trained_on) == sorted(zip(batch.queries, map(len, ANSWERS * 2), strict=True))
+    assert trained_on == list(zip(batch.queries, map(len, ANSWERS * 2), strict=True))
 
 
 def test_the_overlong_penalty_is_measured_by_the_longest_length_there_may_be(tmp_path):

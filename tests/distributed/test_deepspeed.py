@@ -181,8 +181,9 @@ def in_bf16(folder: Path, changes: Mapping[str, Any]) -> list[Mapping[str, float
 
 def test_adapters_in_float32_on_a_base_in_bfloat16(folder):
     case = CASES["four roles on one base"] | {"train__bf16": True, "train__max_steps": 1}
+    without_prefetch = launch(folder, 3, stage3_prefetch_bucket_size=0)  # DeepSpeed then checks the order of modules
     updates, others = together(
-        in_bf16, folder, settings(folder, case, "bf16", 2), folder=folder, environment=launch(folder, 3)
+        in_bf16, folder, settings(folder, case, "bf16", 2), folder=folder, environment=without_prefetch
     )
     assert metric_errors(updates, others, most=0) == []
     assert updates[0]["val/first_ratio_error"] == 0 and updates[0]["policy/grad_norm"] > 0

@@ -20,7 +20,9 @@ from tether.cli.main import main
 from tether.config.load import dump_config
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import ModelRoles
-from tether.train.checkpoint import list_checkpoints
+from tether.train.checkpoint import check_same_run, list_checkpoints, told_of_move
+from tether.train.distributed import Dist
+from tether.train.rollout import micro_batch_plan
 
 CHANGES = {
     "train__max_steps": 4, "train__save_steps": 1, "ppo__num_mini_batches": 2, "train__micro_batch_size": 2,
@@ -82,6 +84,35 @@ def test_killed_and_resumed_is_bitwise_the_run_that_was_not(folder):
     assert "resumed from" in first.output and "bitwise" not in first.output
     assert reproducible(folder / "killed") == reproducible(folder / "straight")
     assert distance(saved(folder, "killed"), saved(folder, "straight")) == 0
+
+
+class Several(Dist):
+    """So many processes, as far as they are counted."""
+
+    num_processes = 0
+
+    def __init__(self, count: int) -> None:
+        self.num_processes = count
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "num_mini_batches", "told"),
+    [(1, 2, 2, True), (2, 1, 2, True), (2, 4, 1, False), (2, 2, 2, None)],
+)
+def test_a_token_budget_is_of_each_process_and_the_move_says_so(tmp_path, before, now, num_mini_batches, told):
+    changes = {"train__micro_batch_size": None, "ppo__num_mini_batches": num_mini_batches}
+    saved, moved = (
+        tiny_run(tmp_path, train__max_tokens_per_micro_batch=45 // count, **changes) for count in (before, now)
+    )
+    queries, answers = [[5] * (2 + i) for i in range(8)], [[6] * (1 + i % 4) for i in range(8)]
+    plans = [micro_batch_plan(config, queries, answers, count) for config, count in ((saved, before), (moved, now))]
+    assert (plans[0] == plans[1]) == (before == now), "the case is to show that micro-batches hold other answers"
+    said = told_of_move(saved, {"num_processes": before, "engine": "DDP"}, moved, Several(now), "DDP")
+    assert (said is None) == (told is None)
+    if said is not None:
+        assert ("train.max_tokens_per_micro_batch counts the tokens of each process" in said) is told
+    was, new = saved.model_dump(mode="json"), moved.model_dump(mode="json")
+    assert len(check_same_run(was, new, tmp_path, is_moved=True)) == (before != now)
 
 
 @pytest.mark.parametrize(("before", "num_processes"), [("straight", 1), ("alone", 2)])

@@ -53,6 +53,19 @@ def test_gradients_are_those_of_the_policy_or_of_its_critic(tmp_path):
     assert passes[0] == passes[1] > 0
 
 
+def test_a_reward_model_counts_whole_or_in_part_by_who_has_it(tmp_path):
+    save_tiny(tmp_path / "judge", num_labels=1)
+    kept = {}
+    for processes in (None, "sharded", "all", "one"):
+        judge = [{"type": "model", "path": str(tmp_path / "judge"), "processes": processes}]
+        planned = plan(tiny_run(tmp_path, rewards=judge, train__micro_batch_size=2), num_processes=4)
+        kept[processes] = {name: memory["weights and optimizer"] for name, memory in planned.engines.items()}
+    (size,) = [role.weight_bytes for role in planned.roles if role.role == "reward model"]
+    assert kept[None] == kept["sharded"] and kept["all"] == kept["one"]
+    spared = {name: kept["all"][name] - kept["sharded"][name] for name in kept["all"]}
+    assert spared == {"DDP": 0, "ZeRO-1": 0, "ZeRO-2": 0, "ZeRO-3": size - -(-size // 4), "FSDP2": size - -(-size // 4)}
+
+
 def test_a_plan_writes_nothing(tmp_path):
     config = tiny_run(tmp_path)
     plan(config)

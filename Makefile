@@ -3,7 +3,7 @@
 # make test-lowest   the same with the lowest versions that pyproject.toml allows
 # make chaos   kills, faults and nonsense in large numbers: nothing lost, nothing bad trained on; under an hour
 # make bench  speed and memory beside TRL 1.12.0 on a real model, on two quiet cores
-# make mutants   plant one defect after the other in a copy of the source: each must make a test fail
+# make mutants   plant one defect after the other in a copy of the source: each must make a test fail; under ten minutes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -1,7 +1,7 @@
 """Whether the engines of several processes work on GPUs: python benchmarks/gpu/processes.py [-o FOLDER], some minutes
 
-Trains a model of two layers by each launch file of examples/accelerate/, on every GPU that there is, in float32, and by
-one process without a launcher. Prints for each
+Trains a model of two layers by each launch file of examples/accelerate/, on every GPU that there is, in float32, with a
+reward model as small, and by one process without a launcher. Prints for each
 
     parameters   the largest difference from the one process, and how far that moved
     NCCL         whether its processes talked through it
@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # run as a file, this folder alone would be searc
 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from tests.tiny import save_tiny  # noqa: E402
 from tests.train.runs import tiny_run  # noqa: E402
 
 from tether.config.load import dump_config  # noqa: E402
@@ -43,6 +44,7 @@ def main() -> int:
     folder, gpus = given.output.resolve(), torch.cuda.device_count()
     count = min(gpus, AT_ONCE) or 2
     folder.mkdir(parents=True, exist_ok=True)
+    save_tiny(folder / "judge", num_labels=1, seed=1)
     one, log = trained(folder, "one", [], 1)
     if one is None:
         print(log)
@@ -69,6 +71,7 @@ def trained(folder: Path, name: str, launcher: list[str], count: int) -> tuple[d
     """The policy that a run left, None if it failed; and everything that its processes wrote."""
     config = tiny_run(
         folder,
+        rewards=[{"type": "model", "path": str(folder / "judge"), "batch_size": 2}],
         train__micro_batch_size=AT_ONCE // count,
         output_dir=str(folder / name),
         overwrite_output_dir=True,

@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import harness
 from tests.distributed.runs import Trained, assert_same_run, fitted
 from tests.distributed.spread import settings, write_material
+from tests.models.build import edit_json
 from tests.rewards.batches import chat_batch
 from tests.rewards.encoders import save_encoder
 from tests.rewards.value_heads import save_value_head
 from tests.tiny import save_tiny, tiny_tokenizer
 from tests.train.runs import tiny_run
+from tether.config.rewards import ModelReward
 from tether.errors import ConfigError
 from tether.rewards.build import build_rewards, check_sharded
 from tether.rewards.combine import Part
@@ -200,3 +203,10 @@ def test_what_cannot_be_sharded_is_told_before_a_model_is_loaded(folder):
     check_sharded([reward], "FSDP2", spreads=True)
     with pytest.raises(ConfigError, match=r"^rewards.0.processes: got sharded, wanted all or one under DDP, which"):
         check_sharded([reward], "DDP", spreads=False)
+    for key, value in {"quantization": "4bit", "compile": True}.items():
+        with pytest.raises(ValidationError, match=r"processes sharded: .* do not go together; leave one out"):
+            ModelReward(type="model", path="judge", processes="sharded", **{key: value})
+    saved = save_tiny(folder / "few-bits", num_labels=1)
+    edit_json(saved / "config.json", lambda found: found.update(quantization_config={"quant_method": "bitsandbytes"}))
+    with pytest.raises(ConfigError, match=r"^rewards.0.processes: got sharded, but .* holds weights in few bits"):
+        check_sharded([ModelReward(type="model", path=str(saved), processes="sharded")], "FSDP2", spreads=True)

@@ -55,6 +55,7 @@ from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.distributed import Dist
 from tether.train.engines.build import build_engine
+from tether.train.engines.replicated import Alone
 from tether.train.guard import BAD_BATCHES
 from tether.train.hub import open_repository, push
 from tether.train.inputs import (
@@ -252,11 +253,12 @@ def open_log(config: RunConfig, display: Display, dist: Dist) -> RunLog:
 
 def described(dist: Dist) -> str:
     """What a run computes on, and what more there is."""
-    devices = torch.accelerator.device_count()
+    devices, engine = torch.accelerator.device_count(), build_engine(dist).name
     if dist.num_processes > 1:
-        return f"{dist.num_processes} processes, this one on {dist.device}: {build_engine(dist).name}"
+        return f"{dist.num_processes} processes, this one on {dist.device}: {engine}"
     more = "; accelerate launch -m tether ppo … uses all of them" if devices > 1 else ""
-    return f"one process, {dist.device}" + (f" of {devices} devices{more}" if devices > 1 else "")
+    of = f" of {devices} devices{more}" if devices > 1 else ""
+    return f"one process, {dist.device}{of}" + ("" if engine == Alone.name else f": {engine}")
 
 
 def check_folder(config: RunConfig) -> None:

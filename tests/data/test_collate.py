@@ -52,6 +52,21 @@ def test_plan_holds_every_row_once_in_full_groups(rows, size):
     assert plan == plan_micro_batches(queries, responses, size)
 
 
+@pytest.mark.parametrize(
+    ("size", "max_tokens", "num_parts", "plan"),
+    [
+        (8, 14, 1, [(2,), (0, 1), (3,)]),  # 1 · (5 + 5), 2 · (3 + 4): just as many as there may be, 1 · (2 + 1)
+        (8, 13, 1, [(2,), (0,), (1, 3)]),
+        (8, 4, 1, [(2,), (0,), (1,), (3,)]),  # a row may have more by itself
+        (2, 100, 1, [(2, 0), (1, 3)]),
+        (8, 10, 2, [(2, 0), (1, 3)]),  # a part has 1 · (5 + 5), and would have 2 · (5 + 5) of three rows
+        (8, None, 1, [(2, 0, 1, 3)]),  # the longest first, of equal ones that of the longer query
+    ],
+)
+def test_plan_keeps_to_size_and_budget_by_hand(size, max_tokens, num_parts, plan):
+    assert plan_micro_batches([3, 1, 5, 2], [2, 4, 5, 1], size, max_tokens, num_parts) == plan
+
+
 def test_plan_pads_less_than_the_order_of_the_rows():
     generator = torch.Generator().manual_seed(0)
     queries = torch.randint(50, 400, (64,), generator=generator).tolist()

@@ -4,10 +4,12 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     CohereConfig,
     Gemma2Config,
     GraniteConfig,
     LlamaConfig,
+    MptConfig,
     OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -84,6 +86,12 @@ def test_equals_one_unpadded_row_at_a_time(kind, tied):
 
 def test_equals_it_for_positions_with_an_offset():
     assert_is_naive(model_of(OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=16, dropout=0.0)))
+
+
+@pytest.mark.parametrize("kind", [BloomConfig, MptConfig])
+def test_equals_it_for_models_that_count_positions_by_the_mask(kind):
+    """Their forwards take no position ids."""
+    assert_is_naive(model_of(kind(**SMALL)))
 
 
 @pytest.mark.parametrize("name", CHANGED_LOGITS)

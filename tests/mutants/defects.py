@@ -471,6 +471,11 @@ COLLATE = in_file(
         "[tuple(group) for group in groups]",
         "[tuple(group) for group in groups if len(group) == size or len(groups) == 1]",
     ),
+    ("a budget counts tokens as if none were padded", "* (query + response)", "* totals[row]"),
+    ("micro-batches may be one row over the budget", "num_rows // num_parts", "(num_rows - 1) // num_parts"),
+    ("micro-batches are one row under their size", "num_rows > size", "num_rows >= size"),
+    ("a budget is for the parts of all processes", "-(-num_rows // num_parts)", "num_rows"),
+    ("memory peaks in the last micro-batch", "(-totals[row], ", "(totals[row], "),
     tests=("tests/data/test_collate.py",),
 )
 

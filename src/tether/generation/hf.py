@@ -296,7 +296,7 @@ def drawn_tokens(
     if sampling.temperature == 0:
         tokens = scaled.argmax(dim=-1)
         return tokens, scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=-1)
-    scaled = scaled / sampling.temperature
+    scaled = scaled if sampling.temperature == 1 else scaled / sampling.temperature
     largest = scaled.amax(dim=-1, keepdim=True)
     weights = (scaled - largest).exp_()
     normaliser = largest[:, 0] + weights.sum(dim=-1).log_()

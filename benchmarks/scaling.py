@@ -131,11 +131,13 @@ def plot(series: Mapping[str, Mapping[int, float]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(series), figsize=(9, 3.6), layout="constrained")
+    figure, panels = pyplot.subplots(1, len(series), figsize=(9, 3.6), sharey=True, layout="constrained")
     for panel, (name, costs) in zip(panels, series.items(), strict=True):
         panel.loglog(list(costs), [1e3 * cost for cost in costs.values()], marker="o")
-        panel.set(xlabel=name, ylabel="processor ms an episode")
-        panel.grid(visible=True, which="both", alpha=0.3)
+        panel.set(xlabel=name, xticks=list(costs), xticklabels=[f"{size:,}" for size in costs])
+        panel.minorticks_off()
+        panel.grid(visible=True, alpha=0.3)
+    panels[0].set(ylabel="processor ms an episode")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     print(f"\n{path}")

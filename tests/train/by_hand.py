@@ -145,11 +145,16 @@ class Run(reference.Run):
                 if not self.warms_up:
                     new = floats(row_logprobs(self.policy, query, response, self.s.temperature))
                     self.note_policy(new, i, learned)
-                if self.critic is not None:
-                    self.note_critic(floats(row_values(*self.critic, query, response)), i, learned)
         if is_first and not self.warms_up:
             self.metrics["val/first_ratio_error"] = max(abs(ratio - 1) for ratio in self.tokens["val/ratio"])
-        return super().add_gradients(rows, rollouts, learned)
+        gaps = super().add_gradients(rows, rollouts, learned)
+        # A critic of its own has its turn after the policy, and none where the policy went too far.
+        if self.critic is not None and (self.shares_trunk or not self.went_too_far(gaps)):
+            for i in rows:
+                with torch.no_grad():
+                    values = floats(row_values(*self.critic, rollouts[i].query, rollouts[i].response))
+                self.note_critic(values, i, learned)
+        return gaps
 
     def note(self, **numbers):
         for name, number in numbers.items():

@@ -16,6 +16,7 @@ import torch
 
 from tests.distributed.harness import Outcome, started
 from tests.train.runs import tiny_run
+from tether.cli import launched
 from tether.cli.main import main
 from tether.config.load import dump_config
 from tether.errors import ConfigError, ModelError
@@ -153,6 +154,22 @@ def test_a_fault_in_one_process_ends_all(tmp_path, name):
     assert told.count(fault.said) == 1 or not fault.said, told
     assert seconds < SECONDS, told
     assert [path.name for path in list_checkpoints(tmp_path / "out")] == list(fault.checkpoints)
+
+
+def mistaken(arguments: list[str]) -> None:
+    """A command line that no process understands, and that the first one is late to read."""
+    launched.HEAD_START = 2.0
+    if os.environ["RANK"] == "0":
+        time.sleep(0.5)
+    sys.exit(main(arguments))
+
+
+@pytest.mark.parametrize("arguments", [["ppo", "run.yaml", "--ppo.kl_coeff=1"], ["sft", "sft.yaml"]])
+def test_what_all_have_met_the_first_one_says_before_another_ends(tmp_path, arguments):
+    first, second = started(mistaken, arguments, folder=tmp_path, timeout=30.0)
+    assert (first.exit_code, second.exit_code) == (2, 2)
+    assert first.output.startswith("tether: ") and second.output == ""
+    assert first.ended < second.ended, "a launcher would have ended the first one before it said anything"
 
 
 def test_a_process_that_says_nothing_is_not_waited_for_for_ever(tmp_path):

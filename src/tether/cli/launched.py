@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,15 +13,19 @@ from tether.errors import ConfigError
 
 LAUNCHED = "ppo"
 """The command that several processes can run together."""
+HEAD_START = 10.0
+"""Seconds that the first process of a machine has to say what all have met; launchers end the rest once one has ended."""
 
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Inside, what fails does so in every process of a machine: the first one says it, and the others nothing."""
+    """Inside, what fails does so in every process of a machine: the first one says it, and the others wait for that."""
     try:
         yield
     except Exception as error:
         error.is_shared = local_rank() > 0
+        if error.is_shared:
+            time.sleep(HEAD_START)
         raise
 
 

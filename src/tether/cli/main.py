@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from tether import __version__
 from tether.cli import commands
-from tether.cli.launched import check_command, end, signed
+from tether.cli.launched import alike, check_command, end, signed
 from tether.cli.quiet import quieten
 from tether.config.launched import rank
 from tether.errors import USER_ERRORS, ConfigError, TetherError
@@ -80,7 +80,8 @@ def _run(arguments: list[str], *, debug: bool) -> int:
         close = difflib.get_close_matches(name, commands.COMMANDS, n=1)
         hint = f"did you mean `tether {close[0]}`?" if close else f"wanted one of {', '.join(commands.COMMANDS)}"
         raise ConfigError(f"there is no command {name}; {hint}")
-    check_command(name)
+    with alike():
+        check_command(name)
     quieten(debug=debug)
     return commands.COMMANDS[name](rest)
 

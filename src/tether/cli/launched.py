@@ -14,7 +14,7 @@ from tether.errors import ConfigError
 LAUNCHED = "ppo"
 """The command that several processes can run together."""
 HEAD_START = 10.0
-"""Seconds that the first process of a machine has to say what all have met; launchers end the rest once one has ended."""
+"""Seconds that the first process of a machine has to say what all have met: launchers end all once one has ended."""
 
 
 @contextmanager

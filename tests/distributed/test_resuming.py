@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -84,6 +87,21 @@ def test_killed_and_resumed_is_bitwise_the_run_that_was_not(folder):
     assert "resumed from" in first.output and "bitwise" not in first.output
     assert reproducible(folder / "killed") == reproducible(folder / "straight")
     assert distance(saved(folder, "killed"), saved(folder, "straight")) == 0
+
+
+def test_a_checkpoint_that_nobody_can_read_is_told_of_once(folder, tmp_path):
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(folder / "alone" / "checkpoint-2", checkpoint)
+    state = checkpoint / "tether_state" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "of_a_later_version": 1}))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    digest = hashlib.sha256(state.read_bytes()).hexdigest()
+    manifest["files"]["tether_state/state.json"] = {"bytes": state.stat().st_size, "sha256": digest}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    outcomes = started(command, folder / "alone.yaml", [f"--resume={checkpoint}", "--output_dir=elsewhere"], None,
+                       folder=tmp_path)  # fmt: skip
+    assert [each.exit_code for each in outcomes] == [2, 2]
+    assert "of_a_later_version is unknown" in outcomes[0].output and outcomes[1].output == ""
 
 
 class Several(Dist):

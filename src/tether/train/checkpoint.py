@@ -352,7 +352,7 @@ class Checkpoints:
 
     def restore_weights(self, step: int) -> None:
         """Brings the weights of policy and critic, and their average, back to those after ``step`` updates."""
-        verify(self.path(step))
+        self.dist.each(lambda: verify(self.path(step)))
         self.restore_weights_from(self.path(step))
 
     def restore_weights_from(self, path: Path) -> None:

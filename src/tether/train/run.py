@@ -177,8 +177,9 @@ def open_trainer(
     config = resolved(config)
     checkpoint = dist.by_main(lambda: find_checkpoint(config, tell=display.message))
     if checkpoint is not None:
-        record = read_state(checkpoint)
-        saved, is_moved = parse_config(record["config"], RunConfig), record["num_processes"] != dist.num_processes
+        record = dist.each(lambda: read_state(checkpoint))
+        saved = dist.each(lambda: parse_config(record["config"], RunConfig))
+        is_moved = record["num_processes"] != dist.num_processes
         now = config.model_dump(mode="json")
         before = saved.model_dump(mode="json")
         for change in dist.each(lambda: check_same_run(before, now, checkpoint, is_moved=is_moved)):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.distributed.harness import alone, together
 from tests.distributed.runs import assert_same_run, distance, metric_errors, trained
 from tests.models.build import save_adapter
 from tests.tiny import save_tiny
-from tests.train.runs import write_prompts
+from tests.train.runs import tiny_run, write_prompts
+from tether.train.checkpoint import list_checkpoints
+from tether.train.run import train_policy
 
 PROMPTS = (
     "cat", "i like the red dog and you", "the sun", "you run", "is it good", "a very nice day and a very bad night",
@@ -98,3 +105,31 @@ def test_an_update_that_every_answer_is_left_out_of_ends_too(folder):
     assert distance(first.weights, first.start) == distance(second.weights, second.start) == 0
     (update,) = first.updates
     assert update["rollout/eos_rate"] == 0.0 and update["policy/grad_norm"] == 0.0
+
+
+class Asks(TrainerCallback):
+    """What a clock might: one process alone asks for a checkpoint after the first update, and for an evaluation after
+    the second."""
+
+    def __init__(self) -> None:
+        self.is_first: list[tuple[bool, bool]] = []
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.is_first.append((state.is_world_process_zero, state.is_local_process_zero))
+        if os.environ["RANK"] == "1":
+            control.should_save = state.global_step == 1
+            control.should_evaluate = state.global_step == 2
+
+
+def with_callback(changes: Mapping[str, Any], folder: Path) -> tuple[list[tuple[bool, bool]], list[float]]:
+    asks = Asks()
+    result = train_policy(tiny_run(folder, **changes), callbacks=[asks])
+    return asks.is_first, [row["step"] for row in result.evaluations]
+
+
+def test_a_callback_may_ask_in_one_process_alone_and_knows_whether_it_is_the_first(folder):
+    changes = settings(folder, "truncated answers left out", num_processes=2) | {"train__max_steps": 3}
+    changes |= {"output_dir": str(folder / "asked")}
+    first, second = together(with_callback, changes, folder, folder=folder, timeout=60)
+    assert first == ([(True, True)] * 3, [0, 2, 3]) and second == ([(False, False)] * 3, [0, 2, 3])
+    assert [path.name for path in list_checkpoints(folder / "asked")] == ["checkpoint-1"]

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
+from tether.config.launched import local_rank, rank
 from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import CheckpointError
 from tether.train.checkpoint import RunState, improves
@@ -87,6 +88,8 @@ class Callbacks:
             max_steps=num_updates,
             logging_steps=config.train.logging_steps,
             train_batch_size=config.train.rollout_batch_size,
+            is_local_process_zero=local_rank() == 0,
+            is_world_process_zero=rank() == 0,
         )
         self.control = TrainerControl()
         self._config, self._num_prompts = config, num_prompts

@@ -173,12 +173,17 @@ class PPOTrainer:
         self.record(self.step())
         if self.evaluation_due():
             self.evaluate()
-        if self.callbacks.due("save", self.config.train.save_steps) and self.state.saved_step != self.state.step:
+        if self.is_due("save", self.config.train.save_steps) and self.state.saved_step != self.state.step:
             self.save()
 
     def evaluation_due(self) -> bool:
         """Whether an evaluation belongs here: before the first update, by schedule, or asked for by a callback."""
-        return self.state.step == 0 or self.callbacks.due("evaluate", self.config.train.eval_steps)
+        return self.state.step == 0 or self.is_due("evaluate", self.config.train.eval_steps)
+
+    def is_due(self, what: str, every: int | None) -> bool:
+        """Whether an evaluation or a save follows the present update: a callback may ask for it in one process alone,
+        which has looked at its clock for example."""
+        return self.dist.any(self.callbacks.due(what, every))
 
     def evaluate(self) -> None:
         """Answers and scores the held-out prompts; the best result so far is saved if the run keeps the best."""

@@ -35,9 +35,10 @@ MORE = {
         "model__lora": {"r": 3}, "value__kind": "adapter", "value__warmup_steps": 1, "train__weight_decay": 0.1,
         "ppo__ptx_coef": 0.5, "data__ptx": "ptx.jsonl",
     },
-    "3: critic model, recomputed layers, demonstrations, decoded in step": {
-        "value__kind": "model", "train__gradient_checkpointing": True, "ppo__kl_in": "loss", "ppo__num_mini_batches": 2,
-        "ppo__ptx_coef": 0.5, "data__ptx": "ptx.jsonl", "train__ds3_gather_for_generation": False,
+    "3: critic model that warms up, recomputed layers, demonstrations, decoded in step": {
+        "value__kind": "model", "value__warmup_steps": 1, "train__gradient_checkpointing": True,
+        "ppo__kl_in": "loss", "ppo__num_mini_batches": 2, "ppo__ptx_coef": 0.5, "data__ptx": "ptx.jsonl",
+        "train__ds3_gather_for_generation": False,
     },
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ clips nothing: its own clipping would be by one norm of all that an engine train
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -191,8 +191,7 @@ class Zero:
         """Leaves the parameters out of the next step, whatever their gradients are."""
         ids = set(map(id, parameters))
         for unit in self._units:
-            for share in unit.joint.shares:
-                share.is_forgotten |= id(share.parameters[0]) in ids
+            unit.forget(ids)
 
     def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
         """Looks at what this process has of every gradient."""
@@ -393,6 +392,11 @@ class Unit:
         self.engine.set_gradient_accumulation_boundary(self._to_come <= 0)
         self.engine.backward(loss, scale_wrt_gas=False)
         self._ran.add(name)
+
+    def forget(self, ids: Collection[int]) -> None:
+        """Leaves parameters with these ids out of the next step, if there is anything to step with."""
+        for share in self.joint.shares if self._ran else ():
+            share.is_forgotten |= id(share.parameters[0]) in ids
 
     def gradients(self, optimizer: PassOptimizer | None = None) -> Iterator[Tensor]:
         """What this process has of the gradients that the next step is taken with.

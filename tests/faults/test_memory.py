@@ -83,6 +83,13 @@ def test_what_does_not_fit_is_halved_and_results_move_by_rounding_alone(tmp_path
     assert state["halvings"] == 1
 
 
+def test_a_first_mini_batch_that_does_not_fit_is_scored_anew_in_halves(tmp_path, monkeypatch):
+    scored = small_machine(monkeypatch, ModelRoles, "score_pass", times=0)
+    small_machine(monkeypatch, Update, "accumulate")
+    train_policy(run(tmp_path, "out"))
+    assert [rows for rows, _ in scored] == [4, 4, 2, 2, 2, 2], "all passes of an update have the same micro-batches"
+
+
 class Living(TrainerCallback):
     """Bytes of the tensors that are alive after each update, weights and moments among them."""
 

@@ -558,7 +558,11 @@ REDUCE = in_file(
 
 GENERATION = in_file(
     "generation/hf.py",
-    ("sampling lacks the temperature", "    scaled = scaled / sampling.temperature\n", ""),
+    (
+        "sampling lacks the temperature",
+        "scaled if sampling.temperature == 1 else scaled / sampling.temperature",
+        "scaled",
+    ),
     (
         "the sampler's log-probabilities are those at temperature 1",
         "tokens, scaled.gather(1, tokens[:, None])[:, 0] - normaliser",
@@ -615,8 +619,8 @@ GENERATION = in_file(
     ),
     (
         "unlikely tokens are never drawn",
-        "scaled = scaled / sampling.temperature",
-        "scaled = (scaled / sampling.temperature).where(scaled > scaled.amax(-1, keepdim=True) - 2, -torch.inf)",
+        "scaled if sampling.temperature == 1 else scaled / sampling.temperature",
+        "(scaled / sampling.temperature).where(scaled > scaled.amax(-1, keepdim=True) - 2, -torch.inf)",
     ),
     ("top-k keeps one token too few", "scaled < least", "scaled <= least"),
     ("top-p drops the token that reaches the sum", "before >= ", "before + probabilities >= "),
@@ -993,6 +997,11 @@ UPDATE = (
             "number == 0 or all",
         ),
         (
+            "a first mini-batch that does not fit is halved after it was scored whole",
+            "not self.has_begun or all",
+            "all",
+        ),
+        (
             "gradients of an attempt that did not fit are kept",
             "            self.drop_gradients()  # here",
             "            pass  # here",
@@ -1007,7 +1016,10 @@ UPDATE = (
             "            self.halvings += 1\n",
             "            pass\n",
         ),
-        tests=("tests/faults/test_memory.py::test_what_does_not_fit_is_halved_and_results_move_by_rounding_alone",),
+        tests=(
+            "tests/faults/test_memory.py::test_what_does_not_fit_is_halved_and_results_move_by_rounding_alone",
+            "tests/faults/test_memory.py::test_a_first_mini_batch_that_does_not_fit_is_scored_anew_in_halves",
+        ),
     ),
     *in_file(
         "train/memory.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +17,9 @@ from tests.distributed.runs import assert_same_run, distance, metric_errors, tra
 from tests.models.build import save_adapter
 from tests.tiny import save_tiny
 from tests.train.runs import tiny_run, write_prompts
+from tether.metrics.writers import read_jsonl
 from tether.train.checkpoint import list_checkpoints
-from tether.train.run import train_policy
+from tether.train.run import open_trainer, train_policy
 
 PROMPTS = (
     "cat", "i like the red dog and you", "the sun", "you run", "is it good", "a very nice day and a very bad night",
@@ -133,3 +135,23 @@ def test_a_callback_may_ask_in_one_process_alone_and_knows_whether_it_is_the_fir
     first, second = together(with_callback, changes, folder, folder=folder, timeout=60)
     assert first == ([(True, True)] * 3, [0, 2, 3]) and second == ([(False, False)] * 3, [0, 2, 3])
     assert [path.name for path in list_checkpoints(folder / "asked")] == ["checkpoint-1"]
+
+
+def with_a_bad_gradient(folder: Path, changes: Mapping[str, Any]) -> list[float]:
+    """A run in whose only update the losses of the second process are finite and their gradients not; how many
+    mini-batches were left out."""
+    with open_trainer(tiny_run(folder, **changes)) as trainer:
+        backward, factor = trainer.engine.backward, math.nan if trainer.dist.rank == 1 else 1.0
+        trainer.engine.backward = lambda loss, role: backward(loss * factor, role)
+        trainer.fit()
+        return [row["update/num_bad"] for row in trainer.log.updates]
+
+
+def test_what_led_to_a_bad_gradient_is_written_down_of_all_processes(folder):
+    changes = settings(folder, "critic warm-up, full", num_processes=2) | {"value__warmup_steps": 0}
+    changes |= {"output_dir": str(folder / "bad"), "train__max_steps": 1, "ppo__num_ppo_epochs": 1}
+    found = together(with_a_bad_gradient, folder, changes, folder=folder)
+    assert found == [[2.0], [2.0]]
+    lines = read_jsonl(folder / "bad" / "bad_batches.jsonl")
+    halves = [{rollout["rollout"] for rollout in line["rollouts"]} for line in lines]
+    assert [len(half) for half in halves] == [4, 4] and halves[0] | halves[1] == set(range(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -46,17 +47,24 @@ class Guard:
         """Finds since the last optimizer step that was taken."""
 
     def check(self, answers: Answers, batch: MicroBatch, **tensors: Tensor | None) -> None:
-        """Raises ``NotFinite`` if a response token's entry of a [M, R] tensor is not, naming tensor and rows."""
-        self._agree(answers, next(_not_finite(batch, tensors), None))
+        """Raises ``NotFinite`` in all processes if a response token's entry of a [M, R] tensor is not finite in one of
+        them, naming tensor and rows."""
+        found = next(_not_finite(batch, tensors), None)
+        if self.dist.any(found is not None):
+            told = [each for each in self.dist.gathered(found) if each is not None]
+            what = told[0][0]
+            self._found(what, [rows for name, rows in told if name == what], answers)
 
     def check_gradients(self, are_finite: bool, answers: Answers, mini_batch: Sequence[Experience]) -> None:
-        """Raises ``NotFinite`` if a gradient is not, before any optimizer steps.
+        """Raises ``NotFinite`` in all processes if a gradient is not finite in one of them, before any optimizer steps;
+        any answer of the mini-batch may be the reason.
 
         Args:
             are_finite: whether those of this process are.
         """
-        rows = [row for item in mini_batch for row in item.batch.rows]
-        self._agree(answers, None if are_finite else ("gradient", rows))
+        if self.dist.any(not are_finite):
+            rows = [row for item in mini_batch for row in item.batch.rows]
+            self._found("gradient", self.dist.gathered(rows), answers)
 
     def leave_out(self, error: NotFinite) -> None:
         """Counts a batch that no optimizer step is taken with.
@@ -104,12 +112,8 @@ class Guard:
             "the model.path of a run with other settings"
         )
 
-    def _agree(self, answers: Answers, found: tuple[str, list[int]] | None) -> None:
-        """Raises ``NotFinite`` in all processes if one of them found something."""
-        if self.dist.any(found is not None):
-            self._found(*self.dist.first(found), answers)
-
-    def _found(self, what: str, rows: Sequence[int], answers: Answers) -> None:
+    def _found(self, what: str, rows_by_process: Sequence[Sequence[int]], answers: Answers) -> None:
+        rows = list(dict.fromkeys(chain.from_iterable(rows_by_process)))
         path = self.write_down(f"{what} is not finite", answers, rows)
         named = [str(answers.prompts[row].row) for row in rows]
         raise NotFinite(

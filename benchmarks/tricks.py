@@ -30,6 +30,7 @@ from tether.models.forward import response_outputs  # noqa: E402
 from tether.models.heads import ScalarHead  # noqa: E402
 from tether.models.loading import load_causal_lm, load_tokenizer  # noqa: E402
 from tether.models.roles import POLICY, ModelRoles, build_roles  # noqa: E402
+from tether.train import heap  # noqa: E402
 from tether.train.costs import Peak, resident_bytes  # noqa: E402
 from tether.train.distributed import Dist  # noqa: E402
 from tether.train.optim import all_finite, build_optimizer  # noqa: E402
@@ -217,6 +218,15 @@ def draws(bench: Bench) -> Iterator[Row]:
             tokens = (scaled - noise.log_()).argmax(-1, keepdim=True)
             scaled.gather(1, tokens)[:, 0] - scaled.logsumexp(-1)
 
+    def given_back() -> None:
+        heap.keep(2**17)
+        gumbel()
+
+    def kept() -> None:
+        heap.keep()
+        gumbel()
+
+    yield "free memory that is kept: ten tokens", "s", *bench.seconds(given_back, kept)
     yield "Gumbel-max against a multinomial: ten tokens", "s", *bench.seconds(multinomial, gumbel)
     yield "noise from whole numbers against exponential_: ten tokens", "s", *bench.seconds(exponential, gumbel)
 

@@ -1,6 +1,7 @@
 """Memory that nothing uses goes back to the system."""
 
 import ctypes
+import os
 import resource
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.runs import tiny_run
+from tether.train import heap
 from tether.train.distributed import Dist
 from tether.train.run import train_policy
 
@@ -28,6 +30,31 @@ def test_free_pages_below_a_block_in_use_go_back():
     del blocks
     Dist().release_memory()
     assert full - resident() > 80e6 and len(last) == 100_000
+
+
+FAULTS = """
+import resource, torch
+from tether.train.distributed import Dist
+Dist()
+torch.empty(2**20).fill_(1.0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(100):
+    torch.empty(2**20).fill_(1.0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not GLIBC, reason="the C library is not glibc")
+@pytest.mark.parametrize(("variables", "keeps"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_what_is_made_again_and_again_is_not_given_back_in_between(variables, keeps):
+    run = [sys.executable, "-c", FAULTS]
+    pages = int(subprocess.run(run, capture_output=True, text=True, check=True, env=os.environ | variables).stdout)
+    assert pages <= 10 * 1024 if keeps else pages >= 100 * 1024  # of 100 tensors
+
+
+def test_without_glibc_nothing_is_done(monkeypatch):
+    monkeypatch.setattr(heap.sys, "platform", "darwin")
+    heap.keep(), heap.trim()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -8,7 +8,6 @@ of it (``tether.train.sharing``). How weights are spread is an engine's matter (
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import pickle
 import sys
@@ -26,6 +25,7 @@ from torch import Tensor
 from tether.config import launched
 from tether.errors import ConfigError, LostProcess, OutOfStep, TetherError, TrainingError
 from tether.metrics.reduce import Metrics
+from tether.train import heap
 
 T = TypeVar("T")
 TIMEOUT = 1800
@@ -61,6 +61,8 @@ class Dist:
             )
         if self.num_processes > 1:
             atexit.register(_leave)
+        if self.device.type == "cpu":
+            heap.keep()
 
     # Who is there
 
@@ -213,12 +215,9 @@ class Dist:
             torch.accelerator.empty_cache()
 
     def trim_heap(self) -> None:
-        """Gives free pages of the heap back to the system, where tensors are on it and the C library is glibc.
-
-        glibc seldom fits a new tensor into the place of an old one: the heap grows to twice of what is in it.
-        """
-        if self.device.type == "cpu" and sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)
+        """Gives free pages of the heap back to the system, where tensors are on it."""
+        if self.device.type == "cpu":
+            heap.trim()
 
 
 def _accelerator(timeout: float) -> Accelerator:

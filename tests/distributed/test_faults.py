@@ -172,6 +172,26 @@ def test_what_all_have_met_the_first_one_says_before_another_ends(tmp_path, argu
     assert first.ended < second.ended, "a launcher would have ended the first one before it said anything"
 
 
+def interrupted(file: Path) -> None:
+    """A run that Ctrl-C ends in the second process alone, before it is able to save anything."""
+
+    def check(config: Any) -> None:
+        raise KeyboardInterrupt
+
+    if os.environ["RANK"] == "1":
+        run.check = check
+    sys.exit(main(["ppo", str(file)]))
+
+
+def test_who_was_interrupted_before_anything_could_be_saved_says_so(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(tiny_run(tmp_path)), encoding="utf-8")
+    first, second = started(interrupted, file, folder=tmp_path, timeout=30.0)
+    assert (first.exit_code, second.exit_code) == (1, 1)
+    assert "[process 1 of 2] tether: interrupted before the state could be saved" in second.output
+    assert "tether: another process of the run has ended" in first.output and "interrupted" not in first.output
+
+
 def test_a_process_that_says_nothing_is_not_waited_for_for_ever(tmp_path):
     fault = Fault((1, -9), "", "time.sleep(1000)", changes={"train__ddp_timeout": 3})
     (first, second), _ = met(tmp_path, fault, grace=0.5)

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as error:
-        print("tether: interrupted before the state could be saved", file=sys.stderr)
+        print(signed("tether: interrupted before the state could be saved"), file=sys.stderr)
         return end(1, error)
     except Exception as error:
         if debug:

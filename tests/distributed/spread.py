@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.distributed.harness import started
 from tests.distributed.runs import Trained, assert_same_run, distance, fitted, metric_errors
 from tests.models.build import save_adapter
 from tests.tiny import save_tiny
@@ -137,3 +142,26 @@ def assert_goes_on(one: Lived, two: Lived, again: Lived, moved: Mapping[str, Liv
         assert metric_errors(gone_on.run.updates, one.run.updates[1:]) == []
         assert distance(gone_on.run.weights, one.run.weights) <= 1e-6
         assert distance(gone_on.run.average, one.run.average) <= 1e-6
+
+
+def gathers_of_the_last(folder: Path, changes: Mapping[str, Any]) -> None:
+    """What the first process says to be wrong where it puts weights and moments together after the second was killed,
+    at the end of a run."""
+    with open_trainer(tiny_run(folder, **changes)) as trainer:
+        trainer.fit()
+        if not trainer.dist.is_main:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine, optimizer = trainer.engine, trainer.optimizers[0]
+        for gather in (partial(engine.full, trainer.roles.trained), partial(engine.optimizer_state, optimizer)):
+            try:
+                gather()
+            except Exception as error:
+                print("said:", type(error).__name__)
+        os._exit(3)
+
+
+def assert_lost_is_told(folder: Path, changes: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Asserts that a process that is gone is known as that where a checkpoint is put together."""
+    first, second = started(gathers_of_the_last, folder, changes, folder=folder, environment=environment, timeout=60.0)
+    assert (first.exit_code, second.exit_code) == (3, -signal.SIGKILL), first.told()
+    assert re.findall("said: (.*)", first.output) == ["LostProcess", "LostProcess"], first.told()

@@ -15,7 +15,17 @@ from torch import Tensor
 from tests.distributed import harness
 from tests.distributed.environment import launched
 from tests.distributed.runs import Trained, assert_same_run, metric_errors, trained
-from tests.distributed.spread import CASES, COMMON, Told, assert_goes_on, assert_saved, lives, settings, write_material
+from tests.distributed.spread import (
+    CASES,
+    COMMON,
+    Told,
+    assert_goes_on,
+    assert_lost_is_told,
+    assert_saved,
+    lives,
+    settings,
+    write_material,
+)
 from tests.train.runs import tiny_run
 from tether.generation.build import build_generator
 from tether.train.run import open_trainer
@@ -254,3 +264,8 @@ def test_what_a_run_says_too_is_no_contradiction(folder):
     assert told["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 256, "stage3_max_live_parameters": 1e9}
     assert told["train_batch_size"] == 2 and told["gradient_clipping"] == 0.0 and "bf16" not in told
     assert "auto" not in json.dumps(told).replace("Infinity", "0")
+
+
+def test_a_process_that_is_gone_is_told_where_a_checkpoint_is_put_together(folder):
+    changes = settings(folder, {"value__kind": "head", "train__max_steps": 1}, "gone", 2)
+    assert_lost_is_told(folder, changes, launch(folder, 3))

@@ -25,6 +25,7 @@ from tether.metrics.writers import JsonlWriter
 from tether.models.roles import ModelRoles
 from tether.train import run
 from tether.train.checkpoint import list_checkpoints
+from tether.train.log import RunLog
 
 SECONDS = 20.0
 """From a fault to the end of the last process, on a machine that has other work."""
@@ -190,6 +191,27 @@ def test_who_was_interrupted_before_anything_could_be_saved_says_so(tmp_path):
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert "[process 1 of 2] tether: interrupted before the state could be saved" in second.output
     assert "tether: another process of the run has ended" in first.output and "interrupted" not in first.output
+
+
+def slow_to_close(file: Path) -> None:
+    """A run whose first process has to wait for its trackers at the end."""
+    close = RunLog.close
+
+    def closed(log: RunLog) -> None:
+        time.sleep(3 if os.environ["RANK"] == "0" else 0)
+        close(log)
+
+    RunLog.close = closed
+    sys.exit(main(["ppo", str(file)]))
+
+
+def test_nobody_ends_before_the_first_process_has_said_what_all_have_met(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(tiny_run(tmp_path)), encoding="utf-8")
+    (tmp_path / "rewards.py").write_text("def letters(prompts, completions):\n    return 1 / 0\n", encoding="utf-8")
+    first, second = started(slow_to_close, file, folder=tmp_path, timeout=60.0)
+    assert (first.exit_code, second.exit_code) == (1, 1) and "ZeroDivisionError" in first.output
+    assert second.ended > first.ended - 1.5, "a launcher would have ended the first one before it said anything"
 
 
 def test_a_process_that_says_nothing_is_not_waited_for_for_ever(tmp_path):

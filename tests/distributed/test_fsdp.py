@@ -19,6 +19,7 @@ from tests.distributed.spread import (
     CASES,
     COMMON,
     assert_goes_on,
+    assert_lost_is_told,
     assert_saved,
     lives,
     settings,
@@ -217,3 +218,8 @@ def test_what_a_launch_may_not_ask_for_is_told_before_a_model_is_loaded(folder, 
     outcomes = started(trained, folder, changes, folder=folder, environment=FSDP | asked, grace=10)
     assert all("ConfigError: " in each.error and said in each.error for each in outcomes), outcomes[0].told()
     assert not any("Loading" in each.output for each in outcomes)
+
+
+def test_a_process_that_is_gone_is_told_where_a_checkpoint_is_put_together(folder):
+    changes = settings(folder, {"value__kind": "head", "train__max_steps": 1}, "gone", 2)
+    assert_lost_is_told(folder, changes, FSDP)

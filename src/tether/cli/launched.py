@@ -6,10 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tether.config.launched import local_rank, num_processes, rank
-from tether.errors import ConfigError
+from tether.errors import ConfigError, LostProcess
 
 LAUNCHED = "ppo"
 """The command that several processes can run together."""
@@ -45,9 +45,16 @@ def signed(text: str) -> str:
 
 def end(code: int, error: BaseException) -> int:
     """The exit code of a process that failed. One of several that fails alone ends here and now: torch might abort it
-    on its way out, or wait for the others, who are to hear of it."""
+    on its way out, or wait for the others, who are to hear of it. What all have met is said before any of them ends:
+    launchers end the rest once one has."""
     if num_processes() > 1 and not getattr(error, "is_shared", False):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    if num_processes() > 1 and not isinstance(error, LostProcess) and "torch" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_initialized():
+            with suppress(RuntimeError):  # another one is gone by now
+                distributed.barrier()
     return code

@@ -53,7 +53,7 @@ from tether.train.checkpoint import (
 )
 from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
-from tether.train.distributed import Dist
+from tether.train.distributed import Dist, lost_told
 from tether.train.engines.build import build_engine
 from tether.train.engines.replicated import Alone
 from tether.train.guard import BAD_BATCHES
@@ -204,7 +204,8 @@ def open_trainer(
             if config.model.lora is not None and gguf_source(config.model.path) is not None:
                 log.phase("de-quantising the model", 0, 1)
                 dist.by_main(lambda: write_base(config.model, config.output_dir / BASE))
-            trainer = build_trainer(config, data, rewards, log, callbacks, dist)
+            with lost_told(dist.num_processes):  # engines talk to each other while they take models over
+                trainer = build_trainer(config, data, rewards, log, callbacks, dist)
             if checkpoint is not None:
                 trainer.resume(checkpoint)
                 log.message(f"resumed from {checkpoint} after {trainer.state.step} updates")

@@ -26,7 +26,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.models.roles import POLICY, Host, ModelRoles, Role
-from tether.train.distributed import Dist
+from tether.train.distributed import Dist, lost_told
 from tether.train.engines.base import Hosted, all_together, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
@@ -282,7 +282,8 @@ class Zero:
         seen: dict[int, Tensor] = {}
         for name, x in tensors.items():
             if id(x) not in seen:  # tensors that are one stay one
-                gathered = self._put_together(x, self.part(x) if parts is None else parts[name])
+                with lost_told(self._dist.num_processes):
+                    gathered = self._put_together(x, self.part(x) if parts is None else parts[name])
                 seen[id(x)] = gathered.cpu() if self._dist.is_main else gathered.new_empty(0)
             if self._dist.is_main:
                 whole[name] = seen[id(x)]
@@ -296,10 +297,9 @@ class Zero:
 
     def optimizer_state(self, optimizer: PassOptimizer) -> dict[str, Any]:
         """Gathers the moments of one parameter after the other, and keeps them in the main process."""
-        return {
-            "optimizer": self._of(optimizer).state(optimizer),
-            "scheduler": optimizer.scheduler.state_dict(),
-        }
+        with lost_told(self._dist.num_processes):
+            state = self._of(optimizer).state(optimizer)
+        return {"optimizer": state, "scheduler": optimizer.scheduler.state_dict()}
 
     def load_optimizer_state(self, optimizer: PassOptimizer, state: dict[str, Any]) -> None:
         """Takes over this process's pieces of it."""

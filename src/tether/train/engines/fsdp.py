@@ -27,7 +27,7 @@ from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.models.layers import transformer_layers
 from tether.models.roles import POLICY, Host, ModelRoles, Role
-from tether.train.distributed import Dist
+from tether.train.distributed import Dist, lost_told
 from tether.train.engines.base import Hosted, all_together, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
@@ -202,7 +202,8 @@ class FullySharded:
         for name, x in tensors.items():
             if id(x) not in seen:
                 part = x if parts is None else _in_place_of(x, parts[name])
-                gathered = _gathered(part.detach())
+                with lost_told(self._dist.num_processes):
+                    gathered = _gathered(part.detach())
                 seen[id(x)] = gathered.cpu() if self._dist.is_main else gathered.new_empty(0)
             if self._dist.is_main:
                 whole[name] = seen[id(x)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
 import time
@@ -26,6 +27,7 @@ from tether.models.roles import ModelRoles
 from tether.train import run
 from tether.train.checkpoint import list_checkpoints
 from tether.train.log import RunLog
+from tether.train.update import Update
 
 SECONDS = 20.0
 """From a fault to the end of the last process, on a machine that has other work."""
@@ -79,11 +81,23 @@ def full_disk() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def not_finite(mark: Path) -> None:
+    """Losses of the second update."""
+    losses = Update.losses
+
+    def bad(self: Update, *arguments: Any, is_first: bool) -> dict[str, torch.Tensor]:
+        found = losses(self, *arguments, is_first=is_first)
+        return {name: x * math.nan if self.step == 1 else x for name, x in found.items()}
+
+    Update.losses = bad
+
+
 PATCHES: Mapping[str, Callable[[Path], None]] = {
     "forward": lambda mark: fails_at(ModelRoles, "score_pass", 2, out_of_memory, mark),
     "decoding": lambda mark: fails_at(_Batch, "decode_until_one_ends", 3, out_of_memory, mark),
     "checking": lambda mark: fails_at(run, "check", 1, no_file, mark),
     "loading": lambda mark: fails_at(run, "build_roles", 1, no_model, mark),
+    "losses": not_finite,
     "disk": lambda mark: fails_at(JsonlWriter, "write", 2, full_disk, mark),
 }
 
@@ -112,6 +126,17 @@ FAULTS = {
     "a mistake in the run": Fault((2, 2), "micro_batch_size 3 in each", changes=UNEVEN, checkpoints=()),
     "a file that is not on this machine": Fault((2, 2), "no such file here", patch="checking", checkpoints=()),
     "model cannot be loaded": Fault((2, 2), "this machine has no such folder", patch="loading", checkpoints=()),
+    "losses are not finite": Fault((1, 1), "loss is not finite", patch="losses", changes={"train__max_bad_batches": 0}),
+    "all scores are the same": Fault(
+        (1, 1),
+        "so there is no spread",
+        changes={
+            "ppo__score_norm": "frozen",
+            "ppo__score_norm_samples": 4,
+            "rewards": [{"type": "regex", "pattern": "x^"}],
+        },
+        checkpoints=(),
+    ),
     "disk full": Fault((2, 1), "cannot be written to any more", patch="disk", rank=0),
     "killed": Fault((1, -9), "another process of the run has ended", "os.kill(os.getpid(), signal.SIGKILL)"),
     "the first is killed": Fault((-9, 1), "", "os.kill(os.getpid(), signal.SIGKILL)", rank=0),

@@ -45,7 +45,7 @@ from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder, files_written, policy_weights, put_back, save_policy, verify_manifest
 from tether.report.card import write_card
 from tether.train.claim import claimed
-from tether.train.distributed import Dist
+from tether.train.distributed import Dist, met_by_all
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import Engine
 from tether.train.optim import MOMENT_BYTES, PassOptimizer
@@ -290,9 +290,8 @@ class Checkpoints:
         found = self.dist.gathered([name for name, x in parts.items() if not bool(torch.isfinite(x).all())])
         bad = [name for name in parts if any(name in theirs for theirs in found)]
         if bad:
-            raise TrainingError(
-                f"{path} is not written: {len(bad)} tensors of weights are not finite, {bad[0]} the first"
-            )
+            told = f"{path} is not written: {len(bad)} tensors of weights are not finite, {bad[0]} the first"
+            raise met_by_all(TrainingError(told))
 
     def _moments_to_come(self) -> int:
         """Bytes of the optimizers' moments that the present state has not yet."""

@@ -28,6 +28,7 @@ from tether.metrics.reduce import Metrics
 from tether.train import heap
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 TIMEOUT = 1800
 """Seconds that processes wait for each other, as in transformers."""
 _LOST = ("gloo", "nccl", "connection closed", "connection reset", "peer", "process group", "collective")
@@ -171,8 +172,7 @@ class Dist:
             shared = error if error is not None and first == self.rank else said[first][1]
             if first > 0:
                 shared.add_note(f"said by process {first} of {self.num_processes}")
-            shared.is_shared = True
-            raise shared
+            raise met_by_all(shared)
         return [theirs for theirs, _ in said]
 
     def by_main(self, work: Callable[[], T]) -> T:
@@ -291,9 +291,14 @@ def lost_told(num_processes: int) -> Iterator[None]:
             else:
                 what = "another process of the run has ended; what it said last, or its launcher, says why"
             lost = LostProcess(f"{what}. What this one was told: {str(error).splitlines()[0][:200]}")
-            lost.is_shared = True  # all that are left say the same
-            raise lost from error
+            raise met_by_all(lost) from error
         raise
+
+
+def met_by_all(error: E) -> E:
+    """An error that every process raises, so that the first one says it and the others nothing."""
+    error.is_shared = True
+    return error
 
 
 def _portable(error: Exception | None) -> Exception | None:

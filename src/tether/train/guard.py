@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tether.errors import TrainingError
 from tether.metrics.writers import JsonlWriter
-from tether.train.distributed import Dist
+from tether.train.distributed import Dist, met_by_all
 from tether.train.rollout import Answers
 from tether.types import Experience, MicroBatch
 
@@ -77,7 +77,7 @@ class Guard:
             self.tell(f"warning: {error} It is left out: {self.in_a_row} in a row, of at most {self.limit}")
             return
         before = "" if self.limit == 0 else f" after {self.limit} in a row that were left out (train.max_bad_batches)"
-        raise TrainingError(f"{error} The run ends{before}") from error
+        raise met_by_all(TrainingError(f"{error} The run ends{before}")) from error
 
     def took_step(self) -> None:
         """Starts the count anew."""

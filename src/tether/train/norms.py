@@ -8,6 +8,7 @@ from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.stream import PromptStream
 from tether.errors import TrainingError
+from tether.train.distributed import met_by_all
 from tether.train.parts import Parts
 from tether.train.rollout import Answers, PhaseReport, answer
 from tether.types import Request, noise_key
@@ -42,10 +43,11 @@ def spread(moments: algo.ScoreMoments, what: str, key: str) -> str:
     """
     count = f"{moments.count:g} answers of the start policy"
     if moments.var == 0:
-        raise TrainingError(
+        told = (
             f"{what}: all {count} have the score {moments.mean:g}, so there is no spread to measure scores by. "
             f"Leave {key} out, or give rewards that tell answers apart"
         )
+        raise met_by_all(TrainingError(told))
     return (
         f"{what}: scores are normalised by those of {count}: mean {moments.mean:.3g}, standard deviation "
         f"{moments.var**0.5:.3g}"

@@ -228,7 +228,8 @@ def test_one_token_on_a_tiny_model_goes_most_of_the_way(tiny, tmp_path):
 
 
 def test_sixteen_tokens_on_a_tiny_model_are_measured_on_the_runs_own_answers(tiny, tmp_path):
-    config = recipe(16, tiny, tmp_path / "out", [*TINY, "--train.max_steps=2", "--sampling.response_length=6"])
+    own = ["--train.max_steps=2", "--sampling.response_length=6", "--model.lora.target_modules=all-linear"]
+    config = recipe(16, tiny, tmp_path / "out", [*TINY, *own])
     trial = sixteen_tokens(config, NullDisplay(), samples=12)
     assert len(trial.start_rates) == len(TINY_PROMPTS)
     assert [point.episodes for point in trial.course] == [0, 32, 64]

@@ -31,6 +31,7 @@ from tether.data.collate import pad_left  # noqa: E402
 from tether.generation import hf  # noqa: E402
 from tether.generation.caches import RoomyLayer  # noqa: E402
 from tether.models.loading import load_causal_lm  # noqa: E402
+from tether.train import heap  # noqa: E402
 from tether.types import Request, Sampling  # noqa: E402
 
 PROMISE = 0.75
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    heap.keep()  # as a run does
     model = load_causal_lm(str(given.model or smollm2()), dtype=getattr(torch, given.dtype))
     parts = {
         "Tether": profiled(lambda: decode(model, given.rows, given.tokens)),

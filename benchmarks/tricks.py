@@ -8,7 +8,6 @@ decoding. ``--small`` takes fewer and shorter answers, to try the script.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import torch  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from benchmarks.decode import smollm2  # noqa: E402
+from benchmarks.flat import more_memory  # noqa: E402
 from tether.config.schema import RunConfig  # noqa: E402
 from tether.data.collate import collate, plan_micro_batches  # noqa: E402
 from tether.generation import hf  # noqa: E402
@@ -31,8 +31,6 @@ from tether.models.heads import ScalarHead  # noqa: E402
 from tether.models.loading import load_causal_lm, load_tokenizer  # noqa: E402
 from tether.models.roles import POLICY, ModelRoles, build_roles  # noqa: E402
 from tether.train import heap  # noqa: E402
-from tether.train.costs import Peak, resident_bytes  # noqa: E402
-from tether.train.distributed import Dist  # noqa: E402
 from tether.train.optim import all_finite, build_optimizer  # noqa: E402
 from tether.types import MicroBatch, Request, Sampling  # noqa: E402
 
@@ -300,16 +298,6 @@ def autocast(bench: Bench) -> Iterator[Row]:
 
 
 TRICKS = (products, logits, lengths, rows, cache, draws, optimizer, roles, autocast)
-
-
-def more_memory(action: Callable[[], None]) -> float:
-    """MiB of resident memory that an action needs at most beside what is there."""
-    gc.collect()
-    Dist().trim_heap()
-    before = resident_bytes()
-    with Peak(torch.device("cpu")) as peak:
-        action()
-    return (peak.bytes - before) / 2**20
 
 
 def main() -> int:

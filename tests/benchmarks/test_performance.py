@@ -54,11 +54,11 @@ def test_an_episode_costs_processor_time(tmp_path):
 
 
 def test_memory_of_log_probabilities_and_of_a_run():
-    # Peaks are looked for by a thread, which may miss one on a machine that has other work.
-    forward, backward, whole = map(max, zip(flat.pass_peaks(40_000, 1024), flat.pass_peaks(40_000, 1024), strict=True))
-    assert 30 < forward < backward < whole and whole > 3 * 1024 * 40_000 * 4 / flat.MIB
+    forward, backward, whole = flat.pass_peaks(40_000, 1024)
+    assert 30 < forward < backward < whole
+    assert whole * flat.MIB == pytest.approx(3 * 1024 * 40_000 * 4, rel=0.01)  # as many bytes as three times the logits
     sizes = flat.run_sizes(30)
     assert list(sizes) == [*range(3, 31, 3)]
-    assert max(sizes.values()) - sizes[3] < 8 * flat.MIB
+    assert max(sizes.values()) - sizes[3] < 2 * flat.MIB
     assert flat.grown({100: 5 * flat.MIB, 1000: 9 * flat.MIB, 5000: 12 * flat.MIB}) == []
     assert flat.grown({1000: 9 * flat.MIB, 5000: 15 * flat.MIB}) == ["from 1000 to 5000 updates a run grew by 6.0 MiB"]

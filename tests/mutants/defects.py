@@ -990,15 +990,15 @@ UPDATE = (
     ),
     *in_file(
         "train/update.py",
-        ("an update is begun anew after steps were taken", "self.has_begun = True", "pass"),
+        ("an update is begun anew after steps were taken", "not alone or is_first or", "True or"),
         (
             "an update is begun anew where the critic of its first mini-batch does not fit",
-            "not self.has_begun or all",
-            "number == 0 or all",
+            "is_first = number == 0 and optimizer is self.optimizers_in_use()[0]",
+            "is_first = number == 0",
         ),
         (
             "a first mini-batch that does not fit is halved after it was scored whole",
-            "not self.has_begun or all",
+            "is_first or all",
             "all",
         ),
         (

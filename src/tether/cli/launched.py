@@ -47,11 +47,13 @@ def end(code: int, error: BaseException) -> int:
     """The exit code of a process that failed. One of several that fails alone ends here and now: torch might abort it
     on its way out, or wait for the others, who are to hear of it. What all have met is said before any of them ends:
     launchers end the rest once one has."""
-    if num_processes() > 1 and not getattr(error, "is_shared", False):
+    if num_processes() == 1:
+        return code
+    if not getattr(error, "is_shared", False):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    if num_processes() > 1 and not isinstance(error, LostProcess) and "torch" in sys.modules:
+    if not isinstance(error, LostProcess) and "torch" in sys.modules:  # without it they have not met yet
         from torch import distributed
 
         if distributed.is_initialized():

@@ -437,7 +437,6 @@ def _share(run: Run, metric: str, most: float, level: str, *, said: str, advice:
     return Finding("ok" if is_fine else level, metric, text, "" if is_fine else advice)
 
 
-
 def left_out(run: Run) -> Finding | None:
     """Mini-batches that were left out because something in them was not finite."""
     series = run.series("update/num_bad")

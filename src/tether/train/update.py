@@ -64,8 +64,6 @@ class Update:
         """How often they are halved by now."""
         self.is_warming_up = step < config.value.warmup_steps
         """Whether this update trains the critic alone."""
-        self.has_begun = False
-        """Whether weights or schedules are no longer what they were before the update."""
 
     def run(self, experience: Sequence[Experience]) -> None:
         """Takes an optimizer step for every mini-batch that is finite, until the policy has gone too far.
@@ -92,7 +90,6 @@ class Update:
                     self.engine.skip(optimizer)
                 else:
                     self.take_step(optimizer)
-                self.has_begun = True
             if not (stopped or is_bad):
                 self.guard.took_step()
             with self.metrics.known():
@@ -104,6 +101,7 @@ class Update:
 
         Before anything was changed that is left to the trainer, which can then halve them for every pass of the update.
         """
+        is_first = number == 0 and optimizer is self.optimizers_in_use()[0]
         for _ in range(self.halvings - self.formed_with):
             mini_batch = [half for item in mini_batch for half in halved(item)]
         while True:
@@ -112,7 +110,7 @@ class Update:
                     return self.add_gradients(optimizer, mini_batch, number)
             except torch.OutOfMemoryError:
                 alone = self.dist.num_processes == 1  # others would wait in vain for this one to begin anew
-                if not alone or not self.has_begun or all(len(item.batch.rows) == 1 for item in mini_batch):
+                if not alone or is_first or all(len(item.batch.rows) == 1 for item in mini_batch):
                     self.drop_gradients()
                     raise
             self.drop_gradients()  # here the error is gone, and with it what its frames held

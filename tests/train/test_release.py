@@ -37,10 +37,11 @@ FAULTS = """
 import resource, torch
 from tether.train.distributed import Dist
 Dist()
-torch.empty(2**20).fill_(1.0)
+tensors = [torch.empty(2**20).fill_(1.0) for _ in range(4)]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(100):
-    torch.empty(2**20).fill_(1.0)
+    del tensors
+    tensors = [torch.empty(2**20).fill_(1.0) for _ in range(4)]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -50,7 +51,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_what_is_made_again_and_again_is_not_given_back_in_between(variables, keeps):
     run = [sys.executable, "-c", FAULTS]
     pages = int(subprocess.run(run, capture_output=True, text=True, check=True, env=os.environ | variables).stdout)
-    assert pages <= 10 * 1024 if keeps else pages >= 100 * 1024  # of 100 tensors
+    assert pages <= 10 * 1024 if keeps else pages >= 100 * 1024  # of 400 tensors
+
+
+def test_what_is_kept_and_what_is_on_the_heap(monkeypatch):
+    settings, of_malloc_h = [], {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3}
+    monkeypatch.setattr(heap, "_glibc", lambda: SimpleNamespace(mallopt=lambda *setting: settings.append(setting)))
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+    heap.keep(2**27)
+    assert settings == [(of_malloc_h["M_TRIM_THRESHOLD"], 2**27), (of_malloc_h["M_MMAP_THRESHOLD"], heap.LARGEST)]
 
 
 @pytest.mark.parametrize(("platform", "loaded"), [("darwin", []), ("linux", [None, None])])

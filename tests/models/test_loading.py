@@ -15,6 +15,7 @@ from tests.rewards.value_heads import HEAD, plain_value, save_value_head
 from tests.tiny import EOS, KINDS, PAD, tiny_tokenizer
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
+from tether.models import loading
 from tether.models.forward import last_token_scores
 from tether.models.heads import ScalarHead
 from tether.models.loading import (
@@ -451,10 +452,17 @@ def test_stop_tokens_of_one_s_own():
 
 
 @pytest.mark.parametrize(
-    ("abilities", "wanted"), [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)]
+    ("abilities", "intel", "wanted"),
+    [
+        ({"avx512_bf16": True}, False, True),
+        ({"avx512_bf16": True}, True, False),
+        ({"avx512_bf16": True, "amx_bf16": True}, True, True),
+        ({"avx512_f": True}, False, False),
+    ],
 )
-def test_bf16_on_the_cpu_depends_on_its_instructions(monkeypatch, abilities, wanted):
+def test_bf16_on_the_cpu_depends_on_its_instructions_and_maker(monkeypatch, abilities, intel, wanted):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
+    monkeypatch.setattr(loading, "is_intel", lambda: intel)
     assert bf16_supported("cpu") == wanted
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_bf16_supported=lambda: not wanted))
     assert bf16_supported("cuda") != wanted

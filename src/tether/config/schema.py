@@ -391,7 +391,7 @@ class TrainConfig(Section):
     """Moving average of the policy's weights, one step an update, that is evaluated and saved in the policy's place
     (.992 in InstructGPT). Left out: the policy itself is."""
     bf16: bool | None = None
-    """bfloat16 autocast of all forwards. Left out: on where the hardware has it, or where ``mixed_precision`` of
+    """bfloat16 autocast of all forwards. Left out: on where the hardware is faster so, or where ``mixed_precision`` of
     ``accelerate launch`` is bf16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the update to save memory; never on while answers are generated."""

@@ -37,7 +37,8 @@ class SourceConfig(Section):
     data: QueryConfig = QueryConfig()
     """How prompts become queries, as in a run."""
     bf16: bool | None = None
-    """bfloat16 autocast of reward adapters, as ``train.bf16`` of their run. Left out: on where the hardware has it."""
+    """bfloat16 autocast of reward adapters, as ``train.bf16`` of their run. Left out: on where the hardware is faster
+    so."""
 
     @property
     def reward_names(self) -> list[str]:

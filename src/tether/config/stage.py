@@ -32,7 +32,7 @@ class StageTrainConfig(Section):
     max_grad_norm: PositiveFloat | None = 1.0
     """The gradient's norm is clipped to it; null turns clipping off."""
     bf16: bool | None = None
-    """bfloat16 autocast of all forwards. Left out: on where the hardware has it."""
+    """bfloat16 autocast of all forwards. Left out: on where the hardware is faster so."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     seed: Seed = 42

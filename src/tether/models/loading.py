@@ -54,6 +54,7 @@ from tether.models.paths import (
     some_of,
     weight_files,
 )
+from tether.models.processor import is_intel
 from tether.models.products import with_quick_products
 
 POOLED_HEADS = ("classifier", "classification_head", "logits_proj")
@@ -77,13 +78,17 @@ def default_device() -> torch.device:
 
 
 def bf16_supported(device: torch.device | str) -> bool:
-    """Whether the hardware multiplies bfloat16 matrices, so that bf16 autocast saves time."""
+    """Whether the hardware multiplies bfloat16 matrices faster than float32 ones, so that bf16 autocast saves time.
+
+    Of CPUs these are such with AMX, and such with AVX512-BF16 that are not Intel's: on an AMD EPYC (Zen 5) bfloat16 is
+    1.9 times as fast, on an Intel Xeon whose AMX is not at hand half as fast.
+    """
     kind = torch.device(device).type
     if kind == "cuda":
         return torch.cuda.is_bf16_supported()
     if kind == "cpu":
         abilities = torch.cpu.get_capabilities()
-        return bool(abilities.get("avx512_bf16") or abilities.get("amx_bf16"))
+        return bool(abilities.get("amx_bf16") or (abilities.get("avx512_bf16") and not is_intel()))
     return False
 
 

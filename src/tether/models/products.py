@@ -7,15 +7,15 @@ unused. oneDNN, which torch has on board as well and multiplies bfloat16 with, u
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from tether.models.processor import is_intel
 
 LEAST = 2**20
 """Multiplications of a product that is oneDNN's; smaller ones take less time than it takes to call it."""
@@ -89,7 +89,7 @@ def onednn_is_faster() -> bool:
     False as well if this release of torch does not give oneDNN's product, or gives another one.
     """
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    if not has_both or torch.backends.cpu.get_cpu_capability() != "AVX512" or "Intel" in _processor():
+    if not has_both or torch.backends.cpu.get_cpu_capability() != "AVX512" or is_intel():
         return False
     # Sums of small whole numbers are exact in any order.
     x, y = (torch.arange(n * n, dtype=torch.float32).reshape(n, n) % 7 - 3 for n in (40, 56))
@@ -144,9 +144,3 @@ def _compilable(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if is_float32 and x.device.type == "cpu":
         return _opaque(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
-
-
-def _processor() -> str:
-    """Who made the processor, as the system says it."""
-    information = Path("/proc/cpuinfo")
-    return information.read_text(encoding="utf-8") if information.exists() else platform.processor()

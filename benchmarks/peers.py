@@ -11,6 +11,7 @@ is worse than promised:
     bf16     the same in pure bfloat16                                                  ≥ 1.6        ≤ .70
     epochs   the same with 4 epochs                                                     ≥ 1.5        ≤ .70
     ragged   answers that end when they end, up to 128 tokens, 64 episodes              ≥ 2.5        ≤ .50
+             (asked for one short sentence: 11 to 128 tokens, 61 on average)
     lora     four roles on one base, against TRL with a LoRA policy                     ≥ 3.0        ≤ .35
     head     the same with the critic a head on the policy                              ≥ 3.0        ≤ .35
 """
@@ -36,7 +37,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "full": {},
     "bf16": {"bfloat16": True},
     "epochs": {"epochs": 4},
-    "ragged": {"episodes": 64, "tokens": 128, "ends": True},
+    "ragged": {"episodes": 64, "decoded": 64, "tokens": 128, "ends": True},
     "lora": {"lora": True},
     "head": {"lora": True, "critic": "head"},
 }
@@ -50,6 +51,8 @@ PROMISES = {
 }
 """Episodes a second over TRL's at least, peak memory over TRL's at most."""
 SUBJECTS = ("the weather", "my dog", "a long walk", "dinner", "the train to work", "an old friend", "the sea", "music")
+SHORT = "Answer in one short sentence."
+"""The system prompt where answers end by themselves; of other prompts this model's seldom do within 128 tokens."""
 SIDES = ("tether", "trl")
 
 JUDGE = """
@@ -82,12 +85,13 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/bench-peers"))
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
-    shared = material(given.model or smollm2(), given.output.resolve())
+    model, folder = given.model or smollm2(), given.output.resolve()
     results, faults = {}, []
     print(f"{'job':8} {'side':8} {'episodes/s':>10} {'GiB':>6} {'score, first and last':>23}")
     for name in given.jobs:
+        shared = material(model, folder, ends=CHANGES[name].get("ends", False))
         job = Job(**shared, updates=given.updates, threads=given.threads, **CHANGES[name])
-        sides = {side: outcome(side, job, given.output.resolve() / f"{name}-{side}") for side in given.sides}
+        sides = {side: outcome(side, job, folder / f"{name}-{side}") for side in given.sides}
         for side, seen in sides.items():
             speed = seen.episodes_per_second(job)
             first, *_, last = seen.scores
@@ -132,13 +136,24 @@ def outcome(side: str, job: Job, folder: Path) -> Outcome:
     return Outcome(**json.loads(result.read_text(encoding="utf-8")))
 
 
-def material(model: Path, folder: Path) -> dict[str, str]:
-    """Prompts of unequal length and both forms of the judge, written to ``folder`` unless they are there."""
-    prompts, judge, adapter = folder / "prompts.jsonl", folder / "judge", folder / "judge-adapter"
+def material(model: Path, folder: Path, *, ends: bool = False) -> dict[str, str]:
+    """Prompts of unequal length and both forms of the judge, written to ``folder`` unless they are there.
+
+    Args:
+        ends: whether the prompts are a chat that asks for short answers, written as the model's template has it.
+    """
+    prompts = folder / ("chats.jsonl" if ends else "prompts.jsonl")
+    judge, adapter = folder / "judge", folder / "judge-adapter"
     texts = [
         f"{'Please be kind and patient. ' * (i % 5)}Tell me {'a little ' * (i // 8 % 3)}about {subject}. "
         for i, subject in enumerate(SUBJECTS * 8)
     ]
+    if ends:
+        from transformers import AutoTokenizer
+
+        written = AutoTokenizer.from_pretrained(model).apply_chat_template
+        chats = [[{"role": "system", "content": SHORT}, {"role": "user", "content": text.strip()}] for text in texts]
+        texts = [written(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
     if not adapter.exists():
         subprocess.run([sys.executable, "-c", JUDGE, model, judge, adapter], check=True)

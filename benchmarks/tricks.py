@@ -144,7 +144,7 @@ def lengths(bench: Bench) -> Iterator[Row]:
     spans = torch.randint(1, longest + 1, (4 * bench.rows,), generator=generator)
     queries, responses = bench.ids(*[12] * len(spans)), bench.ids(*spans.tolist(), seed=1)
     as_they_came = [range(i, i + bench.rows) for i in range(0, len(spans), bench.rows)]
-    by_length = plan_micro_batches([12] * len(spans), spans.tolist(), bench.rows)
+    by_length = plan_micro_batches((spans + 12).tolist(), bench.rows)
 
     def scored(groups) -> None:
         with torch.no_grad():

@@ -85,8 +85,10 @@ def prefix_logprobs(model: nn.Module, language: Language) -> Float[Tensor, "X S 
     queries = [language.query(x) for x in range(language.num_prompts) for _ in leaves]
     batch = collate(queries, [language.letters(leaf) for leaf in leaves] * language.num_prompts)
     inputs = {"attention_mask": batch.attention_mask.long(), "position_ids": batch.position_ids, "use_cache": False}
-    logits = model(input_ids=batch.token_ids, **inputs).logits[:, -longest - 1 :]
-    logits = logits.unflatten(0, (language.num_prompts, len(leaves)))
+    told = batch.response_columns
+    told[:, :-1] |= batch.response_columns[:, 1:]  # and the query's last token, after which nothing is told yet
+    logits = model(input_ids=batch.token_ids, **inputs).logits[told]
+    logits = logits.view(language.num_prompts, len(leaves), longest + 1, -1)
     levels = [logits[:, :: branches ** (longest - k), k] for k in range(longest + 1)]
     return torch.cat(levels, dim=1).log_softmax(-1)
 

@@ -4,7 +4,7 @@ Index convention: entry t of a [B, R] (or [M, R]) tensor belongs to response tok
 ``values[:, t]`` come from the model output one position earlier, the state in which token t was sampled. The shift
 happens once, in ``models/forward.py``.
 
-    B  rollouts in a batch        P  query tokens, left-padded        T  P + R
+    B  rollouts in a batch        P  query tokens                     T  P + R at most
     M  rows of a micro-batch      R  response tokens, right-padded    V  vocabulary
 """
 
@@ -137,7 +137,7 @@ class RewardOutput:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """M rollouts as one padded forward: queries left-padded, responses right-padded.
+    """M rollouts as one padded forward: the response right behind its query, padding behind both.
 
     Formed once a rollout; the old, reference, value and update passes all use the same one, so that equal weights give
     bitwise equal outputs.
@@ -150,9 +150,9 @@ class MicroBatch:
     attention_mask: Bool[Tensor, "M T"]
     """True on real tokens."""
     position_ids: Int[Tensor, "M T"]
-    """Position of each real token in its own row, from 0; 0 on padding."""
+    """Position of each real token in its own row, from 0, and counted on over the padding behind it."""
     response_mask: Bool[Tensor, "M R"]
-    """True on response tokens, the end token included."""
+    """True on response tokens, the end token included; a row's first one is its first column."""
     group: int | None = None
     """Number of the micro-batch that it is a part of, where that did not fit into memory or is divided over processes:
     the update shuffles its parts together, so that mini-batches hold the same answers. None: it is whole."""
@@ -165,6 +165,12 @@ class MicroBatch:
     def lengths(self) -> Int[Tensor, " M"]:
         """Response lengths, the end token included."""
         return self.response_mask.sum(dim=1)
+
+    @property
+    def response_columns(self) -> Bool[Tensor, "M T"]:
+        """True on response tokens among the columns of ``token_ids``: the last real ones of each row."""
+        real = self.attention_mask.cumsum(dim=1)
+        return self.attention_mask & (real > real[:, -1:] - self.lengths[:, None])
 
     @property
     def num_response_tokens(self) -> int:

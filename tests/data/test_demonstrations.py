@@ -240,10 +240,10 @@ def test_a_micro_batch_trains_on_the_response():
     rows = [Demonstration(0, (7, 8, 9), (4, 5)), Demonstration(1, (6,), (1, 2, 3))]
     (batch,) = demonstration_batches(rows, 0, batch_size=2, seed=0, max_rows=2)
     longest = next(i for i, ids in enumerate(batch.token_ids.tolist()) if ids[0] == 7)
-    assert batch.token_ids[longest].tolist() == [7, 8, 9, 4, 5, 0]
+    assert batch.token_ids[longest].tolist() == [7, 8, 9, 4, 5]
     assert batch.response_mask[longest].tolist() == [True, True, False]
-    assert batch.token_ids[1 - longest].tolist() == [0, 0, 6, 1, 2, 3]
-    assert batch.attention_mask[1 - longest].tolist() == [False, False, True, True, True, True]
+    assert batch.token_ids[1 - longest].tolist() == [6, 1, 2, 3, 0]
+    assert batch.attention_mask[1 - longest].tolist() == [True, True, True, True, False]
     assert batch.num_response_tokens == 5
 
 

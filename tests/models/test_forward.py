@@ -9,10 +9,14 @@ from transformers import (
     Gemma2Config,
     GraniteConfig,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
     MptConfig,
     OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    RecurrentGemmaConfig,
+    RwkvConfig,
 )
 
 from tests.models.build import QUERIES, RESPONSES, micro_batch
@@ -34,6 +38,7 @@ SMALL = {
     "pad_token_id": 3,
 }
 ROTARY = SMALL | {"intermediate_size": 32, "num_key_value_heads": 1}
+STATE = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
 CHANGED_LOGITS = {
     "cohere": CohereConfig(**ROTARY, logit_scale=0.25),
     "granite": GraniteConfig(**ROTARY, logits_scaling=3.0),
@@ -92,6 +97,29 @@ def test_equals_it_for_positions_with_an_offset():
 def test_equals_it_for_models_that_count_positions_by_the_mask(kind):
     """Their forwards take no position ids."""
     assert_is_naive(model_of(kind(**SMALL)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RwkvConfig(**STATE, attention_hidden_size=32),
+        RecurrentGemmaConfig(
+            **STATE | {"num_hidden_layers": 3},
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            intermediate_size=64,
+            head_dim=8,
+            lru_width=32,
+            w_init_variance_scale=0.01,
+        ),
+        MambaConfig(**STATE, state_size=4),
+        Mamba2Config(**STATE, state_size=4, num_heads=4, head_dim=16, n_groups=1),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_equals_it_for_models_that_keep_a_state(config):
+    """Two of them heed no mask: padding must not come before what counts."""
+    assert_is_naive(model_of(config))
 
 
 @pytest.mark.parametrize("name", CHANGED_LOGITS)
@@ -197,7 +225,7 @@ def test_logits_are_made_for_response_tokens_only_and_never_kept(monkeypatch):
 @torch.no_grad()
 def test_scores_are_those_of_the_last_real_token_on_any_padding_side(kind):
     model, head = tiny_causal_lm(kind).eval(), seeded_head()
-    rows = [[5, 7, 8, 9, 2], [8, 2], [5, 11, 12, 13, 14, 6, 3]]
+    rows = [[5, 0, 8, 9, 2], [0, 2], [5, 11, 12, 0, 14, 6, 3]]  # 0 is a token as well
     wanted = [
         float(model.base_model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1] @ head.weight[0])
         for ids in rows

@@ -376,19 +376,23 @@ SCORES = in_file(
 
 FORWARD = in_file(
     "models/forward.py",
-    ("log-probabilities and values are read one position late", "hidden[:, -width - 1 : -1]", "hidden[:, -width:]"),
+    (
+        "log-probabilities and values are read one position late",
+        "hidden[:, :-1][batch.response_columns[:, 1:]]",
+        "hidden[batch.response_columns]",
+    ),
     (
         "log-probabilities and values are read one position early",
-        "hidden[:, -width - 1 : -1]",
-        "hidden[:, -width - 2 : -2]",
+        "hidden[:, :-1][batch.response_columns[:, 1:]]",
+        "hidden[:, :-1].roll(1, 1)[batch.response_columns[:, 1:]]",
     ),
     (
         "the scored token is the one before",
-        "batch.token_ids[:, -batch.response_mask.shape[1] :][",
-        "batch.token_ids[:, -batch.response_mask.shape[1] - 1 : -1][",
+        "batch.token_ids[batch.response_columns]",
+        "batch.token_ids[:, :-1][batch.response_columns[:, 1:]]",
     ),
-    ("the attention mask comes from ids", 'mask.long(), "position_ids"', '(ids != 0).long(), "position_ids"'),
-    ("padding is attended to", 'mask.long(), "position_ids"', 'torch.ones_like(ids), "position_ids"'),
+    ("the attention mask comes from ids", '"attention_mask": mask.long()', '"attention_mask": (ids != 0).long()'),
+    ("padding is attended to", '"attention_mask": mask.long()', '"attention_mask": torch.ones_like(ids)'),
     ("position ids are left to the model", 'if "position_ids" not in inspect', 'if "position_ids" in inspect'),
     (
         "the temperature is missing where the head matches",
@@ -430,8 +434,8 @@ FORWARD = in_file(
     ),
     (
         "the states of a model that makes its own logits are those after next",
-        "_before_response(seen[0], batch), ",
-        "_before_response(seen[0].roll(-1, 1), batch), ",
+        "seen[0][:, :-1][sampled_in]",
+        "seen[0][:, 1:][sampled_in]",
     ),
     (
         "the values alone are read one position late",
@@ -443,17 +447,22 @@ FORWARD = in_file(
 
 COLLATE = in_file(
     "data/collate.py",
-    ("queries are padded on the right", "(query_width - len(query), [*query, *response])", "(0, [*query, *response])"),
+    ("queries are padded on the right", "(width - len(ids), ids) for ids", "(0, ids) for ids"),
+    ("rows of a micro-batch are padded on the left", "_padded([(0, [*q, *r])", "_padded([(9 - len(r), [*q, *r])"),
     (
         "the end token is masked out",
         "mask[row, start : start + len(ids)] = True",
         "mask[row, start : start + len(ids) - 1] = True",
     ),
-    ("the response mask comes from ids", "attention_mask[:, query_width:].clone()", "token_ids[:, query_width:] != 0"),
     (
-        "the response mask begins with the query's last token",
-        "attention_mask[:, query_width:].clone()",
-        "attention_mask[:, query_width - 1 : -1].clone()",
+        "the response mask comes from ids",
+        "_, response_mask = _padded([(0, response)",
+        "_, response_mask = _padded([(0, [x for x in response if x != 0])",
+    ),
+    (
+        "a response's first column is not its first token",
+        "_, response_mask = _padded([(0, response)",
+        "_, response_mask = _padded([(1, response)",
     ),
     (
         "the order of rows is lost in micro-batches",
@@ -462,20 +471,20 @@ COLLATE = in_file(
     ),
     (
         "positions count the padding",
-        "torch.where(mask, mask.long().cumsum(dim=1) - 1, 0)",
-        "torch.arange(mask.shape[1]).expand(mask.shape) * mask",
+        "(torch.arange(mask.shape[1]) - first)",
+        "torch.arange(mask.shape[1]).expand(mask.shape)",
     ),
-    ("positions start at 1", "mask.long().cumsum(dim=1) - 1", "mask.long().cumsum(dim=1)"),
+    ("positions start at 1", "- first).clamp(min=0)", "- first).clamp(min=0) + 1"),
     (
         "a micro-batch that is not full is lost",
         "[tuple(group) for group in groups]",
         "[tuple(group) for group in groups if len(group) == size or len(groups) == 1]",
     ),
-    ("a budget counts tokens as if none were padded", "* (query + response)", "* totals[row]"),
+    ("a budget counts tokens as if none were padded", "lengths[groups[-1][0] if groups else row]", "lengths[row]"),
     ("micro-batches may be one row over the budget", "num_rows // num_parts", "(num_rows - 1) // num_parts"),
     ("micro-batches are one row under their size", "num_rows > size", "num_rows >= size"),
     ("a budget is for the parts of all processes", "-(-num_rows // num_parts)", "num_rows"),
-    ("memory peaks in the last micro-batch", "(-totals[row], ", "(totals[row], "),
+    ("memory peaks in the last micro-batch", "(-lengths[row], ", "(lengths[row], "),
     tests=("tests/data/test_collate.py",),
 )
 
@@ -528,6 +537,14 @@ KEYS = in_file(
     ("noise differs from process to process", 'int.from_bytes(digest, "big") >> 1', "hash(digest) & (2**63 - 1)"),
     ("parts of a noise key run into each other", "{seed}/{stream}/{prompt}/{sample}", "{seed}{stream}{prompt}{sample}"),
     tests=(HOLES,),
+)
+
+COLUMNS = in_file(
+    "types.py",
+    ("the last token of a query is response", "self.attention_mask & (real >", "self.attention_mask & (real + 1 >"),
+    ("the first token of a response is no response", "real > real[:, -1:]", "real > real[:, -1:] + 1"),
+    ("padding behind a response is response", "return self.attention_mask & (real >", "return (real >"),
+    tests=("tests/data/test_collate.py",),
 )
 
 REDUCE = in_file(
@@ -1719,7 +1736,7 @@ DEFAULTS = in_file(
 )
 
 DEFECTS = (
-    *ADVANTAGES, *KL, *LOGPROBS, *LOSSES, *MASKING, *REDUCTION, *SCORES, *FORWARD, *COLLATE, *STREAM, *KEYS, *REDUCE,
-    *GENERATION, *TRAINER, *UPDATE, *LOGGED, *EXPERIENCE, *MEASURE, *ROLLOUT, *EVALUATE, *EMA, *OPTIM, *HEADS,
+    *ADVANTAGES, *KL, *LOGPROBS, *LOSSES, *MASKING, *REDUCTION, *SCORES, *FORWARD, *COLLATE, *STREAM, *KEYS, *COLUMNS,
+    *REDUCE, *GENERATION, *TRAINER, *UPDATE, *LOGGED, *EXPERIENCE, *MEASURE, *ROLLOUT, *EVALUATE, *EMA, *OPTIM, *HEADS,
     *ROLES, *CHECKPOINT, *REWARDS, *ENSEMBLES, *REWARD_STAGE, *DEFAULTS,
 )  # fmt: skip

@@ -17,7 +17,9 @@ from tether.types import MicroBatch
 def collate(
     queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], rows: Sequence[int] | None = None
 ) -> MicroBatch:
-    """Rollouts as one padded forward: queries left-padded to P, responses right-padded to R, T = P + R.
+    """Rollouts as one padded forward: T tokens at most in a query and its response, R in a response.
+
+    Nothing is padded between or before them, so that causal attention needs no mask: no token sees what is behind it.
 
     Args:
         queries: M queries as token ids, none empty.
@@ -27,17 +29,14 @@ def collate(
     rows = tuple(range(len(queries))) if rows is None else tuple(rows)
     assert len(queries) == len(responses) == len(rows) > 0, (len(queries), len(responses), len(rows))
     assert all(len(ids) > 0 for ids in (*queries, *responses)), "an empty query or response"
-    query_width, response_width = max(map(len, queries)), max(map(len, responses))
-    spans = [
-        (query_width - len(query), [*query, *response]) for query, response in zip(queries, responses, strict=True)
-    ]
-    token_ids, attention_mask = _padded(spans, query_width + response_width)
+    token_ids, attention_mask = _padded([(0, [*q, *r]) for q, r in zip(queries, responses, strict=True)])
+    _, response_mask = _padded([(0, response) for response in responses])
     return MicroBatch(
         rows=rows,
         token_ids=token_ids,
         attention_mask=attention_mask,
         position_ids=_positions(attention_mask),
-        response_mask=attention_mask[:, query_width:].clone(),
+        response_mask=response_mask,
     )
 
 
@@ -47,49 +46,37 @@ def pad_left(
     """Token ids padded on the left, the mask of real tokens, and each real token's position in its own row, from 0."""
     assert all(len(ids) > 0 for ids in sequences) and len(sequences) > 0, "nothing to pad, or an empty sequence"
     width = max(map(len, sequences))
-    token_ids, mask = _padded([(width - len(ids), ids) for ids in sequences], width)
+    token_ids, mask = _padded([(width - len(ids), ids) for ids in sequences])
     return token_ids, mask, _positions(mask)
 
 
 def plan_micro_batches(
-    query_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    size: int,
-    max_tokens: int | None = None,
-    num_parts: int = 1,
+    lengths: Sequence[int], size: int, max_tokens: int | None = None, num_parts: int = 1
 ) -> list[tuple[int, ...]]:
     """Groups of at most ``size`` rows of similar length, every row in one group.
 
-    Rows are sorted by their total length, longest first, so that little is padded and memory peaks in the first group.
-    Without ``max_tokens`` only the last group may be smaller than ``size``. Depends on nothing but the arguments.
+    Rows are sorted by length, longest first, so that little is padded and memory peaks in the first group. Without
+    ``max_tokens`` only the last group may be smaller than ``size``. Depends on nothing but the arguments.
 
     Args:
+        lengths: tokens of each row, query and response.
         max_tokens: the most tokens of a part of a group, padding included; a row that has more by itself is one.
         num_parts: parts that the rows of each group will be dealt out to.
     """
-    assert len(query_lengths) == len(response_lengths)
-    totals = [query + response for query, response in zip(query_lengths, response_lengths, strict=True)]
-    order = sorted(range(len(totals)), key=lambda row: (-totals[row], -query_lengths[row], row))
     groups: list[list[int]] = []
-    widest_query = widest_response = 0
-    for row in order:
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         num_rows = len(groups[-1]) + 1 if groups else 1
-        query = max(widest_query, query_lengths[row])
-        response = max(widest_response, response_lengths[row])
-        tokens = -(-num_rows // num_parts) * (query + response)
+        tokens = -(-num_rows // num_parts) * lengths[groups[-1][0] if groups else row]
         is_full = num_rows > size or (max_tokens is not None and tokens > max_tokens)
         if is_full or not groups:
             groups.append([])
-            query, response = query_lengths[row], response_lengths[row]
         groups[-1].append(row)
-        widest_query, widest_response = query, response
     return [tuple(group) for group in groups]
 
 
-def _padded(
-    spans: Sequence[tuple[int, Sequence[int]]], width: int
-) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"]]:
-    """Ids and mask of rows given as (padding on the left, token ids)."""
+def _padded(spans: Sequence[tuple[int, Sequence[int]]]) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"]]:
+    """Ids and mask of rows given as (padding on the left, token ids), as wide as the longest."""
+    width = max(start + len(ids) for start, ids in spans)
     token_ids = torch.zeros(len(spans), width, dtype=torch.long)
     mask = torch.zeros(len(spans), width, dtype=torch.bool)
     for row, (start, ids) in enumerate(spans):
@@ -99,5 +86,6 @@ def _padded(
 
 
 def _positions(mask: Bool[Tensor, "M T"]) -> Int[Tensor, "M T"]:
-    """Number of real tokens to the left of each real token; 0 on padding."""
-    return torch.where(mask, mask.long().cumsum(dim=1) - 1, 0)
+    """Columns from each row's first real token on, counted from 0; 0 on the padding before it."""
+    first = mask.long().argmax(dim=1, keepdim=True)
+    return (torch.arange(mask.shape[1]) - first).clamp(min=0)

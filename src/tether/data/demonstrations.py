@@ -160,7 +160,7 @@ def demonstration_batches(
     stream = PromptStream(len(demonstrations), batch_size, noise_key(seed, "ptx", 0, 0))
     drawn = [demonstrations[i] for i, _ in stream.batch(step)]
     queries, responses = [each.query_ids for each in drawn], [each.response_ids for each in drawn]
-    plan = plan_micro_batches([len(ids) for ids in queries], [len(ids) for ids in responses], max_rows, max_tokens)
+    plan = plan_micro_batches([len(q) + len(r) for q, r in zip(queries, responses, strict=True)], max_rows, max_tokens)
     return [collate([queries[i] for i in rows], [responses[i] for i in rows], rows) for rows in plan]
 
 

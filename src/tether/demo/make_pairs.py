@@ -179,9 +179,9 @@ def _loglikelihoods(
     model: PreTrainedModel, queries: Sequence[Prompt], candidates: Sequence[Candidate]
 ) -> list[float]:
     """log π(answer | query) of each candidate, nats."""
-    lengths = [len(queries[c.prompt].token_ids) for c in candidates], [len(c.token_ids) for c in candidates]
+    lengths = [len(queries[c.prompt].token_ids) + len(c.token_ids) for c in candidates]
     found = [0.0] * len(candidates)
-    for rows in plan_micro_batches(*lengths, BATCH_SIZE):
+    for rows in plan_micro_batches(lengths, BATCH_SIZE):
         chosen = [candidates[row] for row in rows]
         batch = collate([queries[c.prompt].token_ids for c in chosen], [c.token_ids for c in chosen], rows)
         logprobs = response_outputs(model, batch, temperature=1.0).logprobs

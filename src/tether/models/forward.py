@@ -1,7 +1,7 @@
 """From a padded batch to log-probabilities, values and scores: the only place with a shift by one.
 
-The model's output at position j speaks of token j + 1. So response token t, at column P + t, was sampled in the state
-at column P + t − 1, and its log-probability and its value are both read there.
+The model's output at column j speaks of the token at column j + 1. So a response token was sampled in the state one
+column before it, and its log-probability and its value are both read there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def response_outputs(
 ) -> LogprobOutput:
     """Log-probabilities, and if wanted entropy and values, of the response tokens, from one pass of the trunk.
 
-        states_t = hidden[:, P + t − 1]
+        states_t = hidden[:, P + t − 1]        for a query of P tokens
         log π(response_t) = log_softmax(lm_head(states_t) / temperature)[response_t]
         V_t = head(states_t)
 
@@ -141,8 +141,14 @@ def _hidden_states(
 
 
 def _inputs(model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor) -> dict[str, Tensor | bool]:
-    """Arguments of a forward without cache. Models that take no position ids count real tokens by the mask."""
-    inputs = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": position_ids, "use_cache": False}
+    """Arguments of a forward without cache. Models that take no position ids count real tokens by the mask.
+
+    Where no row begins with padding there is no mask: what is behind a token is hidden from it anyway, and attention
+    that is causal and nothing else has the faster kernels.
+    """
+    is_masked = not bool(mask[:, 0].all())
+    inputs = {"input_ids": ids, "position_ids": position_ids, "use_cache": False}
+    inputs |= {"attention_mask": mask.long()} if is_masked else {}
     if "position_ids" not in inspect.signature(model.forward).parameters:
         del inputs["position_ids"]
     return inputs
@@ -151,18 +157,12 @@ def _inputs(model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Ten
 def _response_states(backbone: PreTrainedModel, batch: MicroBatch) -> Float[Tensor, "N D"]:
     """The state that each response token was sampled in, rows of the batch one after another, no padding."""
     hidden = _hidden_states(backbone, batch.token_ids, batch.attention_mask, batch.position_ids)
-    return _before_response(hidden, batch)
-
-
-def _before_response(hidden: Float[Tensor, "M K D"], batch: MicroBatch) -> Float[Tensor, "N D"]:
-    """Of states that end with the batch's last column, those one column before a response token."""
-    width = batch.response_mask.shape[1]
-    return hidden[:, -width - 1 : -1][batch.response_mask]
+    return hidden[:, :-1][batch.response_columns[:, 1:]]
 
 
 def _targets(batch: MicroBatch) -> Int[Tensor, " N"]:
     """The response tokens, rows of the batch one after another, no padding."""
-    return batch.token_ids[:, -batch.response_mask.shape[1] :][batch.response_mask]
+    return batch.token_ids[batch.response_columns]
 
 
 def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
@@ -171,12 +171,13 @@ def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[T
     handle = model.base_model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state))
     try:
         inputs = _inputs(model, batch.token_ids, batch.attention_mask, batch.position_ids)
-        kept = torch.arange(-batch.response_mask.shape[1] - 1, 0)  # an index gives the head a contiguous input
+        sampled_in = batch.response_columns[:, 1:]
+        kept = sampled_in.any(dim=0).nonzero()[:, 0]
         with compiled_layers(model.base_model):
             logits = model(**inputs, logits_to_keep=kept).logits
     finally:
         handle.remove()
-    return _before_response(seen[0], batch), _before_response(logits, batch)
+    return seen[0][:, :-1][sampled_in], logits[sampled_in[:, kept]]
 
 
 def _on_response(flat: Float[Tensor, " N"], batch: MicroBatch) -> Float[Tensor, "M R"]:

@@ -99,7 +99,7 @@ def scores_in_batches(
         through: runs each batch.
     """
     scores = [math.nan] * len(lengths)
-    plan = plan_micro_batches([0] * len(lengths), lengths, batch_size)
+    plan = plan_micro_batches(lengths, batch_size)
     for rows, found in in_fitting_parts(plan, lambda rows: through(lambda: run(rows)), "scoring"):
         for row, score in zip(rows, found, strict=True):
             scores[row] = score

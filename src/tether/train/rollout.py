@@ -222,8 +222,7 @@ def micro_batch_plan(
     They are no more than a mini-batch, so that every mini-batch gets one group at least.
     """
     return plan_micro_batches(
-        [len(query) for query in queries],
-        [len(response) for response in responses],
+        [len(query) + len(response) for query, response in zip(queries, responses, strict=True)],
         config.answers_at_once(num_processes),
         config.train.max_tokens_per_micro_batch,
         num_processes,

@@ -142,6 +142,21 @@ class TestToOurs:
         text = converted(written(tmp_path, "launch.sh", launch))
         assert parse_config(text) == parse_config(ours)
 
+    @pytest.mark.parametrize(
+        ("name", "bf16", "fp16"),
+        [
+            ("openrlhf_old", "--bf16", "--param_dtype fp16"),
+            ("openrlhf_new", "--ds.param_dtype bf16", "--ds.param_dtype fp16"),
+            ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=float16"),
+        ],
+    )
+    def test_half_precision_of_the_other_kind(self, tmp_path, name, bf16, fp16):
+        launch, ours = LAUNCHES[name]
+        text = launch.replace(bf16, fp16) if bf16 else launch.rstrip() + fp16 + "\n"
+        train = parse_config(converted(written(tmp_path, "launch.sh", text))).train
+        assert train.fp16 is True and train.bf16 is None
+        assert parse_config(ours).train.fp16 is False
+
     def test_arguments_alone_will_do(self, tmp_path):
         words = OPENRLHF_NEW.partition("train_ppo_ray \\\n")[2]
         assert parse_config(converted(written(tmp_path, "args.txt", words))) == parse_config(OPENRLHF_OURS)

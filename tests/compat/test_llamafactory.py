@@ -207,7 +207,6 @@ class TestKeys:
         ("override", "message"),
         [
             ("optim=adafactor", "wanted one of adamw_torch, adamw_hf, adamw_torch_fused, adamw_8bit, "),
-            ("fp16=true", "half precision is bfloat16 here"),
             ("do_sample=false", "the policy's own distribution"),
             ("num_beams=4", "the policy's own distribution"),
             ("repetition_penalty=1.2", "the policy's own distribution"),
@@ -281,6 +280,10 @@ class TestModels:
         assert config.model.freeze_layers == 1 and config.model.lora is None  # of two
         with pytest.raises(ConfigError, match="freeze_extra_modules: got norm; here whole layers are trained"):
             read(PPO, "--finetuning_type=freeze", "--freeze_extra_modules=norm", "--reward_model_type=full")
+
+    def test_fp16(self, tmp_path):
+        train = read(PPO.replace("bf16: true", "fp16: true"), folder=tmp_path)[0].train
+        assert (train.bf16, train.fp16) == (None, True)
 
     def test_full(self, tmp_path):
         config, _ = read(PPO, "--finetuning_type=full", "--reward_model_type=full", "--pure_bf16=true", folder=tmp_path)

@@ -118,6 +118,17 @@ def test_batch_sizes_and_updates_by_hand(tmp_path):
     assert args.num_total_batches == 7
 
 
+@pytest.mark.parametrize(
+    ("launcher", "given", "wanted"),
+    [("no", {"bf16": None, "fp16": True}, (False, True)), ("fp16", {"bf16": None}, (False, True)),
+     ("no", {"bf16": True}, (True, False)), ("bf16", {"bf16": None}, (True, False))],
+)  # fmt: skip
+def test_half_precision_is_what_arguments_and_launcher_say(tmp_path, monkeypatch, launcher, given, wanted):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    train = config_of(arguments(tmp_path, **given)).train
+    assert (train.bf16, train.fp16) == wanted
+
+
 def test_arguments_become_a_run(tmp_path):
     args = arguments(
         tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=3, num_mini_batches=2, total_episodes=480,

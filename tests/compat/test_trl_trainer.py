@@ -213,10 +213,12 @@ def test_a_reference_model_is_what_the_kl_is_to(tmp_path):
     assert made.state.log_history[0]["objective/kl"] > 0.1
 
 
-def test_bf16_is_autocast_over_float32_weights(tmp_path):
-    made = trainer(tmp_path, args=arguments(tmp_path, bf16=True), peft_config=lora())
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_half_precision_is_autocast_over_float32_weights(tmp_path, kind):
+    made = trainer(tmp_path, args=arguments(tmp_path, **{kind: True}), peft_config=lora())
     made.train()
     first = made.state.log_history[0]
+    assert ("policy/loss_scale" in first) == (kind == "fp16")
     assert (first["objective/kl"], first["val/first_ratio_error"]) == (0, 0)
     assert {parameter.dtype for parameter in made.policy_model.parameters()} == {torch.float32}
 
@@ -413,6 +415,17 @@ def test_an_optimizer_and_its_schedule_from_the_user(tmp_path):
         trainer(tmp_path, optimizers=(optimizer, None))
     with pytest.raises(ConfigError, match="schedule without its optimizer"):
         trainer(tmp_path, optimizers=(None, schedule))
+
+
+@pytest.mark.parametrize("has_schedule", [False, True])
+def test_losses_of_the_users_optimizer_are_scaled_in_float16(tmp_path, has_schedule):
+    model, value = policy(tmp_path), classifier(tmp_path)
+    optimizer = torch.optim.SGD([*model.parameters(), *value.parameters()], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if has_schedule else None
+    args = arguments(tmp_path, fp16=True)
+    made = trainer(tmp_path, args=args, model=model, value_model=value, optimizers=(optimizer, schedule))
+    made.train()
+    assert made.state.log_history[0]["policy/loss_scale"] > 1
 
 
 def test_a_run_goes_on_from_a_checkpoint_bitwise(tmp_path):

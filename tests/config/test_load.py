@@ -13,6 +13,7 @@ from tether.config.load import dump_config, load_config, parse_config
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.rewards import RewardConfig
 from tether.config.schema import RunConfig
+from tether.config.source import SourceConfig
 from tether.errors import ConfigError
 
 TYPES = [get_args(member.model_fields["type"].annotation)[0] for member in get_args(get_args(RewardConfig)[0])]
@@ -119,6 +120,24 @@ class TestOverrides:
     )
     def test_a_value_reaches_its_key(self, file, overrides, read):
         assert read(load_config(file, overrides))
+
+    @pytest.mark.parametrize("section", [RunConfig, RewardStageConfig, SourceConfig])
+    def test_half_precision_is_of_one_type(self, section):
+        of_run = "rewards: [{type: model, path: judge}]\noutput_dir: o\n"
+        rest = {RunConfig: f"{of_run}data: {{prompts: p}}\n", RewardStageConfig: "data: {pairs: p}\noutput_dir: o\n"}
+        content = "model: {path: p}\n" + rest.get(section, "rewards: [{type: model, path: judge}]\n")
+        keys = "" if section is SourceConfig else "train."
+        steps = [] if section is SourceConfig else ["--train.max_steps=1"]
+        both = [*steps, f"--{keys}fp16=true", f"--{keys}bf16=true"]
+        (told,) = problems(content, *both, section=section)
+        assert "bf16 and fp16 are both true: set one of them" in told
+        parse_config(content, section, overrides=both[:-1], source="run.yaml")
+        if section is not SourceConfig:
+            (told,) = problems(content, *both[:-1], "--model.dtype=bfloat16", section=section)
+            assert "model.dtype bfloat16 and train.fp16 ask for two types in half precision" in told
+
+    def test_float16_goes_before_the_bfloat16_of_the_hardware(self, file):
+        assert load_config(file, ["--train.fp16=true"]).resolved(bf16=True).train.bf16 is False
 
     @pytest.mark.parametrize(
         ("written", "value"),

@@ -35,7 +35,9 @@ def test_of_a_run_what_its_sources_need_is_taken(tmp_path):
     assert config.reward_names == ["adapter_0", "http_1"]
     assert config.rewards[0].path == "other"
     assert config.data == QueryConfig(system_prompt="Be kind.")
-    assert config.bf16 is False
+    assert config.bf16 is False and config.fp16 is False
+    half = loaded(tmp_path, RUN, "--train.fp16=true")
+    assert half.bf16 is False and half.fp16 is True
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_it_answers_and_its_roles_agree(tmp_path):
         config.data.prompts, tokenizer, split="train", max_prompt_length=96, chat_template="auto", system_prompt=None,
         key="data.prompts",
     ).prompts  # fmt: skip
-    roles = build_roles(config, tokenizer, device="cpu", mixed_precision=True)
+    roles = build_roles(config, tokenizer, device="cpu", autocast_dtype=torch.bfloat16)
     stops = stop_token_ids(tokenizer, roles.policy.generation_config, "eos")
     sampling = Sampling(12, 0.0, stops)
     requests = [Request(p.token_ids, i) for i, p in enumerate(prompts)]

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tests.train.runs import tiny_run
+from tether.train.optim import PassOptimizer
 from tether.train.run import open_trainer
 from tether.train.trainer import PPOTrainer
 
@@ -62,6 +63,41 @@ def fitted(trainer: PPOTrainer) -> Trained:
         updates=trainer.log.updates,
         evaluations=trainer.log.evaluations,
     )
+
+
+def overflowing(folder: Path, changes: Mapping[str, Any]) -> tuple[list[dict[str, float]], list[float], bool]:
+    """A run in float16 in which the gradients of the last process are not finite at the first step of each optimizer:
+    its updates, the scales of its losses at the end, and whether all weights are finite."""
+    with open_trainer(tiny_run(folder, **changes, train__fp16=True)) as trainer:
+        engine, dist, seen = trainer.engine, trainer.dist, set()
+        are_finite = engine.are_finite
+
+        def bad_at_first(optimizers: list[PassOptimizer]) -> bool:
+            (optimizer,) = optimizers
+            if optimizer.name not in seen and dist.rank == dist.num_processes - 1:
+                for gradient in (p.grad for p in optimizer.parameters if p.grad is not None):
+                    getattr(gradient, "to_local", lambda g=gradient: g)().fill_(math.inf)
+            seen.add(optimizer.name)
+            return are_finite(optimizers)
+
+        engine.are_finite = bad_at_first
+        for optimizer in trainer.optimizers:
+            optimizer.loss_scale.scale = 2.0**6  # a tiny model's gradients are large
+        trainer.fit()
+        weights = [engine.part(p) for p in trainer.roles.trained.values()]
+        scales = [optimizer.loss_scale.scale for optimizer in trainer.optimizers]
+        return trainer.log.updates, scales, all(bool(x.isfinite().all()) for x in weights)
+
+
+def assert_both_left_out(found: Sequence[tuple[list[dict[str, float]], list[float], bool]]) -> None:
+    """Asserts that two processes left out the first step of both optimizers, of which there were two an update."""
+    (updates, scales, is_finite), (theirs, other_scales, theirs_are) = found
+    assert metric_errors(updates, theirs, most=0) == []
+    assert scales == other_scales == [32, 32] and is_finite and theirs_are
+    first, second = updates
+    assert (first["policy/num_overflows"], first["value/num_overflows"]) == (1, 1)
+    assert (first["update/num_steps"], first["update/num_bad"]) == (1, 0)
+    assert (second["policy/num_overflows"], second["update/num_steps"], second["val/first_ratio_error"]) == (0, 2, 0)
 
 
 def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:

@@ -13,7 +13,14 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.distributed.harness import alone, together
-from tests.distributed.runs import assert_same_run, distance, metric_errors, trained
+from tests.distributed.runs import (
+    assert_both_left_out,
+    assert_same_run,
+    distance,
+    metric_errors,
+    overflowing,
+    trained,
+)
 from tests.models.build import save_adapter
 from tests.tiny import save_tiny
 from tests.train.runs import tiny_run, write_prompts
@@ -145,6 +152,12 @@ def with_a_bad_gradient(folder: Path, changes: Mapping[str, Any]) -> list[float]
         trainer.engine.backward = lambda loss, role: backward(loss * factor, role)
         trainer.fit()
         return [row["update/num_bad"] for row in trainer.log.updates]
+
+
+def test_an_overflow_in_one_process_is_left_out_in_all(folder):
+    changes = settings(folder, "critic warm-up, full", num_processes=2) | {"value__warmup_steps": 0}
+    changes |= {"output_dir": str(folder / "fp16"), "ppo__num_ppo_epochs": 1}
+    assert_both_left_out(together(overflowing, folder, changes, folder=folder))
 
 
 def test_what_led_to_a_bad_gradient_is_written_down_of_all_processes(folder):

@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.environment import launched
 from tests.distributed.harness import alone, started, together
-from tests.distributed.runs import Trained, assert_same_run, metric_errors, trained
+from tests.distributed.runs import (
+    Trained,
+    assert_both_left_out,
+    assert_same_run,
+    metric_errors,
+    overflowing,
+    trained,
+)
 from tests.distributed.spread import (
     CASES,
     COMMON,
@@ -184,6 +191,13 @@ def test_adapters_in_float32_on_a_base_in_bfloat16(folder):
     updates, others = together(in_bf16, folder, settings(folder, case, "bf16", 2), folder=folder, environment=FSDP)
     assert metric_errors(updates, others, most=0) == []
     assert updates[0]["val/first_ratio_error"] == 0 and updates[0]["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 3}], ids=["full", "LoRA"])
+def test_an_overflow_in_one_process_is_left_out_in_all(folder, lora):
+    case = {"value__kind": "model", "ppo__num_mini_batches": 2, "ppo__num_ppo_epochs": 1, "model__lora": lora}
+    changes = settings(folder, case, f"fp16 {lora is None}", 2)
+    assert_both_left_out(together(overflowing, folder, changes, folder=folder, environment=FSDP))
 
 
 def out_of_memory(folder: Path, changes: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,8 +17,10 @@ from tests.train.runs import tiny_run
 from tether.config.load import dump_config
 from tether.errors import ConfigError
 from tether.metrics.writers import read_jsonl
-from tether.train import inputs
+from tether.train import inputs, run
 from tether.train.checkpoint import list_checkpoints
+from tether.train.distributed import Dist
+from tether.train.engines.deepspeed import check
 
 FILES = Path(__file__).parents[2] / "examples" / "accelerate"
 ACCELERATE = ["accelerate.commands.launch", "--num_processes", "2", "--config_file"]
@@ -64,27 +67,58 @@ def test_a_launched_run_under_zero(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+TOLD = "accelerate launch was told mixed_precision"
 MIXED_PRECISION = [
-    ("no", None, False, None),
-    ("no", True, True, None),
-    ("bf16", None, True, None),
-    ("bf16", True, True, None),
-    ("bf16", False, None, "train.bf16: got false, but accelerate launch was told mixed_precision bf16; wanted"),
-    ("fp16", True, None, "mixed_precision in the configuration of accelerate launch: got fp16, wanted bf16 or no"),
+    ("no", {}, (False, False), None),
+    ("no", {"bf16": True}, (True, False), None),
+    ("no", {"fp16": True}, (False, True), None),
+    ("bf16", {}, (True, False), None),
+    ("bf16", {"bf16": True, "fp16": False}, (True, False), None),
+    ("bf16", {"bf16": False}, None, f"train.bf16: got false, but {TOLD} bf16; wanted the same of both"),
+    ("bf16", {"fp16": True}, None, f"train.fp16: got true, but {TOLD} bf16; wanted the same of both"),
+    ("fp16", {}, (False, True), None),
+    ("fp16", {"bf16": False}, (False, True), None),
+    ("fp16", {"fp16": True}, (False, True), None),
+    ("fp16", {"fp16": False}, None, f"train.fp16: got false, but {TOLD} fp16; wanted the same of both"),
+    ("fp16", {"bf16": True}, None, f"train.bf16: got true, but {TOLD} fp16; wanted the same of both"),
+    ("fp8", {}, None, "mixed_precision in the configuration of accelerate launch: got fp8, wanted bf16, fp16 or no"),
 ]
 
 
+@pytest.mark.parametrize("has_bf16", [False, True])
 @pytest.mark.parametrize(("launcher", "run", "wanted", "told"), MIXED_PRECISION)
-def test_mixed_precision_is_what_run_and_launcher_say(tmp_path, monkeypatch, launcher, run, wanted, told):
+def test_mixed_precision_is_what_run_and_launcher_say(tmp_path, monkeypatch, launcher, run, wanted, told, has_bf16):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-    monkeypatch.setattr(inputs, "bf16_supported", lambda device: False)
-    config = tiny_run(tmp_path, train__bf16=run)
+    monkeypatch.setattr(inputs, "bf16_supported", lambda device: has_bf16)
+    given = {"train__bf16": None} | {f"train__{name}": value for name, value in run.items()}
+    config = tiny_run(tmp_path, **given)
     if told is None:
         inputs.check_precision(config)
-        assert inputs.resolved(config).train.bf16 is wanted
+        train = inputs.resolved(config).train
+        nothing_said = launcher == "no" and run == {}
+        assert (train.bf16, train.fp16) == ((has_bf16, False) if nothing_said else wanted)
     else:
         with pytest.raises(ConfigError, match=f"^{told}"):
             inputs.check_precision(config)
+
+
+def test_an_engine_is_asked_about_what_the_launcher_says_too(tmp_path, monkeypatch):
+    """ZeRO has no scaled losses, and no DeepSpeed is needed to find that out."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    zero = SimpleNamespace(check=lambda config: check({"zero_optimization": {"stage": 2}}, config))
+    monkeypatch.setattr(run, "build_engine", lambda dist: zero)
+    with pytest.raises(ConfigError, match="mixed_precision of the launch: got float16, which is refused under ZeRO"):
+        run.check_processes(tiny_run(tmp_path, train__bf16=None), Dist())
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    run.check_processes(tiny_run(tmp_path, train__bf16=True), Dist())
+    with pytest.raises(ConfigError, match="is refused under ZeRO"):
+        run.check_processes(tiny_run(tmp_path, train__fp16=True), Dist())
+
+
+def test_float16_of_the_launcher_and_weights_in_bfloat16_contradict_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ConfigError, match=r"means train.fp16: model.dtype bfloat16 and train.fp16 ask for two types"):
+        inputs.check_precision(tiny_run(tmp_path, train__bf16=None, model__dtype="bfloat16"))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def test_a_run_decodes_with_its_policy(tmp_path, lora, cache):
         }
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    roles = build_roles(config, tokenizer, device="cpu", mixed_precision=False)
+    roles = build_roles(config, tokenizer, device="cpu", autocast_dtype=None)
     generator = build_generator(config, roles)
     asked, sampling = [Request([7 + i] * (1 + i % 3), i) for i in range(7)], Sampling(12, 1.0, frozenset({EOS}))
     widths = []

@@ -42,10 +42,10 @@ def run_config(path: Path | str, *, lora: dict[str, Any] | None = None, **sectio
     return RunConfig.model_validate(raw)
 
 
-def roles_of(config: RunConfig, *, mixed_precision: bool = False) -> ModelRoles:
+def roles_of(config: RunConfig, *, autocast_dtype: torch.dtype | None = None) -> ModelRoles:
     """Roles on the CPU."""
     tokenizer = load_tokenizer(config.model.path)
-    return build_roles(config, tokenizer, device="cpu", mixed_precision=mixed_precision)
+    return build_roles(config, tokenizer, device="cpu", autocast_dtype=autocast_dtype)
 
 
 def save_model(folder: Path, kind: Kind = "llama", **options: Any) -> Path:

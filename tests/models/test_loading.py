@@ -13,6 +13,7 @@ from tests.models.build import edit_json, plain_adapted, save_adapter, save_mode
 from tests.rewards.encoders import ENCODERS, save_encoder
 from tests.rewards.value_heads import HEAD, plain_value, save_value_head
 from tests.tiny import EOS, KINDS, PAD, tiny_tokenizer
+from tether.config.stage import StageTrainConfig
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
 from tether.models import loading
@@ -22,6 +23,7 @@ from tether.models.loading import (
     bf16_supported,
     check_classifier,
     check_value_head,
+    half_dtype,
     load_causal_lm,
     load_classifier,
     load_reward_model,
@@ -464,9 +466,26 @@ def test_bf16_on_the_cpu_depends_on_its_instructions_and_maker(monkeypatch, abil
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
     monkeypatch.setattr(loading, "is_intel", lambda: intel)
     assert bf16_supported("cpu") == wanted
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_bf16_supported=lambda: not wanted))
-    assert bf16_supported("cuda") != wanted
     assert not bf16_supported("mps")
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_bf16_on_a_gpu_that_emulates_it_is_none(monkeypatch, has_it):
+    emulating = SimpleNamespace(is_bf16_supported=lambda including_emulation=True: has_it or including_emulation)
+    monkeypatch.setattr(torch, "cuda", emulating)
+    assert bf16_supported("cuda") == has_it
+
+
+def test_the_type_of_autocast_is_what_the_keys_say_or_the_hardware(monkeypatch):
+    def keys(**given):
+        return StageTrainConfig(**given)
+
+    for has_it in (True, False):
+        monkeypatch.setattr(loading, "bf16_supported", lambda device, has_it=has_it: has_it)
+        assert half_dtype(keys(), "cpu") == (torch.bfloat16 if has_it else None)
+        assert half_dtype(keys(bf16=True), "cpu") == torch.bfloat16
+        assert half_dtype(keys(bf16=False), "cpu") is None
+        assert half_dtype(keys(fp16=True), "cpu") == half_dtype(keys(fp16=True, bf16=False), "cpu") == torch.float16
 
 
 def test_a_head_is_float32_under_autocast_and_on_a_bfloat16_trunk():

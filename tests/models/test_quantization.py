@@ -26,7 +26,7 @@ BITS = ("4bit", "8bit")
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("precision", [False, True])
+@pytest.mark.parametrize("precision", [None, torch.bfloat16, torch.float16])
 def test_transformers_is_asked_for_nf4_or_int8_on_the_run_s_device(tmp_path, monkeypatch, bits, precision):
     monkeypatch.setattr(few, "BitsAndBytesConfig", lambda **settings: SimpleNamespace(**settings))
     asked = {}
@@ -38,14 +38,14 @@ def test_transformers_is_asked_for_nf4_or_int8_on_the_run_s_device(tmp_path, mon
 
     whole = AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    roles_of(run_config(save_model(tmp_path), lora={}, model={"quantization": bits}), mixed_precision=precision)
+    roles_of(run_config(save_model(tmp_path), lora={}, model={"quantization": bits}), autocast_dtype=precision)
     wanted = {"llm_int8_skip_modules": None}
     if bits == "4bit":
         wanted |= {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": torch.bfloat16 if precision else torch.float32,
+            "bnb_4bit_compute_dtype": precision or torch.float32,
         }
     else:
         wanted["load_in_8bit"] = True
@@ -192,4 +192,4 @@ def test_a_critic_of_its_own_is_no_copy_of_weights_in_few_bits(tmp_path, folders
     config = run_config(folders[0], lora={}, value={"kind": "model"})
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
     with pytest.raises(ConfigError, match=r"value\.kind model: .* holds weights in few bits"):
-        build_roles(config, load_tokenizer(str(folders[0])), device="cpu", mixed_precision=False)
+        build_roles(config, load_tokenizer(str(folders[0])), device="cpu", autocast_dtype=None)

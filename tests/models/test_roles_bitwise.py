@@ -8,9 +8,10 @@ from tests.tiny import KINDS
 
 STARTS = ("full", "merged", "fresh", "loaded", "loaded with lm_head")
 PRECISIONS = {
-    "fp32": ({"dtype": "float32"}, False),
-    "bf16 weights": ({"dtype": "bfloat16"}, False),
-    "autocast": ({"dtype": "auto"}, True),
+    "fp32": ({"dtype": "float32"}, None),
+    "bf16 weights": ({"dtype": "bfloat16"}, None),
+    "autocast": ({"dtype": "auto"}, torch.bfloat16),
+    "fp16 autocast": ({"dtype": "auto"}, torch.float16),
 }
 
 
@@ -31,9 +32,9 @@ def start(folders, kind, name, precision, **sections):
     model, plain, whole = folders[kind]
     path = {"full": model, "merged": plain, "fresh": model, "loaded": plain, "loaded with lm_head": whole}[name]
     lora = None if name in ("full", "merged") else {"dropout": 0.3}
-    settings, mixed_precision = PRECISIONS[precision]
+    settings, autocast_dtype = PRECISIONS[precision]
     config = run_config(path, lora=lora, **{"value": {"kind": "head"}, "model": settings} | sections)
-    return roles_of(config, mixed_precision=mixed_precision)
+    return roles_of(config, autocast_dtype=autocast_dtype)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -74,27 +75,28 @@ def test_values_of_a_critic_of_its_own_are_bitwise_equal_too(folders, value, pre
 
 @pytest.mark.parametrize("name", ["full", "fresh", "loaded"])
 def test_weights_of_policy_and_reference_share_their_type(folders, name):
-    for mixed_precision, base in ((True, torch.bfloat16), (False, torch.float32)):
+    for autocast_dtype, base in ((torch.bfloat16,) * 2, (torch.float16,) * 2, (None, torch.float32)):
         path = folders["llama"][1 if name == "loaded" else 0]
         config = run_config(path, lora=None if name == "full" else {})
-        roles = roles_of(config, mixed_precision=mixed_precision)
+        roles = roles_of(config, autocast_dtype=autocast_dtype)
         kinds = {r: {p.dtype for p in roles.role(r).model.parameters()} for r in ("policy", "reference")}
         assert kinds["policy"] == kinds["reference"]
         assert kinds["policy"] == ({torch.float32} if name == "full" else {base, torch.float32})
         assert {p.dtype for p in roles.role("policy").trained.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize(("half", "nearness"), [("autocast", 0.99), ("fp16 autocast", 0.9999)])
 @pytest.mark.parametrize("name", ["full", "fresh"])
-def test_gradients_under_autocast_are_those_of_float32_up_to_rounding(folders, name):
+def test_gradients_under_autocast_are_those_of_float32_up_to_rounding(folders, name, half, nearness):
     gradients = []
-    for precision in ("fp32", "autocast"):
+    for precision in ("fp32", half):
         roles = start(folders, "llama", name, precision, value={"kind": "head"}, model={"dtype": "float32"})
         (pass_,) = roles.passes
         with pass_(micro_batch(), temperature=1.0) as out:
             (out.logprobs.sum() + out.values.sum()).backward()
         assert {p.grad.dtype for p in pass_.parameters()} == {torch.float32}
         gradients.append(torch.cat([p.grad.flatten() for p in pass_.parameters()]))
-    assert 0.99 < torch.cosine_similarity(*gradients, dim=0) < 1.0
+    assert nearness < torch.cosine_similarity(*gradients, dim=0) < 1.0
 
 
 def test_backward_runs_outside_of_autocast(folders):

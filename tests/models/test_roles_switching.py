@@ -222,7 +222,7 @@ def test_table_says_what_is_shared_and_what_each_role_adds(folders):
     size = full["policy"].parameters
     assert full["policy"].trainable == size and full["reference"].bytes == 4 * size
     assert full["value"].trainable == size - 40 * 16 + 16  # no lm_head, but a head
-    mixed = {row.role: row for row in roles_of(run_config(start, lora={}), mixed_precision=True).table()}
+    mixed = {row.role: row for row in roles_of(run_config(start, lora={}), autocast_dtype=torch.bfloat16).table()}
     assert mixed["policy"].dtype == "bfloat16 + float32" or mixed["policy"].dtype == "float32 + bfloat16"
 
 

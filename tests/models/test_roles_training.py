@@ -285,7 +285,7 @@ def test_a_reward_adapter_is_no_policy(folders):
     tokenizer = load_tokenizer(str(judge))
     for lora in (None, {}):
         with pytest.raises(ModelError, match="reward adapter"):
-            build_roles(run_config(judge, lora=lora), tokenizer, device="cpu", mixed_precision=False)
+            build_roles(run_config(judge, lora=lora), tokenizer, device="cpu", autocast_dtype=None)
 
 
 def test_an_end_token_outside_of_the_vocabulary_is_refused_but_a_pad_token_is_not(folders, tmp_path):
@@ -293,11 +293,11 @@ def test_an_end_token_outside_of_the_vocabulary_is_refused_but_a_pad_token_is_no
     tokenizer = load_tokenizer(str(model))
     tokenizer.add_special_tokens({"pad_token": "<new pad>"})
     assert tokenizer.pad_token_id == 40
-    roles = build_roles(run_config(model), tokenizer, device="cpu", mixed_precision=False)
+    roles = build_roles(run_config(model), tokenizer, device="cpu", autocast_dtype=None)
     assert roles.score_pass(micro_batch(), 1.0).logprobs.any()
     edit_json(model / "generation_config.json", lambda config: config.update(eos_token_id=[EOS, 40]))
     with pytest.raises(ModelError, match="end token 40 is outside of the model's vocabulary of 40 tokens"):
-        build_roles(run_config(model), tokenizer, device="cpu", mixed_precision=False)
+        build_roles(run_config(model), tokenizer, device="cpu", autocast_dtype=None)
 
 
 # State

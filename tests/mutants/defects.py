@@ -840,7 +840,7 @@ UPDATE = (
         ),
         (
             "gradients are clipped before all are there",
-            "self.engine.backward(total / normaliser.to(total), pass_.name)",
+            "self.engine.backward(optimizer.scaled(total / normaliser.to(total)), pass_.name)",
             "self.engine.backward(total / normaliser.to(total), pass_.name), [o.clip() for o in self.optimizers]",
         ),
         ("the value loss of a shared trunk has weight 1", "ppo.vf_coef if len(self.optimizers) == 1 else 1.0", "1.0"),
@@ -949,31 +949,40 @@ UPDATE = (
     ),
     *in_file(
         "train/update.py",
-        ("the step that goes too far is taken", "if stopped or is_bad:\n", "if is_bad:\n"),
+        (
+            "the step that goes too far is taken",
+            "if gradients is Gradients.FIT:\n                    self.take",
+            "if gradients in (Gradients.FIT, Gradients.TOO_FAR):\n                    self.take",
+        ),
         (
             "a step that is left out leaves its gradient behind",
             "                    self.engine.skip(optimizer)\n",
             "                    pass\n",
         ),
-        ("steps that were left out are counted", "float(not (stopped or is_bad))", "1.0"),
+        ("steps that were left out are counted", "float(is_whole)", "1.0"),
         ("an update stops where every limit is passed", "return any(limit is not None", "return all(limit is not None"),
         ("an update stops where the policy stayed near", "moved[name] > limit", "moved[name] < limit"),
         tests=whole_step("early stop by KL, head"),
     ),
     *in_file(
         "train/update.py",
-        ("a mini-batch that is not finite trains", "if stopped or is_bad:\n", "if stopped:\n"),
+        (
+            "a mini-batch that is not finite trains",
+            "if gradients is Gradients.FIT:\n                    self.take",
+            "if gradients is Gradients.FIT or (is_bad and not stopped):\n                    self.take",
+        ),
         ("numbers of a mini-batch that is not finite are logged", "with self.metrics.attempt():", "if True:"),
         ("gradients are not looked at before a step", "self.engine.are_finite([optimizer])", "True"),
         (
             "a step of the policy with a bad one of the critic ends the count of bad ones in a row",
-            "            if not (stopped or is_bad):\n                self.guard",
+            "            if is_whole:\n                self.guard",
             "            if not stopped:\n                self.guard",
         ),
         (
             "the critic steps where the policy's gradient is not finite",
-            "            is_bad = False\n            for optimizer in self.optimizers_in_use():\n",
-            "            for optimizer in self.optimizers_in_use():\n                is_bad = False\n",
+            "            is_bad = overflowed = False\n            for optimizer in self.optimizers_in_use():\n",
+            "            overflowed = False\n            for optimizer in self.optimizers_in_use():\n"
+            "                is_bad = False\n",
         ),
         (
             "the critic computes where the policy's gradient is not finite",
@@ -1083,7 +1092,7 @@ UPDATE = (
     ),
     *in_file(
         "train/update.py",
-        ("the SFT loss has no coefficient", "backward(self.config.ppo.ptx_coef * loss", "backward(loss"),
+        ("the SFT loss has no coefficient", "scaled(self.config.ppo.ptx_coef * loss", "scaled(loss"),
         ("demonstrations are unlearned", "loss = -algo.masked_sum(out.logprobs", "loss = algo.masked_sum(out.logprobs"),
         (
             "demonstrations are read at the sampling temperature",
@@ -1735,8 +1744,121 @@ DEFAULTS = in_file(
     tests=("tests/config/test_defaults.py",),
 )
 
+FP16 = "tests/train/test_fp16.py"
+FLOAT16 = (
+    *in_file(
+        "train/optim.py",
+        ("float16: gradients stay scaled", "parameter.grad.div_(self.loss_scale.scale)", "pass"),
+        (
+            "float16: losses are not scaled",
+            "return loss if self.loss_scale is None else loss * self.loss_scale.scale",
+            "return loss",
+        ),
+        ("float16: the scale falls below 1", "max(self.scale / 2, 1.0)", "self.scale / 2"),
+        (
+            "float16: an overflow does not end the count of steps",
+            "max(self.scale / 2, 1.0), 0",
+            "max(self.scale / 2, 1.0), self.num_steps",
+        ),
+        ("float16: the scale grows once and then at once", "2 * self.scale, 0", "2 * self.scale, self.num_steps - 1"),
+        ("float16: what is not finite is an overflow at every scale", "return self.scale > 1", "return True"),
+        ("float16: nothing is an overflow", "return self.scale > 1", "return False"),
+        tests=(FP16,),
+    ),
+    *in_file(
+        "train/optim.py",
+        (
+            "float16: a resumed run scales its losses as a new one",
+            'self.loss_scale = LossScale(**state["loss_scale"])',
+            "self.loss_scale = LossScale()",
+        ),
+        tests=("tests/train/test_run.py::test_resumed_run_is_bitwise_the_run_that_was_not_interrupted",),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "float16: the loss of demonstrations is not scaled",
+            "optimizer.scaled(self.config.ppo.ptx_coef * loss)",
+            "self.config.ppo.ptx_coef * loss",
+        ),
+        ("float16: gradients are not divided by the scale", "        optimizer.unscale()\n", ""),
+        ("float16: the scale stays after an overflow", "            scale.overflowed()\n", "            pass\n"),
+        ("float16: the scale never grows", "            scale.took_step()\n", "            pass\n"),
+        (
+            "float16: an overflow of the policy keeps the critic from stepping",
+            "overflowed |= gradients is Gradients.OVERFLOWED",
+            "is_bad |= gradients is Gradients.OVERFLOWED",
+        ),
+        (
+            "float16: a step with an overflow is counted",
+            "is_whole = not (stopped or is_bad or overflowed)",
+            "is_whole = not (stopped or is_bad)",
+        ),
+        (
+            "float16: a step with an overflow is taken",
+            "if gradients is Gradients.FIT:\n                    self.take",
+            "if gradients in (Gradients.FIT, Gradients.OVERFLOWED):\n                    self.take",
+        ),
+        (
+            "float16: a dry step lets the scale fall",
+            "            return Gradients.OVERFLOWED\n",
+            "            optimizer.loss_scale.overflowed()\n            return Gradients.OVERFLOWED\n",
+        ),
+        tests=(FP16,),
+    ),
+    *in_file(
+        "models/roles.py",
+        (
+            "float16: forwards run in bfloat16",
+            "torch.autocast(self.device.type, self.autocast_dtype)",
+            "torch.autocast(self.device.type, torch.bfloat16)",
+        ),
+        (
+            "float16: the frozen base is float32",
+            "config.model.quantization, autocast_dtype or torch.float32",
+            "config.model.quantization, torch.float32",
+        ),
+        tests=(FP16,),
+    ),
+    *in_file(
+        "models/loading.py",
+        (
+            "float16: a GPU that emulates bfloat16 counts as one that has it",
+            "is_bf16_supported(including_emulation=False)",
+            "is_bf16_supported()",
+        ),
+        tests=("tests/models/test_loading.py::test_bf16_on_a_gpu_that_emulates_it_is_none",),
+    ),
+    *in_file(
+        "train/run.py",
+        (
+            "float16: an engine is not asked about the launcher's",
+            "engine.check(resolved(config))",
+            "engine.check(config)",
+        ),
+        tests=("tests/distributed/test_launchers.py::test_an_engine_is_asked_about_what_the_launcher_says_too",),
+    ),
+    *in_file(
+        "stages/start.py",
+        ("float16: copies of whole modules train in it", "parameter.data = parameter.data.float()", "pass"),
+        tests=(
+            "tests/stages/test_reward_stage.py::test_fp16_freezes_a_base_in_float16_beside_a_float32_head_and_adapter",
+        ),
+    ),
+    *in_file(
+        "train/plan.py",
+        ("float16: the cache is planned wider", "if config.train.bf16 or config.train.fp16", "if config.train.bf16"),
+        tests=("tests/train/test_plan.py::test_a_frozen_base_is_counted_in_the_type_of_autocast",),
+    ),
+    *in_file(
+        "compat/trl/optimizers.py",
+        ("float16: losses of the user's optimizer are not scaled", "loss_scale(config.train)", "None"),
+        tests=("tests/compat/test_trl_trainer.py::test_losses_of_the_users_optimizer_are_scaled_in_float16",),
+    ),
+)
+
 DEFECTS = (
     *ADVANTAGES, *KL, *LOGPROBS, *LOSSES, *MASKING, *REDUCTION, *SCORES, *FORWARD, *COLLATE, *STREAM, *KEYS, *COLUMNS,
     *REDUCE, *GENERATION, *TRAINER, *UPDATE, *LOGGED, *EXPERIENCE, *MEASURE, *ROLLOUT, *EVALUATE, *EMA, *OPTIM, *HEADS,
-    *ROLES, *CHECKPOINT, *REWARDS, *ENSEMBLES, *REWARD_STAGE, *DEFAULTS,
+    *ROLES, *CHECKPOINT, *REWARDS, *ENSEMBLES, *REWARD_STAGE, *DEFAULTS, *FLOAT16,
 )  # fmt: skip

@@ -66,7 +66,7 @@ def test_sources_of_every_kind_add_up(tmp_path, function_file):
         }
     )
     tokenizer = load_tokenizer(str(policy))
-    roles = build_roles(run, tokenizer, device="cpu", mixed_precision=False)
+    roles = build_roles(run, tokenizer, device="cpu", autocast_dtype=None)
     rewards = build_rewards(run.rewards, run.reward_names, roles=roles, tokenizer=tokenizer, device="cpu")
     assert isinstance(rewards, RewardSource)
     batch = chat_batch(tokenizer, TURNS)
@@ -101,7 +101,7 @@ def test_an_ensemble_of_adapters_on_the_policys_base(tmp_path):
     )
     check_rewards(run.rewards)
     tokenizer = load_tokenizer(str(policy))
-    roles = build_roles(run, tokenizer, device="cpu", mixed_precision=False)
+    roles = build_roles(run, tokenizer, device="cpu", autocast_dtype=None)
     rewards = build_rewards(run.rewards, run.reward_names, roles=roles, tokenizer=tokenizer, device="cpu")
     batch = chat_batch(tokenizer, TURNS)
     output = rewards.score(batch)

@@ -87,7 +87,7 @@ def adapter(folder):
             "output_dir": "out",
         }
     )
-    roles = build_roles(run, load_tokenizer(base), device="cpu", mixed_precision=False)
+    roles = build_roles(run, load_tokenizer(base), device="cpu", autocast_dtype=None)
     roles.add_reward_adapter("judge", str(folder / "adapter"))
     return AdapterSource(roles, "judge", load_tokenizer(base), batch_size=3, device="cpu")
 

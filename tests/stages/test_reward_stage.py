@@ -10,11 +10,14 @@ from huggingface_hub import constants as hub_constants
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
+from trl import RewardConfig
 
+from tests.models.build import save_adapter, save_model
 from tests.tiny import EOS, KINDS, save_tiny, tiny_tokenizer
 from tether.config.load import dump_config, load_config
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import LoraConfig, RunConfig
+from tether.config.sft_stage import SftModelConfig
 from tether.data.pairs import load_pairs
 from tether.errors import ConfigError, DataError, ModelError, TrainingError
 from tether.metrics.writers import read_jsonl
@@ -22,7 +25,16 @@ from tether.models.loading import load_tokenizer
 from tether.models.roles import build_roles
 from tether.models.saving import verify_manifest
 from tether.rewards.build import build_rewards, check_rewards
-from tether.stages.reward import accuracy_by_length, pair_metrics, spare_token, start_model, train_reward_model
+from tether.stages.reward import (
+    accuracy_by_length,
+    adapted,
+    pair_metrics,
+    spare_token,
+    start_model,
+    train_reward_model,
+)
+from tether.stages.running import trainer_arguments
+from tether.stages.sft import start_model as start_of_sft
 from tether.types import RewardBatch
 
 PROMPTS = [
@@ -143,7 +155,7 @@ def test_reward_sources_take_it_and_give_the_rewards_of_the_file(trained, kind, 
     )
     check_rewards(run.rewards)
     tokenizer = load_tokenizer(config.model.path)
-    roles = build_roles(run, tokenizer, device="cpu", mixed_precision=False)
+    roles = build_roles(run, tokenizer, device="cpu", autocast_dtype=None)
     rewards = build_rewards(run.rewards, run.reward_names, roles=roles, tokenizer=tokenizer, device="cpu")
     sequences, expected = zip(*held_out(config), strict=True)
     batch = RewardBatch(
@@ -188,7 +200,7 @@ def test_the_first_loss_is_the_definition_on_the_start_model(tmp_path, kind, coe
     (line,) = read_jsonl(config.output_dir / "metrics.jsonl")
 
     set_seed(config.train.seed)
-    model = start_model(config.model, bf16=False)
+    model = start_model(config.model, precision=None)
     tokenizer = load_tokenizer(config.model.path)
     options = {"max_length": 64, "chat_template": "auto", "system_prompt": None, "end_ids": {EOS}, "key": "data.pairs"}
     losses, margins = [], []
@@ -260,6 +272,26 @@ def test_bf16_trains_a_frozen_bf16_base_with_a_float32_head_and_adapter(tmp_path
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16, None])
+def test_trl_is_told_the_type_of_autocast(tmp_path, precision):
+    given = trainer_arguments(stage_config(tmp_path), 12, precision=precision, kind=RewardConfig)
+    assert (given["fp16"], given["bf16"]) == (precision is torch.float16, precision is torch.bfloat16)
+
+
+def test_fp16_freezes_a_base_in_float16_beside_a_float32_head_and_adapter(tmp_path):
+    """What GradScaler unscales is float32, copies of whole modules too."""
+    config = stage_config(tmp_path, lora={"r": 4})
+    model = adapted(start_model(config.model, precision=torch.float16), config.model)
+    assert model.get_input_embeddings().weight.dtype == torch.float16
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    base = save_model(tmp_path / "base", tied=False)
+    start = save_adapter(tmp_path / "start", base, tokenizer=True, modules_to_save=["lm_head"])
+    goes_on = SftModelConfig(path=str(start), lora={})
+    model = start_of_sft(goes_on, precision=torch.float16)
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    assert set(trained.values()) == {torch.float32} and any("lm_head" in name for name in trained)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_is_saved(tmp_path):
     config = stage_config(tmp_path, learning_rate=1e30, max_grad_norm=None)
     with pytest.raises(TrainingError, match=r"step \d+: the loss is"):
@@ -291,6 +323,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
             ConfigError,
             r"train\.lr_scheduler_type: got stairs, wanted one of",
         ),
+        (changed("train", fp16=True), ConfigError, r"fp16: got true, wanted false where there is no accelerator"),
         (changed("model", lora=LoraConfig(target_modules=["nope"])), ConfigError, r"\['nope'\] names no module of"),
         (changed("data", pairs=str(long)), ConfigError, r"the pair in row 0 has 1\d\d tokens, the model has 128 pos"),
         (config.model_copy(update={"output_dir": tmp_path / "full"}), ConfigError, r"output_dir: .* is not empty"),

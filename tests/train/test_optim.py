@@ -227,7 +227,7 @@ def test_moments_in_8_bits_take_a_quarter_and_move_weights_nearly_as_far():
 )
 def test_what_is_frozen_has_neither_moments_nor_gradients(tmp_path, changes):
     config = tiny_run(tmp_path, **changes)
-    roles = build_roles(config, load_tokenizer(config.model.path), device="cpu", mixed_precision=False)
+    roles = build_roles(config, load_tokenizer(config.model.path), device="cpu", autocast_dtype=None)
     optimizers = build_optimizers(config, roles, 1)
     batch = collate([[8, 9], [10]], [[11, 12], [13, 14, 15]])
     with torch.no_grad():
@@ -515,7 +515,7 @@ def test_one_optimizer_a_pass(tmp_path, kind):
     own = {"value__learning_rate": 5e-3} if kind == "model" else {}
     config = tiny_run(tmp_path, value__kind=kind, **own)
     tokenizer = load_tokenizer(config.model.path)
-    roles = build_roles(config, tokenizer, device="cpu", mixed_precision=False)
+    roles = build_roles(config, tokenizer, device="cpu", autocast_dtype=None)
     optimizers = build_optimizers(config, roles, num_updates=2)
     policy, critic = (list(roles.role(name).trained.values()) for name in ("policy", "value"))
     held = [(o.name, o.learning_rate, [*map(id, o.parameters)]) for o in optimizers]

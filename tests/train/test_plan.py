@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.tiny import KINDS, save_tiny
 from tests.train.runs import tiny_run
@@ -20,7 +21,7 @@ from tether.train.run import train_policy
 def test_roles_have_the_parameters_that_were_planned(tmp_path, kind, sharing, kl_coef):
     config = tiny_run(tmp_path, kind=kind, ppo__kl_coef=kl_coef, **SHARINGS[sharing])
     planned = {role.role: role for role in plan(config).roles}
-    roles = build_roles(config, load_data(config).tokenizer, device="cpu", mixed_precision=False)
+    roles = build_roles(config, load_data(config).tokenizer, device="cpu", autocast_dtype=None)
     for row in roles.table():
         assert planned[row.role].trainable == row.trainable, row.role
     built = sum(row.bytes for row in roles.table())
@@ -29,6 +30,17 @@ def test_roles_have_the_parameters_that_were_planned(tmp_path, kind, sharing, kl
     else:
         assert sum(role.weight_bytes for role in planned.values()) == built
     assert ("reference" in planned) == (kl_coef > 0) == roles.has_reference
+
+
+@pytest.mark.parametrize(("key", "dtype"), [("train__bf16", torch.bfloat16), ("train__fp16", torch.float16)])
+def test_a_frozen_base_is_counted_in_the_type_of_autocast(tmp_path, key, dtype):
+    full, config = (tiny_run(tmp_path, model__lora={"r": 4}, **changes) for changes in ({}, {key: True}))
+    planned = plan(config)
+    roles = build_roles(config, load_data(config).tokenizer, device="cpu", autocast_dtype=dtype)
+    assert sum(role.weight_bytes for role in planned.roles) == sum(row.bytes for row in roles.table())
+    of_weights = [sum(role.weight_bytes for role in each.roles) for each in (plan(full), planned)]
+    beside = [each.memory["rollout"] - size for each, size in zip((plan(full), planned), of_weights, strict=True)]
+    assert of_weights[1] < of_weights[0] and beside[1] < beside[0], "the cache is half as large too"
 
 
 def test_updates_and_memory_follow_the_batch(tmp_path):
@@ -87,7 +99,7 @@ def test_adapters_that_are_continued_or_judge_are_counted_as_they_were_saved(tmp
         tmp_path, model__path=str(first.output_dir), model__lora={}, output_dir=str(tmp_path / "second")
     )  # fmt: skip
     planned = {role.role: role for role in plan(second).roles}
-    roles = build_roles(second, load_data(second).tokenizer, device="cpu", mixed_precision=False)
+    roles = build_roles(second, load_data(second).tokenizer, device="cpu", autocast_dtype=None)
     assert sum(role.weight_bytes for role in planned.values()) == sum(row.bytes for row in roles.table())
     assert planned["policy"].trainable == 2 * 2 * (16 + 16)
 

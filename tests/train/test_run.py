@@ -18,6 +18,7 @@ from tests.train.runs import PROMPTS, tiny_run
 from tests.train.test_whole_step import trainer_for
 from tether.errors import CheckpointError, ConfigError, RewardResponseError, TrainingError
 from tether.metrics.writers import read_jsonl
+from tether.train import optim
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path
 
@@ -107,6 +108,7 @@ def test_output_folder_has_what_was_promised(tmp_path):
 RESUMED = {
     "full, critic model": {"value__kind": "model", "ppo__kl_target": 0.5},
     "full, head, bf16 autocast": {"value__kind": "head", "train__bf16": True},
+    "full, critic model, fp16 autocast": {"value__kind": "model", "train__fp16": True},
     "LoRA, critic adapter, mini-batches": {"model__lora": {"r": 4}, "ppo__num_mini_batches": 2},
 }
 
@@ -121,7 +123,8 @@ class CrashAfter(TrainerCallback):
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_resumed_run_is_bitwise_the_run_that_was_not_interrupted(tmp_path, case):
+def test_resumed_run_is_bitwise_the_run_that_was_not_interrupted(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(optim, "STEPS_TO_GROW", 3)  # of the four steps before the checkpoint
     changes = RESUMED[case] | {"train__max_steps": 4, "data__eval_prompts": str(tmp_path / "prompts.jsonl")}
     straight = tiny_run(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
     train_policy(straight)

@@ -25,9 +25,9 @@ def test_next_run_begins_with_the_values_that_the_last_one_ended_with(tmp_path, 
     changes = {"model__lora": {}} if kind == "adapter" else {}
     second = tiny_run(tmp_path, **changes, value__kind=kind, value__init=str(folder), output_dir=str(tmp_path / "next"))
     tokenizer = load_tokenizer(second.model.path)
-    values = build_roles(second, tokenizer, device="cpu", mixed_precision=False).score_pass(micro_batch(), 1.0).values
+    values = build_roles(second, tokenizer, device="cpu", autocast_dtype=None).score_pass(micro_batch(), 1.0).values
     fresh = tiny_run(tmp_path, **changes, value__kind=kind, value__init="policy", output_dir=str(tmp_path / "fresh"))
-    zero = build_roles(fresh, tokenizer, device="cpu", mixed_precision=False).score_pass(micro_batch(), 1.0).values
+    zero = build_roles(fresh, tokenizer, device="cpu", autocast_dtype=None).score_pass(micro_batch(), 1.0).values
     assert torch.equal(zero, torch.zeros_like(zero))
     assert values.abs().max() > 1e-4
     train_policy(second)

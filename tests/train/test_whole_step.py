@@ -75,7 +75,7 @@ def parts_for(config, *, by_token=False):
     tokenizer, prompts, ptx = data.tokenizer, data.prompts, data.ptx
     scores = (score for batch in count() for score in scores_of(batch))
     return Parts(
-        roles=build_roles(config, tokenizer, device=Dist().device, mixed_precision=False),
+        roles=build_roles(config, tokenizer, device=Dist().device, autocast_dtype=None),
         generator=FakeGenerator(RESPONSES),
         rewards=TokenRewards() if by_token else FakeRewards(lambda query, response: next(scores)),
         tokenizer=tokenizer,

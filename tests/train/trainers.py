@@ -9,6 +9,7 @@ from tether.data import collate as collation
 from tether.data import demonstrations
 from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers
+from tether.models.loading import half_dtype
 from tether.models.roles import build_roles
 from tether.train import evaluate, rollout, update
 from tether.train.callbacks import Callbacks
@@ -21,19 +22,19 @@ from tether.train.trainer import PPOTrainer
 from tether.types import MicroBatch, Sampling
 
 
-def trainer_of(config, rewards, generator=None, *, prepare=None, stop_ids=(), mixed_precision=False):
+def trainer_of(config, rewards, generator=None, *, prepare=None, stop_ids=()):
     """A trainer with this judge that evaluates on the prompts that it trains on.
 
     Args:
         generator: answers in the policy's place.
         prepare: what is done to the roles before the trainer gets them.
-        mixed_precision: whether forwards run under bfloat16 autocast.
     """
     data = load_data(config)
     prompts = data.prompts.prompts
     log = RunLog(config.output_dir, NullDisplay(), Trackers("none", "t", config.output_dir, {}), logging_steps=1)
     callbacks = Callbacks((), config, len(prompts))
-    roles = build_roles(config, data.tokenizer, device=Dist().device, mixed_precision=mixed_precision)
+    device = Dist().device
+    roles = build_roles(config, data.tokenizer, device=device, autocast_dtype=half_dtype(config.train, device))
     if prepare is not None:
         prepare(roles)
     parts = Parts(

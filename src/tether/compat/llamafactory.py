@@ -286,9 +286,8 @@ def _freeze(keys: Translator) -> None:
 
 def _precision(keys: Translator) -> None:
     """bf16, fp16, quantisation, and what is recomputed."""
-    if keys.flag("fp16"):
-        keys.refuse("fp16", "half precision is bfloat16 here: write bf16: true")
-    keys.covered("fp16", by="its default, as here")
+    if keys.gives("fp16"):
+        keys.put("train.fp16", keys.flag("fp16"), "fp16")
     if keys.flag("pure_bf16"):
         keys.put("model.dtype", "bfloat16", "pure_bf16")
     keys.covered("pure_bf16", by="its default, as here")

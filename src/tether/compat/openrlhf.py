@@ -107,6 +107,7 @@ OLD = {
     "lora_dropout": "ds.lora.dropout",
     "target_modules": "ds.lora.target_modules",
     "load_in_4bit": "ds.load_in_4bit",
+    "param_dtype": "ds.param_dtype",
     "packing_samples": "ds.packing_samples",
     "use_dynamic_batch": "train.dynamic_batch_enable",
     "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
@@ -283,7 +284,8 @@ def _lora(keys: Translator) -> None:
             keys.put("model.lora.dropout", keys.take("ds.lora.dropout"), "ds.lora.dropout")
     keys.drop("set model.quantization", "ds.load_in_4bit")
     if keys.gives("bf16") or keys.gives("ds.param_dtype"):
-        keys.put("train.bf16", keys.take("ds.param_dtype", "bf16") == "bf16", "bf16", "ds.param_dtype")
+        is_fp16 = keys.take("ds.param_dtype", "bf16") == "fp16"
+        keys.put("train.fp16" if is_fp16 else "train.bf16", True, "bf16", "ds.param_dtype")
 
 
 def _output(keys: Translator) -> None:
@@ -328,7 +330,7 @@ WRITTEN = (
     "ppo.advantage_estimator", "ppo.loss_reduction", "ppo.reward_clip", "ppo.num_mini_batches", "train.adam_beta1",
     "train.adam_beta2", "train.lr_scheduler_kwargs", "train.rollout_batch_size", "train.micro_batch_size",
     "train.max_tokens_per_micro_batch", "train.ema_decay", "train.gradient_checkpointing", "train.eval_steps",
-    "train.save_steps", "train.bf16", "train.report_to", "train.run_name", "resume",
+    "train.save_steps", "train.bf16", "train.fp16", "train.report_to", "train.run_name", "resume",
 )  # fmt: skip
 """Keys that ``launch`` says in another form."""
 
@@ -398,8 +400,8 @@ def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "train.ema_beta", train.ema_decay
     if train.gradient_checkpointing:
         yield "actor.gradient_checkpointing_enable", True
-    if train.bf16:
-        yield "ds.param_dtype", "bf16"
+    if train.bf16 or train.fp16:
+        yield "ds.param_dtype", "fp16" if train.fp16 else "bf16"
     if train.save_steps is not None:
         yield "ckpt.save_steps", train.save_steps
     if config.resume:

@@ -36,6 +36,7 @@ SCALARS = (
     Scalar("train.adam_epsilon", "adam_epsilon", 1e-8),
     Scalar("train.max_grad_norm", "max_grad_norm", 1.0),
     Scalar("train.bf16", "bf16"),
+    Scalar("train.fp16", "fp16"),
     Scalar("train.gradient_checkpointing", "gradient_checkpointing"),
     Scalar("train.seed", "seed", 42),
     Scalar("train.logging_steps", "logging_steps"),

@@ -87,6 +87,7 @@ def translated(source: str, settings: Mapping[str, Any]) -> Translation:
         keys.refuse(f"{MODEL}.path", "missing; wanted the policy")
     keys.put_scalars(SCALARS)
     _rewards(keys)
+    _precision(keys)
     _critic(keys)
     _data(keys)
     _batches(keys)
@@ -110,6 +111,11 @@ def _rewards(keys: Translator) -> None:
     else:
         keys.refuse(path, f"missing, and so is {model}; their rules for known datasets are not here")
     keys.covered(enabled, name, by="rewards")
+
+
+def _precision(keys: Translator) -> None:
+    if keys.take(f"{ACTOR}.fsdp_config.dtype") == "float16":
+        keys.put("train.fp16", True, f"{ACTOR}.fsdp_config.dtype")
 
 
 def _critic(keys: Translator) -> None:

@@ -153,7 +153,6 @@ ALIASES = _table(
     ("l2 weight_decay_rate", _to("train.weight_decay")),
     ("adam_eps optim_eps", _to("train.adam_epsilon")),
     ("max_norm grad_clip clip_grad max_gradient_norm gradient_clip", _to("train.max_grad_norm")),
-    ("fp16", _to("train.bf16", note="half precision is bfloat16 only")),
     ("optimizer optimizer_type optim_type adam_kind", _to("train.optim")),
     ("enable_ema ema_beta", _to("train.ema_decay")),
     ("random_seed", _to("train.seed")),

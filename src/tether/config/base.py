@@ -10,6 +10,12 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """What the generators of Python, NumPy and torch alike can begin with."""
 
 
+def check_precision(bf16: bool | None, fp16: bool) -> None:
+    """Raises ``ValueError`` where autocast of two types is asked for."""
+    if bf16 and fp16:
+        raise ValueError("bf16 and fp16 are both true: set one of them; bf16 where the hardware has it")
+
+
 class Section(BaseModel):
     """A frozen group of keys that refuses unknown ones; a string under each field documents it everywhere."""
 

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from tether.config.base import Quantization, Section, Seed
+from tether.config.base import Quantization, Section, Seed, check_precision
 from tether.config.chat import DataKeys, Sources
 from tether.config.rewards import RewardConfig, reward_names, sources_of
 
@@ -64,9 +64,9 @@ class ModelConfig(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights. ``auto``: float32 for full fine-tuning; with LoRA the frozen base is bfloat16 where bf16
-    arithmetic is on, and the adapters are float32. Training weights that are bfloat16 themselves loses most small
-    updates to rounding."""
+    """Type of the weights. ``auto``: float32 for full fine-tuning; with LoRA the frozen base is bfloat16 under bf16
+    autocast and float16 under fp16, and the adapters are float32. Training weights that are bfloat16 themselves loses
+    most small updates to rounding."""
     attn_implementation: str | None = None
     """Attention kernel as transformers names it; the model's default if left out."""
     trust_remote_code: bool = False
@@ -98,6 +98,15 @@ class ModelConfig(Section):
                 "it out, and choose the layers by lora.target_modules"
             )
         return self
+
+
+def check_weights(model: ModelConfig, *, fp16: bool) -> None:
+    """Raises ``ValueError`` for weights in bfloat16 under float16 autocast."""
+    if fp16 and model.dtype == "bfloat16":
+        raise ValueError(
+            "model.dtype bfloat16 and train.fp16 ask for two types in half precision: leave model.dtype out, or set "
+            "train.bf16 in place of train.fp16"
+        )
 
 
 class ValueConfig(Section):
@@ -391,8 +400,12 @@ class TrainConfig(Section):
     """Moving average of the policy's weights, one step an update, that is evaluated and saved in the policy's place
     (.992 in InstructGPT). Left out: the policy itself is."""
     bf16: bool | None = None
-    """bfloat16 autocast of all forwards. Left out: on where the hardware is faster so, or where ``mixed_precision`` of
-    ``accelerate launch`` is bf16."""
+    """bfloat16 autocast of all forwards. Left out: on where the hardware is faster so and ``fp16`` is off, or where
+    ``mixed_precision`` of ``accelerate launch`` is bf16."""
+    fp16: bool = False
+    """float16 autocast of all forwards, for hardware without bfloat16 (V100, T4). Losses are scaled before their
+    backward, so that small gradients are not lost; steps whose scaled gradients overflow are left out. Left out: on
+    where ``mixed_precision`` of ``accelerate launch`` is fp16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the update to save memory; never on while answers are generated."""
     compile: bool = False
@@ -452,6 +465,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> TrainConfig:
+        check_precision(self.bf16, self.fp16)
         lengths = {k: getattr(self, k) for k in ("total_episodes", "num_train_epochs", "max_steps")}
         given = {k: v for k, v in lengths.items() if v is not None}
         if len(given) != 1:
@@ -517,17 +531,20 @@ class RunConfig(Section):
         """The policy's peak learning rate, the default resolved."""
         return self.train.learning_rate or (5e-5 if self.model.lora else 3e-6)
 
-    def resolved(self, *, bf16: bool) -> RunConfig:
+    def resolved(self, *, bf16: bool, fp16: bool = False) -> RunConfig:
         """The same run with every default filled in that depends on other keys or on the machine.
 
         Args:
             bf16: whether the machine has bfloat16 arithmetic; used where ``train.bf16`` is left out.
+            fp16: whether the launcher asks for float16.
         """
+        fp16 = self.train.fp16 or (fp16 and not self.train.bf16)
         value = self.value.model_copy(update={"kind": self.value_kind}) if self.ppo.has_critic else self.value
         ppo = self.ppo.model_copy(update={"whiten_advantages": self.ppo.whitens_advantages})
         filled = {
             "learning_rate": self.learning_rate,
-            "bf16": bf16 if self.train.bf16 is None else self.train.bf16,
+            "bf16": bf16 and not fp16 if self.train.bf16 is None else self.train.bf16,
+            "fp16": fp16,
             "micro_batch_size": self.train.max_rows_per_micro_batch,
         }
         return self.model_copy(
@@ -591,6 +608,11 @@ class RunConfig(Section):
                 f"ppo.kl_horizon {horizon} is too short for train.rollout_batch_size {rollout}: one update could take "
                 f"all of kl_coef away. Set it to at least {rollout // 5 + 1}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> RunConfig:
+        check_weights(self.model, fp16=self.train.fp16)
         return self
 
     @model_validator(mode="after")

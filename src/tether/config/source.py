@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from tether.config import text
-from tether.config.base import Section
+from tether.config.base import Section, check_precision
 from tether.config.chat import ChatKeys
 from tether.config.load import load_config
 from tether.config.rewards import (
@@ -38,7 +38,9 @@ class SourceConfig(Section):
     """How prompts become queries, as in a run."""
     bf16: bool | None = None
     """bfloat16 autocast of reward adapters, as ``train.bf16`` of their run. Left out: on where the hardware is faster
-    so."""
+    so and ``fp16`` is off."""
+    fp16: bool = False
+    """float16 autocast of reward adapters, as ``train.fp16`` of their run."""
 
     @property
     def reward_names(self) -> list[str]:
@@ -49,6 +51,11 @@ class SourceConfig(Section):
     def _check_names(self) -> SourceConfig:
         if len(set(self.reward_names)) != len(self.reward_names):
             raise ValueError(f"rewards: names must be unique, got {', '.join(self.reward_names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_precision(self) -> SourceConfig:
+        check_precision(self.bf16, self.fp16)
         return self
 
     @model_validator(mode="after")
@@ -82,7 +89,8 @@ def load_sources(path: str | Path, overrides: Sequence[str] = ()) -> SourceConfi
         return load_config(path, overrides, SourceConfig)
     run = load_config(path, overrides)
     query = QueryConfig(**run.data.chat)
-    return SourceConfig(rewards=run.rewards, model=run.model, data=query, bf16=run.train.bf16)
+    precision = {"bf16": run.train.bf16, "fp16": run.train.fp16}
+    return SourceConfig(rewards=run.rewards, model=run.model, data=query, **precision)
 
 
 def _is_run(path: Path) -> bool:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from tether.config.base import Section, Seed
-from tether.config.schema import Fraction, HeldOut, ModelConfig
+from tether.config.base import Section, Seed, check_precision
+from tether.config.schema import Fraction, HeldOut, ModelConfig, check_weights
 
 
 class StageTrainConfig(Section):
@@ -32,7 +32,9 @@ class StageTrainConfig(Section):
     max_grad_norm: PositiveFloat | None = 1.0
     """The gradient's norm is clipped to it; null turns clipping off."""
     bf16: bool | None = None
-    """bfloat16 autocast of all forwards. Left out: on where the hardware is faster so."""
+    """bfloat16 autocast of all forwards. Left out: on where the hardware is faster so and ``fp16`` is off."""
+    fp16: bool = False
+    """float16 autocast of all forwards with scaled losses, for accelerators without bfloat16 (V100, T4)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     seed: Seed = 42
@@ -44,6 +46,7 @@ class StageTrainConfig(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> StageTrainConfig:
+        check_precision(self.bf16, self.fp16)
         if self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} must divide batch_size {self.batch_size}: "
@@ -75,6 +78,11 @@ class StageConfig(Section):
     def learning_rate(self) -> float:
         """The peak learning rate, the default resolved."""
         return self.train.learning_rate or (1e-4 if self.model.lora else 1e-5)
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> StageConfig:
+        check_weights(self.model, fp16=self.train.fp16)
+        return self
 
     @model_validator(mode="after")
     def _no_keys_of_ppo(self) -> StageConfig:

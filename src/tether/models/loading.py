@@ -29,6 +29,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from tether.config.schema import TrainConfig
+from tether.config.source import SourceConfig
+from tether.config.stage import StageTrainConfig
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
 from tether.models.bitsandbytes import FewBits, is_quantized, keep_differentiable
@@ -85,11 +88,23 @@ def bf16_supported(device: torch.device | str) -> bool:
     """
     kind = torch.device(device).type
     if kind == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     if kind == "cpu":
         abilities = torch.cpu.get_capabilities()
         return bool(abilities.get("amx_bf16") or (abilities.get("avx512_bf16") and not is_intel()))
     return False
+
+
+def half_dtype(keys: TrainConfig | StageTrainConfig | SourceConfig, device: torch.device | str) -> torch.dtype | None:
+    """The type that ``keys`` ask for forwards to run in under autocast; None for that of the weights.
+
+    Args:
+        device: says whether it is bfloat16 where they leave ``bf16`` out.
+    """
+    if keys.fp16:
+        return torch.float16
+    is_bf16 = bf16_supported(device) if keys.bf16 is None else keys.bf16
+    return torch.bfloat16 if is_bf16 else None
 
 
 # Tokenizers

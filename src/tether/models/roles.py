@@ -199,7 +199,7 @@ class ModelRoles:
         base_source: str,
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device | str,
-        mixed_precision: bool,
+        autocast_dtype: torch.dtype | None,
         detach_value: bool,
         offload_idle: bool = False,
     ) -> None:
@@ -215,8 +215,8 @@ class ModelRoles:
         """The policy's tokenizer, which is the critic's too."""
         self.device = torch.device(device)
         """Where all roles are."""
-        self.mixed_precision = mixed_precision
-        """Whether forwards run under bfloat16 autocast."""
+        self.autocast_dtype = autocast_dtype
+        """The type that forwards run in under autocast, None without it."""
         self.detach_value = detach_value
         """Whether the value loss is kept out of the policy's weights."""
         self.offloads_idle = offload_idle
@@ -365,8 +365,8 @@ class ModelRoles:
         return self._parts[model]
 
     def autocast(self) -> AbstractContextManager[None]:
-        """bfloat16 autocast, if mixed precision is on."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.mixed_precision else nullcontext()
+        """Autocast, if it is on."""
+        return nullcontext() if self.autocast_dtype is None else torch.autocast(self.device.type, self.autocast_dtype)
 
     @contextmanager
     def _switched(self, adapter: str | None) -> Iterator[None]:
@@ -461,7 +461,7 @@ class ModelRoles:
         number = sum(role.startswith("reward/") for role in self._by_name)
         adapter = f"reward_{number}" if number else "reward"
         with flags_kept(self._adapted.parameters()):
-            head = add_reward(self._adapted, adapter, path, self.base_source, float32=self.mixed_precision)
+            head = add_reward(self._adapted, adapter, path, self.base_source, float32=self.autocast_dtype is not None)
         for parameter in adapter_parameters(self._adapted, adapter).values():
             parameter.requires_grad_(False)
         placed(with_quick_products(self._adapted).eval(), self.device)
@@ -534,7 +534,11 @@ class CriticSource:
 
 
 def build_roles(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device | str, mixed_precision: bool
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device | str,
+    autocast_dtype: torch.dtype | None,
 ) -> ModelRoles:
     """Loads policy, reference and critic as the configuration shares them. Reward adapters are added afterwards.
 
@@ -542,7 +546,7 @@ def build_roles(
 
     Args:
         tokenizer: the policy's.
-        mixed_precision: whether forwards run under bfloat16 autocast.
+        autocast_dtype: the type that forwards run in under autocast, None without it.
 
     Raises:
         ConfigError, ModelError: a path does not hold what its role needs, or two settings do not fit together.
@@ -553,11 +557,11 @@ def build_roles(
         if config.model.lora is None:
             roles, adapted = _full_roles(config), None
         else:
-            roles, adapted = _lora_roles(config, device=device, mixed_precision=mixed_precision)
+            roles, adapted = _lora_roles(config, device=device, autocast_dtype=autocast_dtype)
         policy = roles[0]
         check_token_ids(policy.model, tokenizer)
         if config.value_kind == "adapter":
-            roles.append(_adapter_critic(config, source, adapted, policy, mixed_precision=mixed_precision))
+            roles.append(_adapter_critic(config, source, adapted, policy, autocast_dtype=autocast_dtype))
         elif config.value_kind == "model":
             roles.append(_model_critic(config, source, policy, tokenizer))
         elif config.value_kind == "head":
@@ -570,7 +574,7 @@ def build_roles(
         base_source=_base_source(config),
         tokenizer=tokenizer,
         device=device,
-        mixed_precision=mixed_precision,
+        autocast_dtype=autocast_dtype,
         detach_value=config.value.detach,
         offload_idle=config.train.offload_idle_roles,
     )
@@ -594,7 +598,7 @@ def _full_roles(config: RunConfig) -> list[Role]:
 
 
 def _lora_roles(
-    config: RunConfig, *, device: torch.device | str, mixed_precision: bool
+    config: RunConfig, *, device: torch.device | str, autocast_dtype: torch.dtype | None
 ) -> tuple[list[Role], PeftModel]:
     path, lora = config.model.path, config.model.lora
     base_source = _base_source(config)
@@ -603,7 +607,7 @@ def _lora_roles(
         check_switched_off(path, start.config)
         if start.head:
             raise ModelError(f"model.path: {path} is a reward adapter (it holds a head); wanted a language model's")
-    bits, compute_dtype = config.model.quantization, torch.bfloat16 if mixed_precision else torch.float32
+    bits, compute_dtype = config.model.quantization, autocast_dtype or torch.float32
     # Beside quantised layers, norms and heads are float32, as in QLoRA.
     dtype = _dtype(config, compute_dtype if bits is None else torch.float32)
     few_bits = None if bits is None else FewBits(bits, torch.device(device), compute_dtype)
@@ -621,20 +625,25 @@ def _lora_roles(
     except ValueError as error:
         raise ConfigError(f"model.lora.target_modules: {error}") from error
     if start is not None:
-        fill_adapter(adapted, DEFAULT, start, float32=mixed_precision)
+        fill_adapter(adapted, DEFAULT, start, float32=autocast_dtype is not None)
     trained = adapter_parameters(adapted, DEFAULT)
     roles = [Role(POLICY, base, path, "adapter on the base", DEFAULT, trained=trained)]
     if config.ppo.kl_coef > 0 and start is None:
         roles.append(Role(REFERENCE, base, path, "the base, adapters off", OFF))
     elif config.ppo.kl_coef > 0:
         adapted.add_adapter(REFERENCE, changed_config(start.config, inference_mode=False))
-        fill_adapter(adapted, REFERENCE, start, float32=mixed_precision)
+        fill_adapter(adapted, REFERENCE, start, float32=autocast_dtype is not None)
         roles.append(Role(REFERENCE, base, path, "frozen adapter on the base", REFERENCE))
     return roles, adapted
 
 
 def _adapter_critic(
-    config: RunConfig, source: CriticSource | None, adapted: PeftModel, policy: Role, *, mixed_precision: bool
+    config: RunConfig,
+    source: CriticSource | None,
+    adapted: PeftModel,
+    policy: Role,
+    *,
+    autocast_dtype: torch.dtype | None,
 ) -> Role:
     """A second adapter on the policy's base with a head: a copy of a reward adapter, or a fresh one that says 0."""
     if source is None:
@@ -644,7 +653,7 @@ def _adapter_critic(
         adapted.add_adapter(VALUE, settings)
         head = ScalarHead(state_size(policy.model))
     else:
-        head = add_reward(adapted, VALUE, source.path, _base_source(config), float32=mixed_precision)
+        head = add_reward(adapted, VALUE, source.path, _base_source(config), float32=autocast_dtype is not None)
     trained = adapter_parameters(adapted, VALUE) | _head_parameters(head)
     where = "new adapter" if source is None else source.path
     return Role(VALUE, policy.model, where, "adapter on the policy's base", VALUE, head, trained)

@@ -448,7 +448,7 @@ def left_out(run: Run) -> Finding | None:
         "update/num_bad",
         f"{counted(round(sum(count for _, count in bad)), 'mini-batch')} of {counted(len(bad), 'update')} held "
         f"something that was not finite, first in update {bad[0][0]}, and trained nothing.",
-        "bad_batches.jsonl has their texts; lower train.learning_rate, or set train.bf16: false.",
+        "bad_batches.jsonl has their texts; lower train.learning_rate, or set train.bf16 and train.fp16: false.",
     )
 
 

@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,8 +36,8 @@ from tether.models.chat import check_template_kwargs, templated
 from tether.models.fit import is_classifier
 from tether.models.forward import last_token_scores
 from tether.models.loading import (
-    bf16_supported,
     classifier_on,
+    half_dtype,
     load_causal_lm,
     load_classifier,
     load_config,
@@ -96,12 +97,12 @@ def train_reward_model(
     running.check_folder(config)
     checkpoint = running.find_checkpoint(config, tell)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    bf16 = bf16_supported(device) if config.train.bf16 is None else config.train.bf16
+    precision = half_dtype(config.train, device)
     tokenizer, data = load_data(config)
     tell(f"pairs: {data.note}")
     tell(f"the first query and its better answer: {tokenizer.decode(data.train[0].chosen_ids)!r}")
     set_seed(config.train.seed)
-    model = start_model(config.model, bf16=bf16)
+    model = start_model(config.model, precision=precision)
     tokenizer.pad_token = spare_token(tokenizer, data.token_ids, model.config.get_text_config().vocab_size)
     if config.model.lora is not None:
         model = adapted(model, config.model)
@@ -109,7 +110,7 @@ def train_reward_model(
     settings = model.config.get_text_config()
     uses_cache = settings.use_cache
     start, watch = time.perf_counter(), running.watch(config, on_progress, stop)
-    running.train(lambda: _trainer(model, tokenizer, data.train, config, bf16=bf16, watch=watch), checkpoint)
+    running.train(lambda: _trainer(model, tokenizer, data.train, config, precision=precision, watch=watch), checkpoint)
     if watch.interrupted is not None:
         return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
     settings.use_cache = uses_cache  # TRL turns it off for training, and the folder would keep that
@@ -119,7 +120,8 @@ def train_reward_model(
         "train_loss": running.last_loss(config),
         "time/train_s": time.perf_counter() - start,
     }
-    evaluation = evaluate(model, data.held_out, batch_size=2 * config.train.micro_batch_size, device=device, bf16=bf16)
+    batch_size = 2 * config.train.micro_batch_size
+    evaluation = evaluate(model, data.held_out, batch_size=batch_size, device=device, precision=precision)
     with written_into(config.output_dir) as folder:
         save(model, tokenizer, folder)
         (folder / EVAL_FILE).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
@@ -205,7 +207,7 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
 # The model
 
 
-def start_model(config: RewardModelConfig, *, bf16: bool) -> PreTrainedModel:
+def start_model(config: RewardModelConfig, *, precision: torch.dtype | None) -> PreTrainedModel:
     """The sequence classifier that training starts from; with lora, what the adapter is put on.
 
     A language model gets a head drawn from N(0, 1/(d + 1)), so that rewards of a trunk with states of unit scale start
@@ -217,7 +219,7 @@ def start_model(config: RewardModelConfig, *, bf16: bool) -> PreTrainedModel:
         ModelError: it cannot be loaded, or has no classifier of its kind.
     """
     before = start_adapter(config)
-    (path, of), options = base_of(config, before), loading_options(config, bf16=bf16)
+    (path, of), options = base_of(config, before), loading_options(config, precision=precision)
     if path == config.path and (bool(before.head) if before is not None else is_classifier(load_config(path, **of))):
         return load_classifier(path, **options, **of).requires_grad_(True)  # also where an adapter was merged into it
     model = classifier_on(load_causal_lm(path, **options, **of)).requires_grad_(True)
@@ -274,7 +276,7 @@ def _trainer(
     pairs: Sequence[Pair],
     config: RewardStageConfig,
     *,
-    bf16: bool,
+    precision: torch.dtype | None,
     watch: running.Watch,
 ) -> Trainer:
     """TRL's trainer, which trains the model in place."""
@@ -283,7 +285,7 @@ def _trainer(
     return RewardTrainer(
         model=model,
         args=RewardConfig(
-            **running.trainer_arguments(config, len(pairs), bf16=bf16, kind=RewardConfig),
+            **running.trainer_arguments(config, len(pairs), precision=precision, kind=RewardConfig),
             center_rewards_coefficient=config.train.center_rewards_coefficient or None,
         ),
         train_dataset=Dataset.from_dict(
@@ -298,7 +300,12 @@ def _trainer(
 
 
 def evaluate(
-    model: PreTrainedModel | PeftModel, pairs: Sequence[Pair], *, batch_size: int, device: torch.device, bf16: bool
+    model: PreTrainedModel | PeftModel,
+    pairs: Sequence[Pair],
+    *,
+    batch_size: int,
+    device: torch.device,
+    precision: torch.dtype | None,
 ) -> dict[str, Any]:
     """Rewards of held-out pairs, scored as reward sources score in PPO, and how often the better answer wins.
 
@@ -312,7 +319,7 @@ def evaluate(
 
     @torch.no_grad()
     def score_batch(ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+        with nullcontext() if precision is None else torch.autocast(device.type, precision):
             return last_token_scores(classifier.base_model, classifier.score, ids, mask, position_ids)
 
     answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]

@@ -73,6 +73,10 @@ def check_stage(config: StageConfig, command: str) -> None:
         raise ConfigError(f"tether {command} trains with TRL, which is not installed: pip install 'tether[trl]'")
     if num_processes() > 1:
         raise ConfigError(f"tether {command} runs in one process, got WORLD_SIZE {num_processes()}")
+    if config.train.fp16 and not torch.accelerator.is_available():
+        raise ConfigError(
+            f"train.fp16: got true, wanted false where there is no accelerator: tether {command} would train in float32"
+        )
     check_model_path(config.model.path, "model.path")
     check_template(config.data.chat_template)
     if config.train.lr_scheduler_type not in SCHEDULES:
@@ -201,11 +205,14 @@ def prepare_folder(config: StageConfig, checkpoint: Path | None) -> None:
 # Training
 
 
-def trainer_arguments(config: StageConfig, num_rows: int, *, bf16: bool, kind: type) -> dict[str, Any]:
+def trainer_arguments(
+    config: StageConfig, num_rows: int, *, precision: torch.dtype | None, kind: type
+) -> dict[str, Any]:
     """Arguments of TRL's trainers that both stages set.
 
     Args:
         num_rows: rows that are trained on.
+        precision: the type that forwards run in under autocast, None without it.
         kind: class of the arguments.
     """
     train = config.train
@@ -226,7 +233,8 @@ def trainer_arguments(config: StageConfig, num_rows: int, *, bf16: bool, kind: t
         "warmup_steps": round(train.warmup_ratio * num_steps),
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm or 0.0,
-        "bf16": bf16,
+        "bf16": precision is torch.bfloat16,
+        "fp16": precision is torch.float16,
         checkpointing: train.gradient_checkpointing,
         "seed": train.seed,
         "max_length": None,
@@ -266,7 +274,7 @@ class Watch(TrainerCallback):
         if not math.isfinite(numbers.get("loss", 0.0)):
             raise TrainingError(
                 f"step {state.global_step}: the loss is {numbers['loss']}; lower train.learning_rate, or set "
-                "train.bf16 to false"
+                "train.bf16 and train.fp16 to false"
             )
         self.writer.write({"step": state.global_step, **numbers})
         if self.on_progress is not None and "loss" in numbers:

@@ -27,8 +27,8 @@ from tether.errors import DataError, ModelError
 from tether.models.adapters import DEFAULT, place_adapter
 from tether.models.chat import check_template_kwargs, templated
 from tether.models.loading import (
-    bf16_supported,
     end_at,
+    half_dtype,
     load_causal_lm,
     load_generation_config,
     load_tokenizer,
@@ -83,16 +83,16 @@ def train_sft(
     running.check_folder(config)
     checkpoint = running.find_checkpoint(config, tell)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    bf16 = bf16_supported(device) if config.train.bf16 is None else config.train.bf16
+    precision = half_dtype(config.train, device)
     data = load_data(config)
     for line in data.notes:
         tell(line)
     set_seed(config.train.seed)
-    model = start_model(config.model, bf16=bf16)
+    model = start_model(config.model, precision=precision)
     running.prepare_folder(config, checkpoint)
     start, watch = time.perf_counter(), running.watch(config, on_progress, stop)
     with _settings_kept(model):
-        trainer = running.train(lambda: _trainer(model, data, config, bf16=bf16, watch=watch), checkpoint)
+        trainer = running.train(lambda: _trainer(model, data, config, precision=precision, watch=watch), checkpoint)
         if watch.interrupted is None and data.held_out and not _is_evaluated(trainer):
             trainer.evaluate()
     if watch.interrupted is not None:
@@ -217,7 +217,7 @@ def _read(
 # The model
 
 
-def start_model(config: SftModelConfig, *, bf16: bool) -> PreTrainedModel | PeftModel:
+def start_model(config: SftModelConfig, *, precision: torch.dtype | None) -> PreTrainedModel | PeftModel:
     """The language model that training starts from; with lora, an adapter on it, fresh or the one that goes on.
 
     Raises:
@@ -228,7 +228,7 @@ def start_model(config: SftModelConfig, *, bf16: bool) -> PreTrainedModel | Peft
     if before is not None and before.head:
         raise ModelError(f"model.path: {config.path} is a reward adapter (it holds a head); wanted a language model's")
     path, of = base_of(config, before)
-    model = load_causal_lm(path, **loading_options(config, bf16=bf16), **of)
+    model = load_causal_lm(path, **loading_options(config, precision=precision), **of)
     if config.lora is None:
         return model.requires_grad_(True)  # also where an adapter was merged into it
     adapted = with_lora(model, config, before, task_type="CAUSAL_LM")
@@ -252,12 +252,17 @@ def _settings_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
 
 
 def _trainer(
-    model: PreTrainedModel | PeftModel, data: SftData, config: SftStageConfig, *, bf16: bool, watch: running.Watch
+    model: PreTrainedModel | PeftModel,
+    data: SftData,
+    config: SftStageConfig,
+    *,
+    precision: torch.dtype | None,
+    watch: running.Watch,
 ) -> Trainer:
     """TRL's trainer, which trains the model in place."""
     from trl import SFTConfig, SFTTrainer
 
-    arguments = running.trainer_arguments(config, len(data.train), bf16=bf16, kind=SFTConfig)
+    arguments = running.trainer_arguments(config, len(data.train), precision=precision, kind=SFTConfig)
     evaluates = bool(data.held_out) and config.train.eval_steps is not None
     return SFTTrainer(
         model=model,

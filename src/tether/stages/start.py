@@ -69,9 +69,13 @@ def check_fit(
         check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
 
 
-def loading_options(config: ModelConfig, *, bf16: bool) -> dict[str, Any]:
-    """How the model is loaded: float32 where its weights train, bfloat16 where they are frozen and bf16 is on."""
-    auto = torch.bfloat16 if config.lora is not None and bf16 else torch.float32
+def loading_options(config: ModelConfig, *, precision: torch.dtype | None) -> dict[str, Any]:
+    """How the model is loaded: float32 where its weights train, in the type of autocast where they are frozen.
+
+    Args:
+        precision: the type that forwards run in under autocast, None without it.
+    """
+    auto = (precision if config.lora is not None else None) or torch.float32
     return {
         "dtype": auto if config.dtype == "auto" else getattr(torch, config.dtype),
         "attn_implementation": config.attn_implementation,
@@ -114,6 +118,10 @@ def with_lora(
     changes = {"base_model_name_or_path": absolute_source(path), "revision": of["revision"], "inference_mode": False}
     settings = changed_config(settings, task_type=task_type, modules_to_save=modules or None, **changes)
     try:
-        return with_adapter(model, settings)
+        made = with_adapter(model, settings)
     except ValueError as error:
         raise ConfigError(f"model.lora.target_modules: got {config.lora.target_modules}: {error}") from error
+    for parameter in made.parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            parameter.data = parameter.data.float()  # a copy of a whole module; scaled losses want gradients in float32
+    return made

@@ -132,7 +132,7 @@ def _operations(roles: ModelRoles, pass_: Pass) -> tuple[int, int]:
 def product_rate(roles: ModelRoles) -> float:
     """``matrix_rate`` where the roles are, in the type that the policy is multiplied in."""
     weight = roles.policy.get_output_embeddings().weight
-    return matrix_rate(roles.device, torch.bfloat16 if roles.mixed_precision else weight.dtype)
+    return matrix_rate(roles.device, roles.autocast_dtype or weight.dtype)
 
 
 @cache

@@ -119,7 +119,7 @@ class Guard:
         raise NotFinite(
             f"{what} is not finite for {len(rows)} rollouts of update {self.step} (dataset rows "
             f"{', '.join(named[:8])}{', …' if len(named) > 8 else ''}); no optimizer step was taken with it. Their "
-            f"texts are in {path}. A smaller learning rate, or bf16: false, is the usual cure."
+            f"texts are in {path}. A smaller learning rate, or bf16 and fp16: false, is the usual cure."
         )
 
 

@@ -17,7 +17,7 @@ from tether.data.pairs import answer_leads, encoded_prompts
 from tether.data.prompts import conversation
 from tether.errors import ConfigError, DataError
 from tether.models.chat import check_template, check_template_kwargs, templated
-from tether.models.loading import bf16_supported, load_generation_config, load_tokenizer, stop_token_ids
+from tether.models.loading import half_dtype, load_generation_config, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
 from tether.models.roles import ModelRoles, build_roles
 from tether.report.text import prompt_text
@@ -189,5 +189,5 @@ def _roles(config: SourceConfig, tokenizer: PreTrainedTokenizerBase, device: str
         ppo={"kl_coef": 0.0},
         train={"max_steps": 1},
         output_dir=".",
-    ).resolved(bf16=bf16_supported(device) if config.bf16 is None else config.bf16)
-    return build_roles(run, tokenizer, device=device, mixed_precision=run.train.bf16)
+    ).resolved(bf16=False)
+    return build_roles(run, tokenizer, device=device, autocast_dtype=half_dtype(config, device))

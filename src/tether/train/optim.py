@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -57,8 +57,43 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "smooth": (True, False),
 }
 """Options that are no numbers."""
+STEPS_TO_GROW = 2_000
+"""Steps without an overflow after which losses are scaled by twice as much."""
 MOMENT_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.0 + 8 / 256}
 """Of both moments of a trained number, by ``train.optim``; in 8 bits with the scales of blocks of 256."""
+
+
+@dataclass
+class LossScale:
+    """What a loss is multiplied by before its backward, so that small gradients are not 0 in float16; the gradients are
+    divided by it. A power of two, by which nothing is rounded.
+
+        gradients overflow:   s ← max(s / 2, 1), n ← 0
+        a step is taken:      n ← n + 1; at n = 2,000: s ← 2 s, n ← 0
+
+    Sources: Micikevicius et al. 2018, section 3.2, https://arxiv.org/abs/1710.03740; the numbers are those of
+    ``torch.amp.GradScaler``, which knows one process alone and no least scale.
+    """
+
+    scale: float = 2.0**16
+    """s; at least 1."""
+    num_steps: int = 0
+    """n: steps taken since s changed."""
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether gradients that are not finite may be so by the scale alone."""
+        return self.scale > 1
+
+    def overflowed(self) -> None:
+        """Halves the scale after gradients that were not finite."""
+        self.scale, self.num_steps = max(self.scale / 2, 1.0), 0
+
+    def took_step(self) -> None:
+        """Counts a step, and doubles the scale after ``STEPS_TO_GROW``."""
+        self.num_steps += 1
+        if self.num_steps == STEPS_TO_GROW:
+            self.scale, self.num_steps = 2 * self.scale, 0
 
 
 @dataclass
@@ -70,6 +105,18 @@ class PassOptimizer:
     optimizer: Optimizer
     scheduler: Schedule
     max_grad_norm: float | None
+    loss_scale: LossScale | None = None
+    """What losses are multiplied by under float16 autocast."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss whose gradient ``unscale`` divides."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
+    def unscale(self) -> None:
+        """Makes the gradients of scaled losses those of the losses."""
+        for parameter in self.parameters if self.loss_scale is not None else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(self.loss_scale.scale)
 
     def clip(self) -> float:
         """Scales the gradients down to ``max_grad_norm``; returns their norm before that, 0 where there are none."""
@@ -115,12 +162,15 @@ class PassOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` needs to go on exactly."""
-        return {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
+        scale = {} if self.loss_scale is None else {"loss_scale": asdict(self.loss_scale)}
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(), **scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from ``state_dict``'s result."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        if self.loss_scale is not None:
+            self.loss_scale = LossScale(**state["loss_scale"])
 
 
 def build_optimizers(config: RunConfig, roles: ModelRoles, num_updates: int) -> list[PassOptimizer]:
@@ -159,7 +209,12 @@ def build_optimizer(
     else:
         optimizer = AdamW(parameters, fused=train.optim == "adamw_torch_fused", **options)
     scheduler = schedule(config, optimizer, num_updates)
-    return PassOptimizer(name, list(parameters), optimizer, scheduler, train.max_grad_norm)
+    return PassOptimizer(name, list(parameters), optimizer, scheduler, train.max_grad_norm, loss_scale(train))
+
+
+def loss_scale(train: TrainConfig) -> LossScale | None:
+    """The scale that the losses of one optimizer start with; None where forwards do not run in float16."""
+    return LossScale() if train.fp16 else None
 
 
 def schedule(config: RunConfig, optimizer: Optimizer, num_updates: int) -> Schedule:

@@ -43,7 +43,7 @@ from tether.models.adapters import (
 )
 from tether.models.heads import state_size
 from tether.models.layers import parameters_above
-from tether.models.loading import load_config
+from tether.models.loading import default_device, half_dtype, load_config
 from tether.models.paths import adapter_base, is_adapter
 from tether.models.roles import critic_source
 from tether.train.inputs import check, check_batches, check_data, load_data, resolved
@@ -196,7 +196,7 @@ def _full_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
 def _adapted_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
     path = config.model.path
     bits = config.model.quantization
-    dtype = _dtype(config, torch.bfloat16 if config.train.bf16 and bits is None else torch.float32)
+    dtype = _dtype(config, (half_dtype(config.train, default_device()) if bits is None else None) or torch.float32)
     adapter = _adapter_size(config, base)
     roles = [
         _frozen("base", path, base, dtype, "shared by the roles below", bits),
@@ -303,7 +303,7 @@ def estimate_memory(
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = longest + config.sampling.response_length
-    unit = 2 if config.train.bf16 else 4
+    unit = 2 if config.train.bf16 or config.train.fp16 else 4
     weights = sum(part(role.weight_bytes, spreading.weights and not role.is_whole) for role in roles)
     trainable = sum(role.trainable for role in roles)
     at_once = max(role.trainable for role in roles)  # policy and critic take turns; a head is nothing beside its trunk

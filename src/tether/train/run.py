@@ -22,7 +22,7 @@ from tether.generation.build import build_generator
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import truncate_after
 from tether.models.gguf import gguf_source
-from tether.models.loading import end_at, load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.loading import end_at, half_dtype, load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.offload import has_own_memory
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles, build_roles
@@ -225,7 +225,7 @@ def check_processes(config: RunConfig, dist: Dist) -> None:
     check_precision(config)
     check_batches(config, dist.num_processes)
     engine = build_engine(dist)
-    engine.check(config)
+    engine.check(resolved(config))
     if dist.num_processes > 1:
         check_sharded(config.rewards, engine.name, spreads=engine.spreads_weights)
 
@@ -343,7 +343,8 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
     config = with_base(config)
     engine = build_engine(dist)
     device = torch.device("cpu") if engine.spreads_weights else dist.device
-    roles = dist.each(lambda: build_roles(config, tokenizer, device=device, mixed_precision=config.train.bf16))
+    precision = half_dtype(config.train, dist.device)
+    roles = dist.each(lambda: build_roles(config, tokenizer, device=device, autocast_dtype=precision))
     if rewards is not None:
         source = shared(lambda _: rewards, dist=dist)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -22,6 +23,17 @@ from tether.train.optim import PassOptimizer
 from tether.train.parts import Parts
 from tether.train.rollout import Answers, PhaseReport, halves
 from tether.types import Experience, MicroBatch, noise_key
+
+
+class Gradients(Enum):
+    """What is to be done with the gradients of a mini-batch."""
+
+    FIT = auto()
+    """A step."""
+    OVERFLOWED = auto()
+    """None: they are not finite, which the scale of the loss may have made them."""
+    TOO_FAR = auto()
+    """None, and no other either: the policy has moved too far."""
 
 
 class Update:
@@ -70,6 +82,7 @@ class Update:
 
         With optimizers of their own, policy and critic take turns: the gradients of one are gone before those of the
         other are made. What is not finite in the policy's keeps both from stepping, in the critic's the critic alone.
+        Gradients that overflow because the loss was scaled keep but their own optimizer from stepping.
 
         Raises:
             TrainingError: too many mini-batches in a row are not finite.
@@ -77,26 +90,31 @@ class Update:
         """
         total, stopped = self.config.ppo.num_ppo_epochs * self.config.ppo.num_mini_batches, False
         for done, mini_batch in enumerate(mini_batches(experience, self.config, self.step)):
-            is_bad = False
+            is_bad = overflowed = False
             for optimizer in self.optimizers_in_use():
+                gradients = None
                 if not (stopped or is_bad):
                     self.phase("update", done, total)
                     try:
-                        stopped = self.fitting_gradients(optimizer, mini_batch, done)
+                        gradients = self.fitting_gradients(optimizer, mini_batch, done)
+                        stopped = gradients is Gradients.TOO_FAR
                     except NotFinite as error:
                         self.guard.leave_out(error)
                         is_bad = True
-                if stopped or is_bad:
-                    self.engine.skip(optimizer)
-                else:
+                overflowed |= gradients is Gradients.OVERFLOWED
+                if gradients is Gradients.FIT:
                     self.take_step(optimizer)
-            if not (stopped or is_bad):
+                else:
+                    self.engine.skip(optimizer)
+                self.rescale(optimizer, gradients)
+            is_whole = not (stopped or is_bad or overflowed)
+            if is_whole:
                 self.guard.took_step()
             with self.metrics.known():
-                self.metrics.sum("update/num_steps", float(not (stopped or is_bad)))
+                self.metrics.sum("update/num_steps", float(is_whole))
                 self.metrics.sum("update/num_bad", float(is_bad))
 
-    def fitting_gradients(self, optimizer: PassOptimizer, mini_batch: list[Experience], number: int) -> bool:
+    def fitting_gradients(self, optimizer: PassOptimizer, mini_batch: list[Experience], number: int) -> Gradients:
         """``add_gradients``, with micro-batches halved as often as it takes for them to fit into memory.
 
         Before anything was changed that is left to the trainer, which can then halve them for every pass of the update.
@@ -122,8 +140,8 @@ class Update:
         """Forgets the gradients of a mini-batch that was not finished."""
         self.engine.drop_gradients(self.optimizers)
 
-    def add_gradients(self, optimizer: PassOptimizer, mini_batch: list[Experience], number: int) -> bool:
-        """Adds up the gradient of one step of an optimizer. Returns whether the policy went too far to take it.
+    def add_gradients(self, optimizer: PassOptimizer, mini_batch: list[Experience], number: int) -> Gradients:
+        """Adds up the gradient of one step of an optimizer. Returns whether to take it.
 
         Args:
             number: of the mini-batch within the update.
@@ -140,16 +158,27 @@ class Update:
         self.engine.expect({p.name: len(learned) + len(shown) * (POLICY in p.trains) for p in passes})
         for pass_ in passes:
             for item in learned:
-                self.accumulate(pass_, item, normaliser, drift, is_first=number == 0)
+                self.accumulate(pass_, item, normaliser, drift, optimizer, is_first=number == 0)
         for batch in shown:
-            self.imitate(batch, num_tokens)
+            self.imitate(batch, num_tokens, optimizer)
         if self.is_warming_up:
             self.engine.forget(self.roles.role(POLICY).trained.values())  # of a trunk that the critic shares
-        self.guard.check_gradients(self.engine.are_finite([optimizer]), self.answers, mini_batch)
-        return acts and self.is_too_far(drift)
+        are_finite = self.engine.are_finite([optimizer])
+        if optimizer.loss_scale is not None and optimizer.loss_scale.may_overflow and self.dist.any(not are_finite):
+            return Gradients.OVERFLOWED
+        self.guard.check_gradients(are_finite, self.answers, mini_batch)
+        optimizer.unscale()
+        return Gradients.TOO_FAR if acts and self.is_too_far(drift) else Gradients.FIT
 
     def accumulate(
-        self, pass_: Pass, item: Experience, normaliser: Tensor, drift: Metrics, *, is_first: bool
+        self,
+        pass_: Pass,
+        item: Experience,
+        normaliser: Tensor,
+        drift: Metrics,
+        optimizer: PassOptimizer,
+        *,
+        is_first: bool,
     ) -> None:
         """Adds the gradient of what a pass makes of one micro-batch's share of the mini-batch loss."""
         ppo = self.config.ppo
@@ -166,7 +195,7 @@ class Update:
             total = sum(
                 weights[name] * algo.reduced(x, item.loss_mask, how=ppo.loss_reduction) for name, x in losses.items()
             )
-            self.engine.backward(total / normaliser.to(total), pass_.name)
+            self.engine.backward(optimizer.scaled(total / normaliser.to(total)), pass_.name)
         if not item.batch.is_idle:
             self.costs.count(self.metrics, pass_, item.batch)
         if self.config.train.gradient_checkpointing:
@@ -193,7 +222,7 @@ class Update:
         idle = [replace(batches[0], response_mask=torch.zeros_like(batches[0].response_mask))] * (most - len(own))
         return [*own, *idle], float(sum(batch.num_response_tokens for batch in batches))
 
-    def imitate(self, batch: MicroBatch, num_tokens: float) -> None:
+    def imitate(self, batch: MicroBatch, num_tokens: float, optimizer: PassOptimizer) -> None:
         """Adds the gradient of the SFT loss on demonstrations.
 
             ptx_coef · Σ over their response tokens of −log π / num_tokens
@@ -206,7 +235,7 @@ class Update:
         with policy_pass(batch, temperature=1.0) as out:
             self.metrics.mean("loss/ptx_avg", -out.logprobs.detach(), batch.response_mask)
             loss = -algo.masked_sum(out.logprobs, batch.response_mask) / num_tokens
-            self.engine.backward(self.config.ppo.ptx_coef * loss, policy_pass.name)
+            self.engine.backward(optimizer.scaled(self.config.ppo.ptx_coef * loss), policy_pass.name)
 
     def losses(self, new: LogprobOutput, old: Experience, drift: Metrics, *, is_first: bool) -> dict[str, Tensor]:
         """Per-token losses, [M, R], of what this pass computed.
@@ -258,6 +287,19 @@ class Update:
         self.metrics.value("lr" if optimizer.name == POLICY else f"{optimizer.name}/lr", optimizer.learning_rate)
         with self.metrics.known():
             self.metrics.mean(f"{optimizer.name}/grad_norm", self.engine.step(optimizer))
+
+    def rescale(self, optimizer: PassOptimizer, gradients: Gradients | None) -> None:
+        """Lets the scale of the losses follow how a mini-batch went; None for one that was left out."""
+        scale = optimizer.loss_scale
+        if scale is None or gradients is None:
+            return
+        self.metrics.value(f"{optimizer.name}/loss_scale", scale.scale)
+        with self.metrics.known():
+            self.metrics.sum(f"{optimizer.name}/num_overflows", float(gradients is Gradients.OVERFLOWED))
+        if gradients is Gradients.OVERFLOWED:
+            scale.overflowed()
+        elif gradients is Gradients.FIT:
+            scale.took_step()
 
     @property
     def passes(self) -> list[Pass]:

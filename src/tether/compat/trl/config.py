@@ -21,7 +21,6 @@ from tether.train.distributed import Dist
 from tether.train.engines.deepspeed import load_whole
 
 REFUSED = {
-    "fp16": "arithmetic here is float32 or bfloat16: use bf16, or neither",
     "optim_args": "the optimizer is AdamW: use learning_rate, weight_decay and adam_*, or hand over `optimizers`",
     "optim_target_modules": "the optimizer is AdamW over all that trains",
     "label_smoothing_factor": "PPO has no labels",
@@ -143,6 +142,7 @@ class PPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         self.set_arguments = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
+        self.fp16 = self.fp16 or (launched.mixed_precision() == "fp16" and not self.bf16)
         if self.bf16 is None:
             has_bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
             self.bf16 = has_bf16 or launched.mixed_precision() == "bf16"
@@ -248,7 +248,7 @@ def run_config(
     ppo = ("num_ppo_epochs", "num_mini_batches", "whiten_rewards", "kl_coef", "kl_estimator", "cliprange", "vf_coef",
            "cliprange_value", "gamma", "lam")  # fmt: skip
     train = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed", "save_total_limit",
-             "total_episodes", "gradient_checkpointing", "bf16", "load_best_model_at_end", "ddp_timeout",
+             "total_episodes", "gradient_checkpointing", "bf16", "fp16", "load_best_model_at_end", "ddp_timeout",
              "ds3_gather_for_generation")  # fmt: skip
     given: dict[str, dict[str, Any]] = {
         "ppo": {name: getattr(args, name) for name in ppo},

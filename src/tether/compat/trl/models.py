@@ -23,6 +23,7 @@ from tether.models.adapters import (
 )
 from tether.models.forward import head_matches
 from tether.models.heads import ScalarHead
+from tether.models.loading import half_dtype
 from tether.models.paths import absolute_source
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role, check_token_ids
 
@@ -165,7 +166,7 @@ class Models:
             base_source=absolute_source(source),
             tokenizer=tokenizer,
             device=device,
-            mixed_precision=bool(config.train.bf16),
+            autocast_dtype=half_dtype(config.train, device),
             detach_value=False,
         )
         models.gradient_checkpointing(config.train.gradient_checkpointing)

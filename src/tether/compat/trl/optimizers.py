@@ -12,7 +12,7 @@ from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.models.roles import POLICY, VALUE, ModelRoles
 from tether.train.engines.base import Engine
-from tether.train.optim import PassOptimizer, build_optimizers, schedule
+from tether.train.optim import PassOptimizer, build_optimizers, loss_scale, schedule
 
 STEPS_NUMBERS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "Rprop", "ASGD", "SGD")
 """Optimizers of torch that step each number by itself, whatever tensor it is in."""
@@ -88,8 +88,8 @@ def optimizers_of(
             "optimizers: the optimizer holds none of the parameters that the policy trains. With peft_config these are "
             "made by the trainer: wrap the model by get_peft_model, and make the optimizer after that"
         )
-    limit = config.train.max_grad_norm
+    limit, scale = config.train.max_grad_norm, loss_scale(config.train)
     if scheduler is None:
         scheduler = schedule(config, optimizer, num_updates)
-        return [PassOptimizer(POLICY, parameters, optimizer, scheduler, limit)]
-    return [OwnOptimizer(POLICY, parameters, optimizer, scheduler, limit)]
+        return [PassOptimizer(POLICY, parameters, optimizer, scheduler, limit, scale)]
+    return [OwnOptimizer(POLICY, parameters, optimizer, scheduler, limit, scale)]

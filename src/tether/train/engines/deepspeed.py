@@ -641,8 +641,13 @@ def _check_precision(deepspeed: Mapping[str, Any], config: RunConfig) -> None:
     def asks_for(name: str) -> bool:
         return (deepspeed.get(name) or {}).get("enabled") is True
 
+    if config.train.fp16:
+        raise ConfigError(
+            "train.fp16, or mixed_precision of the launch: got float16, which is refused under ZeRO, where losses are "
+            "not scaled: set train.bf16, or launch the run with FSDP2 or DDP"
+        )
     if asks_for("fp16"):
-        raise _unfit("fp16.enabled", "true", "auto: train.bf16 is what half precision there is")
+        raise _unfit("fp16.enabled", "true", "auto: train.bf16 is what half precision there is under ZeRO")
     if asks_for("bf16") and not config.train.bf16:
         raise _unfit(
             "bf16.enabled", "true", "auto, or train.bf16: true. Weights are float32 and forwards run under autocast"

@@ -140,7 +140,7 @@ def test_micro_batches_keep_to_the_token_budget(tmp_path):
     config = tiny_run(tmp_path, train__micro_batch_size=None, train__max_tokens_per_micro_batch=12)
     queries, responses = [[8] * n for n in (1, 2, 3, 4, 5, 6, 2, 2)], [[9] * n for n in (6, 1, 2, 5, 3, 1, 4, 2)]
     plan = micro_batch_plan(config, queries, responses)
-    sizes = [len(rows) * sum(max(len(ids[i]) for i in rows) for ids in (queries, responses)) for rows in plan]
+    sizes = [len(rows) * max(len(queries[i]) + len(responses[i]) for i in rows) for rows in plan]
     assert sorted(row for rows in plan for row in rows) == list(range(8))
     assert max(sizes) <= 12 and max(map(len, plan)) > 1
 

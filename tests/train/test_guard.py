@@ -14,4 +14,4 @@ def test_each_mismatch_is_told_with_its_metric():
     (ratio,) = suspicions(GOOD | {"val/first_ratio_error": 0.01})
     assert "val/first_ratio_error" in ratio
     (gap,) = suspicions(GOOD | {"rollout/logprob_gap": 0.5})
-    assert "rollout/logprob_gap" in gap and "train.micro_batch_size" in gap
+    assert "rollout/logprob_gap" in gap and "model.attn_implementation" in gap

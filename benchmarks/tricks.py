@@ -72,7 +72,7 @@ class Bench:
             "output_dir": "out",
         }
         return build_roles(
-            RunConfig.model_validate(sections), load_tokenizer(self.path), device="cpu", mixed_precision=False
+            RunConfig.model_validate(sections), load_tokenizer(self.path), device="cpu", autocast_dtype=None
         )
 
     def seconds(self, without: Callable[[], None], with_trick: Callable[[], None]) -> tuple[float, float]:

@@ -48,7 +48,7 @@ def table_roles(
         base_source="table",
         tokenizer=tokenizer,
         device="cpu",
-        mixed_precision=False,
+        autocast_dtype=None,
         detach_value=False,
     )
 

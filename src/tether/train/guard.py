@@ -143,8 +143,8 @@ def suspicions(metrics: Mapping[str, float]) -> list[str]:
     if metrics.get("rollout/logprob_gap", 0.0) > MOST_LOGPROB_GAP:
         found.append(
             "answers are not sampled from the distribution that they are trained under (rollout/logprob_gap): this "
-            "model's cached decoding differs from its forward. Another model.attn_implementation, or train.bf16: false, "
-            "may bring them together"
+            "model's cached decoding differs from its forward. Another model.attn_implementation may bring them "
+            "together, and so may train.bf16: false"
         )
     if metrics.get("rollout/top_token_share", 0.0) > MOST_OF_ONE_TOKEN and _could_say_more(metrics):
         found.append(

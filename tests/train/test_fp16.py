@@ -215,6 +215,7 @@ def test_an_overflow_keeps_its_own_optimizer_from_stepping_alone(tmp_path, small
     scales = [optimizer.loss_scale.scale for optimizer in made.optimizers]
     assert scales[number] == 32768 and scales[1 - number] == 65536
     assert (row["policy/num_overflows"], row["value/num_overflows"]) == (1 - number, number)
+    assert row["policy/loss_scale"] == row["value/loss_scale"] == 65536  # what they were multiplied by
     assert (row["update/num_steps"], row["update/num_bad"]) == (0, 0)
 
 

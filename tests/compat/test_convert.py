@@ -143,18 +143,22 @@ class TestToOurs:
         assert parse_config(text) == parse_config(ours)
 
     @pytest.mark.parametrize(
-        ("name", "bf16", "fp16"),
+        ("name", "there", "instead", "bf16", "fp16"),
         [
-            ("openrlhf_old", "--bf16", "--param_dtype fp16"),
-            ("openrlhf_new", "--ds.param_dtype bf16", "--ds.param_dtype fp16"),
-            ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=float16"),
+            ("openrlhf_old", "--bf16", "--param_dtype fp16", None, True),
+            ("openrlhf_old", "--bf16", "--param_dtype fp32", False, False),
+            ("openrlhf_new", "--ds.param_dtype bf16", "--ds.param_dtype fp16", None, True),
+            ("openrlhf_new", "--ds.param_dtype bf16", "--ds.param_dtype fp32", False, False),
+            ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=float16", None, True),
+            ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", True, False),
+            ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=float32", False, False),
         ],
     )
-    def test_half_precision_of_the_other_kind(self, tmp_path, name, bf16, fp16):
+    def test_arithmetic_of_another_kind(self, tmp_path, name, there, instead, bf16, fp16):
         launch, ours = LAUNCHES[name]
-        text = launch.replace(bf16, fp16) if bf16 else launch.rstrip() + fp16 + "\n"
+        text = launch.replace(there, instead) if there else launch.rstrip() + instead + "\n"
         train = parse_config(converted(written(tmp_path, "launch.sh", text))).train
-        assert train.fp16 is True and train.bf16 is None
+        assert (train.bf16, train.fp16) == (bf16, fp16)
         assert parse_config(ours).train.fp16 is False
 
     def test_arguments_alone_will_do(self, tmp_path):

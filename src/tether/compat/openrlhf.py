@@ -284,8 +284,9 @@ def _lora(keys: Translator) -> None:
             keys.put("model.lora.dropout", keys.take("ds.lora.dropout"), "ds.lora.dropout")
     keys.drop("set model.quantization", "ds.load_in_4bit")
     if keys.gives("bf16") or keys.gives("ds.param_dtype"):
-        is_fp16 = keys.take("ds.param_dtype", "bf16") == "fp16"
-        keys.put("train.fp16" if is_fp16 else "train.bf16", True, "bf16", "ds.param_dtype")
+        dtype = keys.take("ds.param_dtype", "bf16")
+        ours, value = ("train.fp16", True) if dtype == "fp16" else ("train.bf16", dtype == "bf16")
+        keys.put(ours, value, "bf16", "ds.param_dtype")
 
 
 def _output(keys: Translator) -> None:

@@ -114,8 +114,10 @@ def _rewards(keys: Translator) -> None:
 
 
 def _precision(keys: Translator) -> None:
-    if keys.take(f"{ACTOR}.fsdp_config.dtype") == "float16":
-        keys.put("train.fp16", True, f"{ACTOR}.fsdp_config.dtype")
+    name = f"{ACTOR}.fsdp_config.dtype"
+    if keys.gives(name):
+        dtype = keys.take(name)
+        keys.put(*("train.fp16", True) if dtype == "float16" else ("train.bf16", dtype == "bfloat16"), name)
 
 
 def _critic(keys: Translator) -> None:

@@ -150,7 +150,10 @@ class TestToOurs:
             ("openrlhf_new", "--ds.param_dtype bf16", "--ds.param_dtype fp16", None, True),
             ("openrlhf_new", "--ds.param_dtype bf16", "--ds.param_dtype fp32", False, False),
             ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=float16", None, True),
+            ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=fp16", None, True),
+            ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=16", None, True),
             ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", True, False),
+            ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=bf16", True, False),
             ("verl", "", " actor_rollout_ref.actor.fsdp_config.dtype=float32", False, False),
         ],
     )

@@ -5,13 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import HfArgumentParser
+import torch
+from transformers import HfArgumentParser, TrainingArguments
 
 import tether.compat.trl
 from tests.compat.trl_runs import arguments, trainer
 from tether.compat.trl import PPOConfig
 from tether.compat.trl.config import DERIVED, IN_SCRIPTS, INERT, REFUSED, check_arguments, derive, run_config
 from tether.errors import ConfigError
+from tether.train.inputs import check_precision
 
 DEFAULTS = {
     "num_ppo_epochs": 4, "whiten_rewards": False, "kl_coef": 0.05, "kl_estimator": "k1", "cliprange": 0.2,
@@ -127,6 +129,22 @@ def test_half_precision_is_what_arguments_and_launcher_say(tmp_path, monkeypatch
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
     train = config_of(arguments(tmp_path, **given)).train
     assert (train.bf16, train.fp16) == wanted
+
+
+@pytest.mark.parametrize("emulates", [True, False])
+def test_bfloat16_that_a_gpu_emulates_is_not_turned_on_by_itself(tmp_path, monkeypatch, emulates):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ability = dict.fromkeys((True, False), not emulates) | {True: True}  # by including_emulation
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: ability[including_emulation])
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # looks for the device itself
+    assert arguments(tmp_path, bf16=None, use_cpu=False).bf16 == (not emulates)
+
+
+def test_a_launcher_of_the_other_half_precision_is_refused_in_our_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    told = r"train\.bf16: got true, but accelerate launch was told mixed_precision fp16"
+    with pytest.raises(ConfigError, match=told):
+        check_precision(config_of(arguments(tmp_path, bf16=True)))
 
 
 def test_arguments_become_a_run(tmp_path):

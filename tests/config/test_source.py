@@ -43,6 +43,10 @@ def test_of_a_run_what_its_sources_need_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (
+            "rewards: [{type: adapter, path: judge}]\nmodel: {path: m, dtype: bfloat16}\nfp16: true",
+            "model.dtype bfloat16 and train.fp16 ask for two types",
+        ),
         ("model: {path: policy}", r"rewards: missing; wanted a list of groups of keys, at least 1"),
         ("rewards: [{type: adapter, path: a}]", r"rewards\.0: type adapter shares the policy's base: name the policy"),
         (

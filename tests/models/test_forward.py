@@ -1,9 +1,12 @@
 """Log-probabilities, values and scores against one unpadded row at a time through the model's own forward."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     BloomConfig,
     CohereConfig,
     Gemma2Config,
@@ -11,6 +14,7 @@ from transformers import (
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
+    MixtralConfig,
     MptConfig,
     OPTConfig,
     PreTrainedConfig,
@@ -22,8 +26,9 @@ from transformers import (
 from tests.models.build import QUERIES, RESPONSES, micro_batch
 from tests.tiny import KINDS, VOCAB_SIZE, tiny_causal_lm
 from tether.data.collate import collate, pad_left
+from tether.errors import ModelError
 from tether.models import forward
-from tether.models.forward import head_matches, last_token_scores, response_outputs, response_values
+from tether.models.forward import check_causal, head_matches, last_token_scores, response_outputs, response_values
 from tether.models.heads import ScalarHead
 
 SMALL = {
@@ -239,3 +244,32 @@ def test_scores_are_those_of_the_last_real_token_on_any_padding_side(kind):
     right = last_token_scores(model.base_model, head, right_ids, right_mask, right_positions)
     assert left.tolist() == pytest.approx(wanted, abs=1e-5)
     assert right.tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", [BloomConfig, MptConfig])
+@torch.no_grad()
+def test_padding_before_a_row_is_masked_for_models_that_take_no_position_ids(kind):
+    model, head, rows = model_of(kind(**SMALL)), seeded_head(), [[5, 0, 8, 9, 2], [8, 2]]
+    alone = [last_token_scores(model.base_model, head, *pad_left([row])).item() for row in rows]
+    assert last_token_scores(model.base_model, head, *pad_left(rows)).tolist() == pytest.approx(alone, abs=1e-5)
+
+
+def test_padding_behind_a_row_takes_no_mask():
+    model, given = tiny_causal_lm("llama").eval(), []
+    model.base_model.register_forward_pre_hook(lambda *call: given.append(call[-1]), with_kwargs=True)
+    assert not micro_batch().attention_mask.all()
+    response_outputs(model, micro_batch(), temperature=1.0)
+    assert [call.get("attention_mask") for call in given] == [None] * len(given) != []
+
+
+@pytest.mark.parametrize("is_decoder", [True, False])
+def test_a_model_that_reads_what_follows_is_refused(is_decoder):
+    model = model_of(BertConfig(**SMALL, intermediate_size=32, is_decoder=is_decoder))
+    with nullcontext() if is_decoder else pytest.raises(ModelError, match=r"BertLMHeadModel .* is_decoder: true"):
+        check_causal(model)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mixtral", "gemma2"])
+def test_causal_models_are_not(kind):
+    mixtral = MixtralConfig(**ROTARY, num_local_experts=4)
+    check_causal(tiny_causal_lm(kind).eval() if kind in KINDS else model_of(CHANGED_LOGITS.get(kind, mixtral)))

@@ -162,6 +162,20 @@ def test_a_critic_model_from_the_reward_model_gives_its_scores(folders, kind, lo
         assert {p.dtype for p in critic.trained.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_copies_of_whole_modules_are_float32_on_a_base_in_half_precision(tmp_path, precision):
+    model = save_model(tmp_path / "model", tied=False)
+    options = {"tokenizer": True, "modules_to_save": ["lm_head"]}
+    start, judge = save_adapter(tmp_path / "start", model, **options), save_adapter(tmp_path / "r", model, reward=True)
+    judge_too = {"value": {"kind": "adapter", "init": str(judge)}, "rewards": [{"type": "adapter", "path": str(judge)}]}
+    roles = roles_of(run_config(start, lora={}, **judge_too), autocast_dtype=precision)
+    roles.add_reward_adapter("judge", str(judge))
+    kinds = {"lora" in name or "modules_to_save" in name: set() for name, _ in roles.policy.named_parameters()}
+    for name, parameter in roles.policy.named_parameters():
+        kinds["lora" in name or "modules_to_save" in name].add(parameter.dtype)
+    assert kinds == {True: {torch.float32}, False: {precision}}
+
+
 @pytest.mark.parametrize("start", ["full", "fresh", "merged", "loaded"])
 def test_a_critic_model_from_the_policy_has_its_trunk_and_says_zero(folders, start):
     model, loaded, reward, _ = folders["llama"]

@@ -65,6 +65,13 @@ def test_a_healthy_run_has_nothing_to_report(tmp_path):
         ("rollout/top_token_share", {"rollout__top_token_share": 0.95}, "act", "collapsed"),
         ("rollout/top_answer_share", {"rollout__top_answer_share": 0.95}, "warn", "unless the prompts leave no other"),
         ("update/num_bad", {"update__num_bad": 2.0}, "warn", "80 mini-batches of 40 updates"),
+        (
+            "policy/num_overflows",
+            {"policy__num_overflows": 1.0, "value__num_overflows": 1.0, "update__num_steps": 2.0},
+            "warn",
+            "were not finite in float16, the last in update 40; 80 mini-batches trained",
+        ),
+        ("policy/num_overflows", {"policy__num_overflows": 2.0, "update__num_steps": 0.0}, "act", "train.fp16: false"),
     ],
 )
 def test_a_bad_metric_is_named_with_its_threshold_and_a_way_out(tmp_path, metric, change, level, words):
@@ -203,3 +210,9 @@ def test_urgent_findings_come_first_and_a_short_run_is_not_judged_by_trends(tmp_
 
 def test_no_update_no_findings(tmp_path):
     assert diagnose(read_run(write(tmp_path, [evaluation(0, 0.0)]))) == []
+
+
+def test_overflows_by_which_the_scale_was_found_are_no_fault(tmp_path):
+    found = findings(tmp_path, lambda step, p: {"update__num_steps": 4.0, "policy__num_overflows": float(step == 3)})
+    assert found["policy/num_overflows"].level == "ok"
+    assert "1 optimizer step left out" in found["policy/num_overflows"].sentence

@@ -116,8 +116,9 @@ def _rewards(keys: Translator) -> None:
 def _precision(keys: Translator) -> None:
     name = f"{ACTOR}.fsdp_config.dtype"
     if keys.gives(name):
-        dtype = keys.take(name)
-        keys.put(*("train.fp16", True) if dtype == "float16" else ("train.bf16", dtype == "bfloat16"), name)
+        dtype = str(keys.take(name))
+        is_half = dtype in ("float16", "fp16", "half", "16")
+        keys.put(*("train.fp16", True) if is_half else ("train.bf16", dtype in ("bfloat16", "bf16")), name)
 
 
 def _critic(keys: Translator) -> None:

@@ -538,7 +538,7 @@ class RunConfig(Section):
             bf16: whether the machine has bfloat16 arithmetic; used where ``train.bf16`` is left out.
             fp16: whether the launcher asks for float16.
         """
-        fp16 = self.train.fp16 or (fp16 and not self.train.bf16)
+        fp16 = self.train.fp16 or fp16
         value = self.value.model_copy(update={"kind": self.value_kind}) if self.ppo.has_critic else self.value
         ppo = self.ppo.model_copy(update={"whiten_advantages": self.ppo.whitens_advantages})
         filled = {

@@ -19,7 +19,7 @@ from tether.config.rewards import (
     reward_names,
     sources_of,
 )
-from tether.config.schema import ModelConfig
+from tether.config.schema import ModelConfig, check_weights
 
 
 class QueryConfig(ChatKeys):
@@ -56,6 +56,8 @@ class SourceConfig(Section):
     @model_validator(mode="after")
     def _check_precision(self) -> SourceConfig:
         check_precision(self.bf16, self.fp16)
+        if self.model is not None:
+            check_weights(self.model, fp16=self.fp16)
         return self
 
     @model_validator(mode="after")

@@ -211,7 +211,8 @@ class _Batch:
             if not math.isfinite(logprob):
                 raise GenerationError(
                     f"request {row.position}: the policy's logits for token {len(row.token_ids)} of the answer are not "
-                    "finite numbers; its weights may have diverged"
+                    "finite numbers; its weights may have diverged, or hold numbers that half precision does not "
+                    "(train.fp16)"
                 )
             row.token_ids.append(token)
             row.logprobs.append(logprob)

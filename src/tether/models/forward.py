@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.algo.logprobs import LOGITS_AT_ONCE, logprobs_from_logits, selected_logprobs
+from tether.errors import ModelError
 from tether.models.compiled import compiled_layers
 from tether.models.heads import ScalarHead
 from tether.types import MicroBatch
 
 _HEAD_MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+MOST_OF_WHAT_FOLLOWS = 0.01
+"""By how much of their norm states may differ with the token behind them: experts round by who shares one with whom."""
 
 
 class LogprobOutput(NamedTuple):
@@ -119,14 +122,39 @@ def head_matches(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _try_head(model: PreTrainedModel) -> bool:
-    device = model.get_input_embeddings().weight.device
-    ids = torch.arange(min(16, model.get_input_embeddings().weight.shape[0]), device=device).unsqueeze(0)
-    # A cast that autocast caches here, without gradients, would be taken by the caller's own forward and stay without.
-    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    with torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+    ids = _few_tokens(model)
+    with _without_cached_casts(ids.device):
         logits = model(input_ids=ids, use_cache=False).logits
         ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     return torch.equal(logits.float(), ours.float())
+
+
+@torch.no_grad()
+def check_causal(model: PreTrainedModel) -> None:
+    """Raises ``ModelError`` if what the trunk says of a token depends on what is behind it, which an answer that is
+    being written does not have, and which padding is. Tried on a few tokens, of which the last is exchanged."""
+    ids = _few_tokens(model)
+    others = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
+    with _without_cached_casts(ids.device):
+        states, changed = (model.base_model(input_ids=x, use_cache=False).last_hidden_state for x in (ids, others))
+    difference = (states - changed)[:, : ids.shape[1] - 1].float()
+    if states.shape[1] != ids.shape[1] or difference.norm() > MOST_OF_WHAT_FOLLOWS * states.float().norm():
+        kind = type(model).__name__
+        raise ModelError(
+            f"{model.config.name_or_path or kind}: {kind} reads what is behind a token, too; wanted a causal language "
+            "model. BERT and its like are one with is_decoder: true in config.json"
+        )
+
+
+def _few_tokens(model: PreTrainedModel) -> Int[Tensor, "1 T"]:
+    embeddings = model.get_input_embeddings().weight
+    return torch.arange(min(16, embeddings.shape[0]), device=embeddings.device).unsqueeze(0)
+
+
+def _without_cached_casts(device: torch.device) -> torch.autocast:
+    """A cast that autocast caches without gradients would be taken by the caller's own forward and stay without."""
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 def _hidden_states(

@@ -44,6 +44,7 @@ from tether.models.bitsandbytes import FewBits, is_quantized, num_weights, place
 from tether.models.compiled import compile_layers
 from tether.models.forward import (
     LogprobOutput,
+    check_causal,
     head_matches,
     last_token_scores,
     response_outputs,
@@ -584,6 +585,9 @@ def build_roles(
     models.gradient_checkpointing(config.train.gradient_checkpointing)
     with models.use(POLICY) as model:
         head_matches(model)  # now, and not in the middle of a pass
+    for name in {role.model: role.name for role in models.all}.values():
+        with models.use(name) as model:
+            check_causal(model)
     return models
 
 

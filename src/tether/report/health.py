@@ -452,6 +452,22 @@ def left_out(run: Run) -> Finding | None:
     )
 
 
+def overflows(run: Run) -> Finding | None:
+    """Optimizer steps that float16's range cost; a few are the way in which the scale of the losses is found."""
+    points = [point for name in ("policy", "value") for point in run.series(f"{name}/num_overflows").points]
+    if not (found := [(step, count) for step, count in points if count > 0]):
+        return None
+    lost, taken = (round(sum(count for _, count in of)) for of in (found, run.series("update/num_steps").points))
+    text = (
+        f"{counted(lost, 'optimizer step')} left out because scaled gradients were not finite in float16, the last in "
+        f"update {max(step for step, _ in found)}; {counted(taken, 'mini-batch')} trained."
+    )
+    if taken > 10 * lost:
+        return Finding("ok", "policy/num_overflows", text)
+    advice = "Longer runs find their scale. If it goes on, set train.fp16: false, or train.bf16: true."
+    return Finding("warn" if taken else "act", "policy/num_overflows", text, advice)
+
+
 # Patterns over several metrics
 
 
@@ -539,7 +555,7 @@ def saturated(run: Run) -> Finding | None:
 
 RULES: tuple[Callable[[Run], Finding | None], ...] = (
     held_out, sequence_kl, negative_kl, eos_rate, length, entropy, approx_kl, clip_fraction, explained_variance,
-    first_ratio, ratio_spread, gradient_norm, logprob_gap, one_token, one_answer, left_out, not_finite,
+    first_ratio, ratio_spread, gradient_norm, logprob_gap, one_token, one_answer, left_out, overflows, not_finite,
     no_signal, noise_ascent, pattern_collapse, cold_critic, saturated,
 )  # fmt: skip
 """Every rule, in the order in which findings of one level are shown."""

@@ -146,6 +146,11 @@ def suspicions(metrics: Mapping[str, float]) -> list[str]:
             "model's cached decoding differs from its forward. Another model.attn_implementation may bring them "
             "together, and so may train.bf16: false"
         )
+    if metrics.get("policy/num_overflows", 0.0) > 0 and metrics.get("update/num_steps") == 0:
+        found.append(
+            "no step of this update was taken: scaled gradients are not finite in float16 (policy/num_overflows). The "
+            "scale is halved each time; if it goes on, set train.fp16: false"
+        )
     if metrics.get("rollout/top_token_share", 0.0) > MOST_OF_ONE_TOKEN and _could_say_more(metrics):
         found.append(
             "one token makes up nearly all that the policy says (rollout/top_token_share): it has collapsed. Go back "

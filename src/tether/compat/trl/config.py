@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
@@ -16,7 +17,7 @@ from tether.config.load import checked_config
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.models.bitsandbytes import check_bitsandbytes
-from tether.models.loading import default_device
+from tether.models.loading import bf16_supported, default_device
 from tether.train.distributed import Dist
 from tether.train.engines.deepspeed import load_whole
 
@@ -144,14 +145,18 @@ class PPOConfig(TrainingArguments):
         self.set_arguments = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
         self.fp16 = self.fp16 or (launched.mixed_precision() == "fp16" and not self.bf16)
         if self.bf16 is None:
-            has_bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
-            self.bf16 = has_bf16 or launched.mixed_precision() == "bf16"
+            self.bf16 = (not self.fp16 and not self.use_cpu and _has_bf16()) or launched.mixed_precision() == "bf16"
         if getattr(self, "activation_checkpointing", False) is None:  # the newer name of the same
             self.activation_checkpointing = self.gradient_checkpointing
         if launched.num_processes() > 1 or launched.uses_deepspeed():
             Dist(self.ddp_timeout)  # before TrainingArguments make processes find each other in their own way
         super().__post_init__()
         load_whole()
+
+
+def _has_bf16() -> bool:
+    """Whether there is an accelerator with bfloat16 arithmetic; to torch, CUDA devices that emulate it are such."""
+    return bf16_supported("cuda") if torch.cuda.is_available() else is_torch_bf16_gpu_available()
 
 
 def _default(argument: Any) -> Any:

@@ -21,7 +21,7 @@ from tether.models.adapters import (
     check_shareable,
     with_adapter,
 )
-from tether.models.forward import head_matches
+from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead
 from tether.models.loading import half_dtype
 from tether.models.paths import absolute_source
@@ -172,6 +172,7 @@ class Models:
         models.gradient_checkpointing(config.train.gradient_checkpointing)
         with models.use(POLICY) as model:
             head_matches(model)  # now, and not in the middle of a pass
+            check_causal(model)
         return models
 
     def _adapted(self) -> PeftModel | None:

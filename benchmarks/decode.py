@@ -28,8 +28,9 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 from transformers import GenerationConfig, PreTrainedModel  # noqa: E402
 
 from tether.data.collate import pad_left  # noqa: E402
-from tether.generation import hf  # noqa: E402
+from tether.generation import batch  # noqa: E402
 from tether.generation.caches import RoomyLayer  # noqa: E402
+from tether.generation.hf import HFGenerator  # noqa: E402
 from tether.models.loading import load_causal_lm  # noqa: E402
 from tether.train import heap  # noqa: E402
 from tether.types import Request, Sampling  # noqa: E402
@@ -86,7 +87,7 @@ def decode(model: PreTrainedModel, rows: int, tokens: int) -> None:
     def scope() -> Iterator[PreTrainedModel]:
         yield model
 
-    generator = hf.HFGenerator(scope, batch_size=rows, device="cpu")
+    generator = HFGenerator(scope, batch_size=rows, device="cpu")
     assert len(list(generator.generate(requests(model, rows), Sampling(tokens, 0.7)))) == rows
 
 
@@ -118,7 +119,7 @@ def profiled(action: Callable[[], None]) -> dict[str, float]:
 @contextmanager
 def labelled() -> Iterator[None]:
     """Inside, the profile knows which operations draw tokens and which fill Tether's cache."""
-    draw, update = hf.drawn_tokens, RoomyLayer.update
+    draw, update = batch.drawn_tokens, RoomyLayer.update
 
     def within(label: str, function: Callable) -> Callable:
         def call(*args, **kwargs):
@@ -127,11 +128,11 @@ def labelled() -> Iterator[None]:
 
         return call
 
-    hf.drawn_tokens, RoomyLayer.update = within(DRAWING, draw), within(CACHE, update)
+    batch.drawn_tokens, RoomyLayer.update = within(DRAWING, draw), within(CACHE, update)
     try:
         yield
     finally:
-        hf.drawn_tokens, RoomyLayer.update = draw, update
+        batch.drawn_tokens, RoomyLayer.update = draw, update
 
 
 if __name__ == "__main__":

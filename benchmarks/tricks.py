@@ -24,8 +24,9 @@ from benchmarks.decode import smollm2  # noqa: E402
 from benchmarks.flat import more_memory  # noqa: E402
 from tether.config.schema import RunConfig  # noqa: E402
 from tether.data.collate import collate, plan_micro_batches  # noqa: E402
-from tether.generation import hf  # noqa: E402
-from tether.generation.hf import Decoding, HFGenerator, drawn_tokens  # noqa: E402
+from tether.generation import batch as decoding_batch  # noqa: E402
+from tether.generation.batch import Decoding, drawn_tokens  # noqa: E402
+from tether.generation.hf import HFGenerator  # noqa: E402
 from tether.models.forward import response_outputs  # noqa: E402
 from tether.models.heads import ScalarHead  # noqa: E402
 from tether.models.loading import load_causal_lm, load_tokenizer  # noqa: E402
@@ -184,12 +185,12 @@ def cache(bench: Bench) -> Iterator[Row]:
     asked = [Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * bench.decoded))]
 
     def decode(gives_room: bool) -> None:
-        usual = hf.give_room
-        hf.give_room = usual if gives_room else lambda cache: None
+        usual = decoding_batch.give_room
+        decoding_batch.give_room = usual if gives_room else lambda cache: None
         try:
             bench.decode(asked, Sampling(2 * bench.tokens))
         finally:
-            hf.give_room = usual
+            decoding_batch.give_room = usual
 
     yield "keys and values with room: decoding", "s", *bench.seconds(lambda: decode(False), lambda: decode(True))
 

@@ -21,7 +21,7 @@ from tether.cli import launched
 from tether.cli.main import main
 from tether.config.load import dump_config
 from tether.errors import ConfigError, ModelError
-from tether.generation.hf import _Batch
+from tether.generation.batch import Batch
 from tether.metrics.writers import JsonlWriter
 from tether.models.roles import ModelRoles
 from tether.train import run
@@ -94,7 +94,7 @@ def not_finite(mark: Path) -> None:
 
 PATCHES: Mapping[str, Callable[[Path], None]] = {
     "forward": lambda mark: fails_at(ModelRoles, "score_pass", 2, out_of_memory, mark),
-    "decoding": lambda mark: fails_at(_Batch, "decode_until_one_ends", 3, out_of_memory, mark),
+    "decoding": lambda mark: fails_at(Batch, "decode_until_one_ends", 3, out_of_memory, mark),
     "checking": lambda mark: fails_at(run, "check", 1, no_file, mark),
     "loading": lambda mark: fails_at(run, "build_roles", 1, no_model, mark),
     "losses": not_finite,

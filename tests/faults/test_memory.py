@@ -15,7 +15,7 @@ from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
 from tests.train.test_run import assert_same_weights, reproducible, weights
 from tether.errors import GenerationError, TrainingError
-from tether.generation import hf
+from tether.generation import batch
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import ModelRoles, Pass
 from tether.rewards import model
@@ -174,7 +174,7 @@ def test_one_answer_that_does_not_fit_ends_the_run_with_what_would_help(tmp_path
 def short_decoding(monkeypatch, fits):
     """Makes a step of decoding run out of memory where more than ``fits`` answers are written side by side; returns how
     many were, in each step that fitted."""
-    wrapped, widths = hf.drawn_tokens, []
+    wrapped, widths = batch.drawn_tokens, []
 
     def drawn(logits, generators, sampling):
         if len(generators) > fits:
@@ -182,7 +182,7 @@ def short_decoding(monkeypatch, fits):
         widths.append(len(generators))
         return wrapped(logits, generators, sampling)
 
-    monkeypatch.setattr(hf, "drawn_tokens", drawn)
+    monkeypatch.setattr(batch, "drawn_tokens", drawn)
     return widths
 
 

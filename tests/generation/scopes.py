@@ -33,6 +33,13 @@ class Scope:
             self.model.train(was_training)
             self.is_open = False
 
+    def tried(self, **options) -> HFGenerator:
+        """A generator that has found out how the model is decoded; what that took is not among the shapes."""
+        generator = HFGenerator(self, device="cpu", **options)
+        list(generator.generate([Request([0], key=0)], Sampling(1)))
+        self.shapes.clear()
+        return generator
+
 
 def answers(model: nn.Module, requests: list[Request], sampling: Sampling, batch_size: int = 16) -> list[Completion]:
     """All answers, in the order of the requests."""

@@ -30,6 +30,7 @@ def test_a_run_decodes_with_its_policy(tmp_path, lora, cache):
     generator = build_generator(config, roles)
     asked, sampling = [Request([7 + i] * (1 + i % 3), i) for i in range(7)], Sampling(12, 1.0, frozenset({EOS}))
     widths = []
+    list(generator.generate(asked[:1], sampling))  # how it decodes is found out before the first answer
     with roles.use("policy") as policy:
         policy.register_forward_pre_hook(
             lambda _, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True

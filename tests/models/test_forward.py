@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     GraniteConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     Mamba2Config,
     MambaConfig,
     MixtralConfig,
@@ -20,7 +21,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     RecurrentGemmaConfig,
+    RobertaConfig,
     RwkvConfig,
+    xLSTMConfig,
 )
 
 from tests.models.build import QUERIES, RESPONSES, micro_batch
@@ -77,10 +80,12 @@ def naive(model: PreTrainedModel, query: list[int], response: list[int], tempera
     return logprobs, entropies, values
 
 
-def assert_is_naive(model: PreTrainedModel, temperature: float = 0.7) -> None:
-    head, batch = seeded_head(model.config.hidden_size), micro_batch()
+def assert_is_naive(model: PreTrainedModel, temperature: float = 0.7, before: tuple[int, ...] = ()) -> None:
+    """Args: before: what the queries have before those of the other tests."""
+    queries = [[*before, *query] for query in QUERIES]
+    head, batch = seeded_head(model.config.hidden_size), collate(queries, RESPONSES)
     out = response_outputs(model, batch, temperature=temperature, head=head, with_entropy=True)
-    for row, (query, response) in enumerate(zip(QUERIES, RESPONSES, strict=True)):
+    for row, (query, response) in enumerate(zip(queries, RESPONSES, strict=True)):
         for got, wanted in zip(out, naive(model, query, response, temperature, head), strict=True):
             assert got[row, : len(response)].tolist() == pytest.approx(wanted, abs=1e-5)
             assert torch.equal(got[row, len(response) :], torch.zeros(got.shape[1] - len(response)))
@@ -123,7 +128,7 @@ def test_equals_it_for_models_that_count_positions_by_the_mask(kind):
     ids=lambda config: config.model_type,
 )
 def test_equals_it_for_models_that_keep_a_state(config):
-    """Two of them heed no mask: padding must not come before what counts."""
+    """Some of them heed no mask: padding must not come before what counts."""
     assert_is_naive(model_of(config))
 
 
@@ -141,6 +146,22 @@ def test_a_cap_far_above_the_logits_is_still_seen():
     with torch.no_grad():
         assert model(input_ids=torch.arange(8)[None], use_cache=False).logits.abs().max() < 0.05
     assert not head_matches(model)
+
+
+def test_logits_of_models_that_make_all_whichever_are_to_be_kept():
+    assert_is_naive(model_of(xLSTMConfig(**STATE, num_blocks=2, num_heads=4)), before=(6, 9))
+
+
+def test_positions_that_do_not_begin_at_0_are_left_to_the_model():
+    assert_is_naive(model_of(RobertaConfig(**SMALL | {"pad_token_id": 1}, intermediate_size=32, is_decoder=True)))
+
+
+def test_a_model_without_a_trunk_is_refused():
+    class Trunkless(LlamaForCausalLM):
+        base_model_prefix = "trunk"
+
+    with pytest.raises(ModelError, match=r"Trunkless names no part of it that makes hidden states"):
+        head_matches(Trunkless(LlamaConfig(**ROTARY)))
 
 
 def test_a_logit_scale_of_one_changes_nothing():

@@ -393,7 +393,15 @@ FORWARD = in_file(
     ),
     ("the attention mask comes from ids", '"attention_mask": mask.long()', '"attention_mask": (ids != 0).long()'),
     ("padding is attended to", '"attention_mask": mask.long()', '"attention_mask": torch.ones_like(ids)'),
-    ("position ids are left to the model", 'if "position_ids" not in inspect', 'if "position_ids" in inspect'),
+    ("position ids are left to the model", "position_ids} if placed", "position_ids} if not placed"),
+    ("padding before a row is not masked", "if mask[:, 0].all():", "if True:"),
+    ("a mask is given where nothing needs one", "if mask[:, 0].all():", "if False:"),
+    ("a model that reads what follows is taken", "MOST_OF_WHAT_FOLLOWS * states", "2 * states"),
+    (
+        "the first of all logits are taken for those that were to be kept",
+        "logits = logits[:, kept]",
+        "logits = logits[:, : len(kept)]",
+    ),
     (
         "the temperature is missing where the head matches",
         "            temperature=temperature,\n            chunk_size",
@@ -574,7 +582,7 @@ REDUCE = in_file(
 )
 
 GENERATION = in_file(
-    "generation/hf.py",
+    "generation/batch.py",
     (
         "sampling lacks the temperature",
         "scaled if sampling.temperature == 1 else scaled / sampling.temperature",
@@ -646,7 +654,25 @@ GENERATION = in_file(
         "largest[:, 0] + weights.sum(dim=-1).log_()",
         "_truncated(scaled, sampling).logsumexp(dim=-1)",
     ),
-    tests=("tests/generation/test_hf.py", "tests/generation/test_contract.py"),
+    tests=(
+        "tests/generation/test_caches.py::test_what_the_cache_allows_is_told_and_kept_to",
+        "tests/generation/test_hf.py",
+        "tests/generation/test_contract.py",
+    ),
+)
+
+DECODING = in_file(
+    "generation/decoding.py",
+    ("a cache that looks as if it could be cut is trusted", "or _is_faithful(model, device, way)", "or True"),
+    ("no cache is trusted", "or _is_faithful(model, device, way)", "or False"),
+    ("caches are not tried with padding", "ids[:2] if way.may_pad", "ids[:7] if way.may_pad"),
+    ("texts of a batch are never copied on trial", "ids[:7], ids[:7], ids[:2]", "ids[:7], ids[1:8], ids[:2]"),
+    (
+        "what crashes on trial crashes the run",
+        "    except FAULTS:\n        return False",
+        "    except KeyError:\n        return False",
+    ),
+    tests=("tests/generation/test_caches.py",),
 )
 
 TRAINER = (
@@ -1859,6 +1885,6 @@ FLOAT16 = (
 
 DEFECTS = (
     *ADVANTAGES, *KL, *LOGPROBS, *LOSSES, *MASKING, *REDUCTION, *SCORES, *FORWARD, *COLLATE, *STREAM, *KEYS, *COLUMNS,
-    *REDUCE, *GENERATION, *TRAINER, *UPDATE, *LOGGED, *EXPERIENCE, *MEASURE, *ROLLOUT, *EVALUATE, *EMA, *OPTIM, *HEADS,
-    *ROLES, *CHECKPOINT, *REWARDS, *ENSEMBLES, *REWARD_STAGE, *DEFAULTS, *FLOAT16,
+    *REDUCE, *GENERATION, *DECODING, *TRAINER, *UPDATE, *LOGGED, *EXPERIENCE, *MEASURE, *ROLLOUT, *EVALUATE, *EMA,
+    *OPTIM, *HEADS, *ROLES, *CHECKPOINT, *REWARDS, *ENSEMBLES, *REWARD_STAGE, *DEFAULTS, *FLOAT16,
 )  # fmt: skip

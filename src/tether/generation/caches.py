@@ -60,13 +60,14 @@ class RoomyLayer(DynamicLayer):
 
 def give_room(cache: Any) -> None:
     """Makes the layers of a cache ``RoomyLayer``, as far as they would copy all that they hold for every token."""
-    if isinstance(cache, Cache):
+    if isinstance(cache, Cache) and hasattr(cache, "layers"):
         cache.layers = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
 
 
 def cuttable(cache: Any) -> bool:
     """Whether a cache holds keys and values alone, so that padding can be masked."""
-    return isinstance(cache, Cache) and all(type(layer) in CUTTABLE_LAYERS for layer in cache.layers)
+    layers = getattr(cache, "layers", None)  # that of an encoder and a decoder has two caches in place of layers
+    return isinstance(cache, Cache) and layers is not None and all(type(layer) in CUTTABLE_LAYERS for layer in layers)
 
 
 def fixed_width(width: int) -> int:

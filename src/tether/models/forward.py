@@ -122,7 +122,13 @@ def head_matches(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _try_head(model: PreTrainedModel) -> bool:
-    ids = _few_tokens(model)
+    ids = few_tokens(model)
+    if model.base_model is model:
+        kind = type(model).__name__
+        raise ModelError(
+            f"{model.config.name_or_path or kind}: {kind} names no part of it that makes hidden states "
+            "(base_model_prefix); wanted a language model of transformers that does"
+        )
     with _without_cached_casts(ids.device):
         logits = model(input_ids=ids, use_cache=False).logits
         ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
@@ -133,7 +139,7 @@ def _try_head(model: PreTrainedModel) -> bool:
 def check_causal(model: PreTrainedModel) -> None:
     """Raises ``ModelError`` if what the trunk says of a token depends on what is behind it, which an answer that is
     being written does not have, and which padding is. Tried on a few tokens, of which the last is exchanged."""
-    ids = _few_tokens(model)
+    ids = few_tokens(model)
     others = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
     with _without_cached_casts(ids.device):
         states, changed = (model.base_model(input_ids=x, use_cache=False).last_hidden_state for x in (ids, others))
@@ -146,9 +152,10 @@ def check_causal(model: PreTrainedModel) -> None:
         )
 
 
-def _few_tokens(model: PreTrainedModel) -> Int[Tensor, "1 T"]:
+def few_tokens(model: PreTrainedModel) -> Int[Tensor, "1 11"]:
+    """Eleven tokens to try a model with, the middles of equal parts of the vocabulary: its ends may be in no text."""
     embeddings = model.get_input_embeddings().weight
-    return torch.arange(min(16, embeddings.shape[0]), device=embeddings.device).unsqueeze(0)
+    return (torch.arange(1, 22, 2, device=embeddings.device) * embeddings.shape[0] // 22).unsqueeze(0)
 
 
 def _without_cached_casts(device: torch.device) -> torch.autocast:
@@ -171,15 +178,15 @@ def _hidden_states(
 def _inputs(model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor) -> dict[str, Tensor | bool]:
     """Arguments of a forward without cache. Models that take no position ids count real tokens by the mask.
 
-    Where no row begins with padding there is no mask: what is behind a token is hidden from it anyway, and attention
-    that is causal and nothing else has the faster kernels.
+    Where no row begins with padding there are neither mask nor positions: what is behind a token is hidden from it
+    anyway, attention that is causal and nothing else has the faster kernels, and where a model's first position is
+    (RoBERTa's is not 0), it knows.
     """
-    is_masked = not bool(mask[:, 0].all())
-    inputs = {"input_ids": ids, "position_ids": position_ids, "use_cache": False}
-    inputs |= {"attention_mask": mask.long()} if is_masked else {}
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        del inputs["position_ids"]
-    return inputs
+    inputs = {"input_ids": ids, "use_cache": False}
+    if mask[:, 0].all():
+        return inputs
+    placed = "position_ids" in inspect.signature(model.forward).parameters
+    return inputs | {"attention_mask": mask.long()} | ({"position_ids": position_ids} if placed else {})
 
 
 def _response_states(backbone: PreTrainedModel, batch: MicroBatch) -> Float[Tensor, "N D"]:
@@ -201,10 +208,14 @@ def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[T
         inputs = _inputs(model, batch.token_ids, batch.attention_mask, batch.position_ids)
         sampled_in = batch.response_columns[:, 1:]
         kept = sampled_in.any(dim=0).nonzero()[:, 0]
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            inputs["logits_to_keep"] = kept
         with compiled_layers(model.base_model):
-            logits = model(**inputs, logits_to_keep=kept).logits
+            logits = model(**inputs).logits
     finally:
         handle.remove()
+    if logits.shape[1] > len(kept):  # of every token, as of models that do not know what to keep
+        logits = logits[:, kept]
     return seen[0][:, :-1][sampled_in], logits[sampled_in[:, kept]]
 
 

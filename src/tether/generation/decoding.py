@@ -1,0 +1,105 @@
+"""How a model is decoded: the fastest way in which it says of a text what it says when it reads the text as a whole."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import Cache
+
+from tether.generation.batch import Batch, Decoding, cache_name
+from tether.generation.caches import cuttable
+from tether.models.forward import few_tokens
+from tether.types import Request, Sampling
+
+TOLERANCE, TOLERANCE_IN_HALF = 3e-3, 0.1
+"""By how much of their norm, without the mean, logits may differ from those of the whole text: in float32; else."""
+FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What models raise that do not do with padding or a cache what is asked of them."""
+CONSEQUENCES = {
+    Decoding.ALIKE: "only prompts of equal length are answered side by side",
+    Decoding.KEPT: "only prompts of equal length are answered side by side, and those that have ended are decoded "
+    "until the last one ends",
+    Decoding.ANEW: "the whole text is read anew for every token of an answer, and only prompts of equal length are "
+    "answered side by side",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def decoding(model: nn.Module, device: torch.device, *, is_static: bool = False) -> Decoding:
+    """How the model is decoded, by the cache that it makes of one token, and by what it says of a few texts that are
+    decoded so; anything but ``CUT`` is told in the log.
+
+    Args:
+        is_static: whether a cache of fixed size is wanted.
+    """
+    cache, kind = _cache_of_one_token(model, device), type(model).__name__
+    ways = [Decoding.CUT, Decoding.ALIKE, Decoding.KEPT, Decoding.ANEW]
+    reason = "reads a padded text, or one from its cache, otherwise than the text as a whole"
+    if cache is None:
+        ways, reason = ways[3:], "hands out no cache that could be decoded with"
+    elif not cuttable(cache):
+        ways, reason = ways[1 if isinstance(cache, Cache) else 2 :], "keeps more than keys and values of what it read"
+    way = next(way for way in ways if way is Decoding.ANEW or _is_faithful(model, device, way))
+    if way is not Decoding.CUT:
+        logger.warning("%s %s: %s", kind, reason, CONSEQUENCES[way])
+        if is_static:
+            logger.warning("%s: its cache is not one of fixed size", kind)
+    elif is_static:
+        logger.info(
+            "%s is decoded in a cache of fixed size: answers that have ended stay until the last one ends%s",
+            kind,
+            "" if device.type == "cpu" else "; its forward of a token is compiled, so the first answers take long",
+        )
+        return Decoding.FIXED
+    return way
+
+
+def _cache_of_one_token(model: nn.Module, device: torch.device) -> Any:
+    """The cache, or None where the model hands out none that its forward takes."""
+    if (name := cache_name(model)) is None:
+        return None
+    try:
+        return getattr(model(input_ids=few_tokens(model)[:, :1].to(device), use_cache=True), name, None)
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS:
+        return None
+
+
+def _is_faithful(model: nn.Module, device: torch.device, way: Decoding) -> bool:
+    """Whether three texts, two of one query of which one ends first, have the logits of a forward over the whole text,
+    unpadded."""
+    ids = few_tokens(model)[0].tolist()
+    queries = (ids[:7], ids[:7], ids[:2] if way.may_pad else ids[4:])
+    texts, said = [list(query) for query in queries], [[] for _ in queries]
+    requests = [(i, Request(query, key=i)) for i, query in enumerate(queries)]
+    batch = Batch(requests, Sampling(max_new_tokens=3), device, way, None)
+    try:
+        for token in ids[-3:]:
+            for row, logits in zip(batch.rows, batch.logits(model), strict=True):
+                said[row.position].append(logits)
+                texts[row.position].append(token)
+            batch.write(torch.full((len(batch.rows),), token, device=device))
+            if len(said[0]) == 2 and len(batch.rows) == 3:
+                batch.keep([1, 2])
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS:
+        return False
+    whole = [model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0] for text in texts]
+    return all(
+        _are_close(torch.stack(logits), wanted[len(query) - 1 : -1])
+        for query, logits, wanted in zip(queries, said, whole, strict=True)
+    )
+
+
+def _are_close(got: Float[Tensor, "T V"], wanted: Float[Tensor, "T V"]) -> bool:
+    """Whether logits differ by rounding at most. Those that are not numbers are: what is drawn from them is told."""
+    is_half = got.dtype.itemsize < 4 or torch.is_autocast_enabled(got.device.type)
+    got, wanted = (x.float() - x.float().mean(dim=1, keepdim=True) for x in (got, wanted))
+    return not (got - wanted).norm() > (TOLERANCE_IN_HALF if is_half else TOLERANCE) * wanted.norm()

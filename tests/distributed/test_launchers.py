@@ -20,7 +20,7 @@ from tether.metrics.writers import read_jsonl
 from tether.train import inputs, run
 from tether.train.checkpoint import list_checkpoints
 from tether.train.distributed import Dist
-from tether.train.engines.deepspeed import check
+from tether.train.engines.deepspeed_config import check
 
 FILES = Path(__file__).parents[2] / "examples" / "accelerate"
 ACCELERATE = ["accelerate.commands.launch", "--num_processes", "2", "--config_file"]

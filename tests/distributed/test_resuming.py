@@ -23,9 +23,10 @@ from tether.cli.main import main
 from tether.config.load import dump_config
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import ModelRoles
-from tether.train.checkpoint import check_same_run, list_checkpoints, told_of_move
+from tether.train.checkpoint import list_checkpoints
 from tether.train.distributed import Dist
 from tether.train.rollout import micro_batch_plan
+from tether.train.same_run import check_same_run, told_of_move
 
 CHANGES = {
     "train__max_steps": 4, "train__save_steps": 1, "ppo__num_mini_batches": 2, "train__micro_batch_size": 2,

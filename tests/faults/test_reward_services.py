@@ -21,8 +21,8 @@ from tether.cli.main import main
 from tether.config.load import dump_config
 from tether.errors import CheckpointError, ConfigError, RewardError, RewardResponseError
 from tether.metrics.writers import read_jsonl
-from tether.train.checkpoint import SERVICE_MAY_CHANGE
 from tether.train.run import train_policy
+from tether.train.same_run import SERVICE_MAY_CHANGE
 from tether.train.saved import evaluate_path
 
 FAILURES = {

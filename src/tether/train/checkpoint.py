@@ -17,14 +17,12 @@ own random state the counters are the whole.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import pickle
 import re
 import shutil
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -38,43 +36,23 @@ from torch import Tensor
 from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig, TrainConfig
-from tether.data.demonstrations import Demonstration
 from tether.errors import CheckpointError, ConfigError, TrainingError
-from tether.models.paths import model_digest
 from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder, files_written, policy_weights, put_back, save_policy, verify_manifest
 from tether.report.card import write_card
 from tether.train.claim import claimed
-from tether.train.distributed import Dist, met_by_all
+from tether.train.distributed import met_by_all
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import Engine
 from tether.train.optim import MOMENT_BYTES, PassOptimizer
 from tether.train.parts import Parts
 from tether.train.random_state import random_states, set_random_states
-from tether.types import Prompt
 
 STATE_DIR, STATE, ROLES = "tether_state", "state.json", "roles.safetensors"
 OPTIMIZERS, AVERAGE, RANDOM = "optimizers.pt", "average.safetensors", "random.pt"
 TRIAL = "save-trial.tmp"
 DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """What the system says when a disk takes no more."""
-MAY_CHANGE = frozenset({
-    "resume", "overwrite_output_dir", "output_dir", "train.total_episodes", "train.num_train_epochs", "train.max_steps",
-    "train.logging_steps", "train.log_samples", "train.eval_steps", "train.save_steps", "train.save_total_limit",
-    "train.report_to", "train.run_name", "train.max_runtime", "train.metric_for_best_model", "train.greater_is_better",
-    "train.load_best_model_at_end", "value.save", "train.push_to_hub", "train.hub_model_id", "train.hub_private_repo",
-    "train.max_bad_batches", "train.dry_step", "train.ddp_timeout", "train.ds3_gather_for_generation",
-})
-"""Keys that a resumed run may change."""
-MOVED_MAY_CHANGE = frozenset({"train.micro_batch_size", "train.max_tokens_per_micro_batch"})
-"""Keys that a run may change as well that goes on with another number of processes."""
-SERVICE_MAY_CHANGE = re.compile(
-    r"rewards\.\d+\.(members\.\d+\.)?"
-    r"(url|base_url|api_key_env|connect_timeout|read_timeout|retries|retry_delay|max_concurrency)"
-)
-"""Also these, of where and how a reward service is asked: services fail, and move."""
-JUDGE_MAY_CHANGE = re.compile(r"rewards\.\d+\.(members\.\d+\.)?(processes|offload)")
-"""And these, of where a reward model is: an engine may spread it, and the next one not."""
 
 
 @dataclass
@@ -496,130 +474,5 @@ def _loaded(path: Path, name: str) -> Any:
         raise CheckpointError(f"{file} holds more than tensors and numbers, or is no file of torch's") from error
 
 
-def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig, dist: Dist, engine: str) -> str | None:
-    """What is no longer bitwise in a run that goes on elsewhere than its checkpoint was written, or None.
-
-    Args:
-        saved: the configuration that it was written with.
-        record: its ``read_state``.
-        engine: what spreads this run over its processes.
-    """
-    before, now = record["num_processes"], dist.num_processes
-    if (before, record["engine"]) == (now, engine):
-        return None
-    told = (
-        f"the checkpoint was written by {_processes(before, record['engine'])} and goes on with "
-        f"{_processes(now, engine)}: prompts, their order and the noise of answers are what they would have been, but "
-        "sums are added up in another order and so rounded otherwise, and what follows is not bitwise the same"
-    )
-    if now > before:
-        told += f". Reward functions that draw at random draw the same in process 0 and in those from {before} on"
-    at_once = (saved.answers_at_once(before), config.answers_at_once(now))
-    budget = config.train.max_tokens_per_micro_batch or saved.train.max_tokens_per_micro_batch
-    if budget is not None and before != now and config.ppo.num_mini_batches > 1:
-        told += (
-            ". train.max_tokens_per_micro_batch counts the tokens of each process, so that other answers than before "
-            "are trained on at once, and mini-batches hold other ones"
-        )
-    elif at_once[0] != at_once[1] and config.ppo.num_mini_batches > 1:
-        told += (
-            f". Before, {at_once[0]} answers were trained on at once, and now {at_once[1]}, so that mini-batches hold "
-            f"other ones; they do not where train.micro_batch_size times the number of processes stays {at_once[0]}"
-        )
-    return told
-
-
-def _processes(count: int, engine: str) -> str:
-    return engine if count == 1 else f"{count} processes under {engine}"
-
-
-def check_same_run(
-    saved: dict[str, Any], config: dict[str, Any], path: Path, *, is_moved: bool = False
-) -> list[str]:
-    """A line for every key that differs between a checkpoint's run and this one, and may.
-
-    Args:
-        is_moved: whether the run goes on with another number of processes.
-
-    Raises:
-        CheckpointError: keys differ that may not; names them, and those that may.
-    """
-    before, now = _leaves(saved), _leaves(config)
-    lines = {
-        key: f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    }
-    may_change = MAY_CHANGE | MOVED_MAY_CHANGE if is_moved else MAY_CHANGE
-    of_rewards = (SERVICE_MAY_CHANGE, JUDGE_MAY_CHANGE)
-    changed = [
-        key for key in lines if key not in may_change and not any(pattern.fullmatch(key) for pattern in of_rewards)
-    ]
-    if changed:
-        differ = "".join(f"  {lines[key]}\n" for key in changed)
-        raise CheckpointError(
-            f"resume: {path} was made with another configuration:\n{differ}"
-            f"Put these back, or start a new run in another output_dir. What may change: "
-            f"{', '.join(sorted(may_change))}, where and how a reward service is asked, and which processes have a "
-            "reward model"
-        )
-    return [line for key, line in lines.items() if key not in ("resume", "overwrite_output_dir")]
-
-
-def fingerprints(
-    prompts: Iterable[Prompt],
-    eval_prompts: Iterable[Prompt],
-    demonstrations: Iterable[Demonstration],
-    models: Mapping[str, str],
-) -> dict[str, str]:
-    """A hash of all that the run reads of each of its datasets and models, by the key that names it.
-
-    Args:
-        models: their paths, by ``model_paths``; those of the hub are left out.
-    """
-    digests = {key: model_digest(path) for key, path in models.items()}
-    return {key: digest for key, digest in digests.items() if digest is not None} | {
-        "data.prompts": _digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in prompts),
-        "held-out prompts": _digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in eval_prompts),
-        "data.ptx": _digest((each.row, (*each.query_ids, -1, *each.response_ids), {}) for each in demonstrations),
-    }
-
-
-def check_same_data(data: Mapping[str, str], path: Path) -> None:
-    """Checks that a run reads what the checkpoint's run read.
-
-    Raises:
-        CheckpointError: a dataset or a model is another one; the order of the prompts, and what was trained on, would
-            not fit.
-    """
-    saved = read_state(path)["data"]
-    if changed := sorted(key for key in data.keys() | saved.keys() if data.get(key) != saved.get(key)):
-        of_models = [key for key in changed if key.endswith((".path", ".init"))]
-        what = "weights or shape" if of_models == changed else "rows, their order, their other columns, the tokenizer"
-        raise CheckpointError(
-            f"resume: {' and '.join(changed)} changed since {path} was written: {what}"
-            f"{'' if of_models else ' or its chat template'}. Put them back, or start a new run from the checkpoint: "
-            f"model.path: {path}, in another output_dir"
-        )
-
-
-def _digest(rows: Iterable[tuple[int, Iterable[int], Mapping[str, Any]]]) -> str:
-    digest = hashlib.sha256()
-    for row, ids, columns in rows:
-        digest.update(array("q", [row, *ids, -2]).tobytes())
-        digest.update(json.dumps(columns, default=str, sort_keys=True).encode())
-    return digest.hexdigest()
-
-
 def _gib(size: int) -> str:
     return f"{size / 2**30:.3g} GiB"
-
-
-def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    else:
-        return {prefix: value}
-    return {k: v for key, child in items for k, v in _leaves(child, f"{prefix}.{key}" if prefix else str(key)).items()}

@@ -41,15 +41,11 @@ from tether.rewards.build import build_rewards, check_sharded, try_services
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import (
     RunState,
-    check_same_data,
-    check_same_run,
     checkpoint_step,
     find_checkpoint,
-    fingerprints,
     kept_whole,
     list_checkpoints,
     read_state,
-    told_of_move,
 )
 from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
@@ -73,6 +69,7 @@ from tether.train.inputs import (
 from tether.train.log import METRICS, SAMPLES, RunLog
 from tether.train.parts import Parts
 from tether.train.process_log import ProcessLog
+from tether.train.same_run import check_same_data, check_same_run, fingerprints, told_of_move
 from tether.train.sharing import shared, shared_generator
 from tether.train.trainer import PPOTrainer
 from tether.types import RewardSource, Sampling
@@ -191,7 +188,7 @@ def open_trainer(
     if checkpoint is not None:
         held_out, models = data.eval_prompts.prompts if data.eval_prompts else [], model_paths(config)
         read = fingerprints(data.prompts.prompts, held_out, data.demonstrations, models)
-        dist.each(lambda: check_same_data(read, checkpoint))
+        dist.each(lambda: check_same_data(record["data"], read, checkpoint))
     tell_data(config, data, display)
     dist.by_main(lambda: try_outside(config, data, with_services=rewards is None))
     with ExitStack() as stack:

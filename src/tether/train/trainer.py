@@ -35,7 +35,7 @@ from tether.metrics.writers import read_jsonl
 from tether.models.roles import POLICY, Pass
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
-from tether.train.checkpoint import Checkpoints, RunState, fingerprints, last_complete
+from tether.train.checkpoint import Checkpoints, RunState, last_complete
 from tether.train.costs import PassCosts, phase, product_rate, timed, with_rates
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import out_of_step
@@ -60,6 +60,7 @@ from tether.train.rollout import (
     raw_scores,
     shaped_scores,
 )
+from tether.train.same_run import fingerprints
 from tether.train.update import Update
 from tether.types import Experience, MicroBatch, Request, RewardOutput, noise_key
 

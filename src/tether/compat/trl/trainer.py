@@ -38,14 +38,7 @@ from tether.models.saving import policy_weights, save_policy, written_into
 from tether.report.card import write_card
 from tether.report.html import write_report
 from tether.train import evaluate as evaluation
-from tether.train.checkpoint import (
-    check_same_data,
-    check_same_run,
-    find_checkpoint,
-    kept_whole,
-    read_state,
-    told_of_move,
-)
+from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
 from tether.train.claim import claimed
 from tether.train.display import NullDisplay
 from tether.train.distributed import Dist
@@ -55,6 +48,7 @@ from tether.train.optim import check_schedule
 from tether.train.parts import Parts
 from tether.train.rollout import answer
 from tether.train.run import CONFIG, check_processes, prepare_folder
+from tether.train.same_run import check_same_data, check_same_run, told_of_move
 from tether.train.sharing import shared, shared_generator
 from tether.train.trainer import PPOTrainer as PhaseTrainer
 from tether.types import Request, Sampling, noise_key
@@ -304,7 +298,8 @@ class PPOTrainer:
                     config, self._parts, log=log, callbacks=self._events, optimizers=self._optimizers
                 )
                 if checkpoint is not None:
-                    dist.each(lambda: check_same_data(phases.checkpoints.data, checkpoint))
+                    read = phases.checkpoints.data
+                    dist.each(lambda: check_same_data(read_state(checkpoint)["data"], read, checkpoint))
                     phases.resume(checkpoint)
                 interrupted = phases.fit()
             finally:

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     RecurrentGemmaConfig,
+    RemBertConfig,
     RobertaConfig,
     RwkvConfig,
     xLSTMConfig,
@@ -156,11 +157,18 @@ def test_positions_that_do_not_begin_at_0_are_left_to_the_model():
     assert_is_naive(model_of(RobertaConfig(**SMALL | {"pad_token_id": 1}, intermediate_size=32, is_decoder=True)))
 
 
+def test_a_head_with_a_layer_before_it_is_the_models_own():
+    widths = {"intermediate_size": 32, "input_embedding_size": 8, "output_embedding_size": 24}
+    model = model_of(RemBertConfig(**SMALL, **widths, is_decoder=True))
+    assert not head_matches(model)
+    assert_is_naive(model)
+
+
 def test_a_model_without_a_trunk_is_refused():
     class Trunkless(LlamaForCausalLM):
         base_model_prefix = "trunk"
 
-    with pytest.raises(ModelError, match=r"Trunkless names no part of it that makes hidden states"):
+    with pytest.raises(ModelError, match=r"Trunkless does not say by base_model_prefix"):
         head_matches(Trunkless(LlamaConfig(**ROTARY)))
 
 

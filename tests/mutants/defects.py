@@ -432,13 +432,13 @@ FORWARD = in_file(
     ),
     (
         "a small cap of the logits is not seen",
-        "torch.equal(logits.float(), ours.float())",
-        "torch.allclose(logits.float(), ours.float(), atol=1e-4)",
+        "torch.equal(logits.float(), head(states).float())",
+        "torch.allclose(logits.float(), head(states).float(), atol=1e-4)",
     ),
     (
         "a cap or scale of the logits is ignored",
-        "torch.equal(logits.float(), ours.float())",
-        "logits.shape == ours.shape",
+        "torch.equal(logits.float(), head(states).float())",
+        "logits.shape == head(states).shape",
     ),
     (
         "the states of a model that makes its own logits are those after next",

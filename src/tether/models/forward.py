@@ -7,6 +7,8 @@ column before it, and its log-probability and its value are both read there.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,8 +24,8 @@ from tether.models.heads import ScalarHead
 from tether.types import MicroBatch
 
 _HEAD_MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-MOST_OF_WHAT_FOLLOWS = 0.01
-"""By how much of their norm states may differ with the token behind them: experts round by who shares one with whom."""
+MOST_OF_WHAT_FOLLOWS = 0.05
+"""By how much of their norm states may differ with what is behind them: experts round by who shares one with whom."""
 
 
 class LogprobOutput(NamedTuple):
@@ -122,33 +124,38 @@ def head_matches(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _try_head(model: PreTrainedModel) -> bool:
-    ids = few_tokens(model)
-    if model.base_model is model:
-        kind = type(model).__name__
-        raise ModelError(
-            f"{model.config.name_or_path or kind}: {kind} names no part of it that makes hidden states "
-            "(base_model_prefix); wanted a language model of transformers that does"
-        )
-    with _without_cached_casts(ids.device):
+    ids, used = few_tokens(model), []
+    with _without_cached_casts(ids.device), _heard(model.base_model, used):
         logits = model(input_ids=ids, use_cache=False).logits
-        ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-    return torch.equal(logits.float(), ours.float())
+    if model.base_model is not model:
+        head = model.get_output_embeddings()
+        with _without_cached_casts(ids.device):
+            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            fits = getattr(head, "in_features", states.shape[-1]) == states.shape[-1]
+            if fits and torch.equal(logits.float(), head(states).float()):
+                return True
+        if used:
+            return False
+    raise ModelError(
+        f"{_named(model)} does not say by base_model_prefix which part of it makes the hidden states; wanted a "
+        "language model of transformers that does"
+    )
 
 
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
     """Raises ``ModelError`` if what the trunk says of a token depends on what is behind it, which an answer that is
-    being written does not have, and which padding is. Tried on a few tokens, of which the last is exchanged."""
+    being written does not have, and which padding is. Tried on a few tokens, some of which become padding."""
     ids = few_tokens(model)
-    others = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
+    width, kept = ids.shape[1], ids.shape[1] // 2
+    padded = torch.cat([ids[:, :kept], torch.zeros_like(ids[:, kept:])], dim=1)
     with _without_cached_casts(ids.device):
-        states, changed = (model.base_model(input_ids=x, use_cache=False).last_hidden_state for x in (ids, others))
-    difference = (states - changed)[:, : ids.shape[1] - 1].float()
-    if states.shape[1] != ids.shape[1] or difference.norm() > MOST_OF_WHAT_FOLLOWS * states.float().norm():
-        kind = type(model).__name__
+        states, changed = (model.base_model(input_ids=x, use_cache=False).last_hidden_state for x in (ids, padded))
+    difference = (states - changed)[:, :kept].float()
+    if states.shape[1] != width or difference.norm() > MOST_OF_WHAT_FOLLOWS * states[:, :kept].float().norm():
         raise ModelError(
-            f"{model.config.name_or_path or kind}: {kind} reads what is behind a token, too; wanted a causal language "
-            "model. BERT and its like are one with is_decoder: true in config.json"
+            f"{_named(model)} reads what is behind a token, too; wanted a causal language model. BERT and its like are "
+            "one with is_decoder: true in config.json"
         )
 
 
@@ -203,20 +210,32 @@ def _targets(batch: MicroBatch) -> Int[Tensor, " N"]:
 def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
     """States and logits of response tokens from the model's own forward, for models that change their logits last."""
     seen: list[Tensor] = []
-    handle = model.base_model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state))
-    try:
-        inputs = _inputs(model, batch.token_ids, batch.attention_mask, batch.position_ids)
-        sampled_in = batch.response_columns[:, 1:]
-        kept = sampled_in.any(dim=0).nonzero()[:, 0]
-        if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            inputs["logits_to_keep"] = kept
-        with compiled_layers(model.base_model):
-            logits = model(**inputs).logits
-    finally:
-        handle.remove()
+    inputs = _inputs(model, batch.token_ids, batch.attention_mask, batch.position_ids)
+    sampled_in = batch.response_columns[:, 1:]
+    kept = sampled_in.any(dim=0).nonzero()[:, 0]
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        inputs["logits_to_keep"] = kept
+    with compiled_layers(model.base_model), _heard(model.base_model, seen):
+        logits = model(**inputs).logits
     if logits.shape[1] > len(kept):  # of every token, as of models that do not know what to keep
         logits = logits[:, kept]
     return seen[0][:, :-1][sampled_in], logits[sampled_in[:, kept]]
+
+
+@contextmanager
+def _heard(backbone: PreTrainedModel, seen: list[Tensor]) -> Iterator[None]:
+    """Inside, the last hidden states of every forward of the trunk are added to ``seen``."""
+    handle = backbone.register_forward_hook(lambda *call: seen.append(getattr(call[-1], "last_hidden_state", None)))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _named(model: PreTrainedModel) -> str:
+    """Where a model is from, and its class."""
+    kind = type(model).__name__
+    return f"{model.config.name_or_path or kind}: {kind}"
 
 
 def _on_response(flat: Float[Tensor, " N"], batch: MicroBatch) -> Float[Tensor, "M R"]:

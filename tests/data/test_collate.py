@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tether.data.collate import collate, pad_left, plan_micro_batches
+from tether.data.collate import collate, pad_left, pad_right, plan_micro_batches
 
 
 def test_collate_by_hand():
@@ -32,6 +32,13 @@ def test_masks_come_from_lengths_not_from_ids():
 def test_collate_refuses_what_only_a_bug_can_give_it(queries, responses):
     with pytest.raises(AssertionError):
         collate(queries, responses)
+
+
+def test_pad_right_by_hand():
+    ids, mask, positions = pad_right([(7, 8, 9), [4]])
+    assert ids.tolist() == [[7, 8, 9], [4, 0, 0]]
+    assert mask.tolist() == [[True, True, True], [True, False, False]]
+    assert positions.tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_pad_left_by_hand():

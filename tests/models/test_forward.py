@@ -1,6 +1,7 @@
 """Log-probabilities, values and scores against one unpadded row at a time through the model's own forward."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import (
     BloomConfig,
     CohereConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -29,10 +31,17 @@ from transformers import (
 
 from tests.models.build import QUERIES, RESPONSES, micro_batch
 from tests.tiny import KINDS, VOCAB_SIZE, tiny_causal_lm
-from tether.data.collate import collate, pad_left
+from tether.data.collate import collate, pad_left, pad_right
 from tether.errors import ModelError
 from tether.models import forward
-from tether.models.forward import check_causal, head_matches, last_token_scores, response_outputs, response_values
+from tether.models.forward import (
+    check_causal,
+    head_matches,
+    is_causal,
+    last_token_scores,
+    response_outputs,
+    response_values,
+)
 from tether.models.heads import ScalarHead
 
 SMALL = {
@@ -255,9 +264,10 @@ def test_logits_are_made_for_response_tokens_only_and_never_kept(monkeypatch):
     assert sum(rows) == 2 * 350  # made again for the backward pass
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_scores_are_those_of_the_last_real_token_on_any_padding_side(kind):
+def test_scores_are_those_of_the_last_real_token_on_any_padding_side(kind, causal):
     model, head = tiny_causal_lm(kind).eval(), seeded_head()
     rows = [[5, 0, 8, 9, 2], [0, 2], [5, 11, 12, 0, 14, 6, 3]]  # 0 is a token as well
     wanted = [
@@ -265,12 +275,12 @@ def test_scores_are_those_of_the_last_real_token_on_any_padding_side(kind):
         for ids in rows
     ]
     ids, mask, positions = pad_left(rows)
-    left = last_token_scores(model.base_model, head, ids, mask, positions)
+    left = last_token_scores(model.base_model, head, ids, mask, positions, causal=True)
     lengths = mask.sum(dim=1, keepdim=True)
     right_mask = torch.arange(ids.shape[1]) < lengths
     right_ids = torch.zeros_like(ids).masked_scatter(right_mask, ids[mask])
     right_positions = torch.arange(ids.shape[1]).where(right_mask, 0)
-    right = last_token_scores(model.base_model, head, right_ids, right_mask, right_positions)
+    right = last_token_scores(model.base_model, head, right_ids, right_mask, right_positions, causal=causal)
     assert left.tolist() == pytest.approx(wanted, abs=1e-5)
     assert right.tolist() == pytest.approx(wanted, abs=1e-5)
 
@@ -279,8 +289,9 @@ def test_scores_are_those_of_the_last_real_token_on_any_padding_side(kind):
 @torch.no_grad()
 def test_padding_before_a_row_is_masked_for_models_that_take_no_position_ids(kind):
     model, head, rows = model_of(kind(**SMALL)), seeded_head(), [[5, 0, 8, 9, 2], [8, 2]]
-    alone = [last_token_scores(model.base_model, head, *pad_left([row])).item() for row in rows]
-    assert last_token_scores(model.base_model, head, *pad_left(rows)).tolist() == pytest.approx(alone, abs=1e-5)
+    score = partial(last_token_scores, model.base_model, head, causal=True)
+    alone = [score(*pad_left([row])).item() for row in rows]
+    assert score(*pad_left(rows)).tolist() == pytest.approx(alone, abs=1e-5)
 
 
 def test_padding_behind_a_row_takes_no_mask():
@@ -296,6 +307,22 @@ def test_a_model_that_reads_what_follows_is_refused(is_decoder):
     model = model_of(BertConfig(**SMALL, intermediate_size=32, is_decoder=is_decoder))
     with nullcontext() if is_decoder else pytest.raises(ModelError, match=r"BertLMHeadModel .* is_decoder: true"):
         check_causal(model)
+
+
+@torch.no_grad()
+def test_a_judge_that_reads_what_follows_has_its_padding_masked():
+    config = Gemma3TextConfig(**ROTARY, head_dim=8, use_bidirectional_attention=True, attn_implementation="eager")
+    model, head, rows = model_of(config), seeded_head(), [[5, 7, 8, 9, 2], [8, 2], [6]]
+    assert not is_causal(model.base_model)
+    score = partial(last_token_scores, model.base_model, head, causal=False)
+    alone = [score(*pad_right([row])).item() for row in rows]
+    assert score(*pad_right(rows)).tolist() == pytest.approx(alone, abs=1e-5)
+
+
+def test_weights_that_are_no_numbers_do_not_read_what_follows():
+    model = tiny_causal_lm("llama")
+    model.base_model.layers[0].mlp.up_proj.weight.data.fill_(torch.nan)
+    check_causal(model)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mixtral", "gemma2"])

@@ -39,7 +39,7 @@ FP32 = {"dtype": torch.float32}
 
 def ours(model):
     with torch.no_grad():
-        return last_token_scores(model.base_model, model.score, *pad_left(ROWS))
+        return last_token_scores(model.base_model, model.score, *pad_left(ROWS), causal=True)
 
 
 def change_weights(folder, change):
@@ -251,7 +251,7 @@ def test_value_heads_give_their_value_at_the_last_token(tmp_path, kind, form, pi
     check_value_head(str(path), "rewards.0.path")
     model, head = load_value_head_model(str(path), **FP32)
     with torch.no_grad():
-        got = last_token_scores(model.base_model, head, *pad_left(ROWS)).tolist()
+        got = last_token_scores(model.base_model, head, *pad_left(ROWS), causal=True).tolist()
     assert got == pytest.approx([plain_value(path, ids) for ids in ROWS], abs=1e-5)
 
 

@@ -394,9 +394,10 @@ FORWARD = in_file(
     ("the attention mask comes from ids", '"attention_mask": mask.long()', '"attention_mask": (ids != 0).long()'),
     ("padding is attended to", '"attention_mask": mask.long()', '"attention_mask": torch.ones_like(ids)'),
     ("position ids are left to the model", "position_ids} if placed", "position_ids} if not placed"),
-    ("padding before a row is not masked", "if mask[:, 0].all():", "if True:"),
-    ("a mask is given where nothing needs one", "if mask[:, 0].all():", "if False:"),
+    ("padding before a row is not masked", "if causal and mask[:, 0].all():", "if True:"),
+    ("a mask is given where nothing needs one", "if causal and mask[:, 0].all():", "if False:"),
     ("a model that reads what follows is taken", "MOST_OF_WHAT_FOLLOWS * states", "2 * states"),
+    ("a judge that reads what follows has no mask", "if causal and mask[:, 0].all():", "if mask[:, 0].all():"),
     (
         "the first of all logits are taken for those that were to be kept",
         "logits = logits[:, kept]",

@@ -50,6 +50,15 @@ def pad_left(
     return token_ids, mask, _positions(mask)
 
 
+def pad_right(
+    sequences: Sequence[Sequence[int]],
+) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"], Int[Tensor, "M T"]]:
+    """Token ids padded on the right, the mask of real tokens, and the position of each column."""
+    assert all(len(ids) > 0 for ids in sequences) and len(sequences) > 0, "nothing to pad, or an empty sequence"
+    token_ids, mask = _padded([(0, ids) for ids in sequences])
+    return token_ids, mask, _positions(mask)
+
+
 def plan_micro_batches(
     lengths: Sequence[int], size: int, max_tokens: int | None = None, num_parts: int = 1
 ) -> list[tuple[int, ...]]:

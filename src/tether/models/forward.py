@@ -96,16 +96,19 @@ def last_token_scores(
     ids: Int[Tensor, "M T"],
     mask: Bool[Tensor, "M T"],
     position_ids: Int[Tensor, "M T"],
+    *,
+    causal: bool,
 ) -> Float[Tensor, " M"]:
     """The head's number for the last real token of each row, whatever side the padding is on.
 
     Args:
         backbone: a model without its language or classifier head.
         head: hidden states → [..., 1].
+        causal: whether no token sees what is behind it, by ``is_causal``.
         mask: True on real tokens, at least one in each row.
         position_ids: position of each real token in its row, from 0.
     """
-    hidden = _hidden_states(backbone, ids, mask, position_ids)
+    hidden = _hidden_states(backbone, ids, mask, position_ids, causal=causal)
     columns = torch.arange(ids.shape[1], device=ids.device)
     last = (mask * columns).argmax(dim=1)
     return head(hidden[torch.arange(len(ids), device=ids.device), last]).squeeze(-1)
@@ -142,21 +145,27 @@ def _try_head(model: PreTrainedModel) -> bool:
     )
 
 
-@torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
-    """Raises ``ModelError`` if what the trunk says of a token depends on what is behind it, which an answer that is
-    being written does not have, and which padding is. Tried on a few tokens, some of which become padding."""
-    ids = few_tokens(model)
-    width, kept = ids.shape[1], ids.shape[1] // 2
-    padded = torch.cat([ids[:, :kept], torch.zeros_like(ids[:, kept:])], dim=1)
-    with _without_cached_casts(ids.device):
-        states, changed = (model.base_model(input_ids=x, use_cache=False).last_hidden_state for x in (ids, padded))
-    difference = (states - changed)[:, :kept].float()
-    if states.shape[1] != width or difference.norm() > MOST_OF_WHAT_FOLLOWS * states[:, :kept].float().norm():
+    """Raises ``ModelError`` if the trunk is not ``is_causal``: nothing is behind an answer that is being written."""
+    if not is_causal(model.base_model):
         raise ModelError(
             f"{_named(model)} reads what is behind a token, too; wanted a causal language model. BERT and its like are "
             "one with is_decoder: true in config.json"
         )
+
+
+@torch.no_grad()
+def is_causal(backbone: PreTrainedModel) -> bool:
+    """Whether what a model says of a token does not depend on what is behind it, be it text or padding. Tried on a few
+    tokens, some of which become padding."""
+    ids = few_tokens(backbone)
+    width, kept = ids.shape[1], ids.shape[1] // 2
+    padded = torch.cat([ids[:, :kept], torch.zeros_like(ids[:, kept:])], dim=1)
+    with _without_cached_casts(ids.device):
+        states, changed = (backbone(input_ids=x, use_cache=False).last_hidden_state for x in (ids, padded))
+    difference = (states - changed)[:, :kept].float()
+    differs = difference.norm() > MOST_OF_WHAT_FOLLOWS * states[:, :kept].float().norm()
+    return states.shape[1] == width and not differs  # nor do numbers that are none, which are told elsewhere
 
 
 def few_tokens(model: PreTrainedModel) -> Int[Tensor, "1 11"]:
@@ -176,21 +185,25 @@ def _hidden_states(
     ids: Int[Tensor, "M T"],
     mask: Bool[Tensor, "M T"],
     position_ids: Int[Tensor, "M T"],
+    *,
+    causal: bool = True,
 ) -> Float[Tensor, "M T D"]:
     """The trunk's last hidden states."""
     with compiled_layers(backbone):
-        return backbone(**_inputs(backbone, ids, mask, position_ids)).last_hidden_state
+        return backbone(**_inputs(backbone, ids, mask, position_ids, causal=causal)).last_hidden_state
 
 
-def _inputs(model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor) -> dict[str, Tensor | bool]:
+def _inputs(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor, *, causal: bool = True
+) -> dict[str, Tensor | bool]:
     """Arguments of a forward without cache. Models that take no position ids count real tokens by the mask.
 
-    Where no row begins with padding there are neither mask nor positions: what is behind a token is hidden from it
-    anyway, attention that is causal and nothing else has the faster kernels, and where a model's first position is
-    (RoBERTa's is not 0), it knows.
+    Where no row begins with padding a causal model has neither mask nor positions: what is behind a token is hidden
+    from it anyway, attention that is causal and nothing else has the faster kernels, and where a model's first position
+    is (RoBERTa's is not 0), it knows.
     """
     inputs = {"input_ids": ids, "use_cache": False}
-    if mask[:, 0].all():
+    if causal and mask[:, 0].all():
         return inputs
     placed = "position_ids" in inspect.signature(model.forward).parameters
     return inputs | {"attention_mask": mask.long()} | ({"position_ids": position_ids} if placed else {})

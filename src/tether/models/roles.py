@@ -428,7 +428,7 @@ class ModelRoles:
         """What the reward adapter ``name`` says at the last real token of each row."""
         role = self.role(f"reward/{name}")
         with self.use(role.name) as model:
-            score = partial(last_token_scores, model.base_model, role.head, ids, mask, position_ids)
+            score = partial(last_token_scores, model.base_model, role.head, ids, mask, position_ids, causal=True)
             return self.through(role.name)(score)
 
     # Engines

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tether.data.collate import pad_left, plan_micro_batches
+from tether.data.collate import pad_right, plan_micro_batches
 from tether.errors import RewardResponseError
 from tether.models.memory import in_fitting_parts
 from tether.models.roles import Host, directly
@@ -71,12 +71,12 @@ def score_sequences(
 
     Args:
         sequences: token ids without padding, at least one in each.
-        score_batch: scores one left-padded batch on ``device``.
+        score_batch: scores one right-padded batch on ``device``.
         through: runs each batch.
     """
 
     def run(rows: Sequence[int]) -> list[float]:
-        ids, mask, position_ids = (tensor.to(device) for tensor in pad_left([sequences[row] for row in rows]))
+        ids, mask, position_ids = (tensor.to(device) for tensor in pad_right([sequences[row] for row in rows]))
         return score_batch(ids, mask, position_ids).tolist()
 
     return scores_in_batches([len(ids) for ids in sequences], run, batch_size=batch_size, through=through)

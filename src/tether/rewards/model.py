@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tether.models.forward import last_token_scores
+from tether.models.forward import is_causal, last_token_scores
 from tether.models.roles import Host, directly
 from tether.rewards.base import checked, score_sequences
 from tether.rewards.reading import InputFormat, Reader, check_lengths, same_tokenizer
@@ -59,6 +59,8 @@ class ModelSource:
         self.max_length = max_length or getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.device = device
         self.fetched = fetched
+        with fetched():
+            self.causal = is_causal(model.base_model)
         self.through: Host = directly
         """Runs forwards with the weights."""
         self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens)
@@ -97,4 +99,4 @@ class ModelSource:
         return [self.reader.token_ids(text) for text in self.reader.texts(batch)]
 
     def _score_batch(self, ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        return last_token_scores(self.model.base_model, self.head, ids, mask, position_ids)
+        return last_token_scores(self.model.base_model, self.head, ids, mask, position_ids, causal=self.causal)

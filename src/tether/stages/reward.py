@@ -34,7 +34,7 @@ from tether.errors import ModelError
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, place_adapter
 from tether.models.chat import check_template_kwargs, templated
 from tether.models.fit import is_classifier
-from tether.models.forward import last_token_scores
+from tether.models.forward import is_causal, last_token_scores
 from tether.models.loading import (
     classifier_on,
     half_dtype,
@@ -316,11 +316,13 @@ def evaluate(
     and the shorter one: a judge of length alone is perfect in one of these and useless in the other.
     """
     classifier = model.get_base_model() if isinstance(model, PeftModel) else model
+    causal = is_causal(classifier.base_model)
 
     @torch.no_grad()
     def score_batch(ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         with nullcontext() if precision is None else torch.autocast(device.type, precision):
-            return last_token_scores(classifier.base_model, classifier.score, ids, mask, position_ids)
+            trunk, head = classifier.base_model, classifier.score
+            return last_token_scores(trunk, head, ids, mask, position_ids, causal=causal)
 
     answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     scores = score_sequences(answers, score_batch, batch_size=batch_size, device=device)

@@ -1,7 +1,10 @@
 """The table of architectures: a type that keeps the promise, one that is refused, one that breaks it."""
 
+import logging
+
 import pytest
 import torch
+import transformers
 from benchmarks.architectures import examined, main, small_model
 
 from benchmarks import architectures
@@ -15,7 +18,9 @@ def run(monkeypatch):
         monkeypatch.setattr("sys.argv", ["architectures", *kinds])
         return main()
 
-    return table
+    yield table
+    logging.getLogger("tether").setLevel(logging.NOTSET)
+    transformers.logging.set_verbosity_warning()
 
 
 def test_types_that_agree_or_are_refused_keep_the_promise(run, capsys):

@@ -170,8 +170,7 @@ def is_causal(backbone: PreTrainedModel) -> bool:
 
 def few_tokens(model: PreTrainedModel) -> Int[Tensor, "1 11"]:
     """Eleven tokens to try a model with, the middles of equal parts of the vocabulary: its ends may be in no text."""
-    embeddings = model.get_input_embeddings().weight
-    return (torch.arange(1, 22, 2, device=embeddings.device) * embeddings.shape[0] // 22).unsqueeze(0)
+    return (torch.arange(1, 22, 2, device=model.device) * model.config.get_text_config().vocab_size // 22).unsqueeze(0)
 
 
 def _without_cached_casts(device: torch.device) -> torch.autocast:

@@ -310,6 +310,15 @@ def test_a_model_that_reads_what_follows_is_refused(is_decoder):
 
 
 @torch.no_grad()
+def test_a_judge_that_heeds_no_mask_scores_texts_padded_behind():
+    model = model_of(RwkvConfig(**STATE, attention_hidden_size=32))
+    score = partial(last_token_scores, model.base_model, seeded_head(32), causal=is_causal(model.base_model))
+    rows = [[5, 7, 8, 9, 2], [8, 2], [6]]
+    alone = [score(*pad_right([row])).item() for row in rows]
+    assert score(*pad_right(rows)).tolist() == pytest.approx(alone, abs=1e-5)
+
+
+@torch.no_grad()
 def test_a_judge_that_reads_what_follows_has_its_padding_masked():
     config = Gemma3TextConfig(**ROTARY, head_dim=8, use_bidirectional_attention=True, attn_implementation="eager")
     model, head, rows = model_of(config), seeded_head(), [[5, 7, 8, 9, 2], [8, 2], [6]]

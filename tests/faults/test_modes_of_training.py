@@ -17,6 +17,7 @@ from tether.models import recompute
 from tether.models.loading import load_causal_lm
 from tether.train import run as running
 from tether.train.run import train_policy
+from tether.types import Sampling
 
 MODES = {
     "full": {},
@@ -46,6 +47,7 @@ def test_69_checkpointing_neither_slows_nor_changes_the_rollout_and_is_on_in_the
         generate = generator.generate
 
         def noted(*args):
+            list(generate(args[0][:1], Sampling(1)))  # how the model is decoded is tried before its first answer
             model = roles.role("policy").model
             hook = model.register_forward_pre_hook(
                 lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True

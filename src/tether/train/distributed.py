@@ -70,7 +70,8 @@ class Dist:
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return self.accelerator.device
+        device = self.accelerator.device
+        return torch.device("cpu") if device.type == "cpu" else device  # Accelerate numbers CPUs at times
 
     @property
     def is_main(self) -> bool:

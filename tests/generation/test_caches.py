@@ -126,16 +126,17 @@ def test_a_cache_of_another_library_is_neither_copied_nor_cut(kind, monkeypatch,
     assert len({len(completion.token_ids) for completion in wanted}) > 1
 
 
-def test_a_cache_that_cannot_copy_rows_is_seen_before_the_first_answer(monkeypatch, caplog):
+@pytest.mark.parametrize("cannot", ["copy", "drop"])
+def test_a_cache_that_cannot_copy_or_drop_rows_is_seen_before_the_first_answer(monkeypatch, caplog, cannot):
     asked = requests([5] * 4 + [3])
     wanted = answers(tiny_causal_lm("llama"), asked, SAMPLING)
-    copied = DynamicLayer.reorder_cache
+    for layers in (DynamicLayer, RoomyLayer):
 
-    def reorder(layer, rows):
-        assert len(rows) <= len(layer.keys), "this test's cache"
-        copied(layer, rows)
+        def reorder(layer, rows, usual=layers.reorder_cache):
+            assert (len(rows) > len(layer.keys)) != (cannot == "copy"), "this test's cache"
+            usual(layer, rows)
 
-    monkeypatch.setattr(DynamicLayer, "reorder_cache", reorder)
+        monkeypatch.setattr(layers, "reorder_cache", reorder)
     monkeypatch.setattr(decoding, "FAULTS", (AssertionError,))
     got = answers(tiny_causal_lm("llama"), asked, SAMPLING)
     assert "decoded until the last one ends" in caplog.text

@@ -44,19 +44,15 @@ def pad_left(
     sequences: Sequence[Sequence[int]],
 ) -> tuple[Int[Tensor, "M P"], Bool[Tensor, "M P"], Int[Tensor, "M P"]]:
     """Token ids padded on the left, the mask of real tokens, and each real token's position in its own row, from 0."""
-    assert all(len(ids) > 0 for ids in sequences) and len(sequences) > 0, "nothing to pad, or an empty sequence"
-    width = max(map(len, sequences))
-    token_ids, mask = _padded([(width - len(ids), ids) for ids in sequences])
-    return token_ids, mask, _positions(mask)
+    width = max(map(len, sequences), default=0)
+    return _placed([(width - len(ids), ids) for ids in sequences])
 
 
 def pad_right(
     sequences: Sequence[Sequence[int]],
 ) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"], Int[Tensor, "M T"]]:
     """Token ids padded on the right, the mask of real tokens, and the position of each column."""
-    assert all(len(ids) > 0 for ids in sequences) and len(sequences) > 0, "nothing to pad, or an empty sequence"
-    token_ids, mask = _padded([(0, ids) for ids in sequences])
-    return token_ids, mask, _positions(mask)
+    return _placed([(0, ids) for ids in sequences])
 
 
 def plan_micro_batches(
@@ -81,6 +77,15 @@ def plan_micro_batches(
             groups.append([])
         groups[-1].append(row)
     return [tuple(group) for group in groups]
+
+
+def _placed(
+    spans: Sequence[tuple[int, Sequence[int]]],
+) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"], Int[Tensor, "M T"]]:
+    """``_padded`` rows and their positions."""
+    assert all(len(ids) > 0 for _, ids in spans) and len(spans) > 0, "nothing to pad, or an empty sequence"
+    token_ids, mask = _padded(spans)
+    return token_ids, mask, _positions(mask)
 
 
 def _padded(spans: Sequence[tuple[int, Sequence[int]]]) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"]]:

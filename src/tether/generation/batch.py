@@ -150,14 +150,13 @@ class Batch:
             give_room(self._cache)
         # an index, not a count: the slice that transformers takes for a count is not contiguous, and the head's matrix
         # product on it can be hundreds of times slower in bfloat16
-        optional = {"logits_to_keep": torch.tensor([-1])}
+        optional, padded = {"logits_to_keep": torch.tensor([-1])}, {}
         # elsewhere nothing is padded: Mamba takes a mask beside its cache for one of the single token, and models whose
         # positions do not begin at 0 (RoBERTa) know it best themselves
-        padded = {"attention_mask": self._mask[:, : self._seen]} if self._decoding is Decoding.CUT else {}
-        if self._decoding is Decoding.FIXED:
-            padded = {"attention_mask": self._mask}  # of one shape, whatever has been read: what follows is not seen
         if self._decoding.may_pad:
-            optional["position_ids"] = self._positions
+            # in a cache of fixed size it is of one shape, whatever has been read: what follows is not seen
+            end = self._seen if self._decoding is Decoding.CUT else None
+            padded, optional["position_ids"] = {"attention_mask": self._mask[:, :end]}, self._positions
         output = call(
             input_ids=self._inputs,
             use_cache=name is not None,

@@ -75,27 +75,27 @@ def _is_faithful(model: nn.Module, device: torch.device, way: Decoding) -> bool:
     """Whether three texts, two of one query of which one ends first, have the logits of a forward over the whole text,
     unpadded."""
     ids = few_tokens(model)[0].tolist()
-    queries = (ids[:7], ids[:7], ids[:2] if way.may_pad else ids[4:])
-    texts, said = [list(query) for query in queries], [[] for _ in queries]
+    answer, twice, once = ids[-3:], ids[:7], ids[:2] if way.may_pad else ids[4:]
+    queries, said = (twice, twice, once), ([], [], [])
     requests = [(i, Request(query, key=i)) for i, query in enumerate(queries)]
-    batch = Batch(requests, Sampling(max_new_tokens=3), device, way, None)
+    batch = Batch(requests, Sampling(max_new_tokens=len(answer)), device, way, None)
     try:
-        for token in ids[-3:]:
+        for step, token in enumerate(answer):
             for row, logits in zip(batch.rows, batch.logits(model), strict=True):
                 said[row.position].append(logits)
-                texts[row.position].append(token)
             batch.write(torch.full((len(batch.rows),), token, device=device))
-            if len(said[0]) == 2 and len(batch.rows) == 3:
+            if step == 1:
                 batch.keep([1, 2])
     except torch.OutOfMemoryError:
         raise
     except FAULTS:
         return False
-    whole = [model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0] for text in texts]
-    return all(
-        _are_close(torch.stack(logits), wanted[len(query) - 1 : -1])
-        for query, logits, wanted in zip(queries, said, whole, strict=True)
-    )
+    for query, of_rows in ((twice, said[:2]), (once, said[2:])):
+        ids = torch.tensor([[*query, *answer]], device=device)
+        wanted = model(input_ids=ids, use_cache=False).logits[0, len(query) - 1 :]
+        if not all(_are_close(torch.stack(logits), wanted[: len(logits)]) for logits in of_rows):
+            return False
+    return True
 
 
 def _are_close(got: Float[Tensor, "T V"], wanted: Float[Tensor, "T V"]) -> bool:

@@ -12,6 +12,7 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -33,6 +34,8 @@ from tests.models.build import QUERIES, RESPONSES, micro_batch
 from tests.tiny import KINDS, VOCAB_SIZE, tiny_causal_lm
 from tether.data.collate import collate, pad_left, pad_right
 from tether.errors import ModelError
+from tether.generation.batch import Decoding
+from tether.generation.decoding import decoding
 from tether.models import forward
 from tether.models.forward import (
     check_causal,
@@ -307,6 +310,21 @@ def test_a_model_that_reads_what_follows_is_refused(is_decoder):
     model = model_of(BertConfig(**SMALL, intermediate_size=32, is_decoder=is_decoder))
     with nullcontext() if is_decoder else pytest.raises(ModelError, match=r"BertLMHeadModel .* is_decoder: true"):
         check_causal(model)
+
+
+@pytest.mark.parametrize("shared", [0.0, 1e5])
+def test_a_model_that_hardly_reads_what_follows_is_refused(shared):
+    """As it is before training, and where one number is large in all states."""
+    config = BertConfig(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
+    model = model_of(config)
+    model.base_model.encoder.layer[-1].output.LayerNorm.bias.data[3] = shared
+    assert not is_causal(model.base_model)
+
+
+@pytest.mark.parametrize("size", [9, 10])
+def test_models_of_few_positions_are_tried_with_as_many_tokens(size):
+    model = model_of(GPT2Config(vocab_size=VOCAB_SIZE, n_embd=16, n_layer=2, n_head=2, n_positions=size))
+    assert head_matches(model) and is_causal(model.base_model) and decoding(model, model.device) is Decoding.CUT
 
 
 @torch.no_grad()

@@ -396,7 +396,12 @@ FORWARD = in_file(
     ("position ids are left to the model", "position_ids} if placed", "position_ids} if not placed"),
     ("padding before a row is not masked", "if causal and mask[:, 0].all():", "if True:"),
     ("a mask is given where nothing needs one", "if causal and mask[:, 0].all():", "if False:"),
-    ("a model that reads what follows is taken", "MOST_OF_WHAT_FOLLOWS * states", "2 * states"),
+    ("a model that reads what follows is taken", "difference.norm() > most", "difference.norm() > 1e9 + most"),
+    (
+        "what all states share hides what follows",
+        "states_before - states_before.mean(dim=1, keepdim=True)",
+        "states_before",
+    ),
     ("a judge that reads what follows has no mask", "if causal and mask[:, 0].all():", "if mask[:, 0].all():"),
     (
         "the first of all logits are taken for those that were to be kept",
@@ -666,7 +671,7 @@ DECODING = in_file(
     "generation/decoding.py",
     ("a cache that looks as if it could be cut is trusted", "or _is_faithful(model, device, way)", "or True"),
     ("no cache is trusted", "or _is_faithful(model, device, way)", "or False"),
-    ("caches are not tried with padding", "ids[:2] if way.may_pad", "ids[:7] if way.may_pad"),
+    ("caches are not tried with padding", "ids[:2] if way.may_pad", "ids[:-4] if way.may_pad"),
     ("the end of a text is never tried", "if step == 1:", "if step == 9:"),
     (
         "what crashes on trial crashes the run",

@@ -18,6 +18,7 @@ from transformers import CompileConfig
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, GenerationError
 from tether.generation.caches import StaticCaches, fixed_width, give_room
+from tether.models.fit import steady_positions, steady_positions_told
 from tether.types import Completion, Request, Sampling
 
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -181,12 +182,13 @@ class Batch:
         return Completion(row.token_ids, "stop" if stopped else "length", row.logprobs)
 
     def _check_positions(self, model: nn.Module) -> None:
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = steady_positions(model.config)
         wanted = self._read + self._sampling.max_new_tokens
         if limit is not None and wanted > limit:
             raise ConfigError(
                 f"a query of {self._read} tokens and an answer of up to {self._sampling.max_new_tokens} need {wanted} "
-                f"positions, the model has {limit}: lower data.max_prompt_length or sampling.response_length"
+                f"positions, the model has {steady_positions_told(model.config)}: lower data.max_prompt_length or "
+                "sampling.response_length"
             )
 
 

@@ -12,7 +12,7 @@ from transformers import Cache
 
 from tether.generation.batch import Batch, Decoding, cache_name
 from tether.generation.caches import cuttable
-from tether.models.forward import few_tokens
+from tether.models.forward import few_tokens, is_half
 from tether.types import Request, Sampling
 
 TOLERANCE, TOLERANCE_IN_HALF = 3e-3, 0.1
@@ -75,7 +75,7 @@ def _is_faithful(model: nn.Module, device: torch.device, way: Decoding) -> bool:
     """Whether three texts, two of one query of which one ends first, have the logits of a forward over the whole text,
     unpadded."""
     ids = few_tokens(model)[0].tolist()
-    answer, twice, once = ids[-3:], ids[:7], ids[:2] if way.may_pad else ids[4:]
+    answer, twice, once = ids[-3:], ids[:-4], ids[:2] if way.may_pad else ids[4:]
     queries, said = (twice, twice, once), ([], [], [])
     requests = [(i, Request(query, key=i)) for i, query in enumerate(queries)]
     batch = Batch(requests, Sampling(max_new_tokens=len(answer)), device, way, None)
@@ -100,6 +100,6 @@ def _is_faithful(model: nn.Module, device: torch.device, way: Decoding) -> bool:
 
 def _are_close(got: Float[Tensor, "T V"], wanted: Float[Tensor, "T V"]) -> bool:
     """Whether logits differ by rounding at most. Those that are not numbers are: what is drawn from them is told."""
-    is_half = got.dtype.itemsize < 4 or torch.is_autocast_enabled(got.device.type)
+    most = TOLERANCE_IN_HALF if is_half(got) else TOLERANCE
     got, wanted = (x.float() - x.float().mean(dim=1, keepdim=True) for x in (got, wanted))
-    return not (got - wanted).norm() > (TOLERANCE_IN_HALF if is_half else TOLERANCE) * wanted.norm()
+    return not (got - wanted).norm() > most * wanted.norm()

@@ -43,4 +43,23 @@ def check_tokens(
 
 def positions(shape: PreTrainedConfig) -> int | None:
     """Tokens of the longest text that the model has positions for, None where its configuration names no limit."""
-    return getattr(shape.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    return limit if limit is not None and limit > 0 else None
+
+
+def steady_positions(shape: PreTrainedConfig) -> int | None:
+    """Tokens of the longest text that is read the same beside whatever other texts, None where there is no limit.
+
+    Under longrope (Phi-3, Phi-4-mini, …) a text that is longer than in pretraining changes the rotary frequencies of
+    all texts of its batch, and of its own beginning.
+    """
+    rope = getattr(shape.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(of_layers for of_layers in rope.values() if isinstance(of_layers, dict))]
+    limits = [each.get("original_max_position_embeddings") for each in kinds if each.get("rope_type") == "longrope"]
+    return min((limit for limit in (positions(shape), *limits) if limit is not None), default=None)
+
+
+def steady_positions_told(shape: PreTrainedConfig) -> str:
+    """``steady_positions`` as messages say it."""
+    limit = steady_positions(shape)
+    return f"{limit}" if limit == positions(shape) else f"{limit} before longrope changes how all of a batch is read"

@@ -20,12 +20,14 @@ from transformers import PreTrainedModel
 from tether.algo.logprobs import LOGITS_AT_ONCE, logprobs_from_logits, selected_logprobs
 from tether.errors import ModelError
 from tether.models.compiled import compiled_layers
+from tether.models.fit import positions
 from tether.models.heads import ScalarHead
 from tether.types import MicroBatch
 
 _HEAD_MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-MOST_OF_WHAT_FOLLOWS = 0.05
-"""By how much of their norm states may differ with what is behind them: experts round by who shares one with whom."""
+MOST_OF_WHAT_FOLLOWS, IN_HALF = 1e-4, 0.05
+"""By how much of their norm, without the mean, states may differ with what is behind them, in float32 and else: experts
+round by who shares one with whom."""
 
 
 class LogprobOutput(NamedTuple):
@@ -163,14 +165,23 @@ def is_causal(backbone: PreTrainedModel) -> bool:
     padded = torch.cat([ids[:, :kept], torch.zeros_like(ids[:, kept:])], dim=1)
     with _without_cached_casts(ids.device):
         states, changed = (backbone(input_ids=x, use_cache=False).last_hidden_state for x in (ids, padded))
-    difference = (states - changed)[:, :kept].float()
-    differs = difference.norm() > MOST_OF_WHAT_FOLLOWS * states[:, :kept].float().norm()
+    most = IN_HALF if is_half(states) else MOST_OF_WHAT_FOLLOWS
+    states_before = states[:, :kept].float()
+    difference = states_before - changed[:, :kept].float()
+    differs = difference.norm() > most * (states_before - states_before.mean(dim=1, keepdim=True)).norm()
     return states.shape[1] == width and not differs  # nor do numbers that are none, which are told elsewhere
 
 
-def few_tokens(model: PreTrainedModel) -> Int[Tensor, "1 11"]:
-    """Eleven tokens to try a model with, the middles of equal parts of the vocabulary: its ends may be in no text."""
-    return (torch.arange(1, 22, 2, device=model.device) * model.config.get_text_config().vocab_size // 22).unsqueeze(0)
+def few_tokens(model: PreTrainedModel) -> Int[Tensor, "1 T"]:
+    """Eleven tokens to try a model with, or as many as it has positions for: the middles of equal parts of the
+    vocabulary, whose ends may be in no text."""
+    few, size = min(11, positions(model.config) or 11), model.config.get_text_config().vocab_size
+    return (torch.arange(1, 2 * few, 2, device=model.device) * size // (2 * few)).unsqueeze(0)
+
+
+def is_half(x: Tensor) -> bool:
+    """Whether the forward that made ``x`` rounds as half precision does."""
+    return x.dtype.itemsize < 4 or torch.is_autocast_enabled(x.device.type)
 
 
 def _without_cached_casts(device: torch.device) -> torch.autocast:

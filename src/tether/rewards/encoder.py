@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tether.models.fit import positions
 from tether.models.roles import Host, directly
 from tether.rewards.base import checked, scores_in_batches
 from tether.rewards.reading import InputFormat, Reader, check_lengths
@@ -103,5 +104,4 @@ def position_limit(model: PreTrainedModel) -> int | None:
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
             return module.num_embeddings - module.padding_idx - 1
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit if limit is not None and limit > 0 else None
+    return positions(model.config)

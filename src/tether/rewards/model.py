@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tether.models.fit import steady_positions
 from tether.models.forward import is_causal, last_token_scores
 from tether.models.roles import Host, directly
 from tether.rewards.base import checked, score_sequences
@@ -56,7 +57,7 @@ class ModelSource:
         self.tokenizer = tokenizer
         self.name = name
         self.batch_size = batch_size
-        self.max_length = max_length or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length = max_length or steady_positions(model.config)
         self.device = device
         self.fetched = fetched
         with fetched():

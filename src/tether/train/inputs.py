@@ -21,7 +21,7 @@ from tether.models.adapters import check_switched_off, check_targets
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.compiled import check_compile
-from tether.models.fit import check_language_model, check_tokens, positions
+from tether.models.fit import check_language_model, check_tokens, steady_positions, steady_positions_told
 from tether.models.loading import (
     bf16_supported,
     check_classifier,
@@ -254,7 +254,7 @@ def _check_layers(config: RunConfig, shape: PreTrainedConfig, *, is_fresh: bool)
 
 
 def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:
-    limit = positions(shape)
+    limit = steady_positions(shape)
     longest = max(len(prompt.token_ids) for each in data.prompt_sets for prompt in each.prompts)
     answer, budget = config.sampling.response_length, config.train.max_tokens_per_micro_batch
     if budget is not None and longest + answer > budget:
@@ -265,7 +265,7 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
     if limit is not None and longest + answer > limit:
         raise ConfigError(
             f"sampling.response_length {answer} after the longest query of {longest} tokens needs {longest + answer} "
-            f"positions, the model has {limit}: lower it, or data.max_prompt_length"
+            f"positions, the model has {steady_positions_told(shape)}: lower it, or data.max_prompt_length"
         )
     longest = max((len(each.query_ids) + len(each.response_ids) for each in data.demonstrations), default=0)
     if limit is not None and longest > limit:

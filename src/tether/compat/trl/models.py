@@ -21,6 +21,7 @@ from tether.models.adapters import (
     check_shareable,
     with_adapter,
 )
+from tether.models.fit import steady_positions, steady_positions_told
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead
 from tether.models.loading import half_dtype
@@ -253,11 +254,12 @@ def check_positions(models: Mapping[str, PreTrainedModel], longest: int, respons
         longest: tokens of the longest query.
     """
     for name, model in models.items():
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = steady_positions(model.config)
         if limit is not None and longest + response_length > limit:
             raise ConfigError(
                 f"PPOConfig.response_length {response_length} after the longest query of {longest} tokens needs "
-                f"{longest + response_length} positions, {name} has {limit}: lower it, or drop long prompts"
+                f"{longest + response_length} positions, {name} has {steady_positions_told(model.config)}: lower it, "
+                "or drop long prompts"
             )
 
 

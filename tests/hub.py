@@ -23,7 +23,8 @@ class FakeHub:
         """What was committed last, by path."""
         self.messages: list[str] = []
         """Of each commit."""
-        self.tokens: set[str | None] = set()
+        self.requests: list[tuple[str, str | None]] = []
+        """Method and path of each, with what it was authorised by."""
         self.refuses = False
         hub = self
 
@@ -32,13 +33,16 @@ class FakeHub:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                hub.tokens.add(self.headers.get("Authorization"))
+                self.note()
                 status, answer = hub.post(self.path, body)
                 self.reply(status, answer)
 
             def do_GET(self) -> None:
-                hub.tokens.add(self.headers.get("Authorization"))
+                self.note()
                 self.reply(200, {"sha": "0" * 40, "siblings": [], "id": "x", "name": "me", "type": "user"})
+
+            def note(self) -> None:
+                hub.requests.append((f"{self.command} {self.path}", self.headers.get("Authorization")))
 
             def reply(self, status: int, answer: Any) -> None:
                 content = json.dumps(answer).encode()

@@ -127,7 +127,8 @@ def test_lora_saves_an_adapter_on_a_base_that_plain_peft_loads(tmp_path, run):
     assert (logits(adapted) - logits(base)).abs().max() > 1e-3
     merge_adapter(str(out), tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (logits(merged) - logits(adapted)).abs().max() < 1e-5
+    exactly = [logits(model.double()) for model in (merged, adapted)]  # what is left is the rounding of merged weights
+    assert (exactly[0] - exactly[1]).abs().max() < 1e-5
     expected = {name: value for name, value in result.evaluations[-1].items() if name != "step"}
     assert evaluate_path(out).metrics == pytest.approx(expected, abs=1e-5)
     train_policy(run(lora=True, resume=False, overwrite_output_dir=True))

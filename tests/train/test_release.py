@@ -29,7 +29,7 @@ def test_free_pages_below_a_block_in_use_go_back():
     last = blocks.pop()  # the heap cannot shrink below it
     full = resident()
     del blocks
-    Dist().release_memory()
+    Dist().trim_heap()
     assert full - resident() > 80e6 and len(last) == 100_000
 
 
@@ -73,8 +73,29 @@ def test_without_glibc_nothing_is_done(monkeypatch, platform, loaded):
     assert seen == loaded
 
 
+PHASES = """
+import resource, torch
+from tether.train.distributed import Dist
+dist, faults = Dist(), []
+for phase in range(3):
+    tensors = [torch.empty(2**20).fill_(1.0) for _ in range(60)]
+    del tensors
+    dist.release_memory()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[-1] - faults[0])
+"""
+
+
+@pytest.mark.skipif(not GLIBC, reason="the C library is not glibc")
+def test_what_a_phase_took_is_there_for_the_next():
+    done = subprocess.run([sys.executable, "-c", PHASES], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 6 * 1024  # of 120 tensors of 1,024 pages
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_phases_release_memory_and_passes_with_checkpointing_too(tmp_path, monkeypatch, checkpointing):
+def test_phases_release_memory_and_with_checkpointing_the_heap_is_trimmed(
+    tmp_path, monkeypatch, checkpointing
+):
     calls = {"release_memory": 0, "trim_heap": 0}
     for name in calls:
         monkeypatch.setattr(Dist, name, lambda dist, name=name: calls.update({name: calls[name] + 1}))
@@ -82,7 +103,7 @@ def test_phases_release_memory_and_passes_with_checkpointing_too(tmp_path, monke
     config = tiny_run(tmp_path, **settings, train__gradient_checkpointing=checkpointing)
     train_policy(config)
     passes = 2 * 2 * config.train.rollout_batch_size // config.train.micro_batch_size
-    assert calls == {"release_memory": 6, "trim_heap": passes if checkpointing else 0}
+    assert calls == {"release_memory": 6, "trim_heap": passes + 6 if checkpointing else 0}
 
 
 def test_a_stage_before_may_have_computed_in_another_precision():

@@ -209,14 +209,13 @@ class Dist:
     # Memory
 
     def release_memory(self) -> None:
-        """Gives back memory that nothing uses, between phases: the device's cache, on a CPU free pages of the heap."""
-        if self.device.type == "cpu":
-            self.trim_heap()
-        else:
+        """Gives back memory of an accelerator that nothing uses, between phases."""
+        if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
     def trim_heap(self) -> None:
-        """Gives free pages of the heap back to the system, where tensors are on it."""
+        """Gives free pages of the heap back to the system, where tensors are on it. The next phase has to be given them
+        anew, which takes its time: for runs in which memory counts more."""
         if self.device.type == "cpu":
             heap.trim()
 

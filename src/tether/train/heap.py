@@ -1,9 +1,10 @@
 """The heap of the C library, where tensors of a process on a CPU are; nothing here has an effect but with glibc.
 
-By itself glibc gives the end of its heap back to the system as soon as it is free. A tensor of a few MiB that is made
-and forgotten again and again, as in drawing a token, is then given to the process page by page each time, which takes
-as long as computing it. On the other side it seldom fits a new tensor into the place of an old one: between phases,
-when most is forgotten, the heap is twice as large as what is in it.
+By itself glibc gives the end of its heap back to the system as soon as it is free. Tensors that are made and forgotten
+again and again, those of drawing a token or the activations of a pass, are then given to the process page by page each
+time. That takes as long as drawing a token, and on a virtual machine a quarter of an update. On the other side glibc
+seldom fits a new tensor into the place of an old one: between phases, when most is forgotten, the heap is twice as
+large as what is in it, which counts where every phase has to be small.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import ctypes
 import os
 import sys
 
-KEPT, LARGEST = 2**26, 2**25
-"""Bytes at the end of the heap that may be free, and of the largest tensor that is on the heap: what glibc comes to by
-itself in a process that has made and forgotten tensors of 32 MiB, the most that it allows."""
+KEPT, LARGEST = 2**31 - 1, 2**25
+"""Bytes at the end of the heap that may be free, and of the largest tensor that is on the heap: the most that glibc
+allows. Larger tensors are given back one by one."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers of the settings, by glibc's malloc.h."""
 

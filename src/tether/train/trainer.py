@@ -275,7 +275,7 @@ class PPOTrainer:
                 self.log.message(told)
                 return
             finally:
-                self.dist.release_memory()
+                self.release_memory()
 
     def halve(self, error: torch.OutOfMemoryError) -> None:
         """Halves the micro-batches of every later pass, which changes results by rounding alone: they are planned and
@@ -290,6 +290,12 @@ class PPOTrainer:
         self.state.halvings, told = halved(self.config, self.state.halvings, error)
         self.log.message(told)
 
+    def release_memory(self) -> None:
+        """Gives back what nothing uses, between phases; pages of the heap where memory counts more than time."""
+        self.dist.release_memory()
+        if self.config.train.gradient_checkpointing:
+            self.dist.trim_heap()
+
     # One update
 
     def step(self) -> dict[str, float]:
@@ -298,9 +304,9 @@ class PPOTrainer:
         with timed(metrics, "step"):
             answers = self.rollout(metrics, ask=True)
             judged, moments = self.score(answers, metrics)
-            self.dist.release_memory()
+            self.release_memory()
             optimizers = self.learn(answers, judged, metrics)
-            self.dist.release_memory()
+            self.release_memory()
             self.parts.generator.sync_weights(self.roles.policy)
         return self.finish(metrics, moments, optimizers)
 
@@ -311,14 +317,14 @@ class PPOTrainer:
             try:
                 with metrics.attempt():
                     experience = self.experience(answers, judged, metrics)
-                    self.dist.release_memory()
+                    self.release_memory()
                     return self.update(experience, answers, metrics)
             except NotFinite as error:
                 self.guard.leave_out(error)
                 return self.left_out(answers, metrics)
             except torch.OutOfMemoryError as error:
                 self.halve(error)
-            self.dist.release_memory()
+            self.release_memory()
 
     def left_out(self, answers: Answers, metrics: Metrics) -> list[PassOptimizer]:
         """An update without a step; returns the optimizers that would have taken part, their schedules moved on."""

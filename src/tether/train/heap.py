@@ -2,9 +2,9 @@
 
 By itself glibc gives the end of its heap back to the system as soon as it is free. Tensors that are made and forgotten
 again and again, those of drawing a token or the activations of a pass, are then given to the process page by page each
-time. That takes as long as drawing a token, and on a virtual machine a quarter of an update. On the other side glibc
-seldom fits a new tensor into the place of an old one: between phases, when most is forgotten, the heap is twice as
-large as what is in it, which counts where every phase has to be small.
+time. That takes as long as drawing a token, and on a virtual machine up to a quarter of an update. On the other side
+glibc seldom fits a new tensor into the place of an old one: between phases, when most is forgotten, the heap is twice
+as large as what is in it, which counts where every phase has to be small.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def test_what_is_pushed_and_when(tmp_path, hub):
         assert text in card
     assert "tether ppo" not in card
     assert not {"samples.jsonl", "metrics.jsonl", "config.yaml", "manifest.json"} & set(hub.files)
-    assert hub.tokens == {"Bearer t"}
+    assert {token for _, token in hub.requests} == {"Bearer t"}, hub.requests
 
 
 def test_pushing_without_having_asked_for_it_before(tmp_path, hub):

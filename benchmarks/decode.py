@@ -31,8 +31,8 @@ from tether.data.collate import pad_left  # noqa: E402
 from tether.generation import batch  # noqa: E402
 from tether.generation.caches import RoomyLayer  # noqa: E402
 from tether.generation.hf import HFGenerator  # noqa: E402
+from tether.machine import heap  # noqa: E402
 from tether.models.loading import load_causal_lm  # noqa: E402
-from tether.train import heap  # noqa: E402
 from tether.types import Request, Sampling  # noqa: E402
 
 PROMISE = 0.75

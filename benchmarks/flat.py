@@ -30,9 +30,9 @@ from benchmarks.toys.language import toy  # noqa: E402
 from benchmarks.toys.run import table_trainer, toy_config  # noqa: E402
 from tether.algo import logprobs_from_logits, selected_logprobs  # noqa: E402
 from tether.algo.logprobs import LOGITS_AT_ONCE  # noqa: E402
+from tether.machine.distributed import Dist  # noqa: E402
 from tether.train.callbacks import KEPT_LINES  # noqa: E402
 from tether.train.costs import Peak, resident_bytes  # noqa: E402
-from tether.train.distributed import Dist  # noqa: E402
 
 MIB = 2**20
 WIDTH = 64

@@ -27,11 +27,11 @@ from tether.data.collate import collate, plan_micro_batches  # noqa: E402
 from tether.generation import batch as decoding_batch  # noqa: E402
 from tether.generation.batch import Decoding, drawn_tokens  # noqa: E402
 from tether.generation.hf import HFGenerator  # noqa: E402
+from tether.machine import heap  # noqa: E402
 from tether.models.forward import response_outputs  # noqa: E402
 from tether.models.heads import ScalarHead  # noqa: E402
 from tether.models.loading import load_causal_lm, load_tokenizer  # noqa: E402
 from tether.models.roles import POLICY, ModelRoles, build_roles  # noqa: E402
-from tether.train import heap  # noqa: E402
 from tether.train.optim import all_finite, build_optimizer  # noqa: E402
 from tether.types import MicroBatch, Request, Sampling  # noqa: E402
 

@@ -18,7 +18,7 @@ SOURCE = ROOT / "src"
 LEVELS = {
     "errors": 0, "types": 0, "algo": 0, "config": 0,
     "data": 1, "models": 1, "metrics": 1, "report": 1,
-    "rewards": 2, "generation": 2,
+    "rewards": 2, "generation": 2, "machine": 2,
     "train": 3, "stages": 3,
     "compat": 4, "demo": 4, "pipeline": 4,
     "cli": 5,
@@ -32,6 +32,8 @@ ALONE = {
 """Packages that import nothing but these and the standard library."""
 OPTIONAL = {"trl": {"stages", "demo"}, "matplotlib": {"report"}, "vaderSentiment": {"demo"}, "gguf": {"demo"}}
 """Packages of an extra, with the parts that may import them; any other one belongs into a module of its own name."""
+LATE = {"tether.stages.trl"}
+"""Modules that need a package of an extra, and are themselves imported inside the function that needs them."""
 PRIVATE = {
     "tether.models.products": {"torch.ops.mkldnn._linear_pointwise"},  # does without it where it is missing
     "tether.cli.launched": {"os._exit"},  # public, by the documentation of Python
@@ -122,6 +124,8 @@ def import_faults(module: str, each: Import) -> Iterator[str]:
     for package, allowed in ALONE.items():
         if within(module, package) and not any(within(target, name) for name in allowed):
             yield f"{package} may not import {target}"
+    if target in LATE and not each.is_lazy:
+        yield f"{target} needs an optional package: import it inside the function that needs it"
     if each.package == "tether":
         yield from level_faults(module, target)
     else:
@@ -150,7 +154,7 @@ def package_faults(module: str, each: Import) -> Iterator[str]:
     homes = OPTIONAL.get(each.package, set())
     if part(module) not in homes and module.split(".")[-1] != each.package:
         yield f"{each.package} is not in the dependencies, and this is not its module"
-    elif not each.is_lazy:
+    elif not each.is_lazy and module not in LATE:
         yield f"{each.package} is optional: import it inside the function that needs it"
 
 
@@ -204,6 +208,7 @@ def test_every_part_has_a_level():
         ("tether.errors", "import torch", "tether.errors may not import torch"),
         ("tether.train.run", "def f():\n    import trl", "trl is not in the dependencies"),
         ("tether.stages.reward", "from trl import RewardTrainer", "trl is optional: import it inside"),
+        ("tether.stages.sft", "from tether.stages.trl import SftArguments", "trl needs an optional package: import"),
         ("tether.train.run", "import importlib\nimportlib.import_module('vllm')", "vllm is not in the dependencies"),
         ("tether.models.roles", "from torch._C import x", "torch._C.x is private"),
         ("tether.models.roles", "from peft.utils import _get_submodules", "peft.utils._get_submodules is private"),

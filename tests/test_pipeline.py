@@ -41,10 +41,9 @@ ppo:
 FULL = ["--sft.model.lora=null", "--reward.model.lora=null", "--ppo.model.lora=null"]
 
 
-@pytest.fixture
-def file(tmp_path):
+def write_pipeline(folder):
     """A pipeline on one file of HH-RLHF transcripts, which serves all three stages."""
-    save_tiny(tmp_path / "model")
+    save_tiny(folder / "model")
     words = ("cat", "dog", "sun", "day", "rain", "night")
     rows = [
         {
@@ -53,9 +52,14 @@ def file(tmp_path):
         }
         for word in words
     ]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "run.yaml").write_text(PIPELINE.format(folder=tmp_path))
-    return tmp_path / "run.yaml"
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "run.yaml").write_text(PIPELINE.format(folder=folder))
+    return folder / "run.yaml"
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write_pipeline(tmp_path)
 
 
 class Told(NullDisplay):

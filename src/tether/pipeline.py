@@ -7,7 +7,9 @@ from, anything else is begun anew. All mistakes of all stages are looked for bef
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,8 @@ from tether.config.rewards import AdapterReward, OwnModelReward
 from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, TetherError
+from tether.machine.distributed import Dist
+from tether.machine.precision import check_precision
 from tether.models.saving import verify_manifest
 from tether.stages import reward as reward_stage
 from tether.stages import running
@@ -28,7 +32,7 @@ from tether.stages.sft import SftResult, train_sft
 from tether.train import inputs
 from tether.train.checkpoint import list_checkpoints
 from tether.train.claim import claimed
-from tether.train.display import Display
+from tether.train.display import Display, NullDisplay
 from tether.train.interrupt import StopRequest
 from tether.train.run import CONFIG, CRITIC, train_policy
 from tether.train.run import check_folder as check_run_folder
@@ -55,19 +59,26 @@ def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
         TetherError: a stage failed. Those before it are finished, and the next call goes on from there.
     """
     shared = pipeline.shared
-    with claimed(shared.output_dir):
-        states = {
-            name: "new" if shared.overwrite_output_dir else _state(config) for name, config in pipeline.stages.items()
-        }
-        _check_order(pipeline, states)
-        check_pipeline(pipeline, states)
+    dist = Dist(max(config.train.ddp_timeout for config in pipeline.stages.values()))
+    display = display if dist.is_main else NullDisplay()
+    with ExitStack() as stack:
+        dist.by_main(lambda: stack.enter_context(claimed(shared.output_dir)))
+        states = dist.by_main(
+            lambda: {
+                name: "new" if shared.overwrite_output_dir else _state(config)
+                for name, config in pipeline.stages.items()
+            }
+        )
+        dist.each(lambda: _check_order(pipeline, states))
+        dist.each(lambda: check_pipeline(pipeline, states, dist.num_processes))
         finished: dict[str, Path] = {}
         for name, config in pipeline.stages.items():
             if states[name] == "finished":
                 display.message(f"{name}: finished in {config.output_dir}")
             else:
                 display.message(f"{name}: {'goes on' if states[name] == 'begun' else 'begins'} in {config.output_dir}")
-                reason = run_stage(_ready(config, states[name]), display)
+                ready = dist.by_main(partial(_ready, config, states[name]))
+                reason = run_stage(ready, display)
                 if reason is not None:
                     return PipelineResult(finished, reason)
             finished[name] = config.output_dir
@@ -115,39 +126,45 @@ def run_reward(config: RewardStageConfig, display: Display) -> RewardStageResult
 # Before a model is loaded
 
 
-def check_pipeline(pipeline: Pipeline, states: Mapping[str, State]) -> None:
+def check_pipeline(pipeline: Pipeline, states: Mapping[str, State], num_processes: int = 1) -> None:
     """Raises for every mistake in every unfinished stage that shows before a model is loaded.
 
     What an earlier stage has yet to make is looked at in what it starts from: the same tokens, shape and templates.
 
     Args:
         states: how far each stage is.
+        num_processes: processes that were launched.
     """
     for name, config in pipeline.stages.items():
         if states[name] == "finished":
             continue
         try:
-            _check(_on_start(config, pipeline, states), _ready(config, states[name]))
+            _check(_on_start(config, pipeline, states), _ready(config, states[name]), name, num_processes)
         except TetherError as error:
             error.add_note(f"in the section {name}")
             raise
 
 
-def _check(config: Section, ready: Section) -> None:
+def _check(config: Section, ready: Section, name: str, num_processes: int) -> None:
     """Checks a stage.
 
     Args:
         config: the stage on models that are there already.
         ready: the stage as it will run.
+        name: its section, which is its command.
+        num_processes: processes that were launched.
     """
     if isinstance(config, RunConfig):
         inputs.check(config)
+        inputs.check_batches(config, num_processes)
+        check_precision(config)
         check_run_folder(ready)
         config = inputs.resolved(config)
         inputs.check_data(config, inputs.load_data(config))
         return
     stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
     stage.check(config)
+    running.check_launch(config, name, num_processes)
     running.check_folder(ready)
     stage.load_data(config)
 
@@ -210,7 +227,7 @@ def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
 
 def _check_same(config: Any, folder: Path) -> None:
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), type(config), source=str(folder / CONFIG))
-    now = inputs.resolved(config) if isinstance(config, RunConfig) else config
+    now = inputs.resolved(config) if isinstance(config, RunConfig) else running.as_launched(config)
     differing = [
         key
         for key, value in _leaves(now.model_dump(mode="json")).items()

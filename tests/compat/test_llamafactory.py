@@ -350,6 +350,15 @@ class TestOtherStages:
         with pytest.raises(ConfigError, match=f"{key}: got {value}; "):
             load_any(write(tmp_path, SFT), [f"--{override}"], SftStageConfig, "sft")
 
+    def test_share_rows_and_no_weights(self, tmp_path, monkeypatch):
+        """Their batch is of each device; what they say of DeepSpeed changes nothing on one."""
+        named = ["--deepspeed=ds_z3_config.json"]
+        assert load_any(write(tmp_path, SFT), named, SftStageConfig, "sft")[0].train.batch_size == 8
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert load_any(write(tmp_path, SFT), [], SftStageConfig, "sft")[0].train.batch_size == 16
+        with pytest.raises(ConfigError, match=r"deepspeed: .*2 processes share the rows of this stage"):
+            load_any(write(tmp_path, SFT), named, SftStageConfig, "sft")
+
 
 class TestRecognition:
     def test_a_stage_of_another_command_is_sent_there(self, home, capsys):

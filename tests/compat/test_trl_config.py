@@ -13,7 +13,7 @@ from tests.compat.trl_runs import arguments, trainer
 from tether.compat.trl import PPOConfig
 from tether.compat.trl.config import DERIVED, IN_SCRIPTS, INERT, REFUSED, check_arguments, derive, run_config
 from tether.errors import ConfigError
-from tether.train.inputs import check_precision
+from tether.machine.precision import check_precision
 
 DEFAULTS = {
     "num_ppo_epochs": 4, "whiten_rewards": False, "kl_coef": 0.05, "kl_estimator": "k1", "cliprange": 0.2,

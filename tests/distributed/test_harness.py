@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.distributed.harness import alone, started, together
-from tether.train.distributed import Dist
+from tether.machine.distributed import Dist
 
 
 def summed(number: int) -> tuple[int, int, float]:

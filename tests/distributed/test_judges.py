@@ -26,10 +26,10 @@ from tests.tiny import save_tiny, tiny_tokenizer
 from tests.train.runs import tiny_run
 from tether.config.rewards import ModelReward
 from tether.errors import ConfigError
+from tether.machine.distributed import Dist
 from tether.rewards.build import build_rewards, check_sharded
 from tether.rewards.combine import Part
 from tether.rewards.ensemble import Ensemble
-from tether.train.distributed import Dist
 from tether.train.engines.build import build_engine
 from tether.train.run import open_trainer
 from tether.train.sharing import shared

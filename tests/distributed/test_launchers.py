@@ -16,10 +16,11 @@ import pytest
 from tests.train.runs import tiny_run
 from tether.config.load import dump_config
 from tether.errors import ConfigError
+from tether.machine.distributed import Dist
+from tether.machine.precision import check_precision
 from tether.metrics.writers import read_jsonl
 from tether.train import inputs, run
 from tether.train.checkpoint import list_checkpoints
-from tether.train.distributed import Dist
 from tether.train.engines.deepspeed_config import check
 
 FILES = Path(__file__).parents[2] / "examples" / "accelerate"
@@ -93,13 +94,13 @@ def test_mixed_precision_is_what_run_and_launcher_say(tmp_path, monkeypatch, lau
     given = {"train__bf16": None} | {f"train__{name}": value for name, value in run.items()}
     config = tiny_run(tmp_path, **given)
     if told is None:
-        inputs.check_precision(config)
+        check_precision(config)
         train = inputs.resolved(config).train
         nothing_said = launcher == "no" and run == {}
         assert (train.bf16, train.fp16) == ((has_bf16, False) if nothing_said else wanted)
     else:
         with pytest.raises(ConfigError, match=f"^{told}"):
-            inputs.check_precision(config)
+            check_precision(config)
 
 
 def test_an_engine_is_asked_about_what_the_launcher_says_too(tmp_path, monkeypatch):
@@ -118,7 +119,7 @@ def test_an_engine_is_asked_about_what_the_launcher_says_too(tmp_path, monkeypat
 def test_float16_of_the_launcher_and_weights_in_bfloat16_contradict_each_other(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ConfigError, match=r"means train.fp16: model.dtype bfloat16 and train.fp16 ask for two types"):
-        inputs.check_precision(tiny_run(tmp_path, train__bf16=None, model__dtype="bfloat16"))
+        check_precision(tiny_run(tmp_path, train__bf16=None, model__dtype="bfloat16"))
 
 
 @pytest.mark.slow

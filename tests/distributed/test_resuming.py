@@ -21,10 +21,10 @@ from tests.train.runs import tiny_run
 from tests.train.test_run import reproducible
 from tether.cli.main import main
 from tether.config.load import dump_config
+from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import ModelRoles
 from tether.train.checkpoint import list_checkpoints
-from tether.train.distributed import Dist
 from tether.train.rollout import micro_batch_plan
 from tether.train.same_run import check_same_run, told_of_move
 

@@ -15,10 +15,10 @@ from tests.tiny import EOS, save_tiny, tiny_tokenizer
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.generation.fake import FakeGenerator
+from tether.machine.distributed import Dist
 from tether.rewards.build import build_rewards
 from tether.rewards.early import begun
 from tether.rewards.norms import measured, normalised, unmeasured
-from tether.train.distributed import Dist
 from tether.train.engines.replicated import Alone
 from tether.train.sharing import shared, shared_generator
 from tether.types import Request, Sampling

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.train.runs import tiny_run
-from tether.train import heap
-from tether.train.distributed import Dist
+from tether.machine import heap
+from tether.machine.distributed import Dist
 from tether.train.run import train_policy
 
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim")
@@ -35,7 +35,7 @@ def test_free_pages_below_a_block_in_use_go_back():
 
 FAULTS = """
 import resource, torch
-from tether.train.distributed import Dist
+from tether.machine.distributed import Dist
 Dist()
 tensors = [torch.empty(2**20).fill_(1.0) for _ in range(4)]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -75,7 +75,7 @@ def test_without_glibc_nothing_is_done(monkeypatch, platform, loaded):
 
 PHASES = """
 import resource, torch
-from tether.train.distributed import Dist
+from tether.machine.distributed import Dist
 dist, faults = Dist(), []
 for phase in range(3):
     tensors = [torch.empty(2**20).fill_(1.0) for _ in range(60)]
@@ -110,7 +110,7 @@ def test_a_stage_before_may_have_computed_in_another_precision():
     program = (
         "from accelerate import Accelerator\n"
         "Accelerator(mixed_precision='bf16')\n"
-        "from tether.train.distributed import Dist\n"
+        "from tether.machine.distributed import Dist\n"
         "print(Dist().num_processes)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

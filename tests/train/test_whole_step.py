@@ -18,6 +18,7 @@ from tests.tiny import EOS
 from tests.train import reference
 from tests.train.runs import tiny_run
 from tether.generation.fake import FakeGenerator
+from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
 from tether.models.heads import ScalarHead
 from tether.models.roles import build_roles
@@ -25,7 +26,6 @@ from tether.rewards.fake import FakeRewards
 from tether.train import update
 from tether.train.callbacks import Callbacks
 from tether.train.display import NullDisplay
-from tether.train.distributed import Dist
 from tether.train.inputs import load_data
 from tether.train.log import RunLog
 from tether.train.parts import Parts

@@ -8,13 +8,13 @@ from torch.nn.functional import pad
 from tether.data import collate as collation
 from tether.data import demonstrations
 from tether.generation.build import build_generator
+from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
 from tether.models.loading import half_dtype
 from tether.models.roles import build_roles
 from tether.train import evaluate, rollout, update
 from tether.train.callbacks import Callbacks
 from tether.train.display import NullDisplay
-from tether.train.distributed import Dist
 from tether.train.inputs import load_data
 from tether.train.log import RunLog
 from tether.train.parts import Parts

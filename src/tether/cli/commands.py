@@ -83,20 +83,24 @@ def sft(arguments: Sequence[str]) -> int:
 
     if _wants_help(arguments):
         return _config_help("tether sft", SftStageConfig)
-    file, overrides = run_arguments("tether sft", arguments)
+    with alike():
+        file, overrides = run_arguments("tether sft", arguments)
 
-    from tether.compat.load import load_any
+        from tether.compat.load import load_any
 
-    config, translation = load_any(file, overrides, SftStageConfig, "sft")
+        config, translation = load_any(file, overrides, SftStageConfig, "sft")
+
+    from rich.console import Console
 
     from tether.cli.display import RunDisplay
     from tether.cli.foreign import announce, plot
     from tether.pipeline import run_sft
 
-    with RunDisplay() as display:
+    with RunDisplay(Console(quiet=rank() > 0)) as display:
         announce(translation, display)
         result = run_sft(config, display)
-        plot(translation, result.path, display)
+        if rank() == 0:
+            plot(translation, result.path, display)
         return _ended(result.interrupted, f"policy: {result.path}", display)
 
 
@@ -106,20 +110,24 @@ def reward(arguments: Sequence[str]) -> int:
 
     if _wants_help(arguments):
         return _config_help("tether reward", RewardStageConfig)
-    file, overrides = run_arguments("tether reward", arguments)
+    with alike():
+        file, overrides = run_arguments("tether reward", arguments)
 
-    from tether.compat.load import load_any
+        from tether.compat.load import load_any
 
-    config, translation = load_any(file, overrides, RewardStageConfig, "reward")
+        config, translation = load_any(file, overrides, RewardStageConfig, "reward")
+
+    from rich.console import Console
 
     from tether.cli.display import RunDisplay
     from tether.cli.foreign import announce, plot
     from tether.pipeline import run_reward
 
-    with RunDisplay() as display:
+    with RunDisplay(Console(quiet=rank() > 0)) as display:
         announce(translation, display)
         result = run_reward(config, display)
-        plot(translation, result.path, display)
+        if rank() == 0:
+            plot(translation, result.path, display)
         return _ended(result.interrupted, f"reward model: {result.path}", display)
 
 
@@ -129,17 +137,20 @@ def pipeline(arguments: Sequence[str]) -> int:
 
     if _wants_help(arguments):
         return _config_help("tether pipeline", PipelineConfig)
-    file, overrides = run_arguments("tether pipeline", arguments)
+    with alike():
+        file, overrides = run_arguments("tether pipeline", arguments)
 
-    from tether.compat.load import check_pipeline
+        from tether.compat.load import check_pipeline
 
-    check_pipeline(file)
-    config = load_pipeline(file, overrides)
+        check_pipeline(file)
+        config = load_pipeline(file, overrides)
+
+    from rich.console import Console
 
     from tether.cli.display import RunDisplay
     from tether.pipeline import run_pipeline
 
-    with RunDisplay() as display:
+    with RunDisplay(Console(quiet=rank() > 0)) as display:
         result = run_pipeline(config, display=display)
         if result.interrupted is not None:
             display.message(f"stopped by {result.interrupted}; the same command goes on from here")

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from tether.config.launched import local_rank, num_processes, rank
 from tether.errors import ConfigError, LostProcess
 
-LAUNCHED = "ppo"
-"""The command that several processes can run together."""
+LAUNCHED = ("ppo", "sft", "reward", "pipeline")
+"""The commands that several processes can run together."""
 HEAD_START = 10.0
 """Seconds that the first process of a machine has to say what all have met: launchers end all once one has ended."""
 
@@ -31,10 +31,10 @@ def alike() -> Iterator[None]:
 
 def check_command(name: str) -> None:
     """Raises ``ConfigError`` if a command was launched in several processes that runs in one."""
-    if num_processes() > 1 and name != LAUNCHED:
+    if num_processes() > 1 and name not in LAUNCHED:
         raise ConfigError(
-            f"tether {name} runs in one process, got {num_processes()}: start it without a launcher. Of all commands "
-            f"tether {LAUNCHED} alone can be launched"
+            f"tether {name} runs in one process, got {num_processes()}: start it without a launcher. Only "
+            f"{', '.join(LAUNCHED[:-1])} and {LAUNCHED[-1]} can be launched"
         )
 
 

@@ -175,6 +175,7 @@ def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]
     for why, usual in OFF.items():
         keys.off(why, **usual)
     _model(keys)
+    (_sharding if stage == "ppo" else _nothing_sharded)(keys)
     {"ppo": _ppo, "sft": _sft, "rm": _reward}[stage](keys)
     _output(keys)
     return STAGES[stage], keys.finish(KNOWN)
@@ -215,7 +216,6 @@ def _model(keys: Translator) -> None:
         keys.put("model.attn_implementation", ATTENTION[kernel], "flash_attn")
     keys.covered("trust_remote_code", "flash_attn", by="its default, as here")
     _precision(keys)
-    _sharding(keys)
 
 
 def _check_base(keys: Translator, adapter: str, base: str) -> None:
@@ -321,6 +321,18 @@ def _sharding(keys: Translator) -> None:
                 key,
                 f"the launcher says it: leave it out and start {num_processes()} processes by accelerate launch {said} "
                 f"--num_processes {num_processes()} -m tether ppo …",
+            )
+        keys.ignore("on one device there is nothing to shard", key)
+
+
+def _nothing_sharded(keys: Translator) -> None:
+    """DeepSpeed and FSDP of the stages before PPO, which are launched by DDP; on one device they change nothing."""
+    for key in ("deepspeed", "fsdp"):
+        if keys.take(key) and num_processes() > 1:
+            keys.refuse(
+                key,
+                f"{num_processes()} processes share the rows of this stage (DDP) and no weights: leave it out, and "
+                "train a model that is too large for one device with finetuning_type: lora",
             )
         keys.ignore("on one device there is nothing to shard", key)
 

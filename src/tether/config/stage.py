@@ -18,9 +18,9 @@ class StageTrainConfig(Section):
     max_steps: PositiveInt | None = None
     """Optimizer steps, in place of num_train_epochs."""
     batch_size: PositiveInt = 16
-    """Rows an optimizer step."""
+    """Rows an optimizer step, of all processes together."""
     micro_batch_size: PositiveInt = 8
-    """Rows in one forward and backward pass."""
+    """Rows in one forward and backward pass of a process."""
     learning_rate: PositiveFloat | None = None
     """Peak learning rate. Left out: 1e-4 with LoRA, 1e-5 otherwise."""
     lr_scheduler_type: str = "linear"
@@ -32,9 +32,11 @@ class StageTrainConfig(Section):
     max_grad_norm: PositiveFloat | None = 1.0
     """The gradient's norm is clipped to it; null turns clipping off."""
     bf16: bool | None = None
-    """bfloat16 autocast of all forwards. Left out: on where the hardware is faster so and ``fp16`` is off."""
+    """bfloat16 autocast of all forwards. Left out: on where the hardware is faster so and ``fp16`` is off, or where
+    ``mixed_precision`` of ``accelerate launch`` is bf16."""
     fp16: bool = False
-    """float16 autocast of all forwards with scaled losses, for accelerators without bfloat16 (V100, T4)."""
+    """float16 autocast of all forwards with scaled losses, for accelerators without bfloat16 (V100, T4). Left out: on
+    where ``mixed_precision`` of ``accelerate launch`` is fp16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     seed: Seed = 42
@@ -43,6 +45,8 @@ class StageTrainConfig(Section):
     """Optimizer steps between two checkpoints; left out: one only where the run is stopped by a signal."""
     save_total_limit: PositiveInt | None = 1
     """Checkpoints that are kept, the newest; null keeps all."""
+    ddp_timeout: PositiveInt = 1800
+    """Seconds that the processes of a run wait for each other before it ends."""
 
     @model_validator(mode="after")
     def _cross_checks(self) -> StageTrainConfig:

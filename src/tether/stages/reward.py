@@ -31,6 +31,7 @@ from tether.config.reward_stage import RewardModelConfig, RewardStageConfig
 from tether.data.joined import check_datasets
 from tether.data.pairs import Pair, load_pairs, split_pairs
 from tether.errors import ModelError
+from tether.machine.distributed import Dist, lost_told
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, place_adapter
 from tether.models.chat import check_template_kwargs, templated
 from tether.models.fit import is_classifier
@@ -83,49 +84,54 @@ def train_reward_model(
     the tokenizer with its chat template; ``config.yaml``; ``metrics.jsonl`` with one line a step; and
     ``reward_eval.json`` with the rewards of the held-out pairs.
 
+    Several launched processes share the pairs of each optimizer step (DDP); the first one writes and speaks.
+
     Args:
         on_progress: told of every optimizer step.
         tell: told of lines to keep.
-        stop: asked after every step; a reason ends the run with a checkpoint.
+        stop: asked after every step; a reason ends the run with a checkpoint, in all processes.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can mend; before a model is loaded
             wherever it can be seen by then.
         TrainingError: the loss is not finite; no model is saved.
     """
-    check(config)
-    running.check_folder(config)
-    checkpoint = running.find_checkpoint(config, tell)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    precision = half_dtype(config.train, device)
-    tokenizer, data = load_data(config)
+    dist = Dist(config.train.ddp_timeout)
+    dist.each(lambda: check(config))
+    dist.each(lambda: running.check_launch(config, "reward", dist.num_processes))
+    config, tell = running.as_launched(config), tell if dist.is_main else lambda text: None
+    checkpoint = dist.by_main(lambda: running.checked_folder(config, tell))
+    tell(f"on {dist.described('tether reward', 'DDP')}")
+    precision = half_dtype(config.train, dist.device)
+    tokenizer, data = dist.main_first(lambda: load_data(config))
     tell(f"pairs: {data.note}")
     tell(f"the first query and its better answer: {tokenizer.decode(data.train[0].chosen_ids)!r}")
     set_seed(config.train.seed)
-    model = start_model(config.model, precision=precision)
-    tokenizer.pad_token = spare_token(tokenizer, data.token_ids, model.config.get_text_config().vocab_size)
+    model = dist.each(lambda: start_model(config.model, precision=precision))
+    vocab_size = model.config.get_text_config().vocab_size
+    tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
-        model = adapted(model, config.model)
-    running.prepare_folder(config, checkpoint)
+        model = dist.each(lambda: adapted(model, config.model))
+    dist.by_main(lambda: running.prepare_folder(config, checkpoint))
     settings = model.config.get_text_config()
     uses_cache = settings.use_cache
-    start, watch = time.perf_counter(), running.watch(config, on_progress, stop)
-    running.train(lambda: _trainer(model, tokenizer, data.train, config, precision=precision, watch=watch), checkpoint)
+    start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
+    with lost_told(dist.num_processes):
+        running.train(
+            lambda: _trainer(model, tokenizer, data.train, config, precision=precision, watch=watch), checkpoint
+        )
     if watch.interrupted is not None:
         return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
     settings.use_cache = uses_cache  # TRL turns it off for training, and the folder would keep that
     model.eval()
     metrics = {
         **data.counts,
-        "train_loss": running.last_loss(config),
+        "train_loss": dist.by_main(lambda: running.last_loss(config)),
         "time/train_s": time.perf_counter() - start,
     }
     batch_size = 2 * config.train.micro_batch_size
-    evaluation = evaluate(model, data.held_out, batch_size=batch_size, device=device, precision=precision)
-    with written_into(config.output_dir) as folder:
-        save(model, tokenizer, folder)
-        (folder / EVAL_FILE).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
-        write_card(folder, config.output_dir, evaluation=evaluation["metrics"])
+    evaluation = evaluate(model, data.held_out, batch_size=batch_size, dist=dist, precision=precision)
+    dist.by_main(lambda: _write(model, tokenizer, config.output_dir, evaluation))
     metrics |= {f"eval_{k}": v for k, v in evaluation["metrics"].items()}
     return RewardStageResult(config.output_dir, metrics, evaluation["accuracy_by_length"])
 
@@ -280,13 +286,17 @@ def _trainer(
     watch: running.Watch,
 ) -> Trainer:
     """TRL's trainer, which trains the model in place."""
-    from trl import RewardConfig, RewardTrainer
+    from trl import RewardTrainer
 
+    from tether.stages.trl import RewardArguments
+
+    arguments = running.trainer_arguments(
+        config, len(pairs), precision=precision, num_processes=watch.dist.num_processes, kind=RewardArguments
+    )
     return RewardTrainer(
         model=model,
-        args=RewardConfig(
-            **running.trainer_arguments(config, len(pairs), precision=precision, kind=RewardConfig),
-            center_rewards_coefficient=config.train.center_rewards_coefficient or None,
+        args=RewardArguments(
+            **arguments, center_rewards_coefficient=config.train.center_rewards_coefficient or None
         ),
         train_dataset=Dataset.from_dict(
             {"chosen_ids": [p.chosen_ids for p in pairs], "rejected_ids": [p.rejected_ids for p in pairs]}
@@ -304,10 +314,11 @@ def evaluate(
     pairs: Sequence[Pair],
     *,
     batch_size: int,
-    device: torch.device,
+    dist: Dist,
     precision: torch.dtype | None,
 ) -> dict[str, Any]:
-    """Rewards of held-out pairs, scored as reward sources score in PPO, and how often the better answer wins.
+    """Rewards of held-out pairs, scored as reward sources score in PPO, and how often the better answer wins. Each
+    process scores its share.
 
         accuracy = share of pairs with r(chosen) > r(rejected)
         margin   = mean of r(chosen) − r(rejected)
@@ -320,13 +331,14 @@ def evaluate(
 
     @torch.no_grad()
     def score_batch(ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        with nullcontext() if precision is None else torch.autocast(device.type, precision):
+        with nullcontext() if precision is None else torch.autocast(dist.device.type, precision):
             trunk, head = classifier.base_model, classifier.score
             return last_token_scores(trunk, head, ids, mask, position_ids, causal=causal)
 
     answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
-    scores = score_sequences(answers, score_batch, batch_size=batch_size, device=device)
-    scores = checked(scores, len(answers), "the trained reward model")
+    own = [answers[i] for i in dist.share(len(answers))]
+    shares = dist.together(lambda: score_sequences(own, score_batch, batch_size=batch_size, device=dist.device))
+    scores = checked([score for share in shares for score in share], len(answers), "the trained reward model")
     rows = [
         {
             "row": pair.row,
@@ -373,6 +385,19 @@ def accuracy_by_length(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 def _accuracy(rows: Sequence[Mapping[str, Any]]) -> float:
     return fmean(row["chosen"] > row["rejected"] for row in rows)
+
+
+def _write(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    evaluation: Mapping[str, Any],
+) -> None:
+    """Writes what the run leaves behind, all of it or nothing."""
+    with written_into(output_dir) as folder:
+        save(model, tokenizer, folder)
+        (folder / EVAL_FILE).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
+        write_card(folder, output_dir, evaluation=evaluation["metrics"])
 
 
 def save(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import constants as hub_constants
@@ -31,10 +31,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from tether.config.launched import num_processes
+from tether.config import launched
 from tether.config.load import dump_config, parse_config
 from tether.config.stage import StageConfig
 from tether.errors import CheckpointError, ConfigError, TrainingError
+from tether.machine.distributed import Dist, met_by_all
+from tether.machine.precision import check_precision
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after
 from tether.models.chat import check_template
 from tether.models.paths import check_model_path
@@ -51,9 +53,10 @@ SCHEDULES = tuple(
 """Schedules of transformers that need no arguments of their own, and follow no metric."""
 MAY_CHANGE = frozenset({
     "resume", "overwrite_output_dir", "output_dir", "train.eval_steps", "train.save_steps", "train.save_total_limit",
+    "train.ddp_timeout",
 })  # fmt: skip
 """Keys that a resumed run may change."""
-_NOT_LOGGED = frozenset({"num_tokens"})
+_NOT_LOGGED = frozenset({"num_tokens", "eval_num_tokens"})
 """What TRL counts from where a process began, so that it is of no use in a run that was resumed."""
 
 OnProgress = Callable[[int, int, Mapping[str, float]], None]
@@ -62,6 +65,7 @@ Tell = Callable[[str], None]
 """Told of what a user wants to read: a line or several."""
 Stop = Callable[[], str | None]
 """Asked after every optimizer step; a reason ends the run with a checkpoint."""
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 
 # Before a model is loaded
@@ -71,8 +75,6 @@ def check_stage(config: StageConfig, command: str) -> None:
     """Raises for every mistake that shows without loading a tokenizer, and that both stages can have."""
     if find_spec("trl") is None:
         raise ConfigError(f"tether {command} trains with TRL, which is not installed: pip install 'tether[trl]'")
-    if num_processes() > 1:
-        raise ConfigError(f"tether {command} runs in one process, got WORLD_SIZE {num_processes()}")
     if config.train.fp16 and not torch.accelerator.is_available():
         raise ConfigError(
             f"train.fp16: got true, wanted false where there is no accelerator: tether {command} would train in float32"
@@ -83,6 +85,33 @@ def check_stage(config: StageConfig, command: str) -> None:
         raise ConfigError(
             f"train.lr_scheduler_type: got {config.train.lr_scheduler_type}, wanted one of {', '.join(SCHEDULES)}"
         )
+
+
+def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
+    """Raises ``ConfigError`` if what launched the run does not fit it."""
+    engines = {"DeepSpeed": launched.uses_deepspeed(), "FSDP": launched.uses_fsdp()}
+    for engine in (name for name, is_asked in engines.items() if is_asked):
+        raise ConfigError(
+            f"the launcher's configuration asks for {engine}: tether {command} spreads rows and no weights, wanted DDP "
+            "(examples/accelerate/ddp.yaml, torchrun). A model that is too large for one device is trained by "
+            "model.lora, with train.gradient_checkpointing"
+        )
+    check_precision(config)
+    train, at_once = config.train, config.train.micro_batch_size * num_processes
+    if train.batch_size % at_once:
+        raise ConfigError(
+            f"train.batch_size: got {train.batch_size}, wanted a multiple of {at_once}, train.micro_batch_size "
+            f"{train.micro_batch_size} in each of {num_processes} processes"
+        )
+
+
+def as_launched(config: ConfigT) -> ConfigT:
+    """The configuration with the arithmetic that the launcher asks for, where it asks for any."""
+    asked = launched.mixed_precision()
+    if asked == "no":
+        return config
+    precision = {"bf16": asked == "bf16", "fp16": asked == "fp16"}
+    return config.model_copy(update={"train": config.train.model_copy(update=precision)})
 
 
 def check_folder(config: StageConfig) -> None:
@@ -112,6 +141,17 @@ def _is_run(folder: Path, section: type[StageConfig]) -> bool:
 
 
 # The folder of a run
+
+
+def checked_folder(config: StageConfig, tell: Tell) -> Path | None:
+    """The checkpoint to resume from, if any, once the folder is known to be fit for the run.
+
+    Raises:
+        ConfigError: as ``check_folder``.
+        CheckpointError: as ``find_checkpoint``.
+    """
+    check_folder(config)
+    return find_checkpoint(config, tell)
 
 
 def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
@@ -206,7 +246,7 @@ def prepare_folder(config: StageConfig, checkpoint: Path | None) -> None:
 
 
 def trainer_arguments(
-    config: StageConfig, num_rows: int, *, precision: torch.dtype | None, kind: type
+    config: StageConfig, num_rows: int, *, precision: torch.dtype | None, num_processes: int, kind: type
 ) -> dict[str, Any]:
     """Arguments of TRL's trainers that both stages set.
 
@@ -216,8 +256,9 @@ def trainer_arguments(
         kind: class of the arguments.
     """
     train = config.train
-    accumulation = train.batch_size // train.micro_batch_size
-    steps_an_epoch = math.ceil(math.ceil(num_rows / train.micro_batch_size) / accumulation)
+    at_once = train.micro_batch_size * num_processes
+    accumulation = train.batch_size // at_once
+    steps_an_epoch = math.ceil(math.ceil(num_rows / at_once) / accumulation)
     num_steps = train.max_steps or math.ceil((train.num_train_epochs or 1.0) * steps_an_epoch)
     has_accelerator = torch.accelerator.is_available()
     names = {argument.name for argument in fields(kind)}  # transformers is renaming this one
@@ -246,17 +287,23 @@ def trainer_arguments(
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": not has_accelerator,
+        "ddp_timeout": train.ddp_timeout,
         "dataloader_pin_memory": has_accelerator,
     }
 
 
 @dataclass
 class Watch(TrainerCallback):
-    """Writes what TRL logs to metrics.jsonl, passes it on, and ends a run that is to stop or whose loss diverged."""
+    """Writes what TRL logs to metrics.jsonl, passes it on, and ends a run that is to stop or whose loss diverged.
 
-    writer: JsonlWriter
+    Every process has one.
+    """
+
+    writer: JsonlWriter | None
+    """The main process's alone."""
     on_progress: OnProgress | None
     stop: Stop | None
+    dist: Dist
     interrupted: str | None = None
     """Why the run was asked to stop, if it was."""
 
@@ -272,10 +319,13 @@ class Watch(TrainerCallback):
             return
         numbers = {name: float(value) for name, value in logs.items() if name not in _NOT_LOGGED}
         if not math.isfinite(numbers.get("loss", 0.0)):
-            raise TrainingError(
+            diverged = TrainingError(
                 f"step {state.global_step}: the loss is {numbers['loss']}; lower train.learning_rate, or set "
                 "train.bf16 and train.fp16 to false"
             )
+            raise met_by_all(diverged)  # it is the mean of all processes
+        if self.writer is None:
+            return
         self.writer.write({"step": state.global_step, **numbers})
         if self.on_progress is not None and "loss" in numbers:
             self.on_progress(state.global_step, state.max_steps, numbers)
@@ -285,14 +335,16 @@ class Watch(TrainerCallback):
     ) -> None:
         if self.stop is None or state.global_step >= state.max_steps:
             return
-        self.interrupted = self.interrupted or self.stop()
+        reason = self.stop()
+        if self.dist.any(reason is not None):  # a signal reaches each process when it will
+            self.interrupted = self.dist.first(reason)
         if self.interrupted is not None:
             control.should_save = control.should_training_stop = True
 
 
-def watch(config: StageConfig, on_progress: OnProgress | None, stop: Stop | None) -> Watch:
+def watch(config: StageConfig, on_progress: OnProgress | None, stop: Stop | None, dist: Dist) -> Watch:
     """A callback that keeps the run's log."""
-    return Watch(JsonlWriter(config.output_dir / METRICS_FILE), on_progress, stop)
+    return Watch(JsonlWriter(config.output_dir / METRICS_FILE) if dist.is_main else None, on_progress, stop, dist)
 
 
 def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Trainer:

@@ -24,6 +24,7 @@ from tether.data.demonstrations import Demonstration, DemonstrationData, load_de
 from tether.data.held_out import split_off
 from tether.data.joined import check_datasets
 from tether.errors import DataError, ModelError
+from tether.machine.distributed import Dist, lost_told
 from tether.models.adapters import DEFAULT, place_adapter
 from tether.models.chat import check_template_kwargs, templated
 from tether.models.loading import (
@@ -69,29 +70,33 @@ def train_sft(
     generation config, which ends answers where the chat template does; ``config.yaml``; and ``metrics.jsonl`` with one
     line a step and one an evaluation.
 
+    Several launched processes share the rows of each optimizer step (DDP); the first one writes and speaks.
+
     Args:
         on_progress: told of every optimizer step.
         tell: told of lines to keep.
-        stop: asked after every step; a reason ends the run with a checkpoint.
+        stop: asked after every step; a reason ends the run with a checkpoint, in all processes.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can mend; before a model is loaded
             wherever it can be seen by then.
         TrainingError: the loss is not finite; no model is saved.
     """
-    check(config)
-    running.check_folder(config)
-    checkpoint = running.find_checkpoint(config, tell)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    precision = half_dtype(config.train, device)
-    data = load_data(config)
+    dist = Dist(config.train.ddp_timeout)
+    dist.each(lambda: check(config))
+    dist.each(lambda: running.check_launch(config, "sft", dist.num_processes))
+    config, tell = running.as_launched(config), tell if dist.is_main else lambda text: None
+    checkpoint = dist.by_main(lambda: running.checked_folder(config, tell))
+    tell(f"on {dist.described('tether sft', 'DDP')}")
+    precision = half_dtype(config.train, dist.device)
+    data = dist.main_first(lambda: load_data(config))
     for line in data.notes:
         tell(line)
     set_seed(config.train.seed)
-    model = start_model(config.model, precision=precision)
-    running.prepare_folder(config, checkpoint)
-    start, watch = time.perf_counter(), running.watch(config, on_progress, stop)
-    with _settings_kept(model):
+    model = dist.each(lambda: start_model(config.model, precision=precision))
+    dist.by_main(lambda: running.prepare_folder(config, checkpoint))
+    start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
+    with _settings_kept(model), lost_told(dist.num_processes):
         trainer = running.train(lambda: _trainer(model, data, config, precision=precision, watch=watch), checkpoint)
         if watch.interrupted is None and data.held_out and not _is_evaluated(trainer):
             trainer.evaluate()
@@ -99,14 +104,12 @@ def train_sft(
         return SftResult(config.output_dir, data.counts, watch.interrupted)
     metrics = {
         **data.counts,
-        "train_loss": running.last_loss(config),
+        "train_loss": dist.by_main(lambda: running.last_loss(config)),
         "time/train_s": time.perf_counter() - start,
         **_last_evaluation(trainer),
     }
     end_at(model, data.end_ids)
-    with written_into(config.output_dir) as folder:
-        save(model, data.tokenizer, folder)
-        write_card(folder, config.output_dir, evaluation=_last_evaluation(trainer))
+    dist.by_main(lambda: _write(model, data.tokenizer, config.output_dir, _last_evaluation(trainer)))
     return SftResult(config.output_dir, metrics)
 
 
@@ -260,13 +263,17 @@ def _trainer(
     watch: running.Watch,
 ) -> Trainer:
     """TRL's trainer, which trains the model in place."""
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTTrainer
 
-    arguments = running.trainer_arguments(config, len(data.train), precision=precision, kind=SFTConfig)
+    from tether.stages.trl import SftArguments
+
+    arguments = running.trainer_arguments(
+        config, len(data.train), precision=precision, num_processes=watch.dist.num_processes, kind=SftArguments
+    )
     evaluates = bool(data.held_out) and config.train.eval_steps is not None
     return SFTTrainer(
         model=model,
-        args=SFTConfig(
+        args=SftArguments(
             **arguments,
             eval_strategy="steps" if evaluates else "no",
             eval_steps=config.train.eval_steps if evaluates else None,
@@ -297,6 +304,18 @@ def _last_evaluation(trainer: Trainer) -> Mapping[str, float]:
     """Loss and token accuracy of the last evaluation, if there was one."""
     row = next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), {})
     return {name: row[name] for name in ("eval_loss", "eval_mean_token_accuracy") if name in row}
+
+
+def _write(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    evaluation: Mapping[str, float],
+) -> None:
+    """Writes what the run leaves behind, all of it or nothing."""
+    with written_into(output_dir) as folder:
+        save(model, tokenizer, folder)
+        write_card(folder, output_dir, evaluation=evaluation)
 
 
 def save(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

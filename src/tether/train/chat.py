@@ -16,10 +16,10 @@ from tether.config.schema import RunConfig
 from tether.data.prompts import encoded_queries
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
+from tether.machine.distributed import Dist
 from tether.models.chat import templated
 from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
-from tether.train.distributed import Dist
 from tether.train.run import sampling_of
 from tether.train.saved import run_config
 from tether.types import Message, Request, Sampling, noise_key

@@ -17,7 +17,7 @@ from torch import Tensor
 from tether import algo
 from tether.algo.masking import WHITEN_EPSILON
 from tether.config.schema import PPOConfig
-from tether.train.distributed import Dist
+from tether.machine.distributed import Dist
 from tether.types import Experience, MicroBatch
 
 

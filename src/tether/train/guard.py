@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tether.errors import TrainingError
+from tether.machine.distributed import Dist, met_by_all
 from tether.metrics.writers import JsonlWriter
-from tether.train.distributed import Dist, met_by_all
 from tether.train.rollout import Answers
 from tether.types import Experience, MicroBatch
 

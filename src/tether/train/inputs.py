@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.config import launched
 from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
-from tether.config.schema import RunConfig, check_weights
+from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.joined import check_datasets
 from tether.data.prompts import PromptData, load_prompts, split_prompts
@@ -95,30 +95,6 @@ def check_batches(config: RunConfig, num_processes: int) -> None:
         config.answers_at_once(num_processes)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def check_precision(config: RunConfig) -> None:
-    """Raises ``ConfigError`` if the launcher asks for another arithmetic than the run, or than there is here."""
-    asked = launched.mixed_precision()
-    if asked not in ("no", "bf16", "fp16"):
-        raise ConfigError(
-            f"mixed_precision in the configuration of accelerate launch: got {asked}, wanted bf16, fp16 or no: "
-            "forwards run under autocast (train.bf16, train.fp16) or in the weights' own type"
-        )
-    if asked == "no":
-        return
-    train = config.train
-    given = {"bf16": train.bf16, "fp16": train.fp16 if "fp16" in train.model_fields_set else None}
-    for name, value in given.items():
-        if value is not None and value != (name == asked):
-            raise ConfigError(
-                f"train.{name}: got {str(value).lower()}, but accelerate launch was told mixed_precision {asked}; "
-                f"wanted the same of both. Leave train.{name} out, or set mixed_precision to no"
-            )
-    try:
-        check_weights(config.model, fp16=asked == "fp16")
-    except ValueError as error:
-        raise ConfigError(f"mixed_precision {asked} of accelerate launch means train.{asked}: {error}") from error
 
 
 def resolved(config: RunConfig) -> RunConfig:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from tether.train.distributed import Dist
+from tether.machine.distributed import Dist
 
 
 class Stopped(Exception):

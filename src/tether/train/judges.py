@@ -16,6 +16,7 @@ from tether.data.answers import closing_token, encoded_answers
 from tether.data.pairs import answer_leads, encoded_prompts
 from tether.data.prompts import conversation
 from tether.errors import ConfigError, DataError
+from tether.machine.distributed import Dist
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.loading import half_dtype, load_generation_config, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
@@ -25,7 +26,6 @@ from tether.rewards.build import build_rewards, check_rewards
 from tether.rewards.server import Asked, RewardServer
 from tether.rewards.tokens import steps
 from tether.train.display import Display
-from tether.train.distributed import Dist
 from tether.train.interrupt import StopRequest
 from tether.types import Message, RewardBatch, RewardSource
 

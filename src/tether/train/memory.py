@@ -11,8 +11,8 @@ import torch
 
 from tether.config.schema import RunConfig
 from tether.errors import TrainingError
+from tether.machine.distributed import Dist
 from tether.metrics.reduce import Metrics
-from tether.train.distributed import Dist
 from tether.train.optim import MOMENT_BYTES
 from tether.train.parts import Parts
 from tether.train.rollout import Answers

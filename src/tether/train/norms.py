@@ -8,7 +8,7 @@ from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.stream import PromptStream
 from tether.errors import TrainingError
-from tether.train.distributed import met_by_all
+from tether.machine.distributed import met_by_all
 from tether.train.parts import Parts
 from tether.train.rollout import Answers, PhaseReport, answer
 from tether.types import Request, noise_key

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.demonstrations import Demonstration
+from tether.machine.distributed import Dist
 from tether.models.roles import ModelRoles
-from tether.train.distributed import Dist
 from tether.train.engines.base import Engine
 from tether.train.engines.replicated import Alone
 from tether.types import Generator, Prompt, RewardSource, Sampling

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import collate, plan_micro_batches
+from tether.machine.distributed import Dist
 from tether.rewards.base import checked
 from tether.rewards.early import Begun, begun
 from tether.rewards.tokens import check_token_scores
-from tether.train.distributed import Dist
 from tether.train.parts import Parts
 from tether.types import Completion, MicroBatch, Prompt, Request, RewardBatch, RewardOutput
 

@@ -19,6 +19,8 @@ from tether.config.load import dump_config, parse_config
 from tether.config.schema import ModelConfig, RunConfig, SamplingConfig
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
+from tether.machine.distributed import Dist, lost_told
+from tether.machine.precision import check_precision
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import truncate_after
 from tether.models.gguf import gguf_source
@@ -49,7 +51,6 @@ from tether.train.checkpoint import (
 )
 from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
-from tether.train.distributed import Dist, lost_told
 from tether.train.engines.build import build_engine
 from tether.train.engines.replicated import Alone
 from tether.train.guard import BAD_BATCHES
@@ -59,7 +60,6 @@ from tether.train.inputs import (
     check,
     check_batches,
     check_data,
-    check_precision,
     first_answer,
     load_data,
     model_paths,
@@ -197,7 +197,8 @@ def open_trainer(
         dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))
         log = open_log(config, display, dist)
         try:
-            log.message(f"on {described(dist)}")
+            engine = build_engine(dist).name
+            log.message(f"on {dist.described('tether ppo', None if engine == Alone.name else engine)}")
             if config.model.lora is not None and gguf_source(config.model.path) is not None:
                 log.phase("de-quantising the model", 0, 1)
                 dist.by_main(lambda: write_base(config.model, config.output_dir / BASE))
@@ -248,16 +249,6 @@ def open_log(config: RunConfig, display: Display, dist: Dist) -> RunLog:
         config=config.model_dump(mode="json"),
     )
     return RunLog(folder if dist.is_main else None, display, trackers, logging_steps=config.train.logging_steps)
-
-
-def described(dist: Dist) -> str:
-    """What a run computes on, and what more there is."""
-    devices, engine = torch.accelerator.device_count(), build_engine(dist).name
-    if dist.num_processes > 1:
-        return f"{dist.num_processes} processes, this one on {dist.device}: {engine}"
-    more = "; accelerate launch -m tether ppo … uses all of them" if devices > 1 else ""
-    of = f" of {devices} devices{more}" if devices > 1 else ""
-    return f"one process, {dist.device}{of}" + ("" if engine == Alone.name else f": {engine}")
 
 
 def check_folder(config: RunConfig) -> None:

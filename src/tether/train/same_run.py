@@ -13,8 +13,8 @@ from typing import Any
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration
 from tether.errors import CheckpointError
+from tether.machine.distributed import Dist
 from tether.models.paths import model_digest
-from tether.train.distributed import Dist
 from tether.types import Prompt
 
 MAY_CHANGE = frozenset({

@@ -20,6 +20,7 @@ from tether.data.prompts import load_prompts
 from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
+from tether.machine.distributed import Dist
 from tether.metrics.writers import JsonlWriter
 from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
@@ -27,7 +28,6 @@ from tether.models.saving import load_policy
 from tether.rewards.build import try_services
 from tether.rewards.norms import normalised
 from tether.train.display import Display, NullDisplay
-from tether.train.distributed import Dist
 from tether.train.evaluate import evaluate
 from tether.train.inputs import RunData, first_answer, load_prompt_sets, resolved
 from tether.train.run import CONFIG, SCORE_NORM, build_parts, sampling_of

@@ -12,11 +12,11 @@ from dataclasses import replace
 from torch import nn
 
 from tether.errors import OutOfStep
+from tether.machine.distributed import Dist, share
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.base import InForwards
 from tether.rewards.build import Make, ToSpread
 from tether.rewards.early import Begun, begun, joined, whole
-from tether.train.distributed import Dist, share
 from tether.train.engines.base import Engine
 from tether.train.interrupt import Stopped
 from tether.types import Completion, Generator, Request, RewardBatch, RewardOutput, RewardSource, Sampling

@@ -16,9 +16,9 @@ from tether.config import launched
 from tether.config.load import checked_config
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
+from tether.machine.distributed import Dist
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.loading import bf16_supported, default_device
-from tether.train.distributed import Dist
 from tether.train.engines.deepspeed import load_whole
 
 REFUSED = {

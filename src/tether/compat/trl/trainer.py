@@ -31,6 +31,7 @@ from tether.config.schema import RunConfig
 from tether.data.prompts import PromptData
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
+from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
 from tether.models.adapters import DEFAULT
 from tether.models.roles import REFERENCE, VALUE
@@ -41,7 +42,6 @@ from tether.train import evaluate as evaluation
 from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
 from tether.train.claim import claimed
 from tether.train.display import NullDisplay
-from tether.train.distributed import Dist
 from tether.train.engines.build import build_engine
 from tether.train.log import METRICS, RunLog
 from tether.train.optim import check_schedule

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError, OutOfStep, TetherError
+from tether.machine.distributed import lost_told
 from tether.models.roles import Host, ModelRoles
-from tether.train.distributed import lost_told
 from tether.train.optim import PassOptimizer
 
 

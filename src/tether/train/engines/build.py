@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tether.config.launched import uses_deepspeed, uses_fsdp
-from tether.train.distributed import Dist
+from tether.machine.distributed import Dist
 from tether.train.engines.base import Engine
 from tether.train.engines.deepspeed import Zero
 from tether.train.engines.fsdp import FullySharded

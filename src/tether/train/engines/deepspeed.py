@@ -13,19 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
 from tether.config.schema import RunConfig
-from tether.errors import ConfigError
+from tether.machine.distributed import Dist, lost_told
 from tether.models.roles import POLICY, Host, ModelRoles, Role
-from tether.train.distributed import Dist, lost_told
 from tether.train.engines.base import Hosted, all_together
 from tether.train.engines.deepspeed_config import check, filled, waits_on
 from tether.train.engines.in_step import forwards_in_step
@@ -33,29 +30,6 @@ from tether.train.optim import PassOptimizer, are_finite
 
 CLIP_EPSILON = 1e-6
 """Added to a norm that gradients are divided by, as torch does."""
-
-
-def plugin_of_launch() -> DeepSpeedPlugin:
-    """What the launcher's configuration says of DeepSpeed.
-
-    Models are made whole and spread afterwards, because heads and adapters are made of their weights.
-
-    Raises:
-        ConfigError: DeepSpeed is not installed, or the configuration cannot be read.
-    """
-    if find_spec("deepspeed") is None:
-        raise ConfigError(
-            "the launcher's configuration asks for DeepSpeed, which is not installed: "
-            "pip install --no-build-isolation tether[deepspeed]"
-        )
-    import deepspeed
-
-    # An exchange through shared memory that ZeRO does not use would be compiled at the start on CPUs.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    try:
-        return DeepSpeedPlugin(zero3_init_flag=False)
-    except ValueError as error:
-        raise ConfigError(f"the DeepSpeed configuration of the launch: {error}") from error
 
 
 def load_whole() -> None:

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
+from tether.machine.distributed import Dist, lost_told
 from tether.models.layers import transformer_layers
 from tether.models.roles import POLICY, Host, ModelRoles, Role
-from tether.train.distributed import Dist, lost_told
 from tether.train.engines.base import Hosted, all_together, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from tether.machine.distributed import Dist
 from tether.models.roles import POLICY, ModelRoles
-from tether.train.distributed import Dist
 from tether.train.engines.base import all_together
 
 

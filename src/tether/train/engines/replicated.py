@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tether.config.schema import RunConfig
+from tether.machine.distributed import Dist, lost_told
 from tether.models.roles import Host, ModelRoles, Pass, directly
-from tether.train.distributed import Dist, lost_told
 from tether.train.engines.base import Hosted, all_together
 from tether.train.optim import PassOptimizer, all_finite
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from tether.config import launched
 from tether.errors import ConfigError, LostProcess, OutOfStep, TetherError, TrainingError
+from tether.machine import heap
 from tether.metrics.reduce import Metrics
-from tether.train import heap
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -99,6 +99,20 @@ class Dist:
     def shares(self, count: int, sharing: int) -> list[range]:
         """Which of ``count`` things each process does where the first ``sharing`` processes do all of them."""
         return [share(count, rank, sharing) if rank < sharing else range(0) for rank in range(self.num_processes)]
+
+    def described(self, command: str, engine: str | None) -> str:
+        """What a run computes on, and what more there is.
+
+        Args:
+            command: what starts it, such as ``tether ppo``.
+            engine: who spreads its weights; None where nobody does.
+        """
+        if self.num_processes > 1:
+            return f"{self.num_processes} processes, this one on {self.device}: {engine}"
+        devices = torch.accelerator.device_count()
+        more = f"; accelerate launch -m {command} … uses all of them" if devices > 1 else ""
+        of = f" of {devices} devices{more}" if devices > 1 else ""
+        return f"one process, {self.device}{of}" + ("" if engine is None else f": {engine}")
 
     # Telling each other
 
@@ -186,10 +200,11 @@ class Dist:
         """What ``work`` returns here, after the main process of each machine has done it: what it stores is there."""
         if self.num_processes == 1:
             return work()
-        first = self.accelerator.is_local_main_process
-        early = self.together(work if first else lambda: None)[self.rank]
-        late = self.together((lambda: None) if first else work)[self.rank]
-        return early if first else late
+        made: list[T] = []
+        for now in (True, False):
+            is_turn = self.accelerator.is_local_main_process == now
+            self.together((lambda: made.append(work())) if is_turn else lambda: None)
+        return made[0]
 
     def first(self, own: T | None) -> T | None:
         """What the first process says that says anything."""
@@ -228,7 +243,7 @@ def _accelerator(timeout: float) -> Accelerator:
         )
     on_cpu, backend, plugin = not torch.accelerator.is_available() and launched.num_processes() > 1, {}, None
     if launched.uses_deepspeed():
-        from tether.train.engines.deepspeed import plugin_of_launch
+        from tether.machine.deepspeed import plugin_of_launch
 
         plugin = None if is_initialized() else plugin_of_launch()  # of all Accelerators the first has it
         if on_cpu:  # with cpu=True Accelerate would leave DeepSpeed out

@@ -1,0 +1,32 @@
+"""What a launch says of DeepSpeed, to the first Accelerator of a process."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from accelerate.utils import DeepSpeedPlugin
+
+from tether.errors import ConfigError
+
+
+def plugin_of_launch() -> DeepSpeedPlugin:
+    """What the launcher's configuration says of DeepSpeed.
+
+    Models are made whole and spread afterwards, because heads and adapters are made of their weights.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed, or the configuration cannot be read.
+    """
+    if find_spec("deepspeed") is None:
+        raise ConfigError(
+            "the launcher's configuration asks for DeepSpeed, which is not installed: "
+            "pip install --no-build-isolation tether[deepspeed]"
+        )
+    import deepspeed
+
+    # An exchange through shared memory that ZeRO does not use would be compiled at the start on CPUs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    try:
+        return DeepSpeedPlugin(zero3_init_flag=False)
+    except ValueError as error:
+        raise ConfigError(f"the DeepSpeed configuration of the launch: {error}") from error

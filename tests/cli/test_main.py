@@ -232,7 +232,7 @@ class TestCalls:
 
     def test_merge_and_report_call_what_they_name(self, monkeypatch, capsys):
         calls = []
-        monkeypatch.setattr("tether.models.saving.merge_adapter", lambda *given: calls.append(given))
+        monkeypatch.setattr("tether.models.saving.merge_adapter", lambda *given, also: calls.append(given))
         monkeypatch.setattr("tether.report.html.write_report", lambda folder: folder / "report.html")
         assert main(["merge", "adapter", "-o", "merged"]) == 0
         assert calls == [("adapter", Path("merged"))]

@@ -9,6 +9,7 @@ import yaml
 from tests.report.runs import CONFIG, evaluation, update
 from tests.stages.test_reward_stage import stage_config
 from tests.train.runs import tiny_run
+from tether.cli.main import main
 from tether.report.card import CARD, card, write_card
 from tether.report.read import read_run
 from tether.stages.reward import train_reward_model
@@ -119,6 +120,16 @@ def test_a_run_writes_one_into_every_folder(tmp_path, lora):
     assert "after 1 updates" in texts["checkpoint-1"] and "## Curves" in texts["."]
     for folder in (out, out / "checkpoint-1", out / "critic"):
         assert CARD in json.loads((folder / "manifest.json").read_text())["files"]
+
+
+def test_a_merged_adapter_keeps_that_of_its_run(tmp_path):
+    out = train_policy(tiny_run(tmp_path, model__lora={"r": 2}, train__max_steps=1)).output_dir
+    assert main(["merge", str(out), "-o", str(tmp_path / "merged")]) == 0
+    merged, own = ((folder / CARD).read_text() for folder in (tmp_path / "merged", out))
+    assert head(merged)["library_name"] == "transformers" and "lora" not in head(merged)["tags"]
+    assert "PeftModel" in own and "PeftModel" not in merged
+    assert "## Curves" in merged and "trained by PPO" in merged
+    assert CARD in json.loads((tmp_path / "merged" / "manifest.json").read_text())["files"]
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}])

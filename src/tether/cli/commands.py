@@ -273,8 +273,9 @@ def merge(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
 
     from tether.models.saving import merge_adapter
+    from tether.report.card import write_card
 
-    merge_adapter(given.adapter, given.output)
+    merge_adapter(given.adapter, given.output, also=lambda folder: write_card(folder, Path(given.adapter)))
     print(f"merged model: {given.output}")
     return 0
 

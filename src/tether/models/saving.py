@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -149,10 +149,13 @@ def _save_reward_adapter(roles: ModelRoles, folder: Path, state_dict: Mapping[st
     ).save_pretrained(folder)
 
 
-def merge_adapter(path: str, folder: Path | str) -> None:
+def merge_adapter(path: str, folder: Path | str, *, also: Callable[[Path], None] = lambda partial: None) -> None:
     """Writes the model that the adapter in ``path`` makes of its base, in the base's type, with the tokenizer.
 
     The adapter of a sequence classifier, of any family, becomes one with as many labels as it has.
+
+    Args:
+        also: writes what else belongs into the folder, such as a card.
 
     Raises:
         ConfigError: ``folder`` is there and holds something.
@@ -173,6 +176,7 @@ def merge_adapter(path: str, folder: Path | str) -> None:
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        also(partial)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -285,7 +286,7 @@ def test_a_token_without_an_embedding_is_told_before_a_model_is_loaded(tmp_path)
 def test_the_first_demonstration_is_told_with_its_special_tokens(tmp_path):
     told = []
     train_sft(stage(tmp_path, max_steps=1), tell=told.append)
-    assert told[0].startswith("on one process, ") and told[2] == (
+    assert re.fullmatch("on one process, [a-z]+", told[0]) and told[2] == (
         "the first prompt: '<user> the cat sees <eos> <assistant>', and what is trained on: 'cat is good <eos>'"
     )
     assert math.isfinite(read_jsonl(tmp_path / "out" / "metrics.jsonl")[0]["loss"])

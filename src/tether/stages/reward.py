@@ -101,7 +101,7 @@ def train_reward_model(
     dist.each(lambda: running.check_launch(config, "reward", dist.num_processes))
     config, tell = running.as_launched(config), tell if dist.is_main else lambda text: None
     checkpoint = dist.by_main(lambda: running.checked_folder(config, tell))
-    tell(f"on {dist.described('tether reward', 'DDP')}")
+    tell(running.place(dist, "reward"))
     precision = half_dtype(config.train, dist.device)
     tokenizer, data = dist.main_first(lambda: load_data(config))
     tell(f"pairs: {data.note}")

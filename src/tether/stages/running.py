@@ -105,6 +105,11 @@ def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
         )
 
 
+def place(dist: Dist, command: str) -> str:
+    """What a run computes on, as a line for its user."""
+    return f"on {dist.described(f'tether {command}', 'DDP' if dist.num_processes > 1 else None)}"
+
+
 def as_launched(config: ConfigT) -> ConfigT:
     """The configuration with the arithmetic that the launcher asks for, where it asks for any."""
     asked = launched.mixed_precision()

@@ -87,7 +87,7 @@ def train_sft(
     dist.each(lambda: running.check_launch(config, "sft", dist.num_processes))
     config, tell = running.as_launched(config), tell if dist.is_main else lambda text: None
     checkpoint = dist.by_main(lambda: running.checked_folder(config, tell))
-    tell(f"on {dist.described('tether sft', 'DDP')}")
+    tell(running.place(dist, "sft"))
     precision = half_dtype(config.train, dist.device)
     data = dist.main_first(lambda: load_data(config))
     for line in data.notes:

@@ -21,6 +21,7 @@ from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
 from tether.models.paths import adapter_base, is_adapter
 from tether.pipeline import run_pipeline
+from tether.stages import running
 from tether.train.display import NullDisplay
 
 PIPELINE = """
@@ -174,6 +175,24 @@ def test_a_signal_ends_with_130_and_the_same_command_goes_on(file, tmp_path):
     (checkpoint,) = pipeline.stages["sft"].output_dir.glob("checkpoint-*")
     steps = int(checkpoint.name.partition("-")[2])
     assert 0 < steps < 400 and [row["step"] for row in read_jsonl(log)] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize(("name", "finished"), [("sft", ["sft"]), ("reward", ["sft", "reward"])])
+def test_a_signal_after_the_last_step_of_a_stage_ends_the_pipeline_behind_it(file, monkeypatch, name, finished):
+    """It comes while the stage evaluates and saves."""
+    whole = running.last_loss
+
+    def signalled(config):
+        if config.output_dir.name == name:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "last_loss", signalled)
+        result, _ = run(file)
+    assert (result.interrupted, list(result.folders)) == ("SIGTERM", finished)
+    result, told = run(file)
+    assert result.interrupted is None and sum(": finished in " in line for line in told.lines) == len(finished)
 
 
 def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file, tmp_path, monkeypatch):

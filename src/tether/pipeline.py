@@ -7,7 +7,7 @@ from, anything else is begun anew. All mistakes of all stages are looked for bef
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,36 +71,39 @@ def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
         )
         dist.each(lambda: _check_order(pipeline, states))
         dist.each(lambda: check_pipeline(pipeline, states, dist.num_processes))
+        stop = stack.enter_context(StopRequest())
         finished: dict[str, Path] = {}
         for name, config in pipeline.stages.items():
             if states[name] == "finished":
                 display.message(f"{name}: finished in {config.output_dir}")
             else:
+                # a signal may come when a stage has made its last step
+                if (reason := dist.first(stop.reason)) is not None:
+                    return PipelineResult(finished, reason)
                 display.message(f"{name}: {'goes on' if states[name] == 'begun' else 'begins'} in {config.output_dir}")
                 ready = dist.by_main(partial(_ready, config, states[name]))
-                reason = run_stage(ready, display)
-                if reason is not None:
+                if (reason := run_stage(ready, display, stop)) is not None:
                     return PipelineResult(finished, reason)
             finished[name] = config.output_dir
         return PipelineResult(finished)
 
 
-def run_stage(config: Section, display: Display) -> str | None:
+def run_stage(config: Section, display: Display, stop: StopRequest) -> str | None:
     """Runs one stage and shows what it came to; returns why it was interrupted, or None."""
     if isinstance(config, SftStageConfig):
-        return run_sft(config, display).interrupted
+        return run_sft(config, display, stop).interrupted
     if isinstance(config, RewardStageConfig):
-        return run_reward(config, display).interrupted
+        return run_reward(config, display, stop).interrupted
     result = train_policy(config, display=display)
     display.close()
     return result.interrupted
 
 
-def run_sft(config: SftStageConfig, display: Display) -> SftResult:
-    """``train_sft``, shown on a display and stopped by signals."""
-    with StopRequest() as stop:
+def run_sft(config: SftStageConfig, display: Display, stop: StopRequest | None = None) -> SftResult:
+    """``train_sft``, shown on a display and stopped by signals, those that ``stop`` notices if it is given."""
+    with nullcontext(stop) if stop is not None else StopRequest() as noticed:
         result = train_sft(
-            config, on_progress=display.update, tell=display.message, stop=lambda: stop.reason
+            config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason
         )
     display.close()
     if result.interrupted is None:
@@ -108,11 +111,11 @@ def run_sft(config: SftStageConfig, display: Display) -> SftResult:
     return result
 
 
-def run_reward(config: RewardStageConfig, display: Display) -> RewardStageResult:
-    """``train_reward_model``, shown on a display and stopped by signals."""
-    with StopRequest() as stop:
+def run_reward(config: RewardStageConfig, display: Display, stop: StopRequest | None = None) -> RewardStageResult:
+    """``train_reward_model``, as ``run_sft``."""
+    with nullcontext(stop) if stop is not None else StopRequest() as noticed:
         result = train_reward_model(
-            config, on_progress=display.update, tell=display.message, stop=lambda: stop.reason
+            config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason
         )
     display.close()
     if result.interrupted is None:
@@ -163,8 +166,8 @@ def _check(config: Section, ready: Section, name: str, num_processes: int) -> No
         inputs.check_data(config, inputs.load_data(config))
         return
     stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
-    stage.check(config)
     running.check_launch(config, name, num_processes)
+    stage.check(running.as_launched(config))
     running.check_folder(ready)
     stage.load_data(config)
 

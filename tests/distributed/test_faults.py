@@ -118,6 +118,7 @@ class Fault:
     checkpoints: tuple[str, ...] = ("checkpoint-1",)
 
 
+LOST = "another process of the run has ended"
 FAULTS = {
     "reward raises": Fault((1, 1), "raised ZeroDivisionError", "1 / 0"),
     "reward is NaN": Fault((1, 1), "returned nan", "return [float('nan')] * len(scores)"),
@@ -138,8 +139,8 @@ FAULTS = {
         checkpoints=(),
     ),
     "disk full": Fault((2, 1), "cannot be written to any more", patch="disk", rank=0),
-    "killed": Fault((1, -9), "another process of the run has ended", "os.kill(os.getpid(), signal.SIGKILL)"),
-    "the first is killed": Fault((-9, 1), "", "os.kill(os.getpid(), signal.SIGKILL)", rank=0),
+    "killed": Fault((1, -9), LOST, "os.kill(os.getpid(), signal.SIGKILL)"),
+    "the first is killed": Fault((-9, 1), LOST, "os.kill(os.getpid(), signal.SIGKILL)", rank=0),
     "SIGTERM": Fault((130, 130), "SIGTERM", "os.kill(os.getpid(), signal.SIGTERM)"),
     "time is over": Fault(
         (130, 130), "stopped by max_runtime", changes={"train__max_runtime": 1e-9}, checkpoints=("checkpoint-0",)

@@ -17,6 +17,7 @@ from tests.distributed.harness import alone, started, together
 from tests.stages.test_reward_stage import stage_config
 from tests.stages.test_sft import ROWS, stage
 from tests.test_pipeline import write_pipeline
+from tether.cli.main import main
 from tether.config.load import dump_config, load_config
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.sft_stage import SftStageConfig
@@ -30,7 +31,7 @@ from tether.stages.sft import train_sft
 
 STAGES = {"sft": (SftStageConfig, train_sft), "reward": (RewardStageConfig, train_reward_model)}
 NOT_COMPARED = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "min_reward", "max_reward")
-"""Times, and extremes that TRL takes of each process's micro-batch alone."""
+"""Times, and extremes of a pass, which all processes make together: means of them depend on how many make one."""
 FULL, LORA = None, {"r": 4}
 
 
@@ -84,7 +85,7 @@ def assert_same(folder: Path, other: Path, *, most: float = 1e-6) -> None:
 @pytest.mark.parametrize("lora", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("name", STAGES)
 def test_two_processes_make_what_one_makes(tmp_path, name, lora):
-    """Twice as many rows at once in half as many passes: the rows of each step are the same."""
+    """Four rows in one pass of both, or in two passes of one: the rows of each step are the same."""
     config = config_of(tmp_path, name, lora=lora)
     one, two = written(config, "one"), written(config, "two")
     start = {} if lora else weights(tmp_path / "model")
@@ -154,6 +155,33 @@ def test_what_the_launcher_says_of_precision_is_done_where_the_run_says_nothing(
     assert running.as_launched(config) == config
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator can train in float16")
+@pytest.mark.parametrize("name", STAGES)
+def test_float16_of_the_launcher_is_refused_where_float16_is(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    config = config_of(tmp_path, name, bf16=None)
+    told = "mixed_precision fp16 of the launch means train.fp16: train.fp16: got true, wanted false where there is no"
+    with pytest.raises(ConfigError, match=told):
+        STAGES[name][1](config)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_folder_that_cannot_be_made_is_told_before_a_model_is_loaded(tmp_path, name):
+    config = config_of(tmp_path, name)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"to load this would be another error")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"output_dir: .*/file is a file; name a folder"):
+        STAGES[name][1](config.model_copy(update={"output_dir": tmp_path / "file" / "deep" / "out"}))
+
+
+@pytest.mark.parametrize("command", ["ppo", *STAGES, "pipeline"])
+def test_the_first_process_alone_shows_the_help(monkeypatch, capsys, command):
+    for rank, is_shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert main([command, "--help"]) == 0
+        assert bool(capsys.readouterr().out) == is_shown
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_one_process_trains_on_one_device_where_it_sees_eight(tmp_path, monkeypatch, name):
     """transformers would split a batch eight times as large over all of them."""
@@ -178,10 +206,11 @@ def test_a_run_says_what_else_there_is(monkeypatch):
 
 @pytest.mark.slow
 def test_a_launched_pipeline(tmp_path):
-    """Three stages in the same two processes; what is finished is skipped by both."""
+    """Three stages in the same two processes, each in its own arithmetic; what is finished is skipped by both."""
     file = write_pipeline(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "tether", "pipeline"]
     overrides = [f"--{stage}.train.micro_batch_size=1" for stage in ("sft", "reward", "ppo")]
+    overrides += ["--sft.train.bf16=true", "--reward.train.bf16=true", "--ppo.train.bf16=false"]
 
     def launched() -> str:
         done = subprocess.run(
@@ -198,5 +227,7 @@ def test_a_launched_pipeline(tmp_path):
     for name in ("sft", "reward", "ppo"):
         assert said.count(f"{name}: begins in") == 1 and said.count(f"{name}: {folder / name}") == 1
     assert said.count("on 2 processes, this one on cpu: DDP") == 3
-    assert len([row for row in read_jsonl(folder / "ppo" / "metrics.jsonl") if "objective/kl" in row]) == 3
+    before, first, *others = read_jsonl(folder / "ppo" / "metrics.jsonl")
+    assert (before["eval_kl"], first["objective/kl"]) == (0.0, 0.0), "bfloat16 of the stages before is not left over"
+    assert len([row for row in others if "objective/kl" in row]) == 2
     assert launched().count("finished in") == 3

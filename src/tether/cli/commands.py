@@ -361,7 +361,8 @@ def _wants_help(arguments: Sequence[str]) -> bool:
 def _config_help(command: str, section: type[Section]) -> int:
     from tether.cli.help import config_help
 
-    print(config_help(command, section), end="")
+    if rank() == 0:
+        print(config_help(command, section), end="")
     return 0
 
 

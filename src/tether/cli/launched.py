@@ -43,6 +43,12 @@ def signed(text: str) -> str:
     return f"[process {rank()} of {num_processes()}] {text}" if rank() > 0 else text
 
 
+def speaks(error: BaseException) -> bool:
+    """Whether this process says what went wrong: what all of them have met, the first one says; that one of them is
+    gone, the second one too, as it may be the first."""
+    return not getattr(error, "is_shared", False) or rank() < (2 if isinstance(error, LostProcess) else 1)
+
+
 def end(code: int, error: BaseException) -> int:
     """The exit code of a process that failed. One of several that fails alone ends here and now: torch might abort it
     on its way out, or wait for the others, who are to hear of it. What all have met is said before any of them ends:

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 
 from tether import __version__
 from tether.cli import commands
-from tether.cli.launched import alike, check_command, end, signed
+from tether.cli.launched import alike, check_command, end, signed, speaks
 from tether.cli.quiet import quieten
-from tether.config.launched import rank
 from tether.errors import USER_ERRORS, ConfigError, TetherError
 
 _HELP = """\
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         from tether.report.text import visible  # a reward function's error can hold what the model wrote
 
-        if rank() == 0 or not getattr(error, "is_shared", False):  # what all processes say, the first one says
+        if speaks(error):
             print(visible(signed(_message(error, debug=debug))), file=sys.stderr)
         return end(2 if isinstance(error, USER_ERRORS) else 1, error)
 

@@ -55,6 +55,8 @@ class Dist:
         self.stop_asked = lambda: None
         with _arriving(timeout):
             self.accelerator = _accelerator(timeout)
+        # Forwards run under the roles' own autocast; a trainer of transformers may have left another in the process.
+        self.accelerator.native_amp = False
         if self.num_processes != launched.num_processes():
             raise ConfigError(
                 f"{launched.num_processes()} processes were launched, but Accelerate runs each of them by itself: "
@@ -251,7 +253,6 @@ def _accelerator(timeout: float) -> Accelerator:
     return Accelerator(
         cpu=on_cpu,
         deepspeed_plugin=plugin,
-        # Forwards run under the roles' own autocast. What an earlier stage of this process asked for cannot be changed.
         mixed_precision=None if is_initialized() else "no",
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout), **backend),

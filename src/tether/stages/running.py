@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -76,8 +77,10 @@ def check_stage(config: StageConfig, command: str) -> None:
     if find_spec("trl") is None:
         raise ConfigError(f"tether {command} trains with TRL, which is not installed: pip install 'tether[trl]'")
     if config.train.fp16 and not torch.accelerator.is_available():
+        asked = "mixed_precision fp16 of the launch means train.fp16: " if launched.mixed_precision() == "fp16" else ""
         raise ConfigError(
-            f"train.fp16: got true, wanted false where there is no accelerator: tether {command} would train in float32"
+            f"{asked}train.fp16: got true, wanted false where there is no accelerator: tether {command} would train in "
+            "float32"
         )
     check_model_path(config.model.path, "model.path")
     check_template(config.data.chat_template)
@@ -126,6 +129,11 @@ def check_folder(config: StageConfig) -> None:
         raise ConfigError(f"output_dir: {folder} is a file; name a folder")
     if Path(config.model.path).resolve() == folder.resolve():
         raise ConfigError(f"output_dir: this run would write over {folder}, which model.path names; choose another")
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"output_dir: {nearest} is a file; name a folder")
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"output_dir: {nearest} is not writable")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not config.overwrite_output_dir and not config.resume:

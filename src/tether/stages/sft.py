@@ -83,9 +83,10 @@ def train_sft(
         TrainingError: the loss is not finite; no model is saved.
     """
     dist = Dist(config.train.ddp_timeout)
-    dist.each(lambda: check(config))
+    tell = tell if dist.is_main else lambda text: None
     dist.each(lambda: running.check_launch(config, "sft", dist.num_processes))
-    config, tell = running.as_launched(config), tell if dist.is_main else lambda text: None
+    config = running.as_launched(config)
+    dist.each(lambda: check(config))
     checkpoint = dist.by_main(lambda: running.checked_folder(config, tell))
     tell(running.place(dist, "sft"))
     precision = half_dtype(config.train, dist.device)

@@ -71,32 +71,35 @@ def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
         )
         dist.each(lambda: _check_order(pipeline, states))
         dist.each(lambda: check_pipeline(pipeline, states, dist.num_processes))
-        stop = stack.enter_context(StopRequest())
         finished: dict[str, Path] = {}
         for name, config in pipeline.stages.items():
             if states[name] == "finished":
                 display.message(f"{name}: finished in {config.output_dir}")
-            else:
-                # a signal may come when a stage has made its last step
-                if (reason := dist.first(stop.reason)) is not None:
-                    return PipelineResult(finished, reason)
-                display.message(f"{name}: {'goes on' if states[name] == 'begun' else 'begins'} in {config.output_dir}")
-                ready = dist.by_main(partial(_ready, config, states[name]))
-                if (reason := run_stage(ready, display, stop)) is not None:
-                    return PipelineResult(finished, reason)
-            finished[name] = config.output_dir
+                finished[name] = config.output_dir
+                continue
+            display.message(f"{name}: {'goes on' if states[name] == 'begun' else 'begins'} in {config.output_dir}")
+            ready = dist.by_main(partial(_ready, config, states[name]))
+            is_finished, asked = run_stage(ready, display)
+            if is_finished:
+                finished[name] = config.output_dir
+            if (reason := dist.first(asked)) is not None and len(finished) < len(pipeline.stages):
+                return PipelineResult(finished, reason)
         return PipelineResult(finished)
 
 
-def run_stage(config: Section, display: Display, stop: StopRequest) -> str | None:
-    """Runs one stage and shows what it came to; returns why it was interrupted, or None."""
-    if isinstance(config, SftStageConfig):
-        return run_sft(config, display, stop).interrupted
-    if isinstance(config, RewardStageConfig):
-        return run_reward(config, display, stop).interrupted
-    result = train_policy(config, display=display)
-    display.close()
-    return result.interrupted
+def run_stage(config: Section, display: Display) -> tuple[bool, str | None]:
+    """Runs one stage and shows what it came to; returns whether it is finished, and why it was asked to stop: a signal
+    may come when it has made its last step."""
+    if isinstance(config, RunConfig):
+        result = train_policy(config, display=display)  # looks for signals itself, once it has a state to save
+        display.close()
+        return result.interrupted is None, result.interrupted
+    with StopRequest() as stop:
+        if isinstance(config, SftStageConfig):
+            reason = run_sft(config, display, stop).interrupted
+        else:
+            reason = run_reward(config, display, stop).interrupted
+    return reason is None, reason or stop.reason
 
 
 def run_sft(config: SftStageConfig, display: Display, stop: StopRequest | None = None) -> SftResult:

@@ -176,6 +176,8 @@ def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]
         keys.off(why, **usual)
     _model(keys)
     (_sharding if stage == "ppo" else _nothing_sharded)(keys)
+    if keys.gives("ddp_timeout"):
+        keys.put("train.ddp_timeout", keys.take("ddp_timeout"), "ddp_timeout")
     {"ppo": _ppo, "sft": _sft, "rm": _reward}[stage](keys)
     _output(keys)
     return STAGES[stage], keys.finish(KNOWN)
@@ -483,8 +485,6 @@ def _ppo(keys: Translator) -> None:
     if keys.flag("torch_compile"):
         keys.put("train.compile", True, "torch_compile")
     keys.covered("torch_compile", by="its default, as here")
-    if keys.gives("ddp_timeout"):
-        keys.put("train.ddp_timeout", keys.take("ddp_timeout"), "ddp_timeout")
     if keys.gives("lr_scheduler_kwargs"):
         keys.put("train.lr_scheduler_kwargs", keys.take("lr_scheduler_kwargs"), "lr_scheduler_kwargs")
     _ppo_logging(keys)
@@ -662,7 +662,6 @@ def _stage(keys: Translator) -> None:
     keys.off(why, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, lr_scheduler_kwargs={})
     _optim(keys, ADAMW)
     keys.ignore("it saves time or memory only", "torch_compile")
-    keys.ignore("this stage runs in one process", "ddp_timeout")
     keys.off("rows are not packed here: leave it out", packing=False, neat_packing=False)
     keys.off("data is shuffled: leave it out", disable_shuffling=False)
     keys.off("rows are not sorted by length: leave it out", group_by_length=False)

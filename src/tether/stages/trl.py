@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 from trl import RewardConfig, SFTConfig
 
 
+@no_type_check  # of what TRL's and transformers' own annotations say of their arguments, where tests check types
 class _OneDevice:
     """A process trains on one device, also where it sees several: transformers would put a copy of the model on each
     by ``DataParallel`` and multiply the batch by their number. Launched processes have one each."""

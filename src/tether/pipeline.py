@@ -22,7 +22,6 @@ from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, TetherError
 from tether.machine.distributed import Dist
-from tether.machine.precision import check_precision
 from tether.models.saving import verify_manifest
 from tether.stages import reward as reward_stage
 from tether.stages import running
@@ -34,7 +33,7 @@ from tether.train.checkpoint import list_checkpoints
 from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.interrupt import StopRequest
-from tether.train.run import CONFIG, CRITIC, train_policy
+from tether.train.run import CONFIG, CRITIC, check_processes, train_policy
 from tether.train.run import check_folder as check_run_folder
 
 State = Literal["finished", "begun", "new"]
@@ -70,7 +69,7 @@ def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
             }
         )
         dist.each(lambda: _check_order(pipeline, states))
-        dist.each(lambda: check_pipeline(pipeline, states, dist.num_processes))
+        dist.each(lambda: check_pipeline(pipeline, states, dist))
         finished: dict[str, Path] = {}
         for name, config in pipeline.stages.items():
             if states[name] == "finished":
@@ -132,44 +131,43 @@ def run_reward(config: RewardStageConfig, display: Display, stop: StopRequest | 
 # Before a model is loaded
 
 
-def check_pipeline(pipeline: Pipeline, states: Mapping[str, State], num_processes: int = 1) -> None:
+def check_pipeline(pipeline: Pipeline, states: Mapping[str, State], dist: Dist) -> None:
     """Raises for every mistake in every unfinished stage that shows before a model is loaded.
 
     What an earlier stage has yet to make is looked at in what it starts from: the same tokens, shape and templates.
 
     Args:
         states: how far each stage is.
-        num_processes: processes that were launched.
+        dist: the processes that were launched.
     """
     for name, config in pipeline.stages.items():
         if states[name] == "finished":
             continue
         try:
-            _check(_on_start(config, pipeline, states), _ready(config, states[name]), name, num_processes)
+            _check(_on_start(config, pipeline, states), _ready(config, states[name]), name, dist)
         except TetherError as error:
             error.add_note(f"in the section {name}")
             raise
 
 
-def _check(config: Section, ready: Section, name: str, num_processes: int) -> None:
+def _check(config: Section, ready: Section, name: str, dist: Dist) -> None:
     """Checks a stage.
 
     Args:
         config: the stage on models that are there already.
         ready: the stage as it will run.
         name: its section, which is its command.
-        num_processes: processes that were launched.
+        dist: the processes that were launched.
     """
     if isinstance(config, RunConfig):
         inputs.check(config)
-        inputs.check_batches(config, num_processes)
-        check_precision(config)
+        check_processes(config, dist)
         check_run_folder(ready)
         config = inputs.resolved(config)
         inputs.check_data(config, inputs.load_data(config))
         return
     stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
-    running.check_launch(config, name, num_processes)
+    running.check_launch(config, name, dist.num_processes)
     stage.check(running.as_launched(config))
     running.check_folder(ready)
     stage.load_data(config)

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tether.cli import moving
 from tether.cli.launched import alike
@@ -19,6 +19,7 @@ from tether.errors import ConfigError
 
 if TYPE_CHECKING:
     from tether.cli.display import RunDisplay
+    from tether.compat.translation import Translation
     from tether.config.base import Section
 
 INTERRUPTED = 130
@@ -30,20 +31,12 @@ def ppo(arguments: Sequence[str]) -> int:
 
     if _wants_help(arguments):
         return _config_help("tether ppo", RunConfig)
-    with alike():
-        file, overrides = run_arguments("tether ppo", arguments)
+    config, translation = _configured("ppo", RunConfig, arguments)
 
-        from tether.compat.load import load_any
-
-        config, translation = load_any(file, overrides, RunConfig, "ppo")
-
-    from rich.console import Console
-
-    from tether.cli.display import RunDisplay
     from tether.cli.foreign import announce, plot
     from tether.train.run import train_policy
 
-    with RunDisplay(Console(quiet=rank() > 0)) as display:
+    with _display_of_first() as display:
         announce(translation, display)
         result = train_policy(config, display=display)
         if rank() == 0:
@@ -83,20 +76,12 @@ def sft(arguments: Sequence[str]) -> int:
 
     if _wants_help(arguments):
         return _config_help("tether sft", SftStageConfig)
-    with alike():
-        file, overrides = run_arguments("tether sft", arguments)
+    config, translation = _configured("sft", SftStageConfig, arguments)
 
-        from tether.compat.load import load_any
-
-        config, translation = load_any(file, overrides, SftStageConfig, "sft")
-
-    from rich.console import Console
-
-    from tether.cli.display import RunDisplay
     from tether.cli.foreign import announce, plot
     from tether.pipeline import run_sft
 
-    with RunDisplay(Console(quiet=rank() > 0)) as display:
+    with _display_of_first() as display:
         announce(translation, display)
         result = run_sft(config, display)
         if rank() == 0:
@@ -110,20 +95,12 @@ def reward(arguments: Sequence[str]) -> int:
 
     if _wants_help(arguments):
         return _config_help("tether reward", RewardStageConfig)
-    with alike():
-        file, overrides = run_arguments("tether reward", arguments)
+    config, translation = _configured("reward", RewardStageConfig, arguments)
 
-        from tether.compat.load import load_any
-
-        config, translation = load_any(file, overrides, RewardStageConfig, "reward")
-
-    from rich.console import Console
-
-    from tether.cli.display import RunDisplay
     from tether.cli.foreign import announce, plot
     from tether.pipeline import run_reward
 
-    with RunDisplay(Console(quiet=rank() > 0)) as display:
+    with _display_of_first() as display:
         announce(translation, display)
         result = run_reward(config, display)
         if rank() == 0:
@@ -145,12 +122,9 @@ def pipeline(arguments: Sequence[str]) -> int:
         check_pipeline(file)
         config = load_pipeline(file, overrides)
 
-    from rich.console import Console
-
-    from tether.cli.display import RunDisplay
     from tether.pipeline import run_pipeline
 
-    with RunDisplay(Console(quiet=rank() > 0)) as display:
+    with _display_of_first() as display:
         result = run_pipeline(config, display=display)
         if result.interrupted is not None:
             display.message(f"stopped by {result.interrupted}; the same command goes on from here")
@@ -356,6 +330,25 @@ def _ended(interrupted: str | None, made: str, display: RunDisplay) -> int:
 
 def _wants_help(arguments: Sequence[str]) -> bool:
     return "-h" in arguments or "--help" in arguments
+
+
+def _configured(command: str, section: type[Section], arguments: Sequence[str]) -> tuple[Any, Translation | None]:
+    """The configuration of a command that may have been launched, and what was translated if it is another system's."""
+    with alike():
+        file, overrides = run_arguments(f"tether {command}", arguments)
+
+        from tether.compat.load import load_any
+
+        return load_any(file, overrides, section, command)
+
+
+def _display_of_first() -> RunDisplay:
+    """A display on which the first of several launched processes alone shows anything."""
+    from rich.console import Console
+
+    from tether.cli.display import RunDisplay
+
+    return RunDisplay(Console(quiet=rank() > 0))
 
 
 def _config_help(command: str, section: type[Section]) -> int:

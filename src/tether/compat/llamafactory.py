@@ -151,6 +151,12 @@ def recognised(data: Any) -> bool:
     return isinstance(data, dict) and "model" not in data and bool({"stage", "finetuning_type"} & data.keys())
 
 
+WITHOUT_SHARDING = (
+    "processes share the rows of this stage (DDP) and no weights: leave it out, and train a model that is too large "
+    "for one device with finetuning_type: lora"
+)
+
+
 def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[str, Translation]:
     """Our command for the file, and its configuration.
 
@@ -175,7 +181,7 @@ def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]
     for why, usual in OFF.items():
         keys.off(why, **usual)
     _model(keys)
-    (_sharding if stage == "ppo" else _nothing_sharded)(keys)
+    _sharding(keys, stage)
     if keys.gives("ddp_timeout"):
         keys.put("train.ddp_timeout", keys.take("ddp_timeout"), "ddp_timeout")
     {"ppo": _ppo, "sft": _sft, "rm": _reward}[stage](keys)
@@ -308,35 +314,26 @@ def _precision(keys: Translator) -> None:
     keys.off("4 bits are of the type nf4: leave it out", quantization_type="nf4")
 
 
-def _sharding(keys: Translator) -> None:
-    """DeepSpeed and FSDP, which the launcher says here; on one device they change nothing."""
+def _sharding(keys: Translator, stage: str) -> None:
+    """DeepSpeed and FSDP, which the launcher says here, to PPO alone; on one device they change nothing."""
     for key, is_launched in {"deepspeed": uses_deepspeed(), "fsdp": uses_fsdp()}.items():
         given = keys.take(key)
         if given and is_launched:
             keys.covered(key, by="what the launcher says")
         elif given and num_processes() > 1:
-            file = given if key == "deepspeed" and isinstance(given, str) else "FILE.json"
-            said = f"--use_deepspeed --deepspeed_config_file {file}" if key == "deepspeed" else (
-                "--config_file examples/accelerate/fsdp2.yaml"
-            )
-            keys.refuse(
-                key,
-                f"the launcher says it: leave it out and start {num_processes()} processes by accelerate launch {said} "
-                f"--num_processes {num_processes()} -m tether ppo …",
-            )
+            keys.refuse(key, _way_to_shard(key, given) if stage == "ppo" else WITHOUT_SHARDING)
         keys.ignore("on one device there is nothing to shard", key)
 
 
-def _nothing_sharded(keys: Translator) -> None:
-    """DeepSpeed and FSDP of the stages before PPO, which are launched by DDP; on one device they change nothing."""
-    for key in ("deepspeed", "fsdp"):
-        if keys.take(key) and num_processes() > 1:
-            keys.refuse(
-                key,
-                f"{num_processes()} processes share the rows of this stage (DDP) and no weights: leave it out, and "
-                "train a model that is too large for one device with finetuning_type: lora",
-            )
-        keys.ignore("on one device there is nothing to shard", key)
+def _way_to_shard(key: str, given: Any) -> str:
+    file = given if key == "deepspeed" and isinstance(given, str) else "FILE.json"
+    said = f"--use_deepspeed --deepspeed_config_file {file}" if key == "deepspeed" else (
+        "--config_file examples/accelerate/fsdp2.yaml"
+    )
+    return (
+        f"the launcher says it: leave it out and start {num_processes()} processes by accelerate launch {said} "
+        f"--num_processes {num_processes()} -m tether ppo …"
+    )
 
 
 def _output(keys: Translator) -> None:

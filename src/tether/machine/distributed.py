@@ -209,8 +209,10 @@ class Dist:
         return made[0]
 
     def first(self, own: T | None) -> T | None:
-        """What the first process says that says anything."""
-        return next((said for said in self.gathered(own) if said is not None), None)
+        """What the first process says that says anything; where none does, they exchange no more than a number."""
+        if not self.any(own is not None):
+            return None
+        return next(said for said in self.gathered(own) if said is not None)
 
     def wait(self) -> None:
         """Waits until all processes are here."""

@@ -179,6 +179,15 @@ def merge_adapter(path: str, folder: Path | str, *, also: Callable[[Path], None]
         also(partial)
 
 
+def check_can_be_made(folder: Path, key: str) -> None:
+    """Raises ``ConfigError`` if a folder that ``key`` names is a file, or cannot be made or written to."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"{key}: {nearest} is a file; name a folder")
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"{key}: {nearest} is not writable")
+
+
 @contextmanager
 def atomic_folder(path: Path | str) -> Iterator[Path]:
     """A new folder to write into, which becomes ``path`` at the end, complete and with a manifest, or vanishes.

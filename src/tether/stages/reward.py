@@ -38,7 +38,6 @@ from tether.models.fit import is_classifier
 from tether.models.forward import is_causal, last_token_scores
 from tether.models.loading import (
     classifier_on,
-    half_dtype,
     load_causal_lm,
     load_classifier,
     load_config,
@@ -96,14 +95,8 @@ def train_reward_model(
             wherever it can be seen by then.
         TrainingError: the loss is not finite; no model is saved.
     """
-    dist = Dist(config.train.ddp_timeout)
-    tell = tell if dist.is_main else lambda text: None
-    dist.each(lambda: running.check_launch(config, "reward", dist.num_processes))
-    config = running.as_launched(config)
-    dist.each(lambda: check(config))
-    checkpoint = dist.by_main(lambda: running.checked_folder(config, tell))
-    tell(running.place(dist, "reward"))
-    precision = half_dtype(config.train, dist.device)
+    run = running.begin(config, "reward", check, tell)
+    config, dist, tell, precision = run.config, run.dist, run.tell, run.precision
     tokenizer, data = dist.main_first(lambda: load_data(config))
     tell(f"pairs: {data.note}")
     tell(f"the first query and its better answer: {tokenizer.decode(data.train[0].chosen_ids)!r}")
@@ -113,13 +106,13 @@ def train_reward_model(
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
         model = dist.each(lambda: adapted(model, config.model))
-    dist.by_main(lambda: running.prepare_folder(config, checkpoint))
+    dist.by_main(lambda: running.prepare_folder(config, run.checkpoint))
     settings = model.config.get_text_config()
     uses_cache = settings.use_cache
     start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
     with lost_told(dist.num_processes):
         running.train(
-            lambda: _trainer(model, tokenizer, data.train, config, precision=precision, watch=watch), checkpoint
+            lambda: _trainer(model, tokenizer, data.train, config, precision=precision, watch=watch), run.checkpoint
         )
     if watch.interrupted is not None:
         return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)

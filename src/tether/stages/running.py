@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from huggingface_hub import constants as hub_constants
@@ -40,8 +39,9 @@ from tether.machine.distributed import Dist, met_by_all
 from tether.machine.precision import check_precision
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after
 from tether.models.chat import check_template
+from tether.models.loading import half_dtype
 from tether.models.paths import check_model_path
-from tether.models.saving import MANIFEST
+from tether.models.saving import MANIFEST, check_can_be_made
 
 CONFIG_FILE, METRICS_FILE, TRAINER_STATE = "config.yaml", "metrics.jsonl", "trainer_state.json"
 SCHEDULES = tuple(
@@ -77,11 +77,10 @@ def check_stage(config: StageConfig, command: str) -> None:
     if find_spec("trl") is None:
         raise ConfigError(f"tether {command} trains with TRL, which is not installed: pip install 'tether[trl]'")
     if config.train.fp16 and not torch.accelerator.is_available():
-        asked = "mixed_precision fp16 of the launch means train.fp16: " if launched.mixed_precision() == "fp16" else ""
-        raise ConfigError(
-            f"{asked}train.fp16: got true, wanted false where there is no accelerator: tether {command} would train in "
-            "float32"
-        )
+        told = "train.fp16: got true, wanted false"
+        if launched.mixed_precision() == "fp16":
+            told = "mixed_precision of the launch: got fp16, wanted no"
+        raise ConfigError(f"{told} where there is no accelerator: tether {command} would train in float32")
     check_model_path(config.model.path, "model.path")
     check_template(config.data.chat_template)
     if config.train.lr_scheduler_type not in SCHEDULES:
@@ -108,11 +107,6 @@ def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
         )
 
 
-def place(dist: Dist, command: str) -> str:
-    """What a run computes on, as a line for its user."""
-    return f"on {dist.described(f'tether {command}', 'DDP' if dist.num_processes > 1 else None)}"
-
-
 def as_launched(config: ConfigT) -> ConfigT:
     """The configuration with the arithmetic that the launcher asks for, where it asks for any."""
     asked = launched.mixed_precision()
@@ -125,15 +119,9 @@ def as_launched(config: ConfigT) -> ConfigT:
 def check_folder(config: StageConfig) -> None:
     """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds what the run would replace unasked."""
     folder = config.output_dir
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir: {folder} is a file; name a folder")
+    check_can_be_made(folder, "output_dir")
     if Path(config.model.path).resolve() == folder.resolve():
         raise ConfigError(f"output_dir: this run would write over {folder}, which model.path names; choose another")
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"output_dir: {nearest} is a file; name a folder")
-    if not os.access(nearest, os.W_OK):
-        raise ConfigError(f"output_dir: {nearest} is not writable")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not config.overwrite_output_dir and not config.resume:
@@ -153,18 +141,47 @@ def _is_run(folder: Path, section: type[StageConfig]) -> bool:
     return True
 
 
-# The folder of a run
+@dataclass(frozen=True)
+class Begun(Generic[ConfigT]):
+    """A run whose configuration, launch and folder are known to be fit."""
+
+    dist: Dist
+    """The processes, of which the main one writes and speaks."""
+    config: ConfigT
+    """With the arithmetic that the launcher asks for."""
+    tell: Tell
+    """Silent in all processes but the main one."""
+    checkpoint: Path | None
+    """What the run goes on from."""
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """The type that forwards run in under autocast, None for that of the weights."""
+        return half_dtype(self.config.train, self.dist.device)
 
 
-def checked_folder(config: StageConfig, tell: Tell) -> Path | None:
-    """The checkpoint to resume from, if any, once the folder is known to be fit for the run.
+def begin(config: ConfigT, command: str, check: Callable[[ConfigT], None], tell: Tell) -> Begun[ConfigT]:
+    """Looks for every mistake that shows without loading a tokenizer or a model, and says where the run computes.
+
+    Args:
+        check: the stage's own.
 
     Raises:
-        ConfigError: as ``check_folder``.
+        ConfigError, DataError, ModelError: a mistake; in all processes alike.
         CheckpointError: as ``find_checkpoint``.
     """
-    check_folder(config)
-    return find_checkpoint(config, tell)
+    dist = Dist(config.train.ddp_timeout)
+    tell = tell if dist.is_main else lambda text: None
+    dist.each(lambda: check_launch(config, command, dist.num_processes))
+    config = as_launched(config)
+    dist.each(lambda: check(config))
+    dist.by_main(lambda: check_folder(config))
+    checkpoint = dist.by_main(lambda: find_checkpoint(config, tell))
+    tell(f"on {dist.described(f'tether {command}', 'DDP' if dist.num_processes > 1 else None)}")
+    return Begun(dist, config, tell, checkpoint)
+
+
+# The folder of a run
 
 
 def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
@@ -348,9 +365,7 @@ class Watch(TrainerCallback):
     ) -> None:
         if self.stop is None or state.global_step >= state.max_steps:
             return
-        reason = self.stop()
-        if self.dist.any(reason is not None):  # a signal reaches each process when it will
-            self.interrupted = self.dist.first(reason)
+        self.interrupted = self.dist.first(self.stop())  # a signal reaches each process when it will
         if self.interrupted is not None:
             control.should_save = control.should_training_stop = True
 

@@ -24,12 +24,11 @@ from tether.data.demonstrations import Demonstration, DemonstrationData, load_de
 from tether.data.held_out import split_off
 from tether.data.joined import check_datasets
 from tether.errors import DataError, ModelError
-from tether.machine.distributed import Dist, lost_told
+from tether.machine.distributed import lost_told
 from tether.models.adapters import DEFAULT, place_adapter
 from tether.models.chat import check_template_kwargs, templated
 from tether.models.loading import (
     end_at,
-    half_dtype,
     load_causal_lm,
     load_generation_config,
     load_tokenizer,
@@ -82,23 +81,17 @@ def train_sft(
             wherever it can be seen by then.
         TrainingError: the loss is not finite; no model is saved.
     """
-    dist = Dist(config.train.ddp_timeout)
-    tell = tell if dist.is_main else lambda text: None
-    dist.each(lambda: running.check_launch(config, "sft", dist.num_processes))
-    config = running.as_launched(config)
-    dist.each(lambda: check(config))
-    checkpoint = dist.by_main(lambda: running.checked_folder(config, tell))
-    tell(running.place(dist, "sft"))
-    precision = half_dtype(config.train, dist.device)
+    run = running.begin(config, "sft", check, tell)
+    config, dist, tell, precision = run.config, run.dist, run.tell, run.precision
     data = dist.main_first(lambda: load_data(config))
     for line in data.notes:
         tell(line)
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision))
-    dist.by_main(lambda: running.prepare_folder(config, checkpoint))
+    dist.by_main(lambda: running.prepare_folder(config, run.checkpoint))
     start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
     with _settings_kept(model), lost_told(dist.num_processes):
-        trainer = running.train(lambda: _trainer(model, data, config, precision=precision, watch=watch), checkpoint)
+        trainer = running.train(lambda: _trainer(model, data, config, precision=precision, watch=watch), run.checkpoint)
         if watch.interrupted is None and data.held_out and not _is_evaluated(trainer):
             trainer.evaluate()
     if watch.interrupted is not None:

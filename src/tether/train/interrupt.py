@@ -84,7 +84,7 @@ class StopRequest:
     def agree(self) -> None:
         """Raises ``Stopped`` in all processes if one of them was asked to stop."""
         reason = self.asked()
-        if self._dist is not None and self._dist.any(reason is not None):
+        if self._dist is not None:
             reason = self._dist.first(reason)
         if reason is not None:
             raise Stopped(reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +29,7 @@ from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles, build_roles
 from tether.models.saving import (
     atomic_folder,
+    check_can_be_made,
     critic_weights,
     files_written,
     policy_weights,
@@ -271,11 +271,7 @@ def check_folder(config: RunConfig) -> None:
         if Path(path).resolve() in replaced:
             raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
     _check_files(folder, is_new=not holds_run and not config.overwrite_output_dir)
-    nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"output_dir: {nearest} is a file; name a folder")
-    if not os.access(nearest, os.W_OK):
-        raise ConfigError(f"output_dir: {nearest} is not writable")
+    check_can_be_made(folder, "output_dir")
 
 
 def _check_files(folder: Path, *, is_new: bool) -> None:

@@ -215,6 +215,17 @@ def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file
     assert not (tmp_path / "out/sft").exists()
 
 
+def test_a_launch_that_does_not_fit_the_last_stage_is_told_before_the_first_loads_a_model(file, monkeypatch):
+    def no_model(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("tether.stages.sft.start_model", no_model)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ConfigError, match=r"train\.bf16: got false, but accelerate launch was told") as told:
+        run(file, "--ppo.train.bf16=false")
+    assert told.value.__notes__ == ["in the section ppo"]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tests.distributed.harness import alone, together
@@ -127,3 +128,20 @@ def test_processes_answer_disjoint_prompts_and_know_all_answers(tmp_path):
     assert sorted([*mine, *theirs]) == all_keys == list(range(11)) and abs(len(mine) - len(theirs)) == 1
     assert dict(first) == dict(second) == dict(whole)
     assert {i for i, _ in first[: len(mine)]} == set(mine), "its own come first, as they finish"
+
+
+def stored(folder: Path) -> str:
+    """What a process reads that the first one stores, in its own time."""
+    dist, file = Dist(), folder / "stored"
+
+    def work() -> str:
+        if dist.is_main:
+            time.sleep(0.3)
+            file.write_text("by the first", encoding="utf-8")
+        return file.read_text(encoding="utf-8")
+
+    return dist.main_first(work)
+
+
+def test_what_the_first_process_stores_is_there_for_the_others(tmp_path):
+    assert together(stored, tmp_path, folder=tmp_path) == ["by the first"] * 2

@@ -28,8 +28,7 @@ from transformers import TrainerCallback  # noqa: E402
 
 from benchmarks.toys.language import toy  # noqa: E402
 from benchmarks.toys.run import table_trainer, toy_config  # noqa: E402
-from tether.algo import logprobs_from_logits, selected_logprobs  # noqa: E402
-from tether.algo.logprobs import LOGITS_AT_ONCE  # noqa: E402
+from tether.algo import LinearHead, linear_logprobs, logits_at_once, logprobs_from_logits  # noqa: E402
 from tether.machine.distributed import Dist  # noqa: E402
 from tether.train.callbacks import KEPT_LINES  # noqa: E402
 from tether.train.costs import Peak, resident_bytes  # noqa: E402
@@ -91,9 +90,8 @@ def pass_peaks(vocabulary: int, tokens: int) -> tuple[float, float, float]:
     head = nn.Linear(WIDTH, vocabulary, bias=False)
 
     def chunks(states: torch.Tensor) -> torch.Tensor:
-        logprobs, entropy = selected_logprobs(
-            states, head, targets, temperature=1.0, chunk_size=LOGITS_AT_ONCE // vocabulary, with_entropy=True
-        )
+        how = {"chunk_size": logits_at_once(hidden.device) // vocabulary, "with_entropy": True}
+        logprobs, entropy = linear_logprobs(states, LinearHead(head.weight), targets, temperature=1.0, **how)
         return logprobs.sum() + entropy.sum()
 
     def whole(states: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,11 @@ from tether.generation import batch as decoding_batch  # noqa: E402
 from tether.generation.batch import Decoding, drawn_tokens  # noqa: E402
 from tether.generation.hf import HFGenerator  # noqa: E402
 from tether.machine import heap  # noqa: E402
+from tether.models.build import build_roles  # noqa: E402
 from tether.models.forward import response_outputs  # noqa: E402
 from tether.models.heads import ScalarHead  # noqa: E402
 from tether.models.loading import load_causal_lm, load_tokenizer  # noqa: E402
-from tether.models.roles import POLICY, ModelRoles, build_roles  # noqa: E402
+from tether.models.roles import POLICY, ModelRoles  # noqa: E402
 from tether.train.optim import all_finite, build_optimizer  # noqa: E402
 from tether.types import MicroBatch, Request, Sampling  # noqa: E402
 
@@ -137,6 +138,14 @@ def logits(bench: Bench) -> Iterator[Row]:
 
     yield "logits of response tokens in chunks: forward and backward", "s", *bench.seconds(whole, chunks)
     yield "the same, peak memory", "MiB", *(more_memory(action) for action in (whole, chunks))
+
+    def called() -> None:  # as a head that is more than a product
+        handle = bench.model.get_output_embeddings().register_forward_hook(lambda *call: None)
+        chunks()
+        handle.remove()
+
+    yield "gradients of the head in one place: forward and backward", "s", *bench.seconds(called, chunks)
+    yield "gradients of the head in one place: peak memory", "MiB", *(more_memory(act) for act in (called, chunks))
 
 
 def lengths(bench: Bench) -> Iterator[Row]:

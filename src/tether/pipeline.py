@@ -21,6 +21,7 @@ from tether.config.rewards import AdapterReward, OwnModelReward
 from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, TetherError
+from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
 from tether.models.saving import verify_manifest
 from tether.stages import reward as reward_stage
@@ -30,7 +31,6 @@ from tether.stages.reward import RewardStageResult, train_reward_model
 from tether.stages.sft import SftResult, train_sft
 from tether.train import inputs
 from tether.train.checkpoint import list_checkpoints
-from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.interrupt import StopRequest
 from tether.train.run import CONFIG, CRITIC, check_processes, train_policy

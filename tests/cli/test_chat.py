@@ -8,7 +8,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.build import save_adapter
 from tests.tiny import save_tiny
+from tests.train.runs import tiny_run
 from tether.cli.main import main
+from tether.config.load import dump_config
+from tether.errors import ModelError
+from tether.models.loading import load_causal_lm
 from tether.train.chat import open_chat
 
 OPTIONS = {"beside": None, "alone": False, "system": None, "response_length": 6, "temperature": 0.0, "seed": 1}
@@ -100,3 +104,31 @@ def test_what_a_model_says_does_nothing_to_the_terminal(models, monkeypatch, cap
 def test_mistakes(models, capsys, option, message):
     assert main(["chat", str(models[0]), option]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_a_run_started_from_is_loaded_as_the_run_loaded_it(models, tmp_path, monkeypatch):
+    start, _ = models
+    config = tiny_run(tmp_path, model__path="org/start", model__revision="v1.0")
+    out = save_tiny(config.output_dir, tied=False)
+    (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    loads = []
+
+    def load(path, **options):
+        loads.append((str(path), options.get("revision"), options["trust_remote_code"]))
+        return load_causal_lm(str(start) if path == "org/start" else path, dtype=None)
+
+    monkeypatch.setattr("tether.train.chat.check_model_path", lambda *args, **options: None)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    monkeypatch.setattr("tether.train.chat.load_tokenizer", lambda *args, **options: tokenizer)
+    monkeypatch.setattr("tether.train.chat.load_causal_lm", load)
+    open_chat(str(out), **OPTIONS)
+    assert loads == [(str(out), None, False), ("org/start", "v1.0", False)]
+
+
+def test_a_start_model_that_is_gone_is_named_with_the_way_out(models, tmp_path):
+    config = tiny_run(tmp_path, model__path=str(tmp_path / "gone"))
+    out = save_tiny(config.output_dir, tied=False)
+    (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"model\.path of the run in .* \(--alone leaves it out.*gone does not exist"):
+        open_chat(str(out), **OPTIONS)
+    assert len(open_chat(str(out), **OPTIONS | {"alone": True}).speakers) == 1

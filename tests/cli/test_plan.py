@@ -5,6 +5,7 @@ import pytest
 from tests.train.runs import tiny_run
 from tether.cli.main import main
 from tether.cli.plan import size
+from tether.config.launched import num_processes
 from tether.config.load import dump_config
 
 
@@ -30,3 +31,11 @@ def test_a_plan_shows_configuration_arithmetic_roles_and_memory(tmp_path, capsys
     for text in ("3 of 8 answers = 24 episodes", "base", "reference", "peak memory", "letters", "KiB"):
         assert text in shown, text
     assert not config.output_dir.exists()
+
+
+def test_a_file_of_llamafactory_is_planned_for_as_many_processes_as_were_said(tmp_path, capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr("tether.compat.load.load_any", lambda *given: seen.append(num_processes()) or (config, None))
+    config = tiny_run(tmp_path)
+    assert main(["plan", "their.yaml", "--processes=2"]) == 0
+    assert seen == [2] and num_processes() == 1

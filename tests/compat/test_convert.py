@@ -211,6 +211,9 @@ class TestToOurs:
             (f"{TRL.strip()} --num_mini_batches 0", "num_mini_batches: got 0; wanted a whole number above 0"),
             (f"{TRL.strip()} --stop_token stop", "stop_token: got stop; wanted eos, or to leave it out"),
             (f"{TRL.strip()} --use_peft perhaps", "use_peft: got perhaps; wanted true or false"),
+            (f"{TRL.strip()} --stop_token_id 5", "stop_token_id: got 5; set sampling.stop_token to the token's text"),
+            (f"{TRL.strip()} --dataset_config main", "dataset_config: got main; write that part of the dataset to a"),
+            (f"{TRL.strip()} --warmup_steps 50", "warmup_steps: got 50; set warmup_ratio"),
             (f"{OPENRLHF_OLD.strip()} --adam_betas 0.9", "actor.adam.betas: got 0.9; wanted two numbers"),
             (VERL.replace("adv_estimator=gae", "adv_estimator=gae actor_rollout_ref.actor.optim.betas=[a,b]"),
              r"optim.betas: got \[a, b\]; wanted two numbers"),
@@ -220,6 +223,14 @@ class TestToOurs:
     def test_mistakes(self, tmp_path, text, message):
         with pytest.raises(ConfigError, match=message):
             converted(written(tmp_path, "launch.sh", text))
+
+
+    def test_what_trl_says_of_adapters_optimizer_and_hub_is_kept(self, tmp_path):
+        more = "--use_peft --lora_r 8 --lora_dropout 0.05 --load_in_4bit --adam_beta2 0.95 --push_to_hub"
+        launch = written(tmp_path, "launch.sh", f"{TRL.strip()} {more} --hub_model_id a/b\n")
+        config = parse_config(converted(launch))
+        assert (config.model.lora.r, config.model.lora.dropout, config.model.quantization) == (8, 0.05, "4bit")
+        assert (config.train.adam_beta2, config.train.push_to_hub, config.train.hub_model_id) == (0.95, True, "a/b")
 
 
 class TestFromOurs:

@@ -15,6 +15,7 @@ from tests.tiny import save_tiny
 from tether.cli.main import main
 from tether.compat import llamafactory
 from tether.compat.load import load_any
+from tether.config.launched import planned
 from tether.config.load import load_config, parse_config
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig
@@ -250,6 +251,20 @@ class TestKeys:
         shown = f"{translation.table}{translation.yaml('')}"
         assert "hf_hub_token: …" in shown
         assert not any(secret in shown for secret in ("hf_abcdef", "xyz123", "hook/9"))
+
+    def test_the_policy_is_pushed_where_they_say(self, tmp_path):
+        more = ["--push_to_hub=true", "--hub_model_id=me/policy", "--hub_private_repo=true"]
+        train = read(PPO, *more, folder=tmp_path)[0].train
+        assert (train.push_to_hub, train.hub_model_id, train.hub_private_repo) == (True, "me/policy", True)
+        assert not read(PPO, "--push_to_hub=false", folder=tmp_path)[0].train.push_to_hub
+
+    def test_what_is_planned_for_several_processes_is_what_they_would_train_on(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        alone, _ = read(PPO, folder=tmp_path)
+        with planned(8):
+            config, _ = read(PPO, folder=tmp_path)
+        assert config.train.rollout_batch_size == 8 * alone.train.rollout_batch_size
+        assert read(PPO, folder=tmp_path)[0] == alone
 
     def test_ours_reach_a_file_of_theirs(self, tmp_path):
         config, _ = read(PPO, "--ppo.kl_coef=0.3", "--resume=true", "--learning_rate", "2e-5", folder=tmp_path)

@@ -1,6 +1,7 @@
 """TRL's arguments: their names, their defaults, and what becomes of each."""
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from transformers import HfArgumentParser, TrainingArguments
 
 import tether.compat.trl
 from tests.compat.trl_runs import arguments, trainer
-from tether.compat.trl import PPOConfig
+from tether.compat.trl import PPOConfig, PPOTrainer
 from tether.compat.trl.config import DERIVED, IN_SCRIPTS, INERT, REFUSED, check_arguments, derive, run_config
+from tether.compat.trl.former import NAMES, OF_CONFIG, OF_TRAINER
 from tether.errors import ConfigError
 from tether.machine.precision import check_precision
 
@@ -170,3 +172,28 @@ def test_arguments_become_a_run(tmp_path):
 def test_a_small_warm_up_is_a_share_and_no_evaluation_has_no_steps(tmp_path):
     config = config_of(arguments(tmp_path, warmup_steps=0.1, save_strategy="no"), evaluates=False)
     assert (config.train.warmup_ratio, config.train.eval_steps, config.train.save_steps) == (0.1, None, None)
+
+
+def test_batch_sizes_that_are_worked_out_are_told_where_they_were_set_otherwise(tmp_path, caplog):
+    trainer(tmp_path, args=arguments(tmp_path, batch_size=128, mini_batch_size=8))
+    told = [record.message for record in caplog.records if "nothing reads" in record.message]
+    assert len(told) == 1 and told[0].startswith("PPOConfig.batch_size: got 128, which nothing reads; it is 8 here")
+    assert "per_device_train_batch_size 4, gradient_accumulation_steps 2" in told[0]
+
+
+def test_arguments_of_older_releases_are_told_what_they_are_called(tmp_path):
+    with pytest.raises(ConfigError, match=r"PPOConfig .*: ppo_epochs → num_ppo_epochs; log_with → report_to\."):
+        PPOConfig(output_dir=str(tmp_path), ppo_epochs=4, log_with="wandb")
+    with pytest.raises(ConfigError, match=r"PPOTrainer .*: tokenizer → processing_class"):
+        PPOTrainer(arguments(tmp_path), tokenizer=None, model=None)
+    with pytest.raises(TypeError, match="no_such"):
+        PPOConfig(output_dir=str(tmp_path), no_such=4)
+    names = {field.name for field in dataclasses.fields(PPOConfig)}
+    assert not names & OF_CONFIG.keys() and not inspect.signature(PPOTrainer).parameters.keys() & OF_TRAINER.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_older_releases_are_told_what_they_are_called(name):
+    with pytest.raises(ImportError, match=f"has no {name}, as TRL 1.12 has none: "):
+        exec(f"from tether.compat.trl import {name}")
+    assert not hasattr(tether.compat.trl, "NoSuchName")

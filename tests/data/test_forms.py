@@ -73,6 +73,7 @@ def test_a_transcript_by_hand():
         ({"chosen": f"{HUMAN} runs\n\nHuman: no", "rejected": f"{HUMAN} x"}, "chosen: the last message is .*'no'"),
         ({"chosen": f"{HUMAN} runs", "rejected": "\n\nHuman: a\n\nAssistant: b"}, "answer different prompts"),
         ({"chosen": f"{HUMAN} runs", "rejected": "\n\nHuman: a\n\nAssistant:\n\nHuman: b\n\nAssistant: c"}, "turn 1"),
+        ({"chosen": f"{HUMAN} runs", "rejected": "\n\nHuman:\n\nAssistant: a\n\nHuman: b\n\nAssistant: c"}, "turn 0"),
     ],
 )
 def test_transcripts_that_do_not_fit_are_named(write, row, message):

@@ -69,6 +69,9 @@ def test_csv_holds_chat_messages_as_json(tmp_path):
         csv.writer(file).writerows([["messages"], [json.dumps(messages)], ["a dog"]])
     rows = read_rows(str(tmp_path / "rows.csv"), split="train", key="k").rows
     assert rows == [{"messages": messages}, {"messages": "a dog"}]
+    with (tmp_path / "long.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt"], ["a" * 200_000]])
+    assert read_rows(str(tmp_path / "long.csv"), split="train", key="k").rows == [{"prompt": "a" * 200_000}]
     with (tmp_path / "pairs.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["chosen", "rejected", "tags"], [json.dumps(messages), "[a] dog", '[{"role": 1}]']])
     rows = read_rows(str(tmp_path / "pairs.csv"), split="train", key="k").rows

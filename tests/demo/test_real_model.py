@@ -13,8 +13,8 @@ from tether.data.prompts import load_prompts
 from tether.demo.model import prepare_model
 from tether.demo.run import cache_folder
 from tether.generation.build import build_generator
+from tether.models.build import build_roles
 from tether.models.loading import load_tokenizer, stop_token_ids
-from tether.models.roles import build_roles
 from tether.types import Request, Sampling
 
 pytestmark = [

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.distributed.harness import alone, together
@@ -61,6 +63,10 @@ CASES = {
     },
     "critic warm-up, LoRA": {"model__lora": {"r": 4}, "value__kind": "head", "value__warmup_steps": 1},
     "critic warm-up, full": {"value__kind": "model", "value__warmup_steps": 1, "ppo__num_mini_batches": 2},
+    "mini-batches of one answer": {
+        "value__kind": "model", "train__rollout_batch_size": 4, "train__micro_batch_size": 1,
+        "ppo__num_mini_batches": 4,
+    },
     "truncated answers left out": {"value__kind": "model", "ppo__mask_truncated": True},
     "long answers, a KL that stops updates": {
         "value__kind": "model", "ppo__max_approx_kl": 0.002, "ppo__num_ppo_epochs": 4,
@@ -168,3 +174,26 @@ def test_what_led_to_a_bad_gradient_is_written_down_of_all_processes(folder):
     lines = read_jsonl(folder / "bad" / "bad_batches.jsonl")
     halves = [{rollout["rollout"] for rollout in line["rollouts"]} for line in lines]
     assert [len(half) for half in halves] == [4, 4] and halves[0] | halves[1] == set(range(8))
+
+
+def sums_of_gradients(folder: Path, changes: Mapping[str, Any]) -> dict[str, int]:
+    """How many optimizer steps an update takes, and how often DDP sums gradients of the policy over processes."""
+    with open_trainer(tiny_run(folder, **changes)) as trainer:
+        hosts, seen = trainer.engine._hosts, []
+
+        def counted(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            seen.append(bucket.is_last())
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        hosts["policy"].register_comm_hook(None, counted)
+        trainer.fit()
+        return {"steps": round(trainer.log.updates[-1]["update/num_steps"]), "sums": sum(seen)}
+
+
+def test_gradients_are_summed_over_processes_once_an_optimizer_step(folder):
+    changes = settings(folder, "critic warm-up, full", num_processes=2) | {"value__warmup_steps": 0}
+    changes |= {"train__max_steps": 1, "train__rollout_batch_size": 16, "train__micro_batch_size": 1}
+    changes |= {"output_dir": str(folder / "sums"), "ppo__num_ppo_epochs": 1, "ppo__num_mini_batches": 2}
+    assert together(sums_of_gradients, folder, changes, folder=folder) == [{"steps": 2, "sums": 2}] * 2

@@ -21,10 +21,10 @@ from tests.train.runs import PROMPTS, tiny_run, write_prompts
 from tests.train.test_run import NOT_REPRODUCIBLE, CrashAfter, assert_same_weights, reproducible, weights
 from tether.config.schema import TrainConfig
 from tether.errors import CheckpointError, ConfigError
+from tether.machine.claim import claimed
 from tether.models import saving
 from tether.models.paths import model_digest
 from tether.train.checkpoint import RunState, find_checkpoint
-from tether.train.claim import claimed
 from tether.train.random_state import random_states, set_random_states
 from tether.train.run import train_policy
 

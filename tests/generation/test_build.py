@@ -7,7 +7,7 @@ from tests.generation.scopes import answers
 from tests.tiny import EOS, save_tiny
 from tether.config.schema import RunConfig
 from tether.generation.build import build_generator
-from tether.models.roles import build_roles
+from tether.models.build import build_roles
 from tether.types import Request, Sampling
 
 

@@ -136,3 +136,10 @@ def test_history_is_dropped():
     gc.collect()
     assert alive() is None
     assert metrics.compute()["mean"] == pytest.approx(math.e, rel=1e-6)
+
+
+def test_processes_may_have_collected_in_another_order():
+    first, second = Metrics(), Metrics()
+    first.sum("a", 1.0), first.mean("b", 2.0), second.mean("b", 4.0), second.sum("a", 10.0)
+    for each in over_processes([first, second]):
+        assert (each["a"], each["b"]) == (11.0, 3.0)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from datetime import datetime
 
 import pytest
 
@@ -122,3 +123,9 @@ def test_truncate_after_changes_nothing_if_it_fails(path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         truncate_after(path, 1, 1)
     assert path.read_bytes() == before
+
+
+def test_what_json_has_no_form_for_is_written_as_text(path):
+    JsonlWriter(path).write({"prompt": [{"role": "user", "content": "a", "timestamp": datetime(2023, 4, 9, 12)}]})
+    (record,) = read_jsonl(path)
+    assert record["prompt"][0]["timestamp"] == "2023-04-09 12:00:00"

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.tiny import Kind, save_tiny
 from tether.config.schema import RunConfig
 from tether.data.collate import collate
+from tether.models.build import build_roles
 from tether.models.loading import load_tokenizer
-from tether.models.roles import ModelRoles, build_roles
+from tether.models.roles import ModelRoles
 from tether.types import MicroBatch
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")

@@ -2,9 +2,11 @@
 
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -32,6 +34,7 @@ from transformers import (
 
 from tests.models.build import QUERIES, RESPONSES, micro_batch
 from tests.tiny import KINDS, VOCAB_SIZE, tiny_causal_lm
+from tether.algo import linear_logprobs, logprobs_from_logits
 from tether.data.collate import collate, pad_left, pad_right
 from tether.errors import ModelError
 from tether.generation.batch import Decoding
@@ -247,7 +250,7 @@ def test_values_alone_are_those_beside_the_logprobs():
 
 def test_logits_are_made_for_response_tokens_only_and_never_kept(monkeypatch):
     """Vocabulary 5000, 350 response tokens, 90 prompt tokens: chunks of at most 128 tokens, nothing [N, V] is kept."""
-    monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 128 * 5000 + 4999)
+    monkeypatch.setattr(forward, "logits_at_once", lambda device: 128 * 5000 + 4999)
     config = LlamaConfig(**ROTARY | {"vocab_size": 5000, "max_position_embeddings": 256}, tie_word_embeddings=True)
     model = model_of(config)
     batch = collate([list(range(4, 34))] * 3, [list(range(40, 190)), list(range(40, 140)), list(range(40, 140))])
@@ -265,6 +268,42 @@ def test_logits_are_made_for_response_tokens_only_and_never_kept(monkeypatch):
     assert max(kept) <= 3 * 180**2  # the attention mask; the logits of 350 tokens would be 18 times that
     out.logprobs.sum().backward()
     assert sum(rows) == 2 * 350  # made again for the backward pass
+
+
+def with_adapter(model):
+    lora = LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False)
+    return get_peft_model(model, lora).base_model.model
+
+
+def with_hook(model):
+    model.get_output_embeddings().register_forward_hook(lambda module, args, logits: 2 * logits)
+    return model
+
+
+def with_hook_before(model):
+    model.get_output_embeddings().register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    return model
+
+
+def with_forward_of_its_own(model):
+    head = model.get_output_embeddings()
+    head.forward = lambda states: 2 * type(head).forward(head, states)
+    return model
+
+
+@pytest.mark.parametrize("change", [None, with_adapter, with_hook, with_hook_before, with_forward_of_its_own])
+def test_a_head_that_is_more_than_a_product_is_called(change, monkeypatch):
+    as_product = Mock(side_effect=linear_logprobs)
+    monkeypatch.setattr(forward, "linear_logprobs", as_product)
+    model, batch = tiny_causal_lm("qwen2", tied=False).eval(), micro_batch()
+    model = change(model) if change else model
+    with torch.no_grad():
+        out = response_outputs(model, batch, temperature=0.7, with_entropy=True)
+        logits = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits[:, :-1]
+    logits = logits[batch.response_columns[:, 1:]]
+    wanted, _ = logprobs_from_logits(logits, batch.token_ids[batch.response_columns], temperature=0.7)
+    assert torch.allclose(out.logprobs[batch.response_mask], wanted, atol=1e-5)
+    assert as_product.called == (change is None)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,11 +1,13 @@
 """From paths to tokenizers and models: nothing random, nothing dropped, and messages that say what is wrong."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
@@ -496,3 +498,21 @@ def test_a_head_is_float32_under_autocast_and_on_a_bfloat16_trunk():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = head(hidden)
     assert got.dtype == torch.float32 and got.squeeze(-1).tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def test_offline_a_revision_is_looked_for_in_the_cache(tmp_path, monkeypatch):
+    """Who downloads a revision by its name has no other in the cache, and none that is called main."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "models--org--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "v1.0").write_text(commit)
+    (cached / "snapshots" / commit).mkdir(parents=True)
+    (cached / "snapshots" / commit / "config.json").write_text("{}")
+    monkeypatch.setattr("tether.models.paths.HF_HUB_OFFLINE", True)
+    look = partial(try_to_load_from_cache, cache_dir=tmp_path)
+    monkeypatch.setattr("tether.models.paths.try_to_load_from_cache", look)
+    for revision in ("v1.0", commit):
+        check_model_path("org/model", "model.path", revision=revision)
+    for revision, named in ((None, "of that name; "), ("v2.0", "of that name at revision v2.0; ")):
+        with pytest.raises(ModelError, match=named):
+            check_model_path("org/model", "model.path", revision=revision)

@@ -116,7 +116,7 @@ def test_what_cannot_be_switched_off_is_refused_by_name_before_the_base_is_loade
     tmp_path, base, monkeypatch, settings, message
 ):
     start = saved(tmp_path, base, settings)
-    monkeypatch.setattr("tether.models.roles.load_causal_lm", lambda *args, **options: pytest.fail("loaded"))
+    monkeypatch.setattr("tether.models.build.load_causal_lm", lambda *args, **options: pytest.fail("loaded"))
     with pytest.raises(ModelError, match=message):
         roles_of(run_config(start, lora={}))
 

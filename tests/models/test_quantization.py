@@ -14,8 +14,8 @@ from tests.rewards.encoders import save_encoder
 from tether.errors import ConfigError, ModelError
 from tether.models import bitsandbytes as few
 from tether.models.bitsandbytes import FewBits, check_bitsandbytes, keep_differentiable
+from tether.models.build import build_roles
 from tether.models.loading import load_causal_lm, load_reward_model, load_tokenizer
-from tether.models.roles import build_roles
 
 installed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 CPU = torch.device("cpu")

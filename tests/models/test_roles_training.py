@@ -17,8 +17,8 @@ from tests.models.build import (
 )
 from tests.tiny import EOS, KINDS, VOCAB_SIZE, tiny_tokenizer
 from tether.errors import CheckpointError, ConfigError, ModelError
+from tether.models.build import build_roles
 from tether.models.loading import load_tokenizer
-from tether.models.roles import build_roles
 
 STARTS = ("full", "fresh", "loaded")
 

@@ -24,8 +24,16 @@ from tests.rewards.encoders import ENCODERS, save_encoder
 from tests.tiny import BOS, EOS, KINDS, PAD, save_tiny
 from tether.data.collate import pad_left
 from tether.errors import CheckpointError, ConfigError, ModelError
-from tether.models.loading import load_causal_lm, load_reward_model, load_tokenizer
-from tether.models.saving import atomic_folder, load_policy, merge_adapter, save_critic, save_policy, verify_manifest
+from tether.models.loading import end_at, load_causal_lm, load_reward_model, load_tokenizer
+from tether.models.saving import (
+    atomic_folder,
+    load_policy,
+    merge_adapter,
+    save_critic,
+    save_policy,
+    verify_manifest,
+    written_into,
+)
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
 
@@ -381,3 +389,23 @@ def test_damage_is_found_and_named(tmp_path, damage, message):
     damage(tmp_path / "out")
     with pytest.raises(CheckpointError, match=message):
         verify_manifest(tmp_path / "out")
+
+
+def test_a_folder_is_written_over_with_its_subfolders(tmp_path):
+    for text in ("first", "second"):
+        with written_into(tmp_path) as temporary:
+            (temporary / "additional_chat_templates").mkdir()
+            (temporary / "additional_chat_templates" / "tools.jinja").write_text(text)
+            (temporary / "config.json").write_text(text)
+        assert (tmp_path / "additional_chat_templates" / "tools.jinja").read_text() == text
+        verify_manifest(tmp_path)
+    assert not (tmp_path / "final.tmp").exists()
+
+
+def test_a_generation_config_that_samples_without_saying_so_is_saved(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "model"))
+    model.generation_config.temperature, model.generation_config.eos_token_id = 0.6, EOS
+    end_at(model, {EOS, 7})
+    model.save_pretrained(tmp_path / "saved")
+    saved = GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert (saved.temperature, saved.do_sample, saved.eos_token_id) == (0.6, True, sorted([EOS, 7]))

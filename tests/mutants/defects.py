@@ -176,7 +176,7 @@ KL = in_file(
 LOGPROBS = in_file(
     "algo/logprobs.py",
     ("the temperature is missing", "scaled if temperature == 1 else scaled / temperature", "scaled"),
-    ("the temperature is missing in the gradient", "grad.div_(ctx.temperature)", "grad"),
+    ("the temperature is missing in the gradient", ".div_(ctx.temperature)", ""),
     ("the softmax is taken in half precision", "scaled = wide(logits)", "scaled = logits"),
     (
         "the entropy is that at temperature 1",
@@ -194,8 +194,16 @@ LOGPROBS = in_file(
         "all_logprobs.clamp_(min=torch.finfo(all_logprobs.dtype).min)",
         "pass",
     ),
-    ("no gradient flows through the normaliser", "grad.mul_(-of_logprobs.unsqueeze(-1))", "grad.zero_()"),
-    ("the gradient lacks the token that was drawn", "grad.scatter_add_(", "grad.scatter_add("),
+    (
+        "no gradient flows through the normaliser",
+        "probs.mul_(-chosen if entropy_factors is None else entropy_factors.sub_(chosen))",
+        "probs.zero_()",
+    ),
+    (
+        "the gradient lacks the token that was drawn",
+        "return probs.scatter_add_(-1, targets.unsqueeze(-1), chosen)",
+        "return probs",
+    ),
     (
         "the normaliser overflows",
         "(scaled if temperature == 1 else scaled / temperature).log_softmax(dim=-1)",
@@ -210,6 +218,59 @@ LOGPROBS = in_file(
         "logits of all tokens are kept for the backward pass",
         "checkpoint(of_chunk, rows, ids, use_reentrant=False)",
         "of_chunk(rows, ids)",
+    ),
+    ("of a linear head the temperature is missing", "z if self.temperature == 1 else z.div_(self.temperature)", "z"),
+    ("of a linear head the temperature is missing in the gradient", ".div_(how.temperature)", ""),
+    (
+        "of a linear head the softmax is taken in half precision",
+        "z = wide(self.multiply(rows, weight, bias))",
+        "z = self.multiply(rows, weight, bias)",
+    ),
+    (
+        "a linear head multiplies in float32 whatever autocast says",
+        "dtype = torch.get_autocast_dtype(device)",
+        "pass",
+    ),
+    (
+        "of a linear head the entropy's probabilities are not divided by their sum",
+        "total.log() - odds.mul_(z).sum(dim=-1) / total",
+        "total.log() - odds.mul_(z).sum(dim=-1)",
+    ),
+    (
+        "of a linear head the backward pass has another normaliser",
+        "log_sums[chunk] = highest.squeeze(-1) + total.log()",
+        "log_sums[chunk] = total.log()",
+    ),
+    (
+        "the probabilities that a linear head keeps are not divided by their sum",
+        "ctx.kept = odds.div_(total.unsqueeze(-1))",
+        "ctx.kept = odds",
+    ),
+    (
+        "a second backward pass through a linear head begins with what the first one left",
+        "probs, ctx.kept, factors = ctx.kept, None, None",
+        "probs, ctx.kept, factors = ctx.kept if chunk.stop >= len(hidden) else None, ctx.kept, None",
+    ),
+    (
+        "the weights of a linear head learn from the first chunk alone",
+        "_add_product(of_weight, grad.t(), rows[chunk].t(), how.multiply)",
+        "of_weight = grad.t() @ rows[chunk]",
+    ),
+    ("the bias of a linear head learns from the first chunk alone", "of_bias += grad", "of_bias = grad"),
+    (
+        "the entropy's gradient through a linear head lacks that of the probabilities",
+        "z.add_(entropy[chunk].unsqueeze(-1)).mul_(",
+        "torch.ones_like(z).mul_(",
+    ),
+    (
+        "a token that a linear head makes impossible makes the entropy NaN",
+        "z.clamp_(min=torch.finfo(z.dtype).min).exp() if",
+        "z.exp() if",
+    ),
+    (
+        "of a product that is added in parts the last is missing",
+        "range(0, len(total), step)",
+        "range(0, len(total) - step, step)",
     ),
     tests=("tests/algo/test_logprobs.py",),
 )
@@ -840,6 +901,11 @@ TRAINER = (
 )
 
 UPDATE = (
+    *in_file(
+        "train/update.py",
+        ("the smallest micro-batch of a step comes first", "key=num_places, reverse=True)", "key=num_places)"),
+        tests=("tests/train/test_release.py",),
+    ),
     *in_file(
         "train/update.py",
         (
@@ -1555,12 +1621,16 @@ HEADS = in_file(
 SWITCHING = "tests/models/test_roles_switching.py"
 ROLES = (
     *in_file(
-        "models/roles.py",
+        "models/build.py",
         (
             "the reference is the policy's adapter",
             '"the base, adapters off", OFF)',
             '"the base, adapters off", DEFAULT)',
         ),
+        tests=(f"{SWITCHING}::test_reference_and_rewards_are_bitwise_unchanged_by_training",),
+    ),
+    *in_file(
+        "models/roles.py",
         (
             "the policy trains the critic's adapter too",
             "[Pass(self, POLICY, (POLICY,)), Pass(self, VALUE, (VALUE,))]",
@@ -1574,7 +1644,7 @@ ROLES = (
         tests=(f"{SWITCHING}::test_reference_and_rewards_are_bitwise_unchanged_by_training",),
     ),
     *in_file(
-        "models/roles.py",
+        "models/build.py",
         (
             "the reference shares the policy's weights",
             'copy.deepcopy(model), path, "frozen copy"',
@@ -1583,7 +1653,7 @@ ROLES = (
         tests=(f"{SWITCHING}::test_a_full_reference_is_a_copy_that_training_does_not_reach",),
     ),
     *in_file(
-        "models/roles.py",
+        "models/build.py",
         (
             "a reference is kept and computes where there is no KL",
             "    if config.ppo.kl_coef > 0:\n        roles.append(Role(REFERENCE, copy",
@@ -1592,7 +1662,7 @@ ROLES = (
         tests=(f"{SWITCHING}::test_without_kl_there_is_no_reference",),
     ),
     *in_file(
-        "models/roles.py",
+        "models/build.py",
         (
             "the reference of a continued adapter is the bare base",
             "if config.ppo.kl_coef > 0 and start is None:",
@@ -1845,6 +1915,10 @@ FLOAT16 = (
             "torch.autocast(self.device.type, self.autocast_dtype)",
             "torch.autocast(self.device.type, torch.bfloat16)",
         ),
+        tests=(FP16,),
+    ),
+    *in_file(
+        "models/build.py",
         (
             "float16: the frozen base is float32",
             "config.model.quantization, autocast_dtype or torch.float32",

@@ -16,8 +16,9 @@ from tether.config.rewards import RewardConfig
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import with_adapter
+from tether.models.build import build_roles
 from tether.models.loading import classifier_on, load_causal_lm, load_tokenizer
-from tether.models.roles import ModelRoles, build_roles
+from tether.models.roles import ModelRoles
 from tether.rewards.build import build_rewards, check_conversations, check_rewards
 from tether.types import Prompt, RewardSource
 

@@ -16,6 +16,7 @@ from tests.tiny import save_tiny, tiny_tokenizer
 from tether.config.rewards import HttpReward, JudgeReward, LengthTargetReward
 from tether.config.schema import RunConfig
 from tether.models.adapters import with_adapter
+from tether.models.build import build_roles
 from tether.models.loading import (
     classifier_on,
     load_causal_lm,
@@ -24,7 +25,6 @@ from tether.models.loading import (
     load_tokenizer,
     load_value_head_model,
 )
-from tether.models.roles import build_roles
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource

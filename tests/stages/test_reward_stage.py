@@ -20,9 +20,10 @@ from tether.config.schema import LoraConfig, RunConfig
 from tether.config.sft_stage import SftModelConfig
 from tether.data.pairs import load_pairs
 from tether.errors import ConfigError, DataError, ModelError, TrainingError
+from tether.machine.claim import claimed
 from tether.metrics.writers import read_jsonl
+from tether.models.build import build_roles
 from tether.models.loading import load_tokenizer
-from tether.models.roles import build_roles
 from tether.models.saving import verify_manifest
 from tether.rewards.build import build_rewards, check_rewards
 from tether.stages.reward import (
@@ -348,9 +349,43 @@ def test_an_earlier_folder_is_replaced_when_asked(tmp_path):
     with pytest.raises(ConfigError, match=r"output_dir: .* holds something else than a run of this command"):
         train_reward_model(config)
     (config.output_dir / "config.yaml").write_text(dump_config(config))
+    (config.output_dir / "merged").mkdir()
     train_reward_model(config)
-    assert not (config.output_dir / "old.txt").exists()
+    of_adapter = config.output_dir / "left_over.safetensors"  # by the manifest a file of the run before
+    (config.output_dir / "model.safetensors").rename(of_adapter)
+    manifest = json.loads((config.output_dir / "manifest.json").read_text())
+    manifest["files"][of_adapter.name] = manifest["files"].pop("model.safetensors")
+    (config.output_dir / "manifest.json").write_text(json.dumps(manifest))
+    (config.output_dir / "checkpoint-99").mkdir()
+    place = config.output_dir.stat().st_ino
+    train_reward_model(config)
+    assert config.output_dir.stat().st_ino == place  # a mounted or linked folder cannot be made anew
+    assert (config.output_dir / "old.txt").exists() and (config.output_dir / "merged").exists()
+    assert not of_adapter.exists() and not (config.output_dir / "checkpoint-99").exists()
     assert (config.output_dir / "model.safetensors").exists()
+
+
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
+    config = stage_config(tmp_path, num_train_epochs=0.1)
+    with claimed(config.output_dir), pytest.raises(ConfigError, match="output_dir: another run is writing to"):
+        train_reward_model(config)
+    assert not any(config.output_dir.iterdir())
+
+
+def test_copies_of_checkpoints_are_none_of_the_run(tmp_path):
+    config = stage_config(tmp_path, max_steps=3, num_train_epochs=None, save_steps=1)
+    train_reward_model(config, stop=lambda: "enough" if newest_step(config.output_dir) >= 2 else None)
+    newest = max(config.output_dir.glob("checkpoint-*"), key=lambda path: path.name)
+    best = newest.rename(newest.with_name("best"))
+    (config.output_dir / "checkpoint-1-copy").mkdir()
+    result = train_reward_model(config.model_copy(update={"resume": str(best)}))
+    assert result.interrupted is None and best.exists() and (config.output_dir / "checkpoint-1-copy").exists()
+    steps = [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl") if "loss" in row]
+    assert steps == [1, 2, 3]
+
+
+def newest_step(folder):
+    return max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0)
 
 
 def test_target_modules_that_fit_nothing_are_a_config_error(tmp_path):

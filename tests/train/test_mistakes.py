@@ -13,9 +13,10 @@ from tests.tiny import save_tiny, tiny_tokenizer
 from tests.train.runs import tiny_run
 from tether.config.load import dump_config
 from tether.errors import USER_ERRORS, ConfigError
+from tether.machine.claim import claimed
 from tether.models import loading
-from tether.train.claim import claimed
 from tether.train.run import train_policy
+from tether.train.saved import evaluate_path
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_mistake_is_told_before_a_model_is_loaded(tmp_path, loaded, name):
 
 
 def test_run_never_writes_over_what_it_reads(tmp_path, loaded):
-    first = tiny_run(tmp_path, train__save_steps=1)
+    first = tiny_run(tmp_path, train__save_steps=1, value__kind="model", value__save=True)
     train_policy(first)
     del loaded[:]
     checkpoint = first.output_dir / "checkpoint-1"
@@ -112,6 +113,11 @@ def test_run_never_writes_over_what_it_reads(tmp_path, loaded):
         train_policy(again)
     assert (checkpoint / "model.safetensors").exists()
     assert loaded == []
+    critic = first.output_dir / "critic"
+    again = tiny_run(tmp_path, value__kind="model", value__init=str(critic), overwrite_output_dir=True)
+    with pytest.raises(ConfigError, match=r"would write over .*critic, which value\.init names"):
+        train_policy(again)
+    assert (critic / "model.safetensors").exists()
     elsewhere = tiny_run(tmp_path, output_dir=str(tmp_path / "other"), train__save_steps=1)
     train_policy(elsewhere)
     with pytest.raises(ConfigError, match="other holds an earlier run"):
@@ -154,7 +160,7 @@ def test_a_folder_that_cannot_be_one_is_told(tmp_path, loaded, name, message):
 CLAIM = """
 import sys, time
 from pathlib import Path
-from tether.train.claim import claimed
+from tether.machine.claim import claimed
 with claimed(Path(sys.argv[1])):
     print("claimed", flush=True)
     sys.stdin.read()
@@ -173,3 +179,12 @@ def test_two_runs_never_write_into_one_folder(tmp_path):
     train_policy(config)
     with claimed(config.output_dir):
         assert not [name for name in os.listdir(config.output_dir) if "lock" in name]
+
+
+def test_a_run_of_a_script_is_evaluated_by_the_script(tmp_path):
+    """Its configuration names the script as the source of the rewards, and to load it would run it."""
+    config = tiny_run(tmp_path, data__prompts="train_dataset")
+    config.output_dir.mkdir()
+    (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"made by a script on tether\.compat\.trl"):
+        evaluate_path(config.output_dir, prompts=str(tmp_path / "prompts.jsonl"))

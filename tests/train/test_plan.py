@@ -9,7 +9,7 @@ from tests.tiny import KINDS, save_tiny
 from tests.train.runs import tiny_run
 from tests.train.test_run import SHARINGS
 from tether.config.load import load_config, parse_config
-from tether.models.roles import build_roles
+from tether.models.build import build_roles
 from tether.train.inputs import load_data
 from tether.train.plan import plan
 from tether.train.run import train_policy

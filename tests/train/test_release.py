@@ -14,6 +14,7 @@ from tests.train.runs import tiny_run
 from tether.machine import heap
 from tether.machine.distributed import Dist
 from tether.train.run import train_policy
+from tether.train.update import Update
 
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim")
 
@@ -104,6 +105,23 @@ def test_phases_release_memory_and_with_checkpointing_the_heap_is_trimmed(
     train_policy(config)
     passes = 2 * 2 * config.train.rollout_batch_size // config.train.micro_batch_size
     assert calls == {"release_memory": 6, "trim_heap": passes + 6 if checkpointing else 0}
+
+
+def test_of_a_step_the_largest_micro_batch_comes_first(tmp_path, monkeypatch):
+    passed, accumulate = [], Update.accumulate
+
+    def noted(update, pass_, item, *args, **options):
+        passed.append((pass_.name, item.batch.token_ids.numel()))
+        return accumulate(update, pass_, item, *args, **options)
+
+    monkeypatch.setattr(Update, "accumulate", noted)
+    changes = {"value__kind": "model", "train__rollout_batch_size": 12, "train__micro_batch_size": 3}
+    train_policy(tiny_run(tmp_path, **changes, ppo__num_mini_batches=1, train__max_steps=1))
+    steps = [passed[start : start + 4] for start in range(0, len(passed), 4)]  # four micro-batches each
+    assert [{name for name, _ in step} for step in steps] == [{"policy"}, {"value"}] * 2
+    sizes = [[size for _, size in step] for step in steps]
+    assert len(set(sizes[0])) > 1, "a test that cannot fail"
+    assert sizes == [sorted(sizes[0], reverse=True)] * 4
 
 
 def test_a_stage_before_may_have_computed_in_another_precision():

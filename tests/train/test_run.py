@@ -18,7 +18,8 @@ from tests.train.runs import PROMPTS, tiny_run
 from tests.train.test_whole_step import trainer_for
 from tether.errors import CheckpointError, ConfigError, RewardResponseError, TrainingError
 from tether.metrics.writers import read_jsonl
-from tether.train import optim
+from tether.train import optim, run
+from tether.train.checkpoint import list_checkpoints
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path
 
@@ -366,3 +367,31 @@ def test_saved_run_is_evaluated_and_answers(tmp_path):
         assert [row["prompt"] for row in rows] == list(PROMPTS)
         with pytest.raises(ConfigError, match="exists"):
             evaluate_path(config.output_dir, output=config.output_dir / "again.jsonl")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_policy_is_written_takes_nothing_away(tmp_path, monkeypatch, number):
+    config, save = tiny_run(tmp_path, train__max_steps=1), run.save_policy
+
+    def saved(*args, **options):
+        os.kill(os.getpid(), number)
+        return save(*args, **options)
+
+    monkeypatch.setattr(run, "save_policy", saved)
+    before = signal.getsignal(number)
+    result = train_policy(config)
+    assert result.interrupted is None and signal.getsignal(number) == before
+    AutoModelForCausalLM.from_pretrained(config.output_dir)
+
+
+def test_a_run_from_a_checkpoint_elsewhere_keeps_nothing_of_the_run_it_replaces(tmp_path):
+    first = tiny_run(tmp_path, output_dir=str(tmp_path / "first"), train__save_steps=1)
+    train_policy(first)
+    there = tiny_run(tmp_path, output_dir=str(tmp_path / "there"), train__save_steps=1, train__seed=5)
+    train_policy(there)
+    changes = {"output_dir": str(there.output_dir), "overwrite_output_dir": True, "train__save_steps": None}
+    result = train_policy(tiny_run(tmp_path, resume=str(first.output_dir / "checkpoint-1"), **changes))
+    assert list_checkpoints(there.output_dir) == []
+    assert [row["step"] for row in read_jsonl(there.output_dir / "metrics.jsonl") if "objective/scores" in row] == [2]
+    assert_same_weights(weights(there.output_dir), weights(first.output_dir))
+    assert result.interrupted is None

@@ -5,8 +5,8 @@ import torch
 
 from tests.models.build import micro_batch
 from tests.train.runs import tiny_run
+from tether.models.build import build_roles
 from tether.models.loading import load_tokenizer
-from tether.models.roles import build_roles
 from tether.train.run import train_policy
 
 

@@ -20,8 +20,8 @@ from tests.train.runs import tiny_run
 from tether.generation.fake import FakeGenerator
 from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
+from tether.models.build import build_roles
 from tether.models.heads import ScalarHead
-from tether.models.roles import build_roles
 from tether.rewards.fake import FakeRewards
 from tether.train import update
 from tether.train.callbacks import Callbacks

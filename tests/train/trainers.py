@@ -10,8 +10,8 @@ from tether.data import demonstrations
 from tether.generation.build import build_generator
 from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
+from tether.models.build import build_roles
 from tether.models.loading import half_dtype
-from tether.models.roles import build_roles
 from tether.train import evaluate, rollout, update
 from tether.train.callbacks import Callbacks
 from tether.train.display import NullDisplay

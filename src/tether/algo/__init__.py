@@ -2,7 +2,13 @@
 
 from tether.algo.advantages import gae, grpo, length_adaptive_lam, reinforce_pp, rloo, token_rewards
 from tether.algo.kl import adaptive_kl_coef, approx_kl, kl_estimate, kl_loss
-from tether.algo.logprobs import logprobs_from_logits, selected_logprobs
+from tether.algo.logprobs import (
+    LinearHead,
+    linear_logprobs,
+    logits_at_once,
+    logprobs_from_logits,
+    selected_logprobs,
+)
 from tether.algo.losses import clipped_sides, dual_clipped, policy_loss, ratio, value_clipped, value_loss
 from tether.algo.masking import length_mask, masked_mean, masked_sum, masked_var, whiten
 from tether.algo.reduction import LossReduction, normaliser, reduced
@@ -16,6 +22,7 @@ from tether.algo.scores import (
 )
 
 __all__ = [
+    "LinearHead",
     "LossReduction",
     "ScoreMoments",
     "adaptive_kl_coef",
@@ -28,6 +35,8 @@ __all__ = [
     "kl_loss",
     "length_adaptive_lam",
     "length_mask",
+    "linear_logprobs",
+    "logits_at_once",
     "logprobs_from_logits",
     "masked_mean",
     "masked_sum",

@@ -1,22 +1,30 @@
 """Log-probabilities and entropy of chosen tokens, without ever holding the logits of all of them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from tether.algo.masking import wide
 
-LOGITS_AT_ONCE = 2**24
-"""Logits of a chunk that are few enough for memory, 64 MiB, and enough for products of matrices to be fast.
+LOGITS_AT_ONCE, LOGITS_ON_ACCELERATOR = 2**24, 2**26
+"""Logits of a chunk that are few enough for memory, 64 MiB and 256, and enough for products of matrices to be fast: an
+accelerator reads the whole head for every chunk.
 
 Not fewer: tensors of up to 32 MiB come from glibc's heap, where one seldom fits into the place of another, and a pass
 over many chunks then takes as much memory as all logits at once.
 """
+SUMMED_AT_ONCE = 2**22
+"""Numbers of a product that is added to others, 16 MiB, where the product cannot be written onto them."""
+
+
+def logits_at_once(device: torch.device) -> int:
+    """How many logits a chunk on a device holds; a token has as many as the vocabulary."""
+    return LOGITS_AT_ONCE if device.type == "cpu" else LOGITS_ON_ACCELERATOR
 
 
 def logprobs_from_logits(
@@ -66,15 +74,31 @@ class _FromLogits(torch.autograd.Function):
         all_logprobs, targets, entropy = ctx.saved_tensors
         if of_logprobs is None and of_entropy is None:
             return None, None, None, None
-        grad = all_logprobs.exp()
-        if of_entropy is None:
-            grad.mul_(-of_logprobs.unsqueeze(-1))
-        else:
-            factors = (all_logprobs + entropy.unsqueeze(-1)).mul_(-of_entropy.unsqueeze(-1))
-            grad.mul_(factors if of_logprobs is None else factors.sub_(of_logprobs.unsqueeze(-1)))
-        if of_logprobs is not None:
-            grad.scatter_add_(-1, targets.unsqueeze(-1), of_logprobs.unsqueeze(-1))
-        return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None
+        entropy_factors = None
+        if of_entropy is not None:
+            entropy_factors = (all_logprobs + entropy.unsqueeze(-1)).mul_(-of_entropy.unsqueeze(-1))
+        grad = _add_gradient(all_logprobs.exp(), targets, of_logprobs, entropy_factors).div_(ctx.temperature)
+        return grad.to(ctx.dtype), None, None, None
+
+
+def _add_gradient(
+    probs: Float[Tensor, "N V"],
+    targets: Int[Tensor, " N"],
+    of_logprobs: Float[Tensor, " N"] | None,
+    entropy_factors: Float[Tensor, "N V"] | None,
+) -> Float[Tensor, "N V"]:
+    """The gradient of a loss over z, written over ``probs``, given those over log-probabilities and entropies.
+
+        ∂ log π(y) / ∂z_v = [v = y] − π_v        ∂H / ∂z_v = −π_v (log π_v + H)
+
+    Args:
+        entropy_factors: −∂loss/∂H (log π + H), overwritten; at least one of both gradients is given.
+    """
+    if of_logprobs is None:
+        return probs.mul_(entropy_factors)
+    chosen = of_logprobs.unsqueeze(-1)
+    probs.mul_(-chosen if entropy_factors is None else entropy_factors.sub_(chosen))
+    return probs.scatter_add_(-1, targets.unsqueeze(-1), chosen)
 
 
 def selected_logprobs(
@@ -104,3 +128,144 @@ def selected_logprobs(
     outputs = [checkpoint(of_chunk, rows, ids, use_reentrant=False) for rows, ids in chunks]
     logprobs = torch.cat([logprobs for logprobs, _ in outputs])
     return logprobs, torch.cat([entropy for _, entropy in outputs]) if with_entropy else None
+
+
+class LinearHead(NamedTuple):
+    """A head that is a product of matrices and nothing else, logits = states · weightᵀ + bias."""
+
+    weight: Float[Tensor, "V D"]
+    bias: Float[Tensor, " V"] | None = None
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = nn.functional.linear
+    """x, weight, bias → x · weightᵀ + bias, [n, K], [N, K], [N] → [n, N], whatever the strides; needs no gradient."""
+
+
+def linear_logprobs(
+    hidden: Float[Tensor, "N D"],
+    head: LinearHead,
+    targets: Int[Tensor, " N"],
+    *,
+    temperature: float,
+    chunk_size: int = 128,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
+    """``selected_logprobs`` of a linear head, in one tensor of a chunk's logits for forward and backward each.
+
+    The gradient of the weights is added up in one place. Where no entropy is asked for, the backward pass begins with
+    the last chunk's probabilities, which it still finds there, and computes the logits of the others again. The types
+    are those that autocast would take.
+
+    Args:
+        hidden: the state that each target was sampled in, whatever the rows they come from.
+        targets: token ids.
+        temperature: as in ``logprobs_from_logits``.
+    """
+    device, dtype = hidden.device.type, hidden.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
+    how = _How(head.multiply, dtype, temperature, chunk_size, with_entropy, keeps_last=learns and not with_entropy)
+    return _OfLinear.apply(hidden, head.weight, head.bias, targets, how)
+
+
+class _How(NamedTuple):
+    """What ``linear_logprobs`` was asked for."""
+
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    dtype: torch.dtype
+    """Of the products of matrices."""
+    temperature: float
+    chunk_size: int
+    with_entropy: bool
+    keeps_last: bool
+    """Whether the probabilities of the last chunk stay for the backward pass."""
+
+    def chunks(self, num_tokens: int) -> list[slice]:
+        """Tokens whose logits are in memory at a time."""
+        return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
+
+    def scaled(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """z = logits / temperature of some tokens, in float32 or float64: a tensor that nobody else has."""
+        z = wide(self.multiply(rows, weight, bias))
+        return z if self.temperature == 1 else z.div_(self.temperature)
+
+
+class _OfLinear(torch.autograd.Function):
+    """``linear_logprobs``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.how, ctx.kept = how, None
+        logprobs, log_sums = (hidden.new_empty(len(hidden), dtype=_sum_type(how)) for _ in range(2))
+        entropy = torch.empty_like(logprobs) if how.with_entropy else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows, columns, shift = (None if x is None else x.to(how.dtype) for x in (hidden, weight, bias))
+            for chunk in how.chunks(len(hidden)):
+                z = how.scaled(rows[chunk], columns, shift)
+                highest = z.amax(dim=-1, keepdim=True)
+                chosen = z.sub_(highest).gather(-1, targets[chunk].unsqueeze(-1)).squeeze(-1)
+                # A probability of 0 times −∞ would be NaN; the clamp makes it 0.
+                odds = z.clamp_(min=torch.finfo(z.dtype).min).exp() if how.with_entropy else z.exp_()
+                total = odds.sum(dim=-1)
+                if how.with_entropy:
+                    entropy[chunk] = total.log() - odds.mul_(z).sum(dim=-1) / total
+                elif how.keeps_last and chunk.stop >= len(hidden):
+                    ctx.kept = odds.div_(total.unsqueeze(-1))
+                logprobs[chunk] = chosen - total.log()
+                log_sums[chunk] = highest.squeeze(-1) + total.log()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        if of_logprobs is None and of_entropy is None:
+            return None, None, None, None, None
+        hidden, weight, bias, targets, log_sums, entropy = ctx.saved_tensors
+        how: _How = ctx.how
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight = torch.zeros_like(weight) if wants_weight else None
+        of_bias = torch.zeros_like(bias) if wants_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows, columns, shift = (None if x is None else x.to(how.dtype) for x in (hidden, weight, bias))
+            for chunk in reversed(how.chunks(len(hidden))):
+                probs, ctx.kept, factors = ctx.kept, None, None  # overwritten: there is but one first backward pass
+                if probs is None:
+                    z = how.scaled(rows[chunk], columns, shift).sub_(log_sums[chunk].unsqueeze(-1))
+                    if of_entropy is None:
+                        probs = z.exp_()
+                    else:
+                        probs = z.clamp_(min=torch.finfo(z.dtype).min).exp()
+                        factors = z.add_(entropy[chunk].unsqueeze(-1)).mul_(-of_entropy[chunk].unsqueeze(-1))
+                    del z
+                of_chosen = None if of_logprobs is None else of_logprobs[chunk]
+                grad = _add_gradient(probs, targets[chunk], of_chosen, factors).div_(how.temperature).to(how.dtype)
+                del probs, factors
+                if wants_hidden:
+                    of_hidden[chunk] = how.multiply(grad, columns.t(), None)
+                if wants_weight:
+                    _add_product(of_weight, grad.t(), rows[chunk].t(), how.multiply)
+                if wants_bias:
+                    of_bias += grad.sum(dim=0)
+        return of_hidden, of_weight, of_bias, None, None
+
+
+def _sum_type(how: _How) -> torch.dtype:
+    return torch.promote_types(how.dtype, torch.float32)
+
+
+def _add_product(total: Tensor, x: Tensor, weight: Tensor, multiply: Callable[..., Tensor]) -> None:
+    """total += x · weightᵀ, [N, K], [D, K] → [N, D]."""
+    if total.dtype != x.dtype:
+        total += multiply(x, weight, None)
+    elif multiply is nn.functional.linear:
+        total.addmm_(x, weight.t())
+    else:
+        step = max(1, SUMMED_AT_ONCE // total.shape[1])
+        for rows in (slice(start, start + step) for start in range(0, len(total), step)):
+            total[rows] += multiply(x[rows], weight, None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tether.cli import moving
 from tether.cli.launched import alike
-from tether.config.launched import rank
+from tether.config.launched import planned, rank
 from tether.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def plan(arguments: Sequence[str]) -> int:
 
     from tether.compat.load import load_any
 
-    config, translation = load_any(file, overrides, RunConfig, "ppo")
+    with planned(options.processes):  # files of LLaMA-Factory have batches for each
+        config, translation = load_any(file, overrides, RunConfig, "ppo")
 
     from tether.cli.display import RunDisplay
     from tether.cli.foreign import announce

@@ -350,7 +350,8 @@ def _output(keys: Translator) -> None:
         keys.put("train.hub_private_repo", keys.flag("hub_private_repo"), "hub_private_repo")
         if keys.gives("hub_model_id"):
             keys.put("train.hub_model_id", keys.take("hub_model_id"), "hub_model_id")
-    keys.off("push the folder afterwards: `tether push DIR`", push_to_hub=False)
+    else:
+        keys.off("push the folder afterwards: `tether push DIR`", push_to_hub=False)
     keys.ignore("for push_to_hub only", "hub_model_id", "hub_private_repo")
     if keys.flag("plot_loss"):
         if not can_plot():

@@ -33,6 +33,8 @@ SCALARS = (
     Scalar("train.lr_scheduler_type", "lr_scheduler_type", "linear"),
     Scalar("train.warmup_ratio", "warmup_ratio", 0.0),
     Scalar("train.weight_decay", "weight_decay", 0.0),
+    Scalar("train.adam_beta1", "adam_beta1"),
+    Scalar("train.adam_beta2", "adam_beta2"),
     Scalar("train.adam_epsilon", "adam_epsilon", 1e-8),
     Scalar("train.max_grad_norm", "max_grad_norm", 1.0),
     Scalar("train.bf16", "bf16"),
@@ -44,6 +46,9 @@ SCALARS = (
     Scalar("train.save_total_limit", "save_total_limit"),
     Scalar("train.report_to", "report_to"),
     Scalar("train.run_name", "run_name"),
+    Scalar("train.push_to_hub", "push_to_hub"),
+    Scalar("train.hub_model_id", "hub_model_id"),
+    Scalar("train.hub_private_repo", "hub_private_repo"),
     Scalar("output_dir", "output_dir"),
 )
 
@@ -68,6 +73,11 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
     if keys.flag("use_peft"):
         keys.put("model.lora.r", keys.take("lora_r", 16), "lora_r")
         keys.put("model.lora.alpha", keys.take("lora_alpha", 32), "lora_alpha")
+        if keys.gives("lora_dropout"):
+            keys.put("model.lora.dropout", keys.take("lora_dropout"), "lora_dropout")
+        for key, bits in (("load_in_4bit", "4bit"), ("load_in_8bit", "8bit")):
+            if keys.flag(key):
+                keys.put("model.quantization", bits, key)
         if keys.gives("lora_target_modules"):
             keys.put("model.lora.target_modules", keys.take("lora_target_modules"), "lora_target_modules")
     keys.covered("use_peft", by="model.lora")
@@ -78,6 +88,12 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
     keys.put("sampling.stop_token", "eos" if ends else None, "stop_token")
     if ends and not keys.gives("stop_token"):
         keys.note("Answers end at the end token; without stop_token TRL writes on after it.")
+    if keys.gives("stop_token_id"):
+        keys.refuse("stop_token_id", "set sampling.stop_token to the token's text, or stop_token to eos")
+    if keys.gives("dataset_config"):
+        keys.refuse("dataset_config", "write that part of the dataset to a file and name the file as dataset_name")
+    if keys.gives("warmup_steps"):
+        keys.refuse("warmup_steps", "set warmup_ratio, the share of the run's optimizer steps")
     _batches(keys)
     keys.ignore("the prompts have one column of text or messages", "dataset_text_field", "dataset_num_proc")
     keys.ignore("the last evaluation is on data.eval_prompts", "dataset_test_split", "eval_strategy", "eval_steps",

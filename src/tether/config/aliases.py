@@ -156,7 +156,8 @@ ALIASES = _table(
     ("optimizer optimizer_type optim_type adam_kind", _to("train.optim")),
     ("enable_ema ema_beta", _to("train.ema_decay")),
     ("random_seed", _to("train.seed")),
-    ("deepspeed deepspeed_config fsdp fsdp_config", _absent("sharded training is not supported")),
+    ("deepspeed deepspeed_config fsdp fsdp_config",
+     _absent("the launcher says it: accelerate launch --config_file examples/accelerate/zero3.yaml -m tether ppo …")),
     # evaluation, saving, logging
     ("eval_strategy evaluation_strategy test_freq eval.steps num_sample_generations val_before_train",
      _to("train.eval_steps")),

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_planned: ContextVar[int | None] = ContextVar("planned", default=None)
 
 
 def num_processes() -> int:
     """Processes that were launched, this one included; 1 if none were."""
-    return _number("WORLD_SIZE", 1)
+    return _planned.get() or _number("WORLD_SIZE", 1)
+
+
+@contextmanager
+def planned(processes: int) -> Iterator[None]:
+    """Inside, configurations are read as if so many processes had been launched."""
+    token = _planned.set(processes)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 def rank() -> int:

@@ -74,7 +74,7 @@ class StageConfig(Section):
     output_dir: Path
     """Folder for the trained model and everything else that the run writes."""
     overwrite_output_dir: bool = False
-    """Start anew in a folder that holds an earlier run, which is then replaced."""
+    """Start anew in a folder that holds an earlier run, whose files are then replaced."""
     resume: bool | str = False
     """true: go on from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint."""
 

@@ -77,7 +77,7 @@ def transcript_messages(text: str, where: str) -> list[Message]:
     roles, contents = parts[::2], [content.strip() for content in parts[1::2]]
     if text.endswith(_ANSWER):
         roles, contents = roles[:-1], contents[:-1]
-    if empty := next((i for i, content in enumerate(contents[:-1]) if not content), None):
+    if (empty := next((i for i, content in enumerate(contents[:-1]) if not content), None)) is not None:
         raise DataError(f"{where}: turn {empty} of the transcript, the {roles[empty]}'s, is empty")
     names = {"Human": "user", "Assistant": "assistant"}
     return [{"role": names[role], "content": content} for role, content in zip(roles, contents, strict=True)]

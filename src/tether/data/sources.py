@@ -145,6 +145,7 @@ def _objects(path: Path, text: str) -> list[tuple[int | None, Row]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
+    csv.field_size_limit(2**31 - 1)  # of csv's own 131,072 characters a conversation may have more
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader, start = csv.reader(file, strict=True), 1
         try:

@@ -156,9 +156,10 @@ def _largest(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _combined(numbers: Mapping[str, Tensor], reduce: Reduce | None) -> dict[str, Tensor]:
-    """The same numbers over all processes, in one call of ``reduce``."""
+    """The same numbers over all processes, in one call of ``reduce``, whatever order they came in in each."""
     if reduce is None or not numbers:
         return dict(numbers)
-    flat = reduce(torch.cat([x.flatten() for x in numbers.values()]))
-    pieces = flat.split([x.numel() for x in numbers.values()])
-    return {name: piece.reshape(x.shape) for (name, x), piece in zip(numbers.items(), pieces, strict=True)}
+    names = sorted(numbers)
+    flat = reduce(torch.cat([numbers[name].flatten() for name in names]))
+    pieces = flat.split([numbers[name].numel() for name in names])
+    return {name: piece.reshape(numbers[name].shape) for name, piece in zip(names, pieces, strict=True)}

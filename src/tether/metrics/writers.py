@@ -44,7 +44,7 @@ class JsonlWriter:
 
     def _line(self, record: Mapping[str, Any]) -> bytes:
         names: list[str] = []
-        text = json.dumps(_strict(record, "", names), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(_strict(record, "", names), ensure_ascii=False, allow_nan=False, default=str)
         if names:
             logger.warning("%s: written as null because not finite: %s", self.path.name, ", ".join(names))
         # A lone surrogate, which UTF-8 cannot hold, becomes \udXXX: inside a JSON string that is its escape.

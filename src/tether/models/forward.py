@@ -17,11 +17,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.algo.logprobs import LOGITS_AT_ONCE, logprobs_from_logits, selected_logprobs
+from tether.algo import LinearHead, linear_logprobs, logits_at_once, logprobs_from_logits, selected_logprobs
 from tether.errors import ModelError
 from tether.models.compiled import compiled_layers
 from tether.models.fit import positions
 from tether.models.heads import ScalarHead
+from tether.models.products import QuickLinear
 from tether.types import MicroBatch
 
 _HEAD_MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -65,15 +66,13 @@ def response_outputs(
         with_entropy: also gives the entropy.
     """
     if head_matches(model):
-        states = _response_states(model.base_model, batch)
-        logprobs, entropy = selected_logprobs(
-            states,
-            model.get_output_embeddings(),
-            _targets(batch),
-            temperature=temperature,
-            chunk_size=max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size),
-            with_entropy=with_entropy,
-        )
+        states, output = _response_states(model.base_model, batch), model.get_output_embeddings()
+        chunk_size = max(1, logits_at_once(states.device) // model.config.get_text_config().vocab_size)
+        how = {"temperature": temperature, "chunk_size": chunk_size, "with_entropy": with_entropy}
+        if (linear := _as_linear(output)) is None:
+            logprobs, entropy = selected_logprobs(states, output, _targets(batch), **how)
+        else:
+            logprobs, entropy = linear_logprobs(states, linear, _targets(batch), **how)
     else:
         states, logits = _response_logits(model, batch)
         logprobs, entropy = logprobs_from_logits(
@@ -81,6 +80,17 @@ def response_outputs(
         )
     values = None if head is None else head(states.detach() if detach_head else states).squeeze(-1)
     return LogprobOutput(*(None if x is None else _on_response(x, batch) for x in (logprobs, entropy, values)))
+
+
+def _as_linear(head: nn.Module) -> LinearHead | None:
+    """The head as the product of matrices that it is; None if it is more than that, or not all of it is here: adapters
+    on it, weights in 4 bits, weights that an engine gathers when the head is called."""
+    if type(head) not in (nn.Linear, QuickLinear) or type(head.weight) is not nn.Parameter:
+        return None
+    if hasattr(head.weight, "ds_id") or head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head):
+        return None
+    is_quick = isinstance(head, QuickLinear) and head.weight.device.type == "cpu"
+    return LinearHead(head.weight, head.bias, head.multiply if is_quick else nn.functional.linear)
 
 
 def response_values(backbone: PreTrainedModel, head: ScalarHead, batch: MicroBatch) -> Float[Tensor, "M R"]:

@@ -172,11 +172,19 @@ def stop_token_ids(
 
 
 def end_at(model: PreTrainedModel | PeftModel, stops: Collection[int]) -> None:
-    """Makes the model's generation config end answers at all of these tokens, also after it was saved and loaded."""
-    configured = model.generation_config.eos_token_id
+    """Makes the model's generation config end answers at all of these tokens, also after it was saved and loaded.
+
+    One that says how to sample and not that it samples, which transformers does not save once it was changed, samples.
+    """
+    generation = model.generation_config
+    configured = generation.eos_token_id
     ends = {configured} if isinstance(configured, int) else set(configured or ())
     if not ends >= set(stops):
-        model.generation_config.eos_token_id = sorted(ends | set(stops))
+        generation.eos_token_id = sorted(ends | set(stops))
+        try:
+            generation.validate(strict=True)
+        except ValueError:
+            generation.do_sample = True
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

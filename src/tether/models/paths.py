@@ -25,11 +25,12 @@ MODEL_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def check_model_path(path: str, key: str, *, takes_gguf: bool = False) -> None:
+def check_model_path(path: str, key: str, *, revision: str | None = None, takes_gguf: bool = False) -> None:
     """Raises ``ModelError`` if ``path`` cannot be a model or an adapter; loads nothing and does not use the network.
 
     Args:
         key: the configuration key that named it, for the message.
+        revision: branch, tag or commit on the hub.
         takes_gguf: whether a GGUF file will do, which holds a language model and never a head.
     """
     if takes_gguf and (source := gguf_source(path)) is not None:
@@ -40,10 +41,12 @@ def check_model_path(path: str, key: str, *, takes_gguf: bool = False) -> None:
         if not _HUB_ID.fullmatch(path):
             raise ModelError(f"{key}: {path} does not exist; wanted a model folder or a hub id such as org/model")
         names = ("config.json", ADAPTER_CONFIG)
-        if HF_HUB_OFFLINE and not any(isinstance(try_to_load_from_cache(path, name), str) for name in names):
+        cached = (try_to_load_from_cache(path, name, revision=revision) for name in names)
+        if HF_HUB_OFFLINE and not any(isinstance(file, str) for file in cached):
+            at = "" if revision is None else f" at revision {revision}"
             raise ModelError(
                 f"{key}: there is no folder {path}, and HF_HUB_OFFLINE is set but the hub cache holds no model of that "
-                "name; correct the path, or download the model first"
+                f"name{at}; correct the path, or download the model first"
             )
         return
     if not folder.is_dir():

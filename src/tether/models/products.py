@@ -33,11 +33,14 @@ class QuickLinear(nn.Linear):
         """[..., K] → [..., N]."""
         if torch.compiler.is_compiling():
             return _compilable(input, self.weight, self.bias)
-        if not _is_ours(input, self.weight):
-            return super().forward(input)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and _is_ours(input, self.weight):
             return _Product.apply(input, self.weight, self.bias)
-        return product(input, self.weight, self.bias)
+        return self.multiply(input, self.weight, self.bias)
+
+    @staticmethod
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b, [..., K], [N, K], [N] → [..., N], without a gradient where it is oneDNN's."""
+        return (product if _is_ours(x, weight) else nn.functional.linear)(x, weight, bias)
 
 
 class _Product(torch.autograd.Function):

@@ -25,9 +25,10 @@ from tether.models.adapters import (
     place_adapter,
     read_adapter,
 )
+from tether.models.build import padding_id
 from tether.models.loading import classifier_on, load_causal_lm, load_merged_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
-from tether.models.roles import POLICY, VALUE, ModelRoles, padding_id
+from tether.models.roles import POLICY, VALUE, ModelRoles
 
 MANIFEST = "manifest.json"
 
@@ -240,9 +241,12 @@ def written_into(folder: Path) -> Iterator[Path]:
     """A new folder to write into, whose files are put into ``folder`` at the end, each whole or not there."""
     with atomic_folder(folder / "final.tmp") as temporary:
         yield temporary
-    for path in sorted((folder / "final.tmp").iterdir()):
-        path.replace(folder / path.name)
-    (folder / "final.tmp").rmdir()
+    written = folder / "final.tmp"
+    files = [path.relative_to(written) for path in written.rglob("*") if path.is_file()]
+    for name in sorted(files, key=lambda name: (name.name == MANIFEST, name)):  # which lists the others
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (written / name).replace(folder / name)
+    shutil.rmtree(written)
 
 
 def verify_manifest(folder: Path | str) -> None:

@@ -13,11 +13,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 import yaml
 from huggingface_hub import ModelCardData
 
+from tether.config.secrets import address_without_keys, without_keys
 from tether.report.read import Run, read_run, read_settings
 from tether.report.summary import pairs, verdict
 from tether.report.text import number, one_line
@@ -224,23 +224,9 @@ def _command(run: Run, kind: Kind, given: str | None) -> str:
     """What made it, to be run again."""
     stage = {"ppo": "ppo", "critic": "ppo", "reward": "reward", "sft": "sft"}[kind]
     command = given or f"tether {stage} config.yaml"
-    text = yaml.safe_dump(_without_keys(run.config), sort_keys=False, allow_unicode=True, width=100)
+    text = yaml.safe_dump(without_keys(run.config), sort_keys=False, allow_unicode=True, width=100)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
     return f"## Command\n\n`{command}` with\n\n{fence}yaml\n{text}{fence}"
-
-
-def _without_keys(value: Any, key: str = "") -> Any:
-    """The configuration without what may hold a key: the query of an address, further fields of a request."""
-    if isinstance(value, dict):
-        return {name: _without_keys(inner, name) for name, inner in value.items() if name != "extra_body" or not inner}
-    if isinstance(value, list):
-        return [_without_keys(inner, key) for inner in value]
-    return _address(value) if isinstance(value, str) and key in ("url", "base_url") else value
-
-
-def _address(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="…" if parts.query else ""))
 
 
 def _versions() -> str:
@@ -260,7 +246,7 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 def _path(path: str) -> str:
     """A path or an address as it may stand between backticks."""
-    text = _address(path) if "://" in path else path
+    text = address_without_keys(path) if "://" in path else path
     return one_line(text, 200).replace("`", "'").replace("|", "\\|")
 
 

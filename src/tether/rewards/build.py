@@ -102,10 +102,10 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
                 check_model_path(config.path, f"{key}.path")
                 _check_reward_adapter(config.path, f"{key}.path")
             case ModelReward():
-                check_model_path(config.path, f"{key}.path")
+                check_model_path(config.path, f"{key}.path", revision=config.revision)
                 check_classifier(config.path, f"{key}.path")
             case ValueHeadReward():
-                check_model_path(config.path, f"{key}.path")
+                check_model_path(config.path, f"{key}.path", revision=config.revision)
                 check_value_head(config.path, f"{key}.path")
             case ReadyReward():
                 check_ready(config, columns, key)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from tether.errors import RewardResponseError
 from tether.rewards.tokens import on_tokens
 from tether.types import RewardBatch, RewardOutput, RewardSource
 
@@ -132,6 +133,11 @@ def joined(groups: Sequence[tuple[Sequence[int], RewardOutput]], batch: RewardBa
     by_row = {row: (output, i) for rows, output in groups for i, row in enumerate(rows)}
     ordered = [by_row[row] for row in range(len(batch))]
     names = groups[0][1].components
+    if unlike := [rows for rows, output in groups if output.components.keys() != names.keys()]:
+        raise RewardResponseError(
+            f"components: {named(sorted(groups[0][0]))} have {sorted(names) or 'none'}, {named(sorted(unlike[0]))} "
+            "have others; wanted the same of every answer"
+        )
     tokens = None
     if any(output.token_scores is not None for _, output in groups):
         of_row = {

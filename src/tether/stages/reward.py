@@ -106,28 +106,28 @@ def train_reward_model(
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
         model = dist.each(lambda: adapted(model, config.model))
-    dist.by_main(lambda: running.prepare_folder(config, run.checkpoint))
-    settings = model.config.get_text_config()
-    uses_cache = settings.use_cache
-    start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
-    with lost_told(dist.num_processes):
-        running.train(
-            lambda: _trainer(model, tokenizer, data.train, config, precision=precision, watch=watch), run.checkpoint
-        )
-    if watch.interrupted is not None:
-        return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
-    settings.use_cache = uses_cache  # TRL turns it off for training, and the folder would keep that
-    model.eval()
-    metrics = {
-        **data.counts,
-        "train_loss": dist.by_main(lambda: running.last_loss(config)),
-        "time/train_s": time.perf_counter() - start,
-    }
-    batch_size = 2 * config.train.micro_batch_size
-    evaluation = evaluate(model, data.held_out, batch_size=batch_size, dist=dist, precision=precision)
-    dist.by_main(lambda: _write(model, tokenizer, config.output_dir, evaluation))
-    metrics |= {f"eval_{k}": v for k, v in evaluation["metrics"].items()}
-    return RewardStageResult(config.output_dir, metrics, evaluation["accuracy_by_length"])
+    with running.prepared(run):
+        settings = model.config.get_text_config()
+        uses_cache = settings.use_cache
+        start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
+        with lost_told(dist.num_processes):
+            running.train(
+                lambda: _trainer(model, tokenizer, data.train, config, precision=precision, watch=watch), run.checkpoint
+            )
+        if watch.interrupted is not None:
+            return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
+        settings.use_cache = uses_cache  # TRL turns it off for training, and the folder would keep that
+        model.eval()
+        metrics = {
+            **data.counts,
+            "train_loss": dist.by_main(lambda: running.last_loss(config)),
+            "time/train_s": time.perf_counter() - start,
+        }
+        batch_size = 2 * config.train.micro_batch_size
+        evaluation = evaluate(model, data.held_out, batch_size=batch_size, dist=dist, precision=precision)
+        dist.by_main(lambda: _write(model, tokenizer, config.output_dir, evaluation))
+        metrics |= {f"eval_{k}": v for k, v in evaluation["metrics"].items()}
+        return RewardStageResult(config.output_dir, metrics, evaluation["accuracy_by_length"])
 
 
 # Before a model is loaded

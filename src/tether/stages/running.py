@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,13 +35,14 @@ from tether.config import launched
 from tether.config.load import dump_config, parse_config
 from tether.config.stage import StageConfig
 from tether.errors import CheckpointError, ConfigError, TrainingError
+from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, met_by_all
 from tether.machine.precision import check_precision
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after
 from tether.models.chat import check_template
 from tether.models.loading import half_dtype
 from tether.models.paths import check_model_path
-from tether.models.saving import MANIFEST, check_can_be_made
+from tether.models.saving import MANIFEST, check_can_be_made, files_written
 
 CONFIG_FILE, METRICS_FILE, TRAINER_STATE = "config.yaml", "metrics.jsonl", "trainer_state.json"
 SCHEDULES = tuple(
@@ -81,7 +82,7 @@ def check_stage(config: StageConfig, command: str) -> None:
         if launched.mixed_precision() == "fp16":
             told = "mixed_precision of the launch: got fp16, wanted no"
         raise ConfigError(f"{told} where there is no accelerator: tether {command} would train in float32")
-    check_model_path(config.model.path, "model.path")
+    check_model_path(config.model.path, "model.path", revision=config.model.revision)
     check_template(config.data.chat_template)
     if config.train.lr_scheduler_type not in SCHEDULES:
         raise ConfigError(
@@ -212,24 +213,29 @@ def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
 
 def newest_checkpoint(folder: Path, tell: Tell) -> Path | None:
     """The newest complete checkpoint in a run's folder, if there is one."""
-    named = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    for path in sorted(named, key=_step, reverse=True):
+    for path in reversed(_checkpoints(folder)):
         if _is_complete(path):
             return path
         tell(f"{path} was not written to its end; trying the checkpoint before it")
     return None
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
+def _checkpoints(folder: Path) -> list[Path]:
+    """The folders that the trainer wrote into, by their steps; a copy under another name is none of them."""
+    named = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def _step(checkpoint: Path) -> int | None:
+    """Finished steps by the trainer's state, which it writes last; None without it."""
+    try:
+        return int(json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    """Whether the trainer wrote its state, which it does last."""
-    try:
-        return "global_step" in json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    return _step(checkpoint) is not None
 
 
 def _check_same_run(checkpoint: Path, config: StageConfig) -> None:
@@ -252,20 +258,34 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def prepare_folder(config: StageConfig, checkpoint: Path | None) -> None:
-    """Makes ``output_dir`` ready: empty of an earlier run, or cut back to the checkpoint that the run goes on from."""
+@contextmanager
+def prepared(run: Begun[Any]) -> Iterator[None]:
+    """Inside, ``output_dir`` is this run's alone, and ready: without what an earlier run wrote, or cut back to the
+    checkpoint that the run goes on from.
+
+    Raises:
+        ConfigError: it cannot be made, or another run writes to it or has written to it meanwhile.
+    """
+    dist, config = run.dist, run.config
+    with ExitStack() as stack:
+        dist.by_main(lambda: stack.enter_context(claimed(config.output_dir)))
+        dist.by_main(lambda: check_folder(config))  # once more: another run may have begun there meanwhile
+        dist.by_main(lambda: _prepare(config, run.checkpoint))
+        yield
+
+
+def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
     folder = config.output_dir
-    if checkpoint is None and folder.is_dir():
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be made: {error.strerror}") from error
-    if checkpoint is not None:
+    if checkpoint is None:
+        for path in _checkpoints(folder):
+            shutil.rmtree(path)
+        for name in (METRICS_FILE, *files_written(folder)):
+            (folder / name).unlink(missing_ok=True)
+    else:
         step = _step(checkpoint)
-        for path in folder.glob("checkpoint-*"):
-            if _step(path) > step:  # its steps are made anew, and so is it
-                shutil.rmtree(path)
+        for path in _checkpoints(folder):
+            if path.resolve() != checkpoint.resolve() and (_step(path) is None or _step(path) > step):
+                shutil.rmtree(path)  # its steps are made anew, and so is it
         truncate_after(folder / METRICS_FILE, step, step)
     temporary = folder / f".{CONFIG_FILE}.tmp"
     temporary.write_text(dump_config(config), encoding="utf-8")

@@ -88,23 +88,25 @@ def train_sft(
         tell(line)
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision))
-    dist.by_main(lambda: running.prepare_folder(config, run.checkpoint))
-    start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
-    with _settings_kept(model), lost_told(dist.num_processes):
-        trainer = running.train(lambda: _trainer(model, data, config, precision=precision, watch=watch), run.checkpoint)
-        if watch.interrupted is None and data.held_out and not _is_evaluated(trainer):
-            trainer.evaluate()
-    if watch.interrupted is not None:
-        return SftResult(config.output_dir, data.counts, watch.interrupted)
-    metrics = {
-        **data.counts,
-        "train_loss": dist.by_main(lambda: running.last_loss(config)),
-        "time/train_s": time.perf_counter() - start,
-        **_last_evaluation(trainer),
-    }
-    end_at(model, data.end_ids)
-    dist.by_main(lambda: _write(model, data.tokenizer, config.output_dir, _last_evaluation(trainer)))
-    return SftResult(config.output_dir, metrics)
+    with running.prepared(run):
+        start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
+        with _settings_kept(model), lost_told(dist.num_processes):
+            trainer = running.train(
+                lambda: _trainer(model, data, config, precision=precision, watch=watch), run.checkpoint
+            )
+            if watch.interrupted is None and data.held_out and not _is_evaluated(trainer):
+                trainer.evaluate()
+        if watch.interrupted is not None:
+            return SftResult(config.output_dir, data.counts, watch.interrupted)
+        metrics = {
+            **data.counts,
+            "train_loss": dist.by_main(lambda: running.last_loss(config)),
+            "time/train_s": time.perf_counter() - start,
+            **_last_evaluation(trainer),
+        }
+        end_at(model, data.end_ids)
+        dist.by_main(lambda: _write(model, data.tokenizer, config.output_dir, _last_evaluation(trainer)))
+        return SftResult(config.output_dir, metrics)
 
 
 # Before a model is loaded

@@ -108,22 +108,38 @@ def open_chat(
         ConfigError, ModelError: a model is not there.
     """
     run = run_config(Path(model))
-    start = beside or (run.model.path if run else None)
-    paths = {"RUN_OR_MODEL": model} | ({"--beside": start} if start and not alone else {})
-    for key, path in paths.items():
-        check_model_path(path, key)
+    code = {"trust_remote_code": run.model.trust_remote_code} if run else {}
+    models = [_Source("RUN_OR_MODEL", model, code)]
+    if beside is not None and not alone:
+        models.append(_Source("--beside", beside, code))
+    elif run is not None and not alone:
+        key = f"model.path of the run in {model} (--alone leaves it out, --beside names another)"
+        models.append(_Source(key, run.model.path, code | {"revision": run.model.revision}))
+    for source in models:
+        check_model_path(source.path, source.key, revision=source.options.get("revision"), takes_gguf=True)
     asked = {"max_new_tokens": response_length, "temperature": temperature}
     asked = {name: value for name, value in asked.items() if value is not None}
     if min(asked.values(), default=1) < 0 or asked.get("max_new_tokens") == 0:
         raise ConfigError("--response_length must be above 0, --temperature at least 0")
     keys = run.data.chat if run else ChatKeys().chat
-    speakers = [_speaker(path, run, keys["chat_template"], asked) for path in paths.values()]
+    speakers = [_speaker(source, run, keys["chat_template"], asked) for source in models]
     return Chat(speakers, keys, system or keys["system_prompt"], seed)
 
 
-def _speaker(path: str, run: RunConfig | None, chat_template: str, asked: Mapping[str, Any]) -> Speaker:
-    tokenizer = templated(load_tokenizer(path), chat_template)
-    policy = load_causal_lm(path, dtype=None).to(Dist().device)
+@dataclass(frozen=True)
+class _Source:
+    """Where a model of a conversation is loaded from."""
+
+    key: str
+    """What named it, for messages."""
+    path: str
+    options: Mapping[str, Any]
+    """Of loading."""
+
+
+def _speaker(source: _Source, run: RunConfig | None, chat_template: str, asked: Mapping[str, Any]) -> Speaker:
+    tokenizer = templated(load_tokenizer(source.path, **source.options), chat_template)
+    policy = load_causal_lm(source.path, dtype=None, **source.options).to(Dist().device)
     stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
     sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)
-    return Speaker(path, policy, tokenizer, replace(sampling, **asked))
+    return Speaker(source.path, policy, tokenizer, replace(sampling, **asked))

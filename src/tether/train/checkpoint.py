@@ -37,11 +37,11 @@ from tether.algo import ScoreMoments
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import CheckpointError, ConfigError, TrainingError
+from tether.machine.claim import claimed
 from tether.machine.distributed import met_by_all
 from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder, files_written, policy_weights, put_back, save_policy, verify_manifest
 from tether.report.card import write_card
-from tether.train.claim import claimed
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import Engine
 from tether.train.optim import MOMENT_BYTES, PassOptimizer

@@ -105,11 +105,17 @@ class PassCosts:
         self._per_token = {pass_.name: _operations(roles, pass_) for pass_ in roles.passes}
 
     def count(self, metrics: Metrics, pass_: Pass, batch: MicroBatch) -> None:
-        """Adds a forward and backward of ``pass_`` to ``tokens/update`` and ``flops/update``, the latter in 10¹²."""
+        """Adds a forward and backward of ``pass_`` to ``tokens/update`` and ``flops/update``, the latter in 10¹². An
+        idle micro-batch adds nothing, but in a process that has no other both are there as well."""
         of_trunk, of_head = self._per_token[pass_.name]
-        read: Tensor = batch.attention_mask.sum()
+        read: Tensor = num_read(batch)
         metrics.sum("tokens/update", read)
         metrics.sum("flops/update", (of_trunk * read.double() + of_head * batch.response_mask.sum()) / 1e12)
+
+
+def num_read(batch: MicroBatch) -> Tensor:
+    """Tokens that a pass over a micro-batch reads, padding left out; none where it is idle."""
+    return batch.attention_mask.sum() * (not batch.is_idle)
 
 
 def _operations(roles: ModelRoles, pass_: Pass) -> tuple[int, int]:

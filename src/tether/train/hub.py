@@ -70,7 +70,10 @@ def model_files(folder: Path) -> list[str]:
     """
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"{folder} holds no model; wanted a run's output folder, a checkpoint, or a merged model")
-    written = [name for name in files_written(folder) if "/" not in name and name != MANIFEST]
+    def belongs(name: str) -> bool:
+        return name != MANIFEST and ("/" not in name or name.startswith("additional_chat_templates/"))
+
+    written = [name for name in files_written(folder) if belongs(name)]
     return written or MODEL_FILES
 
 

@@ -65,7 +65,7 @@ class RunData:
 
 def check(config: RunConfig) -> None:
     """Raises for every mistake that shows without loading a tokenizer or a model."""
-    check_model_path(config.model.path, "model.path", takes_gguf=True)
+    check_model_path(config.model.path, "model.path", revision=config.model.revision, takes_gguf=True)
     if config.model.quantization is not None:
         check_bitsandbytes(config.model.quantization, "model.quantization", default_device())
     if config.train.optim == "adamw_8bit":

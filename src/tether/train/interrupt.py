@@ -25,6 +25,7 @@ class StopRequest:
     """Notices SIGINT, SIGTERM and the time limit, so that the run stops where its state is whole.
 
     A second SIGINT raises KeyboardInterrupt at once. Inside a thread other than the main one only the time limit works.
+    What it is entered for may enter it again.
 
     Args:
         max_runtime: hours after entering, or None.
@@ -37,8 +38,12 @@ class StopRequest:
         self._deadline: float | None = None
         self._before: dict[int, Any] = {}
         self._is_waiting = False
+        self._depth = 0
 
     def __enter__(self) -> StopRequest:
+        self._depth += 1
+        if self._depth > 1:
+            return self
         if self.max_runtime is not None:
             self._deadline = time.monotonic() + 3600 * self.max_runtime
         if threading.current_thread() is threading.main_thread():
@@ -49,11 +54,13 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
-        if self._dist is not None:
-            self._dist.stop_asked = lambda: None
+        self._depth -= 1
+        if self._depth == 0:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            self._before.clear()
+            if self._dist is not None:
+                self._dist.stop_asked = lambda: None
         if kind is _AtOnce:
             raise Stopped(self.reason)
 

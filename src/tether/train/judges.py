@@ -17,10 +17,11 @@ from tether.data.pairs import answer_leads, encoded_prompts
 from tether.data.prompts import conversation
 from tether.errors import ConfigError, DataError
 from tether.machine.distributed import Dist
+from tether.models.build import build_roles
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.loading import half_dtype, load_generation_config, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
-from tether.models.roles import ModelRoles, build_roles
+from tether.models.roles import ModelRoles
 from tether.report.text import prompt_text
 from tether.rewards.build import build_rewards, check_rewards
 from tether.rewards.server import Asked, RewardServer
@@ -121,7 +122,7 @@ def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) ->
             "[mean, std], which score_norm.json of a run has, or leave it out"
         )
     if config.model is not None:
-        check_model_path(config.model.path, "model.path", takes_gguf=True)
+        check_model_path(config.model.path, "model.path", revision=config.model.revision, takes_gguf=True)
     check_template(config.data.chat_template)
     check_rewards(config.rewards, columns)
 

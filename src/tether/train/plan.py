@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tether.algo.logprobs import LOGITS_AT_ONCE
+from tether.algo import logits_at_once
 from tether.config.base import Quantization
 from tether.config.load import dump_config
 from tether.config.rewards import (
@@ -41,11 +41,11 @@ from tether.models.adapters import (
     target_names,
     with_adapter,
 )
+from tether.models.build import critic_source
 from tether.models.heads import state_size
 from tether.models.layers import parameters_above
 from tether.models.loading import default_device, half_dtype, load_config
 from tether.models.paths import adapter_base, is_adapter
-from tether.models.roles import critic_source
 from tether.train.inputs import check, check_batches, check_data, load_data, resolved
 from tether.train.optim import MOMENT_BYTES
 
@@ -316,7 +316,7 @@ def estimate_memory(
     rows = min(config.sampling.batch_size, -(-config.train.rollout_batch_size // num_processes))
     tokens = config.train.max_tokens_per_micro_batch or config.train.micro_batch_size * width
     cache = rows * width * text.num_hidden_layers * 2 * heads * head_dim * unit
-    chunk = 3 * LOGITS_AT_ONCE * 4
+    chunk = 2 * logits_at_once(default_device()) * 4
     layers = 2 if config.train.gradient_checkpointing else text.num_hidden_layers
     activations = tokens * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
     one_layer = tokens * text.hidden_size * ACTIVATION_FACTOR * unit // 2

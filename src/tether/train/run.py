@@ -16,17 +16,20 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import ModelConfig, RunConfig, SamplingConfig
+from tether.config.secrets import without_keys
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
+from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, lost_told
 from tether.machine.precision import check_precision
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import truncate_after
+from tether.models.build import build_roles
 from tether.models.gguf import gguf_source
 from tether.models.loading import end_at, half_dtype, load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.offload import has_own_memory
 from tether.models.paths import ADAPTER_CONFIG
-from tether.models.roles import ModelRoles, build_roles
+from tether.models.roles import ModelRoles
 from tether.models.saving import (
     atomic_folder,
     check_can_be_made,
@@ -49,7 +52,6 @@ from tether.train.checkpoint import (
     list_checkpoints,
     read_state,
 )
-from tether.train.claim import claimed
 from tether.train.display import Display, NullDisplay
 from tether.train.engines.build import build_engine
 from tether.train.engines.replicated import Alone
@@ -75,6 +77,8 @@ from tether.train.trainer import PPOTrainer
 from tether.types import RewardSource, Sampling
 
 CONFIG, SCORE_NORM, CRITIC, BASE = "config.yaml", "score_norm.json", "critic", "base"
+OF_SCRIPT = "train_dataset"
+"""``data.prompts`` of a run whose prompts were handed over by a script, on ``tether.compat.trl``."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,9 @@ def train_policy(
     """
     with open_trainer(config, rewards=rewards, display=display, callbacks=callbacks) as trainer:
         config, log, dist = trainer.config, trainer.log, trainer.dist
-        interrupted = trainer.fit()
-        write_end(trainer, finished=interrupted is None)
+        with trainer.stop:  # a signal while the end is written comes too late to stop anything
+            interrupted = trainer.fit()
+            write_end(trainer, finished=interrupted is None)
         is_to_push = config.train.push_to_hub and interrupted is None and dist.is_main
     if is_to_push:
         told = push(config.output_dir, hub_repository(config))
@@ -246,7 +251,7 @@ def open_log(config: RunConfig, display: Display, dist: Dist) -> RunLog:
         report_to,
         run_name=config.train.run_name or folder.name,
         logging_dir=folder / "logs",
-        config=config.model_dump(mode="json"),
+        config=without_keys(config.model_dump(mode="json")),
     )
     return RunLog(folder if dist.is_main else None, display, trackers, logging_steps=config.train.logging_steps)
 
@@ -266,9 +271,10 @@ def check_folder(config: RunConfig) -> None:
         )
     if not holds_run and any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"output_dir: {folder} holds a model, which the trained policy would replace; name another")
-    replaced = {path.resolve() for path in (folder, *list_checkpoints(folder))}
+    removed = [path.resolve() for path in (*list_checkpoints(folder), folder / CRITIC, folder / BASE)]
     for key, path in model_paths(config).items():
-        if Path(path).resolve() in replaced:
+        read = Path(path).resolve()
+        if read == folder.resolve() or any(read.is_relative_to(path) for path in removed):
             raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
     _check_files(folder, is_new=not holds_run and not config.overwrite_output_dir)
     check_can_be_made(folder, "output_dir")
@@ -397,7 +403,7 @@ def role_table(roles: ModelRoles) -> tuple[list[str], list[list[str]]]:
 def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable[[str], None]) -> None:
     """Makes ``output_dir`` ready: empty of an earlier run, or cut back to the checkpoint that the run goes on from."""
     folder = config.output_dir
-    if checkpoint is not None:
+    if checkpoint is not None and checkpoint.resolve().parent == folder.resolve():
         state = read_state(checkpoint)
         for path in list_checkpoints(folder)[::-1]:
             if checkpoint_step(path) > state["step"]:  # its updates are made anew, and so is it

@@ -30,7 +30,7 @@ from tether.rewards.norms import normalised
 from tether.train.display import Display, NullDisplay
 from tether.train.evaluate import evaluate
 from tether.train.inputs import RunData, first_answer, load_prompt_sets, resolved
-from tether.train.run import CONFIG, SCORE_NORM, build_parts, sampling_of
+from tether.train.run import CONFIG, OF_SCRIPT, SCORE_NORM, build_parts, sampling_of
 from tether.types import Request, Sampling, noise_key
 
 
@@ -97,6 +97,11 @@ def evaluate_path(
     config = run_config(run)
     if config is None:
         raise ConfigError(f"{run}: neither it nor the folder it is in holds a run of `tether ppo`, which has rewards")
+    if config.data.prompts == OF_SCRIPT and not Path(OF_SCRIPT).exists():
+        raise ConfigError(
+            f"{run}: its run was made by a script on tether.compat.trl, with prompts and rewards that only the script "
+            "has; evaluate there, by PPOTrainer.evaluate()"
+        )
     if prompts is not None:
         check_source(prompts, "--prompts")
     elif not config.data.has_eval:
@@ -108,7 +113,7 @@ def evaluate_path(
     config = config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
     has_norms = config.ppo.score_norm is not None or measured_norms(config.rewards)
     moments, sources = read_norms(run) if has_norms else (ScoreMoments(), {})
-    tokenizer = load_tokenizer(str(run))
+    tokenizer = load_tokenizer(str(run), trust_remote_code=config.model.trust_remote_code)
     if prompts is None:
         _, data = load_prompt_sets(config, tokenizer)
     else:
@@ -160,7 +165,8 @@ def generate_path(
     check_source(prompts, "--prompts")
     check_output(output)
     run = run_config(Path(model))
-    tokenizer = load_tokenizer(model)
+    code = {"trust_remote_code": run.model.trust_remote_code} if run else {}
+    tokenizer = load_tokenizer(model, **code)
     data = load_prompts(
         prompts,
         tokenizer,
@@ -172,7 +178,7 @@ def generate_path(
     )
     display.phase("loading the model", 0, 1)
     device = Dist().device
-    policy = load_causal_lm(model, dtype=None).to(device)
+    policy = load_causal_lm(model, dtype=None, **code).to(device)
     stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
     sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)
     asked = {"max_new_tokens": response_length, "temperature": temperature}

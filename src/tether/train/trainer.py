@@ -36,7 +36,7 @@ from tether.models.roles import POLICY, Pass
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState, last_complete
-from tether.train.costs import PassCosts, phase, product_rate, timed, with_rates
+from tether.train.costs import PassCosts, num_read, phase, product_rate, timed, with_rates
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import out_of_step
 from tether.train.evaluate import evaluate
@@ -425,8 +425,7 @@ class PPOTrainer:
             if self.roles.has_reference:
                 with phase(metrics, "reference", self.dist.device):
                     ref = self.roles.ref_logprobs(batch, temperature)
-            if not batch.is_idle:
-                metrics.sum("tokens/read", batch.attention_mask.sum())
+            metrics.sum("tokens/read", num_read(batch))
             self.guard.check(answers, batch, logprobs=out.logprobs, values=out.values, ref_logprobs=ref)
             seen.append(out)
             refs.append(ref)

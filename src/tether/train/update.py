@@ -152,7 +152,8 @@ class Update:
             for item in mini_batch
         ]
         normaliser = self.dist.sum(torch.stack(parts).sum()).clamp(min=1.0)
-        learned = [item for item in mini_batch if item.takes_part]
+        # The largest first: what does not fit is seen at once, and what follows fits into the memory that it leaves.
+        learned = sorted((item for item in mini_batch if item.takes_part), key=num_places, reverse=True)
         acts = not self.is_warming_up and any(POLICY in pass_.trains for pass_ in passes)
         shown, num_tokens = self.own_demonstrations(number) if self.demonstrations and acts else ([], 0.0)
         self.engine.expect({p.name: len(learned) + len(shown) * (POLICY in p.trains) for p in passes})
@@ -196,8 +197,7 @@ class Update:
                 weights[name] * algo.reduced(x, item.loss_mask, how=ppo.loss_reduction) for name, x in losses.items()
             )
             self.engine.backward(optimizer.scaled(total / normaliser.to(total)), pass_.name)
-        if not item.batch.is_idle:
-            self.costs.count(self.metrics, pass_, item.batch)
+        self.costs.count(self.metrics, pass_, item.batch)
         if self.config.train.gradient_checkpointing:
             self.dist.trim_heap()  # where memory counts more than time
 
@@ -328,6 +328,11 @@ def _part(item: Experience, start: int, end: int) -> Experience:
     of_batch = ("rows", "token_ids", "attention_mask", "position_ids", "response_mask")
     own = ("logprobs", "advantages", "loss_mask", "values", "returns", "ref_logprobs")
     return replace(item, batch=replace(item.batch, **cut(item.batch, of_batch)), **cut(item, own))
+
+
+def num_places(item: Experience) -> int:
+    """Tokens of a micro-batch, padding included."""
+    return item.batch.token_ids.numel()
 
 
 def num_answers(parts: Sequence[Experience]) -> int:

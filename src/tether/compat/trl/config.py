@@ -12,6 +12,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
+from tether.compat.trl.former import OF_CONFIG, telling
 from tether.config import launched
 from tether.config.load import checked_config
 from tether.config.schema import RunConfig
@@ -20,6 +21,7 @@ from tether.machine.distributed import Dist
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.loading import bf16_supported, default_device
 from tether.train.engines.deepspeed import load_whole
+from tether.train.run import OF_SCRIPT
 
 REFUSED = {
     "optim_args": "the optimizer is AdamW: use learning_rate, weight_decay and adam_*, or hand over `optimizers`",
@@ -119,7 +121,9 @@ class PPOConfig(TrainingArguments):
     ref_adapter_name: str | None = field(
         default=None, metadata={"help": "Adapter of a PEFT model that is the reference. Left out: adapters off."}
     )
-    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Of DeepSpeed, which is not used here."})
+    ds3_gather_for_generation: bool = field(
+        default=True, metadata={"help": "Gather weights that ZeRO-3 or FSDP2 spread for the answers of a batch."}
+    )
 
     # The algorithm.
     num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over each rollout batch."})
@@ -159,6 +163,9 @@ def _has_bf16() -> bool:
     return bf16_supported("cuda") if torch.cuda.is_available() else is_torch_bf16_gpu_available()
 
 
+PPOConfig.__init__ = telling(OF_CONFIG, "PPOConfig")(PPOConfig.__init__)
+
+
 def _default(argument: Any) -> Any:
     """The default of a dataclass field."""
     return argument.default if not callable(argument.default_factory) else argument.default_factory()
@@ -194,12 +201,15 @@ def check_arguments(args: PPOConfig) -> None:
         raise ConfigError(f"PPOConfig.hub_strategy: got {args.hub_strategy.value}, wanted end or every_save")
 
 
-def derive(args: PPOConfig, num_prompts: int, num_processes: int = 1) -> None:
+def derive(args: PPOConfig, num_prompts: int, num_processes: int = 1) -> list[str]:
     """Fills in the batch sizes and the length of the run, as TRL does.
 
         batch_size = per_device_train_batch_size · gradient_accumulation_steps · num_processes
         mini_batch_size = batch_size / num_mini_batches
         num_total_batches = ⌈total_episodes / batch_size⌉
+
+    Returns:
+        A line for each of them that was set to something else.
 
     Raises:
         ConfigError: a batch has no whole number of mini-batches, or an argument is not positive.
@@ -207,6 +217,7 @@ def derive(args: PPOConfig, num_prompts: int, num_processes: int = 1) -> None:
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"):
         if getattr(args, name) < 1:
             raise ConfigError(f"PPOConfig.{name}: got {getattr(args, name)}, wanted at least 1")
+    was = {name: getattr(args, name) for name in sorted(DERIVED & args.set_arguments)}
     args.world_size = num_processes
     args.micro_batch_size = args.per_device_train_batch_size * num_processes
     args.local_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -223,6 +234,13 @@ def derive(args: PPOConfig, num_prompts: int, num_processes: int = 1) -> None:
     elif args.total_episodes is None:
         args.total_episodes = int(args.num_train_epochs * num_prompts)
     args.num_total_batches = math.ceil(args.total_episodes / args.batch_size)
+    return [
+        f"PPOConfig.{name}: got {value}, which nothing reads; it is {getattr(args, name)} here, as in TRL 1.12 worked "
+        f"out of per_device_train_batch_size {args.per_device_train_batch_size}, gradient_accumulation_steps "
+        f"{args.gradient_accumulation_steps}, num_mini_batches {args.num_mini_batches} and the number of processes"
+        for name, value in was.items()
+        if value != getattr(args, name)
+    ]
 
 
 def run_config(
@@ -249,7 +267,7 @@ def run_config(
         ConfigError: names the argument, what was got and what is wanted.
     """
     updates, each_epoch = args.num_total_batches, max(1, round(num_prompts / args.batch_size))
-    warmup = args.warmup_steps if args.warmup_steps < 1 else args.warmup_steps / max(updates, 1)
+    warmup = args.warmup_steps if args.warmup_steps < 1 else min(1.0, args.warmup_steps / max(updates, 1))
     ppo = ("num_ppo_epochs", "num_mini_batches", "whiten_rewards", "kl_coef", "kl_estimator", "cliprange", "vf_coef",
            "cliprange_value", "gamma", "lam")  # fmt: skip
     train = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed", "save_total_limit",
@@ -278,7 +296,7 @@ def run_config(
         "greater_is_better": args.greater_is_better is not False,
         "run_name": args.run_name,
     }
-    data = {"prompts": "train_dataset"} | ({"eval_prompts": "eval_dataset"} if evaluates else {})
+    data = {"prompts": OF_SCRIPT} | ({"eval_prompts": "eval_dataset"} if evaluates else {})
     return checked_config(
         {
             "model": {"path": model_path, "lora": lora},

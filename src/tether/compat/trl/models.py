@@ -21,12 +21,13 @@ from tether.models.adapters import (
     check_shareable,
     with_adapter,
 )
+from tether.models.build import check_token_ids
 from tether.models.fit import steady_positions, steady_positions_told
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead
 from tether.models.loading import half_dtype
 from tether.models.paths import absolute_source
-from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role, check_token_ids
+from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
 
 IN_MEMORY = "in memory"
 CAUSAL = "a causal language model (AutoModelForCausalLM.from_pretrained(path))"

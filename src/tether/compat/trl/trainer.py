@@ -22,6 +22,7 @@ from tether.compat.trl import hub
 from tether.compat.trl.config import INERT, PPOConfig, check_arguments, derive, run_config
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
+from tether.compat.trl.former import OF_TRAINER, telling
 from tether.compat.trl.models import Models, check_positions, check_vocabularies, name_of
 from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
@@ -31,6 +32,7 @@ from tether.config.schema import RunConfig
 from tether.data.prompts import PromptData
 from tether.errors import ConfigError
 from tether.generation.build import build_generator
+from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
 from tether.models.adapters import DEFAULT
@@ -40,7 +42,6 @@ from tether.report.card import write_card
 from tether.report.html import write_report
 from tether.train import evaluate as evaluation
 from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
-from tether.train.claim import claimed
 from tether.train.display import NullDisplay
 from tether.train.engines.build import build_engine
 from tether.train.log import METRICS, RunLog
@@ -91,6 +92,7 @@ class PPOTrainer:
         ConfigError, DataError, ModelError: an argument is not what is wanted; says what is. Nothing was changed then.
     """
 
+    @telling(OF_TRAINER, "PPOTrainer")
     def __init__(
         self,
         args: PPOConfig,
@@ -118,7 +120,8 @@ class PPOTrainer:
             self._held_out = prompts_of(eval_dataset, processing_class, data_collator, "eval_dataset")
         self._check_data(models, judges, prompts)
         dist = Dist(args.ddp_timeout)
-        derive(args, len(prompts.prompts), dist.num_processes)
+        for line in derive(args, len(prompts.prompts), dist.num_processes):
+            logger.warning(line)
         stop_token, stops = _stop(args, processing_class)
         evaluates = self._held_out is not None and args.eval_strategy.value != "no"
         self._config = run_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +30,18 @@ def forwards_in_step(
     Args:
         before: what comes before each forward, in every process.
         after: what comes after it.
+
+    Raises:
+        OutOfStep: a forward failed. Who runs out of memory in one would try fewer answers, in a forward that the
+            others, who are in the middle of theirs, do not take part in.
     """
     policy = roles.role(POLICY).model
+    own, forward = vars(policy).get("forward"), policy.forward
+
+    @functools.wraps(forward)
+    def together(*args: Any, **options: Any) -> Any:
+        with all_together("a forward", dist.num_processes):
+            return forward(*args, **options)
 
     def begin(*call: Any) -> None:
         dist.any(True)
@@ -41,9 +52,13 @@ def forwards_in_step(
 
     first = policy.register_forward_pre_hook(begin, prepend=True)  # engines have hooks there that are to come after it
     last = policy.register_forward_hook(end)
+    policy.forward = together
     try:
         yield
     finally:
+        del policy.forward
+        if own is not None:
+            policy.forward = own
         first.remove()
         last.remove()
     token = torch.zeros(1, 1, dtype=torch.long, device=dist.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +125,17 @@ class Replicated(Alone):
             modules = [roles.role(pass_.name).model, *(head for head in heads if head is not None)]
             with _training_only(pass_, modules), lost_told(self._dist.num_processes):
                 self._hosts[pass_.name] = self._dist.accelerator.prepare_model(Hosted(*modules), device_placement=False)
-        roles.host(self._hosts)
+        roles.host({name: partial(self._run, name) for name in self._hosts})
+
+    def _run(self, role: str, compute: Callable[[], Any]) -> Any:
+        """A forward through DDP, which decides there whether the backward that follows talks."""
+        with self._alone(role):
+            return self._hosts[role](compute)
+
+    def _alone(self, role: str) -> AbstractContextManager[None]:
+        """Inside, no gradients are summed over processes, unless the pass's next backward is the last."""
+        is_last = self._to_come.get(role, 1) <= 1
+        return nullcontext() if is_last else self._dist.accelerator.no_sync(self._hosts[role])
 
     def expect(self, backwards: Mapping[str, int]) -> None:
         """Keeps count, as DDP talks in the last backward of a pass alone."""
@@ -132,11 +143,10 @@ class Replicated(Alone):
 
     def backward(self, loss: Tensor, role: str) -> None:
         """Adds the gradient of ``loss``; what was added is summed over processes in the last backward of the pass."""
-        count, host = self._dist.num_processes, self._hosts[role]
-        self._to_come[role] -= 1
-        alone = self._dist.accelerator.no_sync(host) if self._to_come[role] > 0 else nullcontext()
-        with all_together("the update's passes", count), alone:
+        count = self._dist.num_processes
+        with all_together("the update's passes", count), self._alone(role):
             (loss * count).backward()
+        self._to_come[role] -= 1
 
 
 @contextmanager

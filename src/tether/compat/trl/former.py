@@ -1,0 +1,97 @@
+"""What TRL before 1.12 called things, and what stands in their place: for messages."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tether.errors import ConfigError
+
+GUIDE = "docs/from_trl.md"
+NAMES = {
+    "PPOv2Trainer": "it is called PPOTrainer",
+    "PPOv2Config": "it is called PPOConfig",
+    "AutoModelForCausalLMWithValueHead": (
+        "load the policy by transformers.AutoModelForCausalLM and give PPOTrainer a value_model, a sequence classifier "
+        "with one label; a head on the policy is `value: {kind: head}` of a configuration file"
+    ),
+    "AutoModelForSeq2SeqLMWithValueHead": "models with an encoder cannot be trained",
+    "create_reference_model": "leave it out: ref_model=None is a copy of the policy",
+    "LengthSampler": "leave it out: response_length is the most, and end tokens end an answer",
+    "AdaptiveKLController": "it is ppo.kl_target and ppo.kl_horizon of a configuration file",
+    "set_seed": "import it from transformers",
+}
+"""Names of TRL's that PPO scripts import."""
+OF_CONFIG = {
+    "model_name": "load the models yourself, and hand them to PPOTrainer",
+    "steps": "total_episodes, or max_steps for a number of updates",
+    "ppo_epochs": "num_ppo_epochs",
+    "backward_batch_size": "per_device_train_batch_size",
+    "init_kl_coef": "kl_coef",
+    "adap_kl_ctrl": "ppo.kl_target of a configuration file",
+    "target": "ppo.kl_target of a configuration file",
+    "horizon": "ppo.kl_horizon of a configuration file",
+    "target_kl": "ppo.max_approx_kl of a configuration file",
+    "early_stopping": "ppo.max_approx_kl of a configuration file",
+    "log_with": "report_to",
+    "tracker_project_name": "run_name",
+    "use_score_scaling": "ppo.score_norm of a configuration file",
+    "use_score_norm": "ppo.score_norm of a configuration file",
+    "score_clip": "ppo.reward_clip of a configuration file",
+    "non_eos_penalty": "missing_eos_penalty",
+    "penalize_non_eos": "missing_eos_penalty",
+    "penalty_reward_value": "missing_eos_penalty, which is taken off: 1.0 where this was -1",
+    "truncate_token": "stop_token",
+    "truncate_token_id": "stop_token_id",
+    "evaluation_strategy": "eval_strategy",
+    "warmup_ratio": "warmup_steps, where a number below 1 is the share",
+    "no_cuda": "use_cpu",
+    "overwrite_output_dir": "leave it out: an earlier run in output_dir is replaced",
+    "logging_dir": "leave it out: metrics.jsonl and report.html are in output_dir, trackers by report_to",
+    "save_safetensors": "leave it out: everything is saved so",
+    "group_by_length": "leave it out: micro-batches are of similar length",
+}
+"""Arguments of PPOConfig in TRL ≤ 0.16 and in transformers 4."""
+OF_TRAINER = {
+    "config": "args",
+    "tokenizer": "processing_class",
+    "policy": "model",
+    "ref_policy": "ref_model",
+    "dataset": "train_dataset",
+    "optimizer": "optimizers, a pair of an optimizer and its schedule",
+    "lr_scheduler": "optimizers, a pair of an optimizer and its schedule",
+    "num_shared_layers": "leave it out: with peft_config everything but the adapters is shared",
+}
+"""Arguments of PPOTrainer in TRL before 0.13."""
+
+
+def missing(name: str) -> ImportError | AttributeError:
+    """What is raised for a name that this package does not have."""
+    if name in NAMES:
+        return ImportError(f"tether.compat.trl has no {name}, as TRL 1.12 has none: {NAMES[name]}; see {GUIDE}")
+    return AttributeError(f"module 'tether.compat.trl' has no attribute {name!r}")
+
+
+def telling(former: Mapping[str, str], what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates an ``__init__`` whose arguments had other names.
+
+    Raises:
+        ConfigError: one of the former names was used, and is no argument now; says what it is called.
+    """
+
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        known = inspect.signature(init).parameters
+
+        @functools.wraps(init)
+        def told(self: Any, *args: Any, **kwargs: Any) -> None:
+            used = [name for name in kwargs if name in former and name not in known]
+            if used:
+                lines = "; ".join(f"{name} → {former[name]}" for name in used)
+                raise ConfigError(f"{what} takes the arguments of TRL 1.12: {lines}. {GUIDE} has the others")
+            init(self, *args, **kwargs)
+
+        return told
+
+    return decorate

@@ -1,0 +1,299 @@
+"""The roles of a run, loaded as its configuration shares them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from peft import PeftModel, PeftType
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.config.schema import RunConfig
+from tether.errors import ConfigError, ModelError
+from tether.models.adapters import (
+    DEFAULT,
+    adapter_parameters,
+    add_reward,
+    changed_config,
+    check_continued,
+    check_switched_off,
+    fill_adapter,
+    peft_lora_config,
+    read_adapter,
+    with_adapter,
+)
+from tether.models.bitsandbytes import FewBits, is_quantized
+from tether.models.compiled import compile_layers
+from tether.models.forward import check_causal, head_matches
+from tether.models.heads import ScalarHead, state_size
+from tether.models.layers import parameters_above
+from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer, pools_otherwise
+from tether.models.paths import ADAPTER_CONFIG, absolute_source, adapter_base, is_adapter
+from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+
+
+@dataclass(frozen=True)
+class CriticSource:
+    """A sequence classifier or a reward adapter that a critic is copied from."""
+
+    path: str
+    """Folder or hub id."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with it."""
+
+
+def build_roles(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device | str,
+    autocast_dtype: torch.dtype | None,
+) -> ModelRoles:
+    """Loads policy, reference and critic as the configuration shares them. Reward adapters are added afterwards.
+
+    Fresh adapters and heads depend on ``train.seed`` alone; the global random state is left as it was.
+
+    Args:
+        tokenizer: the policy's.
+        autocast_dtype: the type that forwards run in under autocast, None without it.
+
+    Raises:
+        ConfigError, ModelError: a path does not hold what its role needs, or two settings do not fit together.
+    """
+    source = critic_source(config, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        if config.model.lora is None:
+            roles, adapted = _full_roles(config), None
+        else:
+            roles, adapted = _lora_roles(config, device=device, autocast_dtype=autocast_dtype)
+        policy = roles[0]
+        check_token_ids(policy.model, tokenizer)
+        if config.value_kind == "adapter":
+            roles.append(_adapter_critic(config, source, adapted, policy, autocast_dtype=autocast_dtype))
+        elif config.value_kind == "model":
+            roles.append(_model_critic(config, source, policy, tokenizer))
+        elif config.value_kind == "head":
+            head = ScalarHead(state_size(policy.model))
+            own = _head_parameters(head)
+            roles.append(Role(VALUE, policy.model, "new head", "head on the policy", policy.adapter, head, own))
+    models = ModelRoles(
+        roles,
+        adapted=adapted,
+        base_source=_base_source(config),
+        tokenizer=tokenizer,
+        device=device,
+        autocast_dtype=autocast_dtype,
+        detach_value=config.value.detach,
+        offload_idle=config.train.offload_idle_roles,
+    )
+    if config.train.compile:
+        for model in {role.model for role in models.all}:
+            compile_layers(model)
+    models.gradient_checkpointing(config.train.gradient_checkpointing)
+    with models.use(POLICY) as model:
+        head_matches(model)  # now, and not in the middle of a pass
+    for name in {role.model: role.name for role in models.all}.values():
+        with models.use(name) as model:
+            check_causal(model)
+    return models
+
+
+def _full_roles(config: RunConfig) -> list[Role]:
+    path = config.model.path
+    model = _load_policy(config, path, _dtype(config, torch.float32), config.model.revision)
+    trained = parameters_above(model, config.model.freeze_layers)
+    roles = [Role(POLICY, model, path, "own weights", trained=trained)]
+    if config.ppo.kl_coef > 0:
+        roles.append(Role(REFERENCE, copy.deepcopy(model), path, "frozen copy"))
+    return roles
+
+
+def _lora_roles(
+    config: RunConfig, *, device: torch.device | str, autocast_dtype: torch.dtype | None
+) -> tuple[list[Role], PeftModel]:
+    path, lora = config.model.path, config.model.lora
+    base_source = _base_source(config)
+    start = read_adapter(path, config.model.revision) if is_adapter(path, config.model.revision) else None
+    if start is not None:
+        check_switched_off(path, start.config)
+        if start.head:
+            raise ModelError(f"model.path: {path} is a reward adapter (it holds a head); wanted a language model's")
+    bits, compute_dtype = config.model.quantization, autocast_dtype or torch.float32
+    # Beside quantised layers, norms and heads are float32, as in QLoRA.
+    dtype = _dtype(config, compute_dtype if bits is None else torch.float32)
+    few_bits = None if bits is None else FewBits(bits, torch.device(device), compute_dtype)
+    revision = config.model.revision if start is None else start.config.revision
+    base = _load_policy(config, base_source, dtype, revision, few_bits)
+    if start is None:
+        settings = changed_config(peft_lora_config(lora, base), base_model_name_or_path=base_source, revision=revision)
+    else:
+        check_continued(lora, start, base)
+        settings = changed_config(
+            start.config, base_model_name_or_path=base_source, task_type="CAUSAL_LM", inference_mode=False
+        )
+    try:
+        adapted = with_adapter(base, settings)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.target_modules: {error}") from error
+    if start is not None:
+        fill_adapter(adapted, DEFAULT, start, float32=autocast_dtype is not None)
+    trained = adapter_parameters(adapted, DEFAULT)
+    roles = [Role(POLICY, base, path, "adapter on the base", DEFAULT, trained=trained)]
+    if config.ppo.kl_coef > 0 and start is None:
+        roles.append(Role(REFERENCE, base, path, "the base, adapters off", OFF))
+    elif config.ppo.kl_coef > 0:
+        adapted.add_adapter(REFERENCE, changed_config(start.config, inference_mode=False))
+        fill_adapter(adapted, REFERENCE, start, float32=autocast_dtype is not None)
+        roles.append(Role(REFERENCE, base, path, "frozen adapter on the base", REFERENCE))
+    return roles, adapted
+
+
+def _adapter_critic(
+    config: RunConfig,
+    source: CriticSource | None,
+    adapted: PeftModel,
+    policy: Role,
+    *,
+    autocast_dtype: torch.dtype | None,
+) -> Role:
+    """A second adapter on the policy's base with a head: a copy of a reward adapter, or a fresh one that says 0."""
+    if source is None:
+        own = adapted.peft_config[DEFAULT]
+        fresh = {"init_lora_weights": True} if own.peft_type == PeftType.LORA else {}
+        settings = changed_config(own, modules_to_save=None, inference_mode=False, **fresh)
+        adapted.add_adapter(VALUE, settings)
+        head = ScalarHead(state_size(policy.model))
+    else:
+        head = add_reward(adapted, VALUE, source.path, _base_source(config), float32=autocast_dtype is not None)
+    trained = adapter_parameters(adapted, VALUE) | _head_parameters(head)
+    where = "new adapter" if source is None else source.path
+    return Role(VALUE, policy.model, where, "adapter on the policy's base", VALUE, head, trained)
+
+
+def _model_critic(
+    config: RunConfig, source: CriticSource | None, policy: Role, tokenizer: PreTrainedTokenizerBase
+) -> Role:
+    """A sequence classifier of its own: a copy of a reward model, or of the start policy with a head that says 0."""
+    dtype = torch.float32 if config.model.lora else _dtype(config, torch.float32)
+    where = config.model.path if source is None else source.path
+    if source is not None:
+        model = load_classifier(
+            source.path,
+            dtype=dtype,
+            revision=source.revision,
+            attn_implementation=config.model.attn_implementation,
+            trust_remote_code=source.trust_remote_code,
+        )
+    elif config.model.lora is None:
+        model = copy.deepcopy(policy.model)
+    else:
+        model = _load_policy(config, config.model.path, dtype, config.model.revision)
+    if is_quantized(model):
+        raise ConfigError(
+            f"value.kind model: {where} holds weights in few bits, which a critic of its own cannot train; set "
+            "value.kind to adapter or head, or value.init to another model"
+        )
+    if source is None:
+        model = classifier_on(model)
+    if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
+        model.config.pad_token_id = padding_id(model, tokenizer)
+    return Role(VALUE, model, where, "own weights", head=model.score, trained=dict(model.named_parameters()))
+
+
+def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The pad token if the model has a row for it, otherwise the end token."""
+    pad = tokenizer.pad_token_id
+    return pad if pad is not None and pad < _vocabulary_size(model) else tokenizer.eos_token_id
+
+
+def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> CriticSource | None:
+    """What the critic is copied from, or None where it starts from the policy or there is none.
+
+    Raises:
+        ConfigError: ``value.init`` names something that this kind of critic cannot be copied from.
+    """
+    kind, init = config.value_kind, config.value.init
+    if kind in (None, "head") or init == "policy":
+        return None
+    if init in (None, "reward"):
+        reward = config.rewards[0]
+        wanted = ("adapter",) if kind == "adapter" else ("model", "adapter")
+        if reward.type not in wanted:
+            why_not = f"the first reward is of type {reward.type}, wanted {' or '.join(wanted)}"
+        else:
+            source = CriticSource(reward.path, **reward.model_dump(include={"revision", "trust_remote_code"}))
+            why_not = _no_critic(source, tokenizer) if kind == "model" else None
+        if why_not is None:
+            return source
+        if init is None:
+            return None
+        raise ConfigError(f"value.init reward: {why_not}; set value.init to policy")
+    if kind == "adapter" and not is_adapter(init):
+        raise ConfigError(
+            f"value.init: {init} holds no {ADAPTER_CONFIG}; a critic of kind adapter is copied from a reward "
+            "adapter on the policy's base. Set value.kind to model for a sequence classifier"
+        )
+    source = CriticSource(init, trust_remote_code=config.model.trust_remote_code)
+    if kind == "model" and (why_not := _no_critic(source, tokenizer)):
+        raise ConfigError(f"value.init: {why_not}; set value.init to policy")
+    return source
+
+
+def _no_critic(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Why the model gives no value of each of the policy's tokens, or None if it can."""
+    origin = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
+    if load_tokenizer(source.path, **origin).get_vocab() != tokenizer.get_vocab():
+        return (
+            f"the tokenizer of {source.path} has another vocabulary than the policy's, whose token ids the critic reads"
+        )
+    if pools_otherwise(source.path, **origin):
+        return f"{source.path} is no decoder, whose states know only the tokens before them"
+    return None
+
+
+def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ``ModelError`` if an end token has no embedding. A pad token needs none: pads never reach the model."""
+    rows = _vocabulary_size(model)
+    configured = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    if beyond := sorted(token for token in ends if token >= rows):
+        raise ModelError(
+            f"model.path: end token {beyond[0]} is outside of the model's vocabulary of {rows} tokens; "
+            "tokenizer or generation config belong to another model"
+        )
+
+
+def _load_policy(
+    config: RunConfig, path: str, dtype: torch.dtype, revision: str | None, few_bits: FewBits | None = None
+) -> PreTrainedModel:
+    """A language model under the options of ``model``."""
+    return load_causal_lm(
+        path,
+        dtype=dtype,
+        revision=revision,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+        few_bits=few_bits,
+    )
+
+
+def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:
+    return auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+
+
+def _base_source(config: RunConfig) -> str:
+    path, revision = config.model.path, config.model.revision
+    return absolute_source(adapter_base(path, revision) if is_adapter(path, revision) else path)
+
+
+def _vocabulary_size(model: PreTrainedModel) -> int:
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def _head_parameters(head: ScalarHead) -> dict[str, nn.Parameter]:
+    return {f"head.{name}": parameter for name, parameter in head.named_parameters()}

@@ -471,8 +471,8 @@ FORWARD = in_file(
     ),
     (
         "the temperature is missing where the head matches",
-        "            temperature=temperature,\n            chunk_size",
-        "            temperature=1.0,\n            chunk_size",
+        'how = {"temperature": temperature, ',
+        'how = {"temperature": 1.0, ',
     ),
     (
         "the temperature is missing where the model makes its own logits",

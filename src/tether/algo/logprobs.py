@@ -214,6 +214,7 @@ class _OfLinear(torch.autograd.Function):
                     ctx.kept = odds.div_(total.unsqueeze(-1))
                 logprobs[chunk] = chosen - total.log()
                 log_sums[chunk] = highest.squeeze(-1) + total.log()
+                del z, odds  # before the next chunk's logits are there
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
         return logprobs, entropy
@@ -252,6 +253,7 @@ class _OfLinear(torch.autograd.Function):
                     _add_product(of_weight, grad.t(), rows[chunk].t(), how.multiply)
                 if wants_bias:
                     of_bias += grad.sum(dim=0)
+                del grad  # before the next chunk's logits are there
         return of_hidden, of_weight, of_bias, None, None
 
 

@@ -108,13 +108,13 @@ def test_mistakes(models, capsys, option, message):
 
 def test_what_a_run_started_from_is_loaded_as_the_run_loaded_it(models, tmp_path, monkeypatch):
     start, _ = models
-    config = tiny_run(tmp_path, model__path="org/start", model__revision="v1.0")
+    config = tiny_run(tmp_path, model__path="org/start", model__revision="v1.0", model__trust_remote_code=True)
     out = save_tiny(config.output_dir, tied=False)
     (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     loads = []
 
     def load(path, **options):
-        loads.append((str(path), options.get("revision"), options["trust_remote_code"]))
+        loads.append((str(path), options.get("revision"), options.get("trust_remote_code", False)))
         return load_causal_lm(str(start) if path == "org/start" else path, dtype=None)
 
     monkeypatch.setattr("tether.train.chat.check_model_path", lambda *args, **options: None)
@@ -122,7 +122,10 @@ def test_what_a_run_started_from_is_loaded_as_the_run_loaded_it(models, tmp_path
     monkeypatch.setattr("tether.train.chat.load_tokenizer", lambda *args, **options: tokenizer)
     monkeypatch.setattr("tether.train.chat.load_causal_lm", load)
     open_chat(str(out), **OPTIONS)
-    assert loads == [(str(out), None, False), ("org/start", "v1.0", False)]
+    assert loads == [(str(out), None, True), ("org/start", "v1.0", True)]
+    del loads[:]
+    open_chat(str(out), **OPTIONS | {"beside": str(start)})
+    assert loads == [(str(out), None, True), (str(start), None, False)]  # whose code nobody said is trusted
 
 
 def test_a_start_model_that_is_gone_is_named_with_the_way_out(models, tmp_path):

@@ -170,6 +170,7 @@ def test_arguments_become_a_run(tmp_path):
 
 
 def test_a_small_warm_up_is_a_share_and_no_evaluation_has_no_steps(tmp_path):
+    assert config_of(arguments(tmp_path, warmup_steps=5000)).train.warmup_ratio == 1.0
     config = config_of(arguments(tmp_path, warmup_steps=0.1, save_strategy="no"), evaluates=False)
     assert (config.train.warmup_ratio, config.train.eval_steps, config.train.save_steps) == (0.1, None, None)
 
@@ -194,6 +195,6 @@ def test_arguments_of_older_releases_are_told_what_they_are_called(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_older_releases_are_told_what_they_are_called(name):
-    with pytest.raises(ImportError, match=f"has no {name}, as TRL 1.12 has none: "):
+    with pytest.raises(ImportError, match=f"tether.compat.trl has no {name}: "):
         exec(f"from tether.compat.trl import {name}")
     assert not hasattr(tether.compat.trl, "NoSuchName")

@@ -4,7 +4,9 @@ import pytest
 
 from tether.config.aliases import ALIASES, alias
 from tether.config.keys import describe
+from tether.config.load import parse_config
 from tether.config.schema import RunConfig
+from tether.errors import ConfigError
 
 KEYS = {doc.key for doc in describe(RunConfig)}
 
@@ -48,3 +50,9 @@ def test_the_longer_name_wins():
 
 def test_a_name_that_nobody_uses_is_unknown():
     assert alias("train.no_such_thing") is None
+
+
+@pytest.mark.parametrize("key", ["deepspeed", "fsdp"])
+def test_engines_are_the_launchers(key):
+    with pytest.raises(ConfigError, match=rf"{key}.*the launcher says it: accelerate launch --config_file examples/"):
+        parse_config(f"{key}: x.json\n", RunConfig)

@@ -216,8 +216,8 @@ LOGPROBS = in_file(
     ),
     (
         "logits of all tokens are kept for the backward pass",
-        "checkpoint(of_chunk, rows, ids, use_reentrant=False)",
-        "of_chunk(rows, ids)",
+        "checkpoint(of_chunk, hidden[chunk], targets[chunk], use_reentrant=False)",
+        "of_chunk(hidden[chunk], targets[chunk])",
     ),
     ("of a linear head the temperature is missing", "z if self.temperature == 1 else z.div_(self.temperature)", "z"),
     ("of a linear head the temperature is missing in the gradient", ".div_(how.temperature)", ""),
@@ -249,7 +249,7 @@ LOGPROBS = in_file(
     (
         "a second backward pass through a linear head begins with what the first one left",
         "probs, ctx.kept, factors = ctx.kept, None, None",
-        "probs, ctx.kept, factors = ctx.kept if chunk.stop >= len(hidden) else None, ctx.kept, None",
+        "probs, ctx.kept, factors = ctx.kept if chunk.stop == len(hidden) else None, ctx.kept, None",
     ),
     (
         "the weights of a linear head learn from the first chunk alone",

@@ -5,6 +5,7 @@ import threading
 import pytest
 from pydantic import TypeAdapter
 
+from tests.rewards.batches import text_batch
 from tests.rewards.services import Hang, Reply, lengths, local_service
 from tests.tiny import EOS
 from tests.train.runs import tiny_run
@@ -13,6 +14,7 @@ from tether.config.rewards import RewardConfig
 from tether.errors import RewardError, RewardResponseError
 from tether.metrics.reduce import Metrics
 from tether.rewards.combine import Part, WeightedSum
+from tether.rewards.early import joined
 from tether.rewards.ensemble import Ensemble
 from tether.rewards.function import FunctionSource
 from tether.rewards.http import http_source
@@ -20,7 +22,7 @@ from tether.rewards.judge import judge_source
 from tether.rewards.service import Session
 from tether.train.interrupt import Stopped
 from tether.train.rollout import raw_scores
-from tether.types import Completion
+from tether.types import Completion, RewardOutput
 
 ORDER = (5, 0, 3, 7, 1, 2, 6, 4)
 LENGTHS = [len(" ".join(["cat"] * (1 + i))) for i in range(8)]
@@ -184,3 +186,13 @@ def test_what_is_under_way_is_given_up_when_the_rollout_is_stopped(tmp_path, mon
         with pytest.raises(Stopped):
             made.rollout(Metrics(), ask=True)
         assert len(closed) == 1 and 0 < len(local.seen) < 4
+
+
+def test_groups_of_answers_have_the_same_components():
+    batch = text_batch("a", "b", "c")
+    first, second = RewardOutput([1.0, 2.0], {"depth": [0.1, 0.2]}), RewardOutput([3.0], {"depth": [0.3]})
+    whole = joined([([0, 2], first), ([1], second)], batch)
+    assert whole.scores == [1.0, 3.0, 2.0] and whole.components == {"depth": [0.1, 0.3, 0.2]}
+    for other in ({}, {"depth": [0.3], "length": [1.0]}):
+        with pytest.raises(RewardResponseError, match=r"answers 0, 2 have \['depth'\], answers 1 to 1 have others"):
+            joined([([0, 2], first), ([1], RewardOutput([3.0], other))], batch)

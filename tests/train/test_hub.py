@@ -9,7 +9,7 @@ from tests.models.build import save_adapter
 from tests.train.runs import tiny_run
 from tether.cli.main import main
 from tether.errors import ConfigError, HubError
-from tether.models.saving import merge_adapter
+from tether.models.saving import merge_adapter, written_into
 from tether.train.hub import model_files
 from tether.train.run import train_policy
 
@@ -104,3 +104,11 @@ def test_folders_without_a_model_are_refused(tmp_path, hub, capsys):
     (tmp_path / "manifest.json").write_text(json.dumps({"files": {}}))
     with pytest.raises(ConfigError):
         model_files(tmp_path)
+
+
+def test_what_a_folder_lists_in_other_folders_stays_but_for_chat_templates(tmp_path):
+    with written_into(tmp_path) as temporary:
+        for name in ("config.json", "additional_chat_templates/tools.jinja", "state/optimizer.bin"):
+            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).write_text("{}")
+    assert sorted(model_files(tmp_path)) == ["additional_chat_templates/tools.jinja", "config.json"]

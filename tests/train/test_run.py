@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from tests.tiny import KINDS
 from tests.train.runs import PROMPTS, tiny_run
 from tests.train.test_whole_step import trainer_for
 from tether.errors import CheckpointError, ConfigError, RewardResponseError, TrainingError
+from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
 from tether.train import optim, run
 from tether.train.checkpoint import list_checkpoints
+from tether.train.display import NullDisplay
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path
 
@@ -395,3 +398,13 @@ def test_a_run_from_a_checkpoint_elsewhere_keeps_nothing_of_the_run_it_replaces(
     assert [row["step"] for row in read_jsonl(there.output_dir / "metrics.jsonl") if "objective/scores" in row] == [2]
     assert_same_weights(weights(there.output_dir), weights(first.output_dir))
     assert result.interrupted is None
+
+
+def test_trackers_are_told_no_keys(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "Trackers", seen := Mock())
+    judge = {"type": "http", "url": "https://host/score?key=SECRET", "protocol": "tether"}
+    config = tiny_run(tmp_path, rewards=[judge])
+    config.output_dir.mkdir()
+    run.open_log(config, NullDisplay(), Dist()).close()
+    told = str(seen.call_args.kwargs["config"])
+    assert "host/score" in told and "SECRET" not in told

@@ -1,5 +1,6 @@
 """Log-probabilities and entropy of chosen tokens, without ever holding the logits of all of them."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,14 @@ SUMMED_AT_ONCE = 2**22
 def logits_at_once(device: torch.device) -> int:
     """How many logits a chunk on a device holds; a token has as many as the vocabulary."""
     return LOGITS_AT_ONCE if device.type == "cpu" else LOGITS_ON_ACCELERATOR
+
+
+def _even_chunks(num_tokens: int, most: int) -> list[slice]:
+    """Tokens in as few chunks of at most ``most`` as there can be, as even as they can be: the tensors of one fit into
+    the place of another's, and the last one, which is not computed twice, is no remainder."""
+    count = -(-num_tokens // most)
+    ends = [num_tokens * number // count for number in range(count + 1)] if count else []
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
 def logprobs_from_logits(
@@ -77,11 +86,11 @@ class _FromLogits(torch.autograd.Function):
         entropy_factors = None
         if of_entropy is not None:
             entropy_factors = (all_logprobs + entropy.unsqueeze(-1)).mul_(-of_entropy.unsqueeze(-1))
-        grad = _add_gradient(all_logprobs.exp(), targets, of_logprobs, entropy_factors).div_(ctx.temperature)
+        grad = _gradient_over(all_logprobs.exp(), targets, of_logprobs, entropy_factors).div_(ctx.temperature)
         return grad.to(ctx.dtype), None, None, None
 
 
-def _add_gradient(
+def _gradient_over(
     probs: Float[Tensor, "N V"],
     targets: Int[Tensor, " N"],
     of_logprobs: Float[Tensor, " N"] | None,
@@ -110,7 +119,8 @@ def selected_logprobs(
     chunk_size: int = 128,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """``logprobs_from_logits`` of ``head(hidden)``, with the logits of ``chunk_size`` tokens in memory at a time.
+    """``logprobs_from_logits`` of ``head(hidden)``, with the logits of at most ``chunk_size`` tokens in memory
+    at a time.
 
     The backward pass computes each chunk's logits again, so that neither pass holds [N, V].
 
@@ -124,8 +134,8 @@ def selected_logprobs(
     def of_chunk(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         return logprobs_from_logits(head(rows), ids, temperature=temperature, with_entropy=with_entropy)
 
-    chunks = zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
-    outputs = [checkpoint(of_chunk, rows, ids, use_reentrant=False) for rows, ids in chunks]
+    chunks = _even_chunks(len(hidden), chunk_size) or [slice(0)]  # of no tokens one that is empty
+    outputs = [checkpoint(of_chunk, hidden[chunk], targets[chunk], use_reentrant=False) for chunk in chunks]
     logprobs = torch.cat([logprobs for logprobs, _ in outputs])
     return logprobs, torch.cat([entropy for _, entropy in outputs]) if with_entropy else None
 
@@ -179,10 +189,6 @@ class _How(NamedTuple):
     keeps_last: bool
     """Whether the probabilities of the last chunk stay for the backward pass."""
 
-    def chunks(self, num_tokens: int) -> list[slice]:
-        """Tokens whose logits are in memory at a time."""
-        return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
-
     def scaled(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """z = logits / temperature of some tokens, in float32 or float64: a tensor that nobody else has."""
         z = wide(self.multiply(rows, weight, bias))
@@ -201,7 +207,7 @@ class _OfLinear(torch.autograd.Function):
         entropy = torch.empty_like(logprobs) if how.with_entropy else None
         with torch.autocast(hidden.device.type, enabled=False):
             rows, columns, shift = (None if x is None else x.to(how.dtype) for x in (hidden, weight, bias))
-            for chunk in how.chunks(len(hidden)):
+            for chunk in _even_chunks(len(hidden), how.chunk_size):
                 z = how.scaled(rows[chunk], columns, shift)
                 highest = z.amax(dim=-1, keepdim=True)
                 chosen = z.sub_(highest).gather(-1, targets[chunk].unsqueeze(-1)).squeeze(-1)
@@ -210,7 +216,7 @@ class _OfLinear(torch.autograd.Function):
                 total = odds.sum(dim=-1)
                 if how.with_entropy:
                     entropy[chunk] = total.log() - odds.mul_(z).sum(dim=-1) / total
-                elif how.keeps_last and chunk.stop >= len(hidden):
+                elif how.keeps_last and chunk.stop == len(hidden):
                     ctx.kept = odds.div_(total.unsqueeze(-1))
                 logprobs[chunk] = chosen - total.log()
                 log_sums[chunk] = highest.squeeze(-1) + total.log()
@@ -234,7 +240,7 @@ class _OfLinear(torch.autograd.Function):
         of_bias = torch.zeros_like(bias) if wants_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             rows, columns, shift = (None if x is None else x.to(how.dtype) for x in (hidden, weight, bias))
-            for chunk in reversed(how.chunks(len(hidden))):
+            for chunk in reversed(_even_chunks(len(hidden), how.chunk_size)):
                 probs, ctx.kept, factors = ctx.kept, None, None  # overwritten: there is but one first backward pass
                 if probs is None:
                     z = how.scaled(rows[chunk], columns, shift).sub_(log_sums[chunk].unsqueeze(-1))
@@ -245,7 +251,7 @@ class _OfLinear(torch.autograd.Function):
                         factors = z.add_(entropy[chunk].unsqueeze(-1)).mul_(-of_entropy[chunk].unsqueeze(-1))
                     del z
                 of_chosen = None if of_logprobs is None else of_logprobs[chunk]
-                grad = _add_gradient(probs, targets[chunk], of_chosen, factors).div_(how.temperature).to(how.dtype)
+                grad = _gradient_over(probs, targets[chunk], of_chosen, factors).div_(how.temperature).to(how.dtype)
                 del probs, factors
                 if wants_hidden:
                     of_hidden[chunk] = how.multiply(grad, columns.t(), None)

@@ -80,7 +80,7 @@ def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
             raise DataError(f"{path}: {line[:80]!r} has no step that is a whole number: mend or delete that line")
         if record["step"] <= last[_is_evaluation(record)]:
             kept.append(line + b"\n")
-    _replace(path, b"".join(kept))
+    write_whole(path, b"".join(kept))
 
 
 def _is_evaluation(record: Mapping[str, Any]) -> bool:
@@ -133,10 +133,10 @@ def _mend(path: Path) -> None:
     content = path.read_bytes()
     tail = content[content.rfind(b"\n") + 1 :]
     if tail:
-        _replace(path, content + b"\n" if _is_whole(tail) else content[: len(content) - len(tail)])
+        write_whole(path, content + b"\n" if _is_whole(tail) else content[: len(content) - len(tail)])
 
 
-def _replace(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Puts ``content`` in the place of the file: all of it or none."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:

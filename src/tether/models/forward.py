@@ -87,7 +87,8 @@ def _as_linear(head: nn.Module) -> LinearHead | None:
     on it, weights in 4 bits, weights that an engine gathers when the head is called."""
     if type(head) not in (nn.Linear, QuickLinear) or type(head.weight) is not nn.Parameter:
         return None
-    if hasattr(head.weight, "ds_id") or head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head):
+    has_hooks = any(hooks for name, hooks in vars(head).items() if name.endswith("_hooks"))
+    if has_hooks or "forward" in vars(head) or hasattr(head.weight, "ds_id"):
         return None
     is_quick = isinstance(head, QuickLinear) and head.weight.device.type == "cpu"
     return LinearHead(head.weight, head.bias, head.multiply if is_quick else nn.functional.linear)

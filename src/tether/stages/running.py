@@ -38,7 +38,7 @@ from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, met_by_all
 from tether.machine.precision import check_precision
-from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after
+from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
 from tether.models.chat import check_template
 from tether.models.loading import half_dtype
 from tether.models.paths import check_model_path
@@ -287,9 +287,7 @@ def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
             if path.resolve() != checkpoint.resolve() and (_step(path) is None or _step(path) > step):
                 shutil.rmtree(path)  # its steps are made anew, and so is it
         truncate_after(folder / METRICS_FILE, step, step)
-    temporary = folder / f".{CONFIG_FILE}.tmp"
-    temporary.write_text(dump_config(config), encoding="utf-8")
-    temporary.replace(folder / CONFIG_FILE)
+    write_whole(folder / CONFIG_FILE, dump_config(config).encode())
 
 
 # Training

@@ -111,7 +111,7 @@ def open_chat(
     code = {"trust_remote_code": run.model.trust_remote_code} if run else {}
     models = [_Source("RUN_OR_MODEL", model, code)]
     if beside is not None and not alone:
-        models.append(_Source("--beside", beside, code))
+        models.append(_Source("--beside", beside, {}))  # nobody trusted code of that one
     elif run is not None and not alone:
         key = f"model.path of the run in {model} (--alone leaves it out, --beside names another)"
         models.append(_Source(key, run.model.path, code | {"revision": run.model.revision}))

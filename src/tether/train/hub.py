@@ -70,10 +70,8 @@ def model_files(folder: Path) -> list[str]:
     """
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"{folder} holds no model; wanted a run's output folder, a checkpoint, or a merged model")
-    def belongs(name: str) -> bool:
-        return name != MANIFEST and ("/" not in name or name.startswith("additional_chat_templates/"))
-
-    written = [name for name in files_written(folder) if belongs(name)]
+    names = [name for name in files_written(folder) if name != MANIFEST]
+    written = [name for name in names if str(Path(name).parent) in (".", "additional_chat_templates")]
     return written or MODEL_FILES
 
 

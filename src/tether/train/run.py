@@ -23,7 +23,7 @@ from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, lost_told
 from tether.machine.precision import check_precision
 from tether.metrics.trackers import Trackers
-from tether.metrics.writers import truncate_after
+from tether.metrics.writers import truncate_after, write_whole
 from tether.models.build import build_roles
 from tether.models.gguf import gguf_source
 from tether.models.loading import end_at, half_dtype, load_causal_lm, load_tokenizer, stop_token_ids
@@ -418,10 +418,7 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
         # the policy too: an adapter beside another run's full model would be loaded together with it
         for name in (METRICS, SAMPLES, BAD_BATCHES, REPORT, SCORE_NORM, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
-    text = dump_config(config)
-    temporary = folder / f".{CONFIG}.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(folder / CONFIG)
+    write_whole(folder / CONFIG, dump_config(config).encode())
 
 
 def write_norms(path: Path, state: RunState) -> None:
@@ -429,9 +426,7 @@ def write_norms(path: Path, state: RunState) -> None:
     record = asdict(state.score_moments)
     if state.source_moments:
         record["sources"] = {name: asdict(moments) for name, moments in state.source_moments.items()}
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, json.dumps(record).encode() + b"\n")
 
 
 def save_final(

@@ -70,7 +70,7 @@ OF_TRAINER = {
 def missing(name: str) -> ImportError | AttributeError:
     """What is raised for a name that this package does not have."""
     if name in NAMES:
-        return ImportError(f"tether.compat.trl has no {name}, as TRL 1.12 has none: {NAMES[name]}; see {GUIDE}")
+        return ImportError(f"tether.compat.trl has no {name}: {NAMES[name]}; see {GUIDE}")
     return AttributeError(f"module 'tether.compat.trl' has no attribute {name!r}")
 
 

@@ -401,10 +401,11 @@ def test_a_run_from_a_checkpoint_elsewhere_keeps_nothing_of_the_run_it_replaces(
 
 
 def test_trackers_are_told_no_keys(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "Trackers", seen := Mock())
+    trackers = Mock(side_effect=run.Trackers)
+    monkeypatch.setattr(run, "Trackers", trackers)
     judge = {"type": "http", "url": "https://host/score?key=SECRET", "protocol": "tether"}
     config = tiny_run(tmp_path, rewards=[judge])
     config.output_dir.mkdir()
     run.open_log(config, NullDisplay(), Dist()).close()
-    told = str(seen.call_args.kwargs["config"])
+    told = str(trackers.call_args.kwargs["config"])
     assert "host/score" in told and "SECRET" not in told

@@ -117,7 +117,7 @@ class PPOTrainer:
             LostProcess, OutOfStep: one of several processes could not go on, and so none can.
         """
         try:
-            with self.checkpoints.may_run_out():
+            with self.stop, self.checkpoints.may_run_out():  # while something is saved, too: no signal takes it away
                 return self._fit()
         except (GenerationError, TrainingError) as error:
             if self.state.step > 0:
@@ -148,15 +148,13 @@ class PPOTrainer:
                 if self.state.evaluated_step != self.state.step:
                     self.evaluate()
         except Stopped as stopped:
-            with self.stop:  # a second signal takes nothing away
-                set_random_states(self.before)
-                self.save()
+            set_random_states(self.before)
+            self.save()
             return str(stopped)
         except RewardError as error:
             if self.state.step > 0:
-                with self.stop:
-                    set_random_states(self.before)
-                    self.save()  # scoring comes before anything of an update changes
+                set_random_states(self.before)
+                self.save()  # scoring comes before anything of an update changes
                 error.add_note(f"the state after {self.state.step} updates is saved; --resume goes on from there")
             raise
         if self.config.train.load_best_model_at_end and self.state.best_step is not None:

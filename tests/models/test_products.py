@@ -1,4 +1,5 @@
-"""Linear layers whose float32 products are oneDNN's: the same numbers and gradients, and nothing else is changed."""
+"""Linear layers whose float32 products are oneDNN's or the other way round: the same numbers and gradients, and nothing
+else is changed."""
 
 import copy
 
@@ -8,7 +9,16 @@ from torch import nn
 
 from tests.tiny import tiny_causal_lm
 from tether.models import products
-from tether.models.products import LEAST, QuickLinear, onednn_is_faster, with_quick_products
+from tether.models.products import (
+    FEW_ROWS,
+    LEAST,
+    LEAST_OF_FEW,
+    FewRowsLinear,
+    QuickLinear,
+    few_rows_are_slow,
+    onednn_is_faster,
+    with_quick_products,
+)
 
 ROWS, K, N = 96, 128, 160
 assert ROWS * K * N >= LEAST
@@ -100,14 +110,18 @@ def test_all_else_is_the_plain_layer(calls, monkeypatch, case):
     assert torch.equal(got, wanted) and got.dtype == wanted.dtype and calls == []
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_a_model_keeps_all_but_the_class_of_its_layers(monkeypatch, faster):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: faster)
+@pytest.mark.parametrize(
+    ("onednn", "few_rows", "kind"),
+    [(True, False, QuickLinear), (False, True, FewRowsLinear), (False, False, nn.Linear)],
+)
+def test_a_model_keeps_all_but_the_class_of_its_layers(monkeypatch, onednn, few_rows, kind):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(products, "few_rows_are_slow", lambda: few_rows)
     model = tiny_causal_lm("llama", tied=True)
     before, names = copy.deepcopy(model.state_dict()), [name for name, _ in model.named_parameters()]
     assert with_quick_products(model) is model
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    assert {type(module) for module in layers} == {QuickLinear if faster else nn.Linear}
+    assert {type(module) for module in layers} == {kind}
     assert [name for name, _ in model.named_parameters()] == names
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -145,3 +159,72 @@ def test_another_or_no_product_is_not_used(monkeypatch):
 
     monkeypatch.setattr(products, "product", missing)
     assert not onednn_is_faster.__wrapped__()
+
+
+def few(bias=True):
+    linear = layer(bias)
+    linear.__class__ = FewRowsLinear
+    return linear
+
+
+@pytest.fixture
+def turned(monkeypatch):
+    """The shapes of the products that are made the other way round."""
+    seen, real = [], torch.mm
+
+    def counted(weight, x):
+        seen.append((weight.shape, x.shape))
+        return real(weight, x)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    return seen
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(FEW_ROWS, K), (FEW_ROWS, 1, K), (4, 5, K)])
+def test_few_rows_the_other_way_round_have_the_values_and_gradients_of_float64(turned, bias, shape):
+    linear, x, weights = few(bias), data(*shape).requires_grad_(), data(*shape[:-1], N, seed=2)
+    y = linear(x)
+    assert turned == [((N, K), (K, x[..., 0].numel()))] and y.is_contiguous()
+    (y * weights).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(linear(x), y)
+    exact = nn.Linear(K, N, bias=bias).double()
+    exact.load_state_dict(linear.state_dict())
+    x64 = x.detach().double().requires_grad_()
+    (exact(x64) * weights).sum().backward()
+    torch.testing.assert_close(y.double(), exact(x64), atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip((x, *linear.parameters()), (x64, *exact.parameters()), strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["a row too many", "little to multiply", "bfloat16", "autocast", "no rows"])
+def test_all_else_of_few_rows_is_the_plain_layer(turned, case):
+    linear, x = few(), data(FEW_ROWS, K)
+    if case == "a row too many":
+        x = data(FEW_ROWS + 1, K)
+    elif case == "little to multiply":
+        x = x[: (LEAST_OF_FEW - 1) // (K * N)]
+    elif case == "bfloat16":
+        linear, x = linear.bfloat16(), x.bfloat16()
+    elif case == "no rows":
+        x = x[:0]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "autocast"):
+        got, wanted = linear(x), nn.functional.linear(x, linear.weight, linear.bias)
+    assert torch.equal(got, wanted) and got.dtype == wanted.dtype and turned == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "intel", "mkl", "slow"),
+    [
+        ("AVX2", False, True, True),
+        ("AVX2", True, True, False),
+        ("AVX512", False, True, False),
+        ("AVX2", False, False, False),
+    ],
+)
+def test_where_few_rows_are_slow(monkeypatch, capability, intel, mkl, slow):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    monkeypatch.setattr(products, "is_intel", lambda: intel)
+    assert few_rows_are_slow.__wrapped__() == slow

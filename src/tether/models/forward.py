@@ -22,7 +22,7 @@ from tether.errors import ModelError
 from tether.models.compiled import compiled_layers
 from tether.models.fit import positions
 from tether.models.heads import ScalarHead
-from tether.models.products import QuickLinear
+from tether.models.products import FewRowsLinear, QuickLinear
 from tether.types import MicroBatch
 
 _HEAD_MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -85,7 +85,7 @@ def response_outputs(
 def _as_linear(head: nn.Module) -> LinearHead | None:
     """The head as the product of matrices that it is; None if it is more than that, or not all of it is here: adapters
     on it, weights in 4 bits, weights that an engine gathers when the head is called."""
-    if type(head) not in (nn.Linear, QuickLinear) or type(head.weight) is not nn.Parameter:
+    if type(head) not in (nn.Linear, FewRowsLinear, QuickLinear) or type(head.weight) is not nn.Parameter:
         return None
     has_hooks = any(hooks for name, hooks in vars(head).items() if name.endswith("_hooks"))
     if has_hooks or "forward" in vars(head) or hasattr(head.weight, "ds_id"):

@@ -16,10 +16,10 @@ def says(text):
     return {"role": "assistant", "content": text}
 
 
-def loaded(folder, *rows):
+def loaded(folder, *rows, is_chat=True):
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return load_judged(str(file), split="train", key="FILE")
+    return load_judged(str(file), split="train", key="FILE", is_chat=is_chat)
 
 
 PAIRS = {
@@ -27,6 +27,17 @@ PAIRS = {
     "messages": ({"prompt": [user("p")], "chosen": [says("a")], "rejected": [says("b")]}, [user("p")], ("a", "b")),
     "conversations": ({"chosen": [user("p"), says("a")], "rejected": [user("p"), says("b")]}, [user("p")], ("a", "b")),
     "whole texts": ({"chosen": "p a", "rejected": "p b"}, None, ("p a", "p b")),
+    "transcripts": (
+        {"chosen": "\n\nHuman: p\n\nAssistant: a", "rejected": "\n\nHuman: p\n\nAssistant: b"}, [user("p")], ("a", "b"),
+    ),
+    "ShareGPT's": (
+        {
+            "chosen": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "a"}],
+            "rejected": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "b"}],
+        },
+        [user("p")],
+        ("a", "b"),
+    ),
     "the same twice": ({"prompt": "p", "chosen": "a", "rejected": "a"}, "p", ("a", "a")),
     "beside an answer": ({"prompt": "p", "chosen": "a", "rejected": "b", "response": "c"}, "p", ("a", "b")),
 }
@@ -34,6 +45,10 @@ ANSWERS = {
     "response": ({"prompt": "p", "response": "a"}, "p", ("a",)),
     "completion": ({"prompt": [user("p")], "completion": [says("a")]}, [user("p")], ("a",)),
     "messages": ({"messages": [user("p"), says("a")]}, [user("p")], ("a",)),
+    "a transcript": ({"prompt": "\n\nHuman: p\n\nAssistant:", "response": "a"}, [user("p")], ("a",)),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "a"}]}, [user("p")], ("a",),
+    ),
     "an empty answer": ({"prompt": "p", "response": ""}, "p", ("",)),
 }
 
@@ -50,6 +65,12 @@ def test_answers(tmp_path, row, prompt, answers):
     data = loaded(tmp_path, row)
     assert not data.is_pairs
     assert (data.rows[0].prompt, data.rows[0].answers) == (prompt, answers)
+
+
+def test_transcripts_stay_text_without_a_chat_template(tmp_path):
+    asked = "\n\nHuman: p\n\nAssistant:"
+    data = loaded(tmp_path, {"chosen": f"{asked} a", "rejected": f"{asked} b"}, is_chat=False)
+    assert (data.rows[0].prompt, data.rows[0].answers) == (asked, (" a", " b"))
 
 
 def test_every_row_has_all_other_columns(tmp_path):

@@ -19,7 +19,7 @@ from tether.generation import batch
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import ModelRoles, Pass
 from tether.rewards import model
-from tether.train import evaluate
+from tether.train import evaluate, memory
 from tether.train.rollout import halves
 from tether.train.run import train_policy
 from tether.train.update import Update, mini_batches
@@ -100,7 +100,8 @@ class Living(TrainerCallback):
         gc.collect()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # looking at everything that lives wakes what is deprecated
-            storages = {x.untyped_storage() for x in gc.get_objects() if isinstance(x, torch.Tensor)}
+            tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+            storages = {x.untyped_storage() for x in tensors if not x.is_meta}
         self.bytes.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
 
 
@@ -169,6 +170,34 @@ def test_one_answer_that_does_not_fit_ends_the_run_with_what_would_help(tmp_path
     small_machine(monkeypatch, Update, "accumulate", fits=0)
     with pytest.raises(TrainingError, match=r"one answer in a micro-batch .*2\.00 GiB.*train\.gradient_checkpointing"):
         train_policy(run(tmp_path, "out"))
+
+
+@pytest.mark.parametrize("where", ["a step", "the critic's step", "a later mini-batch"])
+def test_what_has_changed_weights_is_not_begun_anew(tmp_path, monkeypatch, where):
+    """An update that ran out of memory past its first change would train on its answers twice."""
+    scored = small_machine(monkeypatch, ModelRoles, "score_pass", times=0)
+    if where == "a later mini-batch":
+        small_machine(monkeypatch, Update, "accumulate", fits=0, after=8)
+    else:
+        wrapped = Update.take_step
+
+        def step(self, optimizer):
+            if (optimizer.name == "policy") == (where == "a step"):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            wrapped(self, optimizer)
+
+        monkeypatch.setattr(Update, "take_step", step)
+    with pytest.raises(TrainingError, match=r"in the middle of update 1, .* cannot be begun anew .*train\.dry_step"):
+        train_policy(run(tmp_path, "out", value__kind="model", train__micro_batch_size=1))
+    assert len(scored) == 8, "every answer once"
+
+
+def test_demonstrations_that_do_not_fit_are_halved_by_their_tokens(tmp_path, monkeypatch):
+    (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "the cat", "completion": " sees the dog"}\n' * 4)
+    widths = small_machine(monkeypatch, Update, "imitate", fits=1)
+    budget = {"train__micro_batch_size": None, "train__max_tokens_per_micro_batch": 60, "ppo__ptx_coef": 1.0}
+    train_policy(run(tmp_path, "out", data__ptx=str(tmp_path / "demonstrations.jsonl"), **budget))
+    assert widths[0][0] > 1 and widths[-1][0] == 1
 
 
 def short_decoding(monkeypatch, fits):
@@ -258,7 +287,10 @@ def test_the_dry_step_has_the_longest_lengths_and_no_effect(tmp_path, monkeypatc
     tried = run(tmp_path, "tried", train__dry_step=True, **sharing)
     train_policy(plain)
     widths = small_machine(monkeypatch, Update, "accumulate", times=0)
+    decoded, done = short_decoding(monkeypatch, 8), []
+    monkeypatch.setattr(memory, "_side_by_side", lambda *args: done.append((len(decoded), len(widths))) or 8)
     train_policy(tried, display=display)
+    assert done[0] == (0, 0) and done[1][0] >= 6, "answers come first: a cache of fixed size stays"
     assert widths[0][0] == 4 and widths[0][1] >= max(width for _, width in widths[1:])
     (told,) = [text for text in display.said if "dry step" in text]
     assert told.startswith(f"dry step: {widths[0][0]} answers of {widths[0][1]} tokens fit into memory")

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import shutil
+import signal
 
 import numpy
 import pytest
@@ -38,14 +39,31 @@ def letters(prompts, completions):
 '''
 
 
-def test_the_generators_that_reward_functions_draw_from_go_on(tmp_path):
-    runs = []
-    for name, callbacks in {"straight": [], "broken": [CrashAfter(3)]}.items():
-        config = tiny_run(tmp_path, output_dir=str(tmp_path / name), train__max_steps=4, train__save_steps=2)
+class SignalAfter(TrainerCallback):
+    """Ends the run by a signal between two updates."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "breaks", [CrashAfter(3), SignalAfter(3), SignalAfter(2)], ids=["crash", "signal", "signal before an evaluation"]
+)
+def test_the_generators_that_reward_functions_draw_from_go_on(tmp_path, breaks):
+    runs, changes = [], {"train__max_steps": 4, "train__save_steps": 2, "data__eval_fraction": 0.5}
+    for name, callbacks in {"straight": [], "broken": [breaks]}.items():
+        config = tiny_run(tmp_path, output_dir=str(tmp_path / name), train__eval_steps=2, **changes)
         (tmp_path / "rewards.py").write_text(CHANCE, encoding="utf-8")
         try:
-            train_policy(config, callbacks=callbacks)
+            has_ended = train_policy(config, callbacks=callbacks).interrupted is None
         except OSError:
+            has_ended = False
+        assert has_ended == (name == "straight")
+        if not has_ended:
             train_policy(config.model_copy(update={"resume": True}))
         runs.append(config.output_dir)
     assert reproducible(runs[0]) == reproducible(runs[1])

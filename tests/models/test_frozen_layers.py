@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 from tests.models.build import save_model
 from tests.tiny import KINDS
@@ -28,6 +29,21 @@ def test_what_is_above_a_layer(tmp_path, kind, tied):
     expected = {name for name in everything if name.startswith((f"{layers}.1.", f"{norm}.", "lm_head."))}
     assert above.keys() == expected and any(name.startswith(f"{layers}.1.") for name in expected)
     assert ("lm_head.weight" in above) == (not tied)
+
+
+def test_layers_that_see_images_come_before_those_that_read():
+    text = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    vision = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text | {"num_key_value_heads": 1, "vocab_size": 64},
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    frozen = dict(model.named_parameters()).keys() - parameters_above(model, 2).keys()
+    assert any(name.startswith("model.language_model.layers.1.") for name in frozen)
+    assert all(".layers.2." not in name or "vision_tower" in name for name in frozen)
+    assert all(name in frozen for name, _ in model.named_parameters() if "vision_tower" in name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """From configuration to sources: what is checked before a model is loaded, and what is built."""
 
 import json
+import math
 
 import peft
 import pytest
@@ -8,18 +9,18 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
-from tests.rewards.batches import chat_batch
+from tests.rewards.batches import chat_batch, text_batch
 from tests.rewards.encoders import encoder_tokenizer, plain_score, save_encoder
 from tests.rewards.value_heads import plain_value, save_value_head
 from tests.tiny import save_tiny, tiny_classifier, tiny_tokenizer
-from tether.config.rewards import RewardConfig
+from tether.config.rewards import FunctionReward, RewardConfig
 from tether.config.schema import RunConfig
-from tether.errors import ConfigError, ModelError
+from tether.errors import ConfigError, DataError, ModelError
 from tether.models.adapters import with_adapter
 from tether.models.build import build_roles
 from tether.models.loading import classifier_on, load_causal_lm, load_tokenizer
 from tether.models.roles import ModelRoles
-from tether.rewards.build import build_rewards, check_conversations, check_rewards
+from tether.rewards.build import build_rewards, check_contents, check_conversations, check_rewards, try_sources
 from tether.types import Prompt, RewardSource
 
 TURNS = [("the cat sees", "good"), ("it is a very nice day", "the sun and the blue night")]
@@ -233,3 +234,47 @@ def test_dtype_of_a_model_source(tmp_path):
     model = built.parts[0].source.model
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
     assert model.score.weight.dtype == torch.float32
+
+
+def checked_rows(reward, *rows):
+    check_contents(configs(reward), [("p", row, f"row {i} of the prompts") for i, row in enumerate(rows)])
+
+
+def test_what_columns_hold_is_checked_in_every_row():
+    exact, mathematics = {"type": "exact_match"}, {"type": "math_match"}
+    checked_rows(exact, {"answer": "4"}, {"answer": 4})
+    checked_rows(mathematics, {"answer": 4.5}, {"answer": "x^2"})
+    for reward, value, wanted in (
+        (exact, 4.5, r"holds 4\.5 \(float\), wanted text or a whole number"),
+        (exact, None, r"holds None \(NoneType\), wanted text or a whole number"),
+        (mathematics, ["4"], r"holds \['4'\] \(list\), wanted text or a number"),
+    ):
+        with pytest.raises(DataError, match=rf"^row 1 of the prompts, for rewards\.0: column answer {wanted}"):
+            checked_rows(reward, {"answer": "4"}, {"answer": value})
+
+
+def test_what_services_are_sent_is_checked_in_every_row():
+    service = {"type": "http", "url": "http://127.0.0.1:1/"}
+    with pytest.raises(DataError, match=r"^row 1 of the prompts, for rewards\.0: column x cannot be sent as JSON"):
+        checked_rows(service, {"x": 1.0}, {"x": math.nan})
+    checked_rows(service | {"columns": ["y"]}, {"x": math.nan, "y": 1})
+    checked_rows(service | {"protocol": "llamafactory"}, {"x": math.nan})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [c.lower() for c in completions]", "AttributeError: 'list' object has no attribute 'lower'"),
+        ("return [nothing]", "NameError: name 'nothing' is not defined"),
+        ("return [statistics.stdev([0.0])]", None),
+    ],
+)
+def test_a_first_call_tells_a_function_that_cannot_work(tmp_path, body, message):
+    """And lets pass what more answers might mend."""
+    (tmp_path / "judge.py").write_text(f"import statistics\ndef f(prompts, completions):\n    {body}\n")
+    function = [FunctionReward(type="function", path=str(tmp_path / "judge.py"), name="f")]
+    batch = text_batch("a", prompts=[[{"role": "user", "content": "hi"}]])
+    if message is None:
+        return try_sources(function, ["f"], batch, tiny_tokenizer())
+    with pytest.raises(ConfigError, match=rf"^rewards\.0: the function did not score a first answer: .*{message}"):
+        try_sources(function, ["f"], batch, tiny_tokenizer())

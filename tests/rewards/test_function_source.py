@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -205,3 +206,34 @@ def test_a_function_that_ends_the_process_is_an_error(tmp_path):
     file.write_text("import sys\nsys.exit(0)")
     with pytest.raises(ConfigError, match="does not run: SystemExit: 0"):
         load_function(str(file), "f", "rewards.0")
+
+
+def test_an_async_function_that_ends_the_process_is_an_error_and_others_are_still_waited_for():
+    async def gives_up(prompts, completions):
+        await asyncio.sleep(0)
+        sys.exit(3)
+
+    async def fine(prompts, completions):
+        return [1.0]
+
+    with pytest.raises(RewardError, match="reward function judge raised RuntimeError: SystemExit: 3"):
+        FunctionSource(gives_up, "judge").score(text_batch("one"))
+    assert scores(fine, text_batch("one")) == [1.0]
+
+
+def test_what_a_function_changes_is_its_own():
+    def joins(prompts, completions, tests, completion_ids):
+        for prompt, completion in zip(prompts, completions, strict=True):
+            prompt += completion
+            prompt[0]["content"] = "changed"
+        for each in tests:
+            each.pop()
+        completion_ids[0].append(7)
+        return [0.0] * len(prompts)
+
+    messages, tests = [dict(message) for message in MESSAGES], ["one", "other"]
+    batch = text_batch("yes", "no", prompts=[messages, messages], tests=[tests, tests])
+    batch = replace(batch, decode=str)  # somebody's ids
+    ids = [list(each) for each in batch.response_ids]
+    scores(joins, batch)
+    assert messages == MESSAGES and tests == ["one", "other"] and batch.response_ids == ids

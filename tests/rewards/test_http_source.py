@@ -16,7 +16,7 @@ from tests.tiny import tiny_tokenizer
 from tether.config.rewards import RewardConfig
 from tether.errors import ConfigError, RewardError, RewardResponseError, RewardTimeout
 from tether.rewards import service
-from tether.rewards.build import check_rewards, try_services
+from tether.rewards.build import check_rewards, try_sources
 from tether.rewards.http import http_source
 
 BATCH = text_batch("a", "bb", "ccc")
@@ -304,5 +304,5 @@ def test_a_first_request_tells_whether_a_service_works():
     with local_service(in_turn(SCORES, Reply(b"no such page", 404))) as local:
         configs = [config(local.url, name="one"), config(local.url, name="other")]
         with pytest.raises(ConfigError, match=r"rewards\.1: the service did not score a first .*: reward other: .*404"):
-            try_services(configs, ["one", "other"], BATCH, tiny_tokenizer())
+            try_sources(configs, ["one", "other"], BATCH, tiny_tokenizer())
     assert len(local.seen) == 2

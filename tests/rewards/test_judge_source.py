@@ -11,7 +11,7 @@ from tests.rewards.services import Close, Hang, Reply, in_turn, local_service
 from tests.tiny import tiny_tokenizer
 from tether.config.rewards import RewardConfig
 from tether.errors import ConfigError, RewardError, RewardResponseError, RewardTimeout
-from tether.rewards.build import check_rewards, try_services
+from tether.rewards.build import check_rewards, try_sources
 from tether.rewards.judge import judge_source, last_number
 
 RUBRIC = 'Grade this answer from 1 to 10: {"answer": "{response}"}\nIt answers: {prompt}'
@@ -178,9 +178,9 @@ def test_the_key_is_sent_and_must_be_set(monkeypatch):
     with local_service(in_turn(says("7"), Reply(b"", 401))) as local:
         judge = config(local.url, api_key_env="JUDGE_KEY")
         check_rewards([judge])
-        try_services([judge], ["grade"], text_batch("a"), tiny_tokenizer())
+        try_sources([judge], ["grade"], text_batch("a"), tiny_tokenizer())
         with pytest.raises(ConfigError, match=r"rewards\.0: the service did not score a first answer: .* status 401"):
-            try_services([judge], ["grade"], text_batch("a"), tiny_tokenizer())
+            try_sources([judge], ["grade"], text_batch("a"), tiny_tokenizer())
     assert local.headers[0]["Authorization"] == "Bearer s3cret"
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match=r"rewards\.0\.api_key_env: the environment variable JUDGE_KEY is not set"):

@@ -208,6 +208,13 @@ def test_the_coefficient_follows_the_kl_of_whole_answers(tmp_path):
     assert [row["objective/kl_coef"] for row in result.updates] == pytest.approx(wanted, rel=1e-5)
 
 
+def test_the_coefficient_waits_while_the_policy_does(tmp_path):
+    steered = {"ppo__kl_target": 0.5, "ppo__kl_horizon": 50, "ppo__kl_coef": 0.1}
+    result = train_policy(tiny_run(tmp_path, value__warmup_steps=2, train__max_steps=4, **steered))
+    *waiting, moved = (row["objective/kl_coef"] for row in result.updates)
+    assert waiting == [0.1] * 3 and moved < 0.1
+
+
 @pytest.mark.parametrize(("slope", "rates"), [(1.0, [1.0, 1.0, 1.0, 1.0]), (-1.0, [1.0, 1.0, 0.5, 0.25])])
 def test_a_schedule_that_follows_a_metric_follows_the_score(tmp_path, monkeypatch, slope, rates):
     judged = iter(range(32))

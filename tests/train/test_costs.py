@@ -76,6 +76,19 @@ def test_tokens_and_operations_of_full_fine_tuning(tmp_path, changes, passes):
     assert got["speed/mfu"] == pytest.approx(got["flops/update"] * 1e12 / got["time/update_s"] / rate, rel=1e-9)
 
 
+def test_demonstrations_are_of_an_updates_tokens_and_operations(tmp_path):
+    ptx = tmp_path / "ptx.jsonl"
+    ptx.write_text('{"prompt": "the cat", "completion": "sees"}\n', encoding="utf-8")
+    data = {"value__kind": "head", "ppo__num_ppo_epochs": 1, "data__chat_template": "none"}
+    got, of_queries, of_answers = update(tmp_path, data__ptx=str(ptx), ppo__ptx_coef=1.0, **data)
+    # as many as answers, each of two tokens, a word and an end token
+    shown, closed = 4 * 4, 4 * 2
+    assert got["tokens/update"] == of_queries + of_answers + shown
+    trunk, head = 2 * (2 * 256 + 2 * 128 + 3 * 512), 40 * 16
+    wanted = 6 * (trunk * (of_queries + of_answers + shown) + head * (of_answers + closed))
+    assert got["flops/update"] == pytest.approx(wanted / 1e12, rel=1e-9)
+
+
 def test_operations_of_lora_leave_out_gradients_of_frozen_weights(tmp_path):
     got, of_queries, of_answers = update(
         tmp_path, ppo__num_ppo_epochs=1, value__kind="head", model__lora={"r": 2, "target_modules": ["q_proj"]}

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.rewards.services import Reply, local_service
 from tests.rewards.test_judge_source import says
@@ -150,6 +151,23 @@ def test_the_policy_says_how_prompts_become_queries(tmp_path):
         seen[template] = score_file(sources, file).seen[0].partition("reads it: ")[2]
     assert seen["auto"] == "'<bos> <user> the cat <eos> <assistant> sees <eos>'"
     assert seen["none"] == "'<bos> the cat sees <eos>'"
+
+
+def test_transcripts_and_template_arguments_are_read_as_the_other_stages_read_them(tmp_path):
+    folder = save_tiny(tmp_path / "judge", num_labels=1)
+    template = "{% for m in messages %}{{ '<user> ' if m['role'] == 'user' else '<assistant> ' }}{{ m['content'] }}"
+    template += "{% if mood is defined %} {{ mood }}{% endif %} <eos> {% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant> {% endif %}"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    texts = {"chosen": "\n\nHuman: the cat\n\nAssistant: sees", "rejected": "\n\nHuman: the cat\n\nAssistant: not"}
+    keys = {"model": {"path": str(folder)}, "data": {"chat_template_kwargs": {"mood": "good"}}}
+    sources = SourceConfig.model_validate({"rewards": [{"type": "model", "path": str(folder)}], **keys})
+    rows = texts, texts | {"chat_template_kwargs": {"mood": "bad"}}
+    seen = [text.partition("reads it: ")[2] for text in score_file(sources, written(tmp_path, *rows)).seen]
+    for shown, mood in zip(seen[::2], ("good", "bad"), strict=True):
+        assert shown == f"'<user> the cat {mood} <eos> <assistant> sees <eos>'"
 
 
 def test_a_tokenizer_that_stands_in_is_named_where_it_will_not_do(tmp_path):

@@ -227,7 +227,8 @@ class PPOConfig(Section):
     """Coefficient β of the KL penalty. 0 runs no reference forward."""
     kl_in: Literal["reward", "loss"] = "reward"
     """``reward``: −β·kl is part of each token's reward. ``loss``: β·KL(π ‖ ref) of each token, with its importance
-    weight, is added to the loss; β is divided by the standard deviation of the advantages where those are whitened.
+    weight, is added to the loss; β is divided by the standard deviation of the advantages where those are whitened and
+    not all equal.
     Only k1 in the reward has the exact gradient of the sequence KL; a loss leaves out what a token does to later ones.
     Source: https://arxiv.org/abs/2510.01555."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -331,6 +332,20 @@ class PPOConfig(Section):
             raise ValueError(
                 f"{given[0]} is a setting of generalized advantage estimation; advantage_estimator is "
                 f"{self.advantage_estimator}: leave it out, or set advantage_estimator to gae"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> PPOConfig:
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError(
+                f"kl_target {self.kl_target:g}: kl_coef 0 runs no reference, and no factor moves it: set kl_coef to "
+                "what the coefficient is to start from, or leave kl_target out"
+            )
+        if self.gamma != 1 and self.advantage_estimator in ("rloo", "grpo"):
+            raise ValueError(
+                f"gamma {self.gamma:g}: {self.advantage_estimator} takes the whole return of an answer, without "
+                "discount; leave it out, or set advantage_estimator to gae or reinforce_pp"
             )
         return self
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tether.data.answers import encodable
+from tether.data.forms import plain_rows
 from tether.data.pairs import check_prompts, pair_texts, prompt_and_answer
 from tether.data.prompts import checked_prompt
 from tether.data.sources import Rows, read_rows
@@ -45,15 +46,17 @@ class JudgedData:
     """Names of the other columns; every row has all of them, None where it had none."""
 
 
-def load_judged(source: str, *, split: str, key: str) -> JudgedData:
+def load_judged(source: str, *, split: str, key: str, is_chat: bool) -> JudgedData:
     """The answers in ``source``.
 
     Args:
         source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id. With columns ``chosen`` and ``rejected``
-            it holds pairs: answers to ``prompt``, or whole texts or conversations where there is no ``prompt``. Else it
-            holds answers: ``response`` or ``completion`` to ``prompt``, or ``messages`` that end with the assistant's.
+            it holds pairs: answers to ``prompt``, or whole texts, conversations or transcripts where there is no
+            ``prompt``. Else it holds answers: ``response`` or ``completion`` to ``prompt``, or ``messages`` that end
+            with the assistant's.
         split: split to read where the source has several.
         key: what messages call ``source``.
+        is_chat: whether prompts go through a chat template, for which transcripts become messages.
 
     Raises:
         DataError: the source cannot be read, has no rows or no such columns; a row lacks prompt or answer, or has one
@@ -62,14 +65,15 @@ def load_judged(source: str, *, split: str, key: str) -> JudgedData:
     table = read_rows(source, split=split, key=key)
     if not table.rows:
         raise DataError(f"{key}: {table.name} has no rows")
-    names = list(dict.fromkeys(name for row in table.rows for name in row))
+    places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
+    plain = plain_rows(table.rows, places, is_chat=is_chat)
+    names = list(dict.fromkeys(name for row in plain for name in row))
     is_pairs = {"chosen", "rejected"} <= set(names)
     column = "" if is_pairs else _answer_column(table, names, key)
     used = {"prompt", "chosen", "rejected"} if is_pairs else {"prompt", column}
     columns = [name for name in names if name not in used]
     rows = []
-    for i, row in enumerate(table.rows):
-        place = f"{key}: {table.where(i)}"
+    for row, place in zip(plain, places, strict=True):
         if is_pairs:
             prompt, *answers = pair_texts(row, place)
         else:

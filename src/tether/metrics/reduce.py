@@ -41,24 +41,24 @@ class Metrics:
 
     def max(self, name: str, values: Values, mask: Tensor | None = None) -> None:
         """Adds entries of a maximum: −∞ if there are none, NaN if one is NaN."""
-        self._add(name, "max", _largest(_wide(values), mask))
+        self._add(name, "max", _largest(wide(values), mask))
 
     def min(self, name: str, values: Values, mask: Tensor | None = None) -> None:
         """Adds entries of a minimum: +∞ if there are none, NaN if one is NaN."""
-        self._add(name, "min", _largest(-_wide(values), mask))
+        self._add(name, "min", _largest(-wide(values), mask))
 
     def sum(self, name: str, x: Values) -> None:
         """Adds entries of a sum, which is also one over processes."""
-        self._add(name, "sum", _wide(x).sum())
+        self._add(name, "sum", wide(x).sum())
 
     def value(self, name: str, x: float) -> None:
         """Sets a number that every process knows; the last one stands."""
-        self._add(name, "value", _wide(x))
+        self._add(name, "value", wide(x))
 
     def slowest(self, name: str, x: float) -> None:
         """Adds to a sum of which the largest over processes counts, and with several also ``NAME_spread``: by how much
         the smallest is below it."""
-        self._add(name, "slowest", _wide(x))
+        self._add(name, "slowest", wide(x))
 
     @contextmanager
     def known(self) -> Iterator[None]:
@@ -126,16 +126,16 @@ class Metrics:
         return [name for name, reduction in self._reductions.items() if reduction in reductions]
 
 
-def _wide(values: Values) -> Tensor:
-    """The entries in float64, without their history."""
+def wide(values: Values) -> Tensor:
+    """The entries in float64, without their history; in float32 on a device that has no float64."""
     if not isinstance(values, Tensor):
         return torch.tensor(values, dtype=torch.float64)
-    return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)  # MPS has no float64
+    return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
 def _moments(values: Values, mask: Tensor | None) -> Tensor:
     """(count, Σ x, Σ (x − mean)²) of the entries."""
-    x = _wide(values)
+    x = wide(values)
     mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
     zero = torch.zeros_like(x)
     count, total = mask.sum().to(x), torch.where(mask, x, zero).sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -11,11 +12,12 @@ def transformer_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def parameters_above(model: nn.Module, num_layers: int) -> dict[str, nn.Parameter]:
+def parameters_above(model: PreTrainedModel, num_layers: int) -> dict[str, nn.Parameter]:
     """The parameters that come after the first ``num_layers`` layers, by name; all of them for 0.
 
-    Embeddings come before the first layer, final norm and language model head after the last. A head that is tied to
-    the embeddings is one with them.
+    Layers are those of the text model: what a model sees images with comes before them. Embeddings come before the
+    first layer, final norm and language model head after the last. A head that is tied to the embeddings is one with
+    them.
 
     Args:
         num_layers: from 0 to one less than the model has.
@@ -23,7 +25,7 @@ def parameters_above(model: nn.Module, num_layers: int) -> dict[str, nn.Paramete
     named = dict(model.named_parameters())
     if num_layers == 0:
         return named
-    first = next(transformer_layers(model)[num_layers].parameters())
+    first = next(transformer_layers(model.get_decoder())[num_layers].parameters())
     names = list(named)
     start = next(i for i, name in enumerate(names) if named[name] is first)
     return {name: named[name] for name in names[start:]}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config.rewards import (
     AdapterReward,
+    ColumnReward,
     EnsembleReward,
     FunctionReward,
     HttpReward,
@@ -27,7 +29,7 @@ from tether.config.rewards import (
     reward_names,
     sources_of,
 )
-from tether.errors import ConfigError, ModelError, RewardError
+from tether.errors import ConfigError, DataError, ModelError, RewardError
 from tether.models.bitsandbytes import FewBits, check_bitsandbytes, is_quantized, placed
 from tether.models.heads import value_head_file
 from tether.models.loading import (
@@ -49,11 +51,11 @@ from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource
 from tether.rewards.ensemble import Ensemble, reduction
 from tether.rewards.function import FunctionSource, check_columns, load_function
-from tether.rewards.http import check_sent_columns, http_source
+from tether.rewards.http import check_sent_columns, check_sent_values, http_source
 from tether.rewards.judge import judge_source
 from tether.rewards.model import ModelSource
 from tether.rewards.reading import Reader, same_tokenizer
-from tether.rewards.ready import check_ready, ready_source
+from tether.rewards.ready import check_ready, check_value, ready_source
 from tether.rewards.service import service_key
 from tether.types import Prompt, RewardBatch, RewardSource
 
@@ -115,6 +117,33 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
                     check_sent_columns(config, columns, key)
             case JudgeReward():
                 service_key(config, key)
+
+
+def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Mapping[str, Any], str]]) -> None:
+    """Checks of every row that ready-made rewards can compare with its column, and that services can be sent it.
+
+    Args:
+        rows: prompt, other columns and name of each row.
+
+    Raises:
+        DataError: the first that they cannot use, with the reward's key and the row.
+    """
+    sources = [
+        (key, config)
+        for key, config in sources_of(configs)
+        if isinstance(config, ColumnReward) or (isinstance(config, HttpReward) and config.protocol == "tether")
+    ]
+    for prompt, columns, place in rows if sources else ():
+        for key, config in sources:
+            try:
+                if isinstance(config, HttpReward):
+                    check_sent_values(config, prompt, columns)
+                else:
+                    check_value(config, columns.get(config.column))
+            except ValueError as error:
+                raise DataError(f"{place}, for {key}: column {config.column} {error}") from error
+            except RewardError as error:
+                raise DataError(f"{place}, for {key}: {error}") from error
 
 
 def check_conversations(
@@ -239,7 +268,11 @@ def build_rewards(
     return WeightedSum(parts(configs, names, "rewards"))
 
 
-def try_services(
+_MISTAKES = (AttributeError, ImportError, NameError, TypeError)
+"""What a function raises for a mistake in its own text."""
+
+
+def try_sources(
     configs: Sequence[RewardConfig],
     names: Sequence[str],
     batch: RewardBatch,
@@ -247,20 +280,23 @@ def try_services(
     *,
     under: str = "rewards",
 ) -> None:
-    """Asks every service among the sources to score a batch, so that what is wrong with one shows before a run.
+    """Asks every service among the sources to score a batch, and calls every function, so that what is wrong with one
+    shows before a run.
 
     Args:
         under: configuration key of the sources.
 
     Raises:
-        ConfigError: a service gave no scores; says why.
+        ConfigError: a service gave no scores, or a function raised what no answer could be at fault for; says why.
     """
     for i, (config, name) in enumerate(zip(configs, names, strict=True)):
-        key, source = f"{under}.{i}", None
+        key, source, what = f"{under}.{i}", None, "service"
         match config:
+            case FunctionReward():
+                source, what = FunctionSource(load_function(config.path, config.name, key), name), "function"
             case EnsembleReward():
                 members = [f"{name}/{own}" for own in reward_names(config.members)]
-                try_services(config.members, members, batch, tokenizer, under=f"{key}.members")
+                try_sources(config.members, members, batch, tokenizer, under=f"{key}.members")
             case HttpReward():
                 source = http_source(config, name, key, tokenizer)
             case JudgeReward():
@@ -269,7 +305,9 @@ def try_services(
             try:
                 source.score(batch)
             except RewardError as error:
-                raise ConfigError(f"{key}: the service did not score a first answer: {error}") from error
+                # of a function anything else may be the one answer's fault, such as a spread that it does not have
+                if what == "service" or isinstance(error.__cause__, _MISTAKES):
+                    raise ConfigError(f"{key}: the {what} did not score a first answer: {error}") from error
 
 
 def _model_source(

@@ -8,6 +8,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -123,8 +124,11 @@ class FunctionSource:
         return awaited(result) if inspect.isawaitable(result) else result
 
     def _result(self, batch: RewardBatch, rows: Sequence[int]) -> Any:
-        """What the function, called with these rows of the batch, returns."""
-        prompts = [batch.prompts[row] for row in rows]
+        """What the function, called with these rows of the batch, returns.
+
+        It is given copies of messages and columns: the run's own come again in a later epoch.
+        """
+        prompts = [deepcopy(batch.prompts[row]) for row in rows]
         completions = [
             batch.responses[row]
             if isinstance(batch.prompts[row], str)
@@ -132,12 +136,12 @@ class FunctionSource:
             for row in rows
         ]
         columns = {
-            name: [values[row] for row in rows]
+            name: [deepcopy(values[row]) for row in rows]
             for name, values in batch.columns.items()
             if name not in (*_OURS, _IDS) and _accepts(self.function, name)
         }
         if _names(self.function, _IDS):
-            columns[_IDS] = [batch.response_ids[row] for row in rows]
+            columns[_IDS] = [list(batch.response_ids[row]) for row in rows]
         return self.function(prompts=prompts, completions=completions, **columns)
 
     def _where(self, batch: RewardBatch, rows: Sequence[int]) -> str:

@@ -126,6 +126,21 @@ def check_sent_columns(config: HttpReward, columns: Sequence[str], key: str) -> 
         )
 
 
+def check_sent_values(config: HttpReward, prompt: Any, columns: Mapping[str, Any]) -> None:
+    """Checks that what a row would send can be written as JSON.
+
+    Args:
+        prompt: as the dataset had it.
+        columns: the row's other columns.
+
+    Raises:
+        RewardError: it cannot; names the column.
+    """
+    sent = {name: value for name, value in columns.items() if config.columns is None or name in config.columns}
+    for name, value in {"prompt": prompt, **sent}.items():
+        _check_json(value, f"column {name}")
+
+
 def tether_payload(name: str, columns: Sequence[str] | None) -> Payload:
     """Requests of Tether's protocol: prompts as the dataset had them, responses as text, and columns.
 

@@ -21,7 +21,10 @@ def started(awaitable: Awaitable[T]) -> Future[T]:
     """What the awaitable will give; it is under way from now on, whatever the calling thread does."""
 
     async def main() -> T:
-        return await awaitable
+        try:
+            return await awaitable
+        except (KeyboardInterrupt, SystemExit) as error:  # either would end the loop, and with it all that waits
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     return asyncio.run_coroutine_threadsafe(main(), _event_loop())
 

@@ -74,6 +74,16 @@ def check_ready(config: ReadyReward, columns: Sequence[str] | None, key: str) ->
         raise ConfigError(f"{key}.column: {_no_column(config.column, columns)}")
 
 
+def check_value(config: ColumnReward, value: Any) -> None:
+    """Raises ``ValueError`` if a row's column holds what the rule cannot compare with; whether text is mathematics is
+    seen when it is compared."""
+    written(value, number=_numbers(config))
+
+
+def _numbers(config: ColumnReward) -> Any:
+    return int | float if isinstance(config, MathMatchReward) else int
+
+
 def _rule(config: ReadyReward) -> Rule:
     match config:
         case LengthTargetReward(target=target, unit="words"):
@@ -135,7 +145,8 @@ def written(wanted: Any, *, number: Any = int) -> str:
         ValueError: it is neither text nor such a number.
     """
     if isinstance(wanted, bool) or not isinstance(wanted, str | number):
-        raise ValueError(f"holds {wanted!r} ({type(wanted).__name__}), wanted text or a number")
+        kind = "whole number" if number is int else "number"
+        raise ValueError(f"holds {wanted!r} ({type(wanted).__name__}), wanted text or a {kind}")
     return str(wanted).strip()
 
 

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tether.metrics.reduce import Metrics
+from tether.metrics.reduce import Metrics, wide
 from tether.models.bitsandbytes import num_weights
 from tether.models.products import onednn_is_faster, product
 from tether.models.roles import POLICY, ModelRoles, Pass
@@ -110,7 +110,7 @@ class PassCosts:
         of_trunk, of_head = self._per_token[pass_.name]
         read: Tensor = num_read(batch)
         metrics.sum("tokens/update", read)
-        metrics.sum("flops/update", (of_trunk * read.double() + of_head * batch.response_mask.sum()) / 1e12)
+        metrics.sum("flops/update", (of_trunk * wide(read) + of_head * wide(batch.response_mask.sum())) / 1e12)
 
 
 def num_read(batch: MicroBatch) -> Tensor:

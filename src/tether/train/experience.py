@@ -92,7 +92,9 @@ def targets(
             advantages = algo.reinforce_pp(rewards, mask, gamma=ppo.gamma)
     std = 1.0
     if ppo.whitens_advantages and bool(loss_mask.any()):
-        std = math.sqrt(float(algo.masked_var(advantages, loss_mask)) + WHITEN_EPSILON)
+        variance = float(algo.masked_var(advantages, loss_mask))
+        if variance > WHITEN_EPSILON:  # else there is no scale: all are equal
+            std = math.sqrt(variance + WHITEN_EPSILON)
         advantages = algo.whiten(advantages, loss_mask, keep_mean=False)
     if ppo.advantage_clip is not None:
         advantages = advantages.clamp(-ppo.advantage_clip, ppo.advantage_clip)

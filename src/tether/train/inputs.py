@@ -32,7 +32,7 @@ from tether.models.loading import (
     stop_token_ids,
 )
 from tether.models.paths import adapter_base, check_model_path, is_adapter
-from tether.rewards.build import check_conversations, check_rewards
+from tether.rewards.build import check_contents, check_conversations, check_rewards
 from tether.train.display import Display
 from tether.train.optim import check_schedule
 from tether.train.rollout import Answers
@@ -161,12 +161,18 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
 
 
 def check_data(config: RunConfig, data: RunData) -> None:
-    """Raises ``ConfigError`` for what only the data and the policy's own configuration show: a column that a reward
-    function asks for and that is not there, tokens without an embedding, a stop token that is none, layers that the
-    policy has not, texts that do not fit into its positions, updates that leave the policy none."""
+    """Raises for what only the data and the policy's own configuration show: a column that a reward asks for and that
+    is not there, or holds what it cannot use, tokens without an embedding, a stop token that is none, layers that the
+    policy has not, texts that do not fit into its positions, updates that leave the policy none.
+
+    Raises:
+        ConfigError, DataError: says which it is.
+    """
     for prompts in data.prompt_sets:
         check_rewards(config.rewards, columns=prompts.columns)
         check_conversations(config.rewards, prompts.prompts, data.tokenizer)
+        rows = ((prompt.source, prompt.columns, f"row {prompt.row} of the prompts") for prompt in prompts.prompts)
+        check_contents(config.rewards, rows)
     model = config.model
     base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
     if base != model.path and model.lora is not None:
@@ -182,7 +188,7 @@ def check_data(config: RunConfig, data: RunData) -> None:
 
 
 def first_answer(data: RunData) -> RewardBatch:
-    """An answer to the first prompt, with the columns of its row, that reward services can be tried on."""
+    """An answer to the first prompt, with the columns of its row, that reward sources can be tried on."""
     text = "Hello."
     ids = data.tokenizer(text, add_special_tokens=False)["input_ids"]
     return Answers(data.prompts.prompts[:1], [Completion(ids, "length")], [text]).reward_batch(data.tokenizer)
@@ -266,6 +272,12 @@ def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
     display.message(f"prompts: {data.prompts.note}")
     if data.eval_prompts is not None:
         display.message(f"held-out prompts: {data.eval_prompts.note}")
+        trained = {prompt.text for prompt in data.prompts.prompts}
+        if all(prompt.text in trained for prompt in data.eval_prompts.prompts):
+            display.message(
+                "warning: every held-out prompt is trained on as well, so that eval_scores says nothing of new ones; "
+                "data.eval_split names another split, data.eval_fraction holds out prompts of data.prompts"
+            )
     if data.ptx is not None:
         dropped = f", {data.ptx.num_too_long} of them dropped as too long" if data.ptx.num_too_long else ""
         display.message(f"demonstrations: {config.data.ptx}: {data.ptx.num_rows} rows{dropped}")

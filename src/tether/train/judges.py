@@ -14,7 +14,7 @@ from tether.config.schema import LoraConfig, RunConfig
 from tether.config.source import QueryConfig, SourceConfig
 from tether.data.answers import closing_token, encoded_answers
 from tether.data.pairs import answer_leads, encoded_prompts
-from tether.data.prompts import conversation
+from tether.data.prompts import conversation, template_arguments, uses_template
 from tether.errors import ConfigError, DataError
 from tether.machine.distributed import Dist
 from tether.models.build import build_roles
@@ -71,8 +71,12 @@ class Judges:
             conversations = [prompt if isinstance(prompt, list) else None for prompt in prompts]
         else:
             template, system = self.query.chat_template, self.query.system_prompt
-            arguments = [self.query.chat_template_kwargs] * len(places)
+            own = [
+                {name: columns[name][i] for name in ("chat_template_kwargs", "tools") if name in columns}
+                for i in range(len(places))
+            ]
             try:
+                arguments = template_arguments(own, self.tokenizer, self.query.chat_template_kwargs, places)
                 queries = encoded_prompts(prompts, self.tokenizer, template, system, places, arguments)
             except DataError as error:
                 if self.is_stand_in:
@@ -125,6 +129,16 @@ def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) ->
         check_model_path(config.model.path, "model.path", revision=config.model.revision, takes_gguf=True)
     check_template(config.data.chat_template)
     check_rewards(config.rewards, columns)
+
+
+def reads_chat(config: SourceConfig) -> bool:
+    """Whether prompts become queries through a chat template; loads a tokenizer at most.
+
+    Raises:
+        ConfigError, ModelError: the tokenizer cannot be loaded.
+    """
+    tokenizer, _ = _tokenizer(config)
+    return tokenizer is not None and uses_template(tokenizer, config.data.chat_template)
 
 
 def load_judges(config: SourceConfig) -> Judges:

@@ -26,9 +26,10 @@ def dry_step(
     micro_batches: Callable[[Answers], list[MicroBatch]],
     one_update: Callable[..., Update],
 ) -> str:
-    """Runs a micro-batch of the longest query with answers of ``sampling.response_length`` forward and backward, beside
-    memory for the optimizers' moments, decodes as many answers as will be decoded side by side, and forgets it all;
-    returns what it took, in a line. Where so many cannot be decoded side by side, the generator decodes fewer.
+    """Decodes as many answers as will be decoded side by side, runs a micro-batch of the longest query with answers of
+    ``sampling.response_length`` forward and backward, beside memory for the optimizers' moments, and forgets it all;
+    returns what it took, in a line. Where so many cannot be decoded side by side, the generator decodes fewer. It comes
+    first, as a cache of fixed size stays for the next answers.
 
     Args:
         micro_batches: of answers, as the run forms them.
@@ -55,6 +56,8 @@ def dry_step(
         if p not in optimizer.optimizer.state
     ]
     try:
+        _decode_longest(config, parts)
+        dist.release_memory()
         with torch.no_grad(), parts.roles.fetched():
             old = parts.roles.score_pass(batch, sampling.temperature)
             ref = parts.roles.ref_logprobs(batch, sampling.temperature) if parts.roles.has_reference else None
@@ -72,8 +75,6 @@ def dry_step(
         for optimizer in update.optimizers_in_use():
             update.add_gradients(optimizer, [item], 0)
             update.drop_gradients()
-        dist.release_memory()
-        _decode_longest(config, parts)
     finally:
         update.drop_gradients()
         del moments

@@ -42,7 +42,7 @@ from tether.models.saving import (
 )
 from tether.report.card import CARD, write_card
 from tether.report.html import REPORT, write_report
-from tether.rewards.build import build_rewards, check_sharded, try_services
+from tether.rewards.build import build_rewards, check_sharded, try_sources
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import (
     RunState,
@@ -237,7 +237,7 @@ def try_outside(config: RunConfig, data: RunData, *, with_services: bool) -> Non
     """Asks reward services for a first score and opens the repository on the hub, so that a run does not find out
     later that it cannot."""
     if with_services:
-        try_services(config.rewards, config.reward_names, first_answer(data), data.tokenizer)
+        try_sources(config.rewards, config.reward_names, first_answer(data), data.tokenizer)
     if config.train.push_to_hub:
         hub_repository(config)
 

@@ -25,7 +25,7 @@ from tether.metrics.writers import JsonlWriter
 from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
 from tether.models.saving import load_policy
-from tether.rewards.build import try_services
+from tether.rewards.build import try_sources
 from tether.rewards.norms import normalised
 from tether.train.display import Display, NullDisplay
 from tether.train.evaluate import evaluate
@@ -122,7 +122,7 @@ def evaluate_path(
         options["special_tokens"] = config.data.special_tokens
         data = load_prompts(prompts, tokenizer, **options, **config.data.chat)
     run_data = RunData(tokenizer, data, data, None)
-    try_services(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
+    try_sources(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
     display.phase("loading models", 0, 1)
     parts = build_parts(config, run_data, None, Dist())
     parts = replace(parts, rewards=normalised(parts.rewards, sources))

@@ -12,11 +12,12 @@ from tether.config.source import SourceConfig
 from tether.data.judged import JudgedData, load_judged
 from tether.data.sources import check_source
 from tether.metrics.writers import JsonlWriter
+from tether.rewards.build import check_contents
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.ensemble import Ensemble
 from tether.rewards.reading import Reads
 from tether.train.display import Display, NullDisplay
-from tether.train.judges import Judges, check_sources, load_judges
+from tether.train.judges import Judges, check_sources, load_judges, reads_chat
 from tether.train.saved import check_output
 from tether.types import RewardBatch
 
@@ -73,8 +74,9 @@ def score_file(
     check_source(file, "FILE")
     check_output(output)
     check_sources(config)
-    data = load_judged(file, split=split, key="FILE")
+    data = load_judged(file, split=split, key="FILE", is_chat=reads_chat(config))
     check_sources(config, data.columns)
+    check_contents(config.rewards, ((row.prompt or "", row.columns, row.place) for row in data.rows))
     display.phase("loading models", 0, 1)
     judges = load_judges(config)
     totals, components = _scored(judges, data, display)

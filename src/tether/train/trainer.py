@@ -143,6 +143,7 @@ class PPOTrainer:
                 if self.state.evaluated_step != self.state.step and self.evaluation_due():
                     self.evaluate()  # before the first update, or where the run that goes on was stopped
                 while self.state.step < self.num_updates and not self.dist.any(self.callbacks.stop_requested):
+                    self.before = random_states()
                     self.stop.agree()
                     self.train_one_update()
                 if self.state.evaluated_step != self.state.step:
@@ -167,7 +168,6 @@ class PPOTrainer:
 
     def train_one_update(self) -> None:
         """One update with everything that may follow it: logging, evaluation, a checkpoint."""
-        self.before = random_states()
         self.callbacks.step_begin()
         self.record(self.step())
         if self.evaluation_due():
@@ -510,9 +510,9 @@ class PPOTrainer:
         return values
 
     def steer_kl(self, metrics: dict[str, float]) -> None:
-        """Moves the KL coefficient towards ``kl_target``, if there is one."""
-        ppo = self.config.ppo
-        if ppo.kl_target is not None and "objective/kl" in metrics:
+        """Moves the KL coefficient towards ``kl_target``, if there is one and the policy trains."""
+        ppo, is_warming_up = self.config.ppo, self.state.step < self.config.value.warmup_steps
+        if ppo.kl_target is not None and "objective/kl" in metrics and not is_warming_up:
             self.state.kl_coef = algo.adaptive_kl_coef(
                 self.state.kl_coef,
                 metrics["objective/kl"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import demonstration_batches
+from tether.errors import TrainingError
 from tether.metrics.reduce import Metrics
 from tether.models.forward import LogprobOutput
 from tether.models.roles import POLICY, VALUE, Pass
@@ -86,7 +88,8 @@ class Update:
 
         Raises:
             TrainingError: too many mini-batches in a row are not finite.
-            torch.OutOfMemoryError: the first one does not fit, or one answer alone; nothing was changed by it.
+            torch.OutOfMemoryError: the first one does not fit; nothing was changed by it.
+            TrainingError: a later one does not fit, not even one answer at a time, or a step itself does not.
         """
         total, stopped = self.config.ppo.num_ppo_epochs * self.config.ppo.num_mini_batches, False
         for done, mini_batch in enumerate(mini_batches(experience, self.config, self.step)):
@@ -103,7 +106,8 @@ class Update:
                         is_bad = True
                 overflowed |= gradients is Gradients.OVERFLOWED
                 if gradients is Gradients.FIT:
-                    self.take_step(optimizer)
+                    with self.changing():
+                        self.take_step(optimizer)
                 else:
                     self.engine.skip(optimizer)
                 self.rescale(optimizer, gradients)
@@ -118,6 +122,7 @@ class Update:
         """``add_gradients``, with micro-batches halved as often as it takes for them to fit into memory.
 
         Before anything was changed that is left to the trainer, which can then halve them for every pass of the update.
+        After that the update cannot be begun anew.
         """
         is_first = number == 0 and optimizer is self.optimizers_in_use()[0]
         for _ in range(self.halvings - self.formed_with):
@@ -128,13 +133,35 @@ class Update:
                     return self.add_gradients(optimizer, mini_batch, number)
             except torch.OutOfMemoryError:
                 alone = self.dist.num_processes == 1  # others would wait in vain for this one to begin anew
-                if not alone or is_first or all(len(item.batch.rows) == 1 for item in mini_batch):
+                if not alone or is_first:
                     self.drop_gradients()
                     raise
+                if all(len(item.batch.rows) == 1 for item in mini_batch):
+                    with self.changing():
+                        raise
             self.drop_gradients()  # here the error is gone, and with it what its frames held
             self.dist.release_memory()
             mini_batch = [half for item in mini_batch for half in halved(item)]
             self.halvings += 1
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Inside, the update has changed something or is about to, so that it cannot be begun anew.
+
+        Raises:
+            TrainingError: out of memory; where there are other processes their trainer ends them all.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self.drop_gradients()
+            if self.dist.num_processes > 1:
+                raise
+            raise TrainingError(
+                f"out of memory in the middle of update {self.step + 1}, which has changed weights and cannot be begun "
+                f"anew ({error}): leave train.dry_step on, which finds it before training, lower "
+                "train.micro_batch_size, set train.gradient_checkpointing, or train with LoRA"
+            ) from error
 
     def drop_gradients(self) -> None:
         """Forgets the gradients of a mini-batch that was not finished."""
@@ -208,7 +235,7 @@ class Update:
         Args:
             number: of the mini-batch within the update.
         """
-        config, ppo = self.config, self.config.ppo
+        config, ppo, budget = self.config, self.config.ppo, self.config.train.max_tokens_per_micro_batch
         step = self.step * ppo.num_ppo_epochs * ppo.num_mini_batches + number
         batches = demonstration_batches(
             self.demonstrations,
@@ -216,10 +243,11 @@ class Update:
             batch_size=config.mini_batch_size,
             seed=config.train.seed,
             max_rows=max(1, (config.train.max_rows_per_micro_batch or config.mini_batch_size) >> self.halvings),
-            max_tokens=config.train.max_tokens_per_micro_batch,
+            max_tokens=None if budget is None else max(1, budget >> self.halvings),
         )
         own, most = list(self.dist.dealt(batches)), len(self.dist.dealt(batches, to=0))
-        idle = [replace(batches[0], response_mask=torch.zeros_like(batches[0].response_mask))] * (most - len(own))
+        empty = replace(batches[0], response_mask=torch.zeros_like(batches[0].response_mask), is_idle=True)
+        idle = [empty] * (most - len(own))
         return [*own, *idle], float(sum(batch.num_response_tokens for batch in batches))
 
     def imitate(self, batch: MicroBatch, num_tokens: float, optimizer: PassOptimizer) -> None:
@@ -236,6 +264,7 @@ class Update:
             self.metrics.mean("loss/ptx_avg", -out.logprobs.detach(), batch.response_mask)
             loss = -algo.masked_sum(out.logprobs, batch.response_mask) / num_tokens
             self.engine.backward(optimizer.scaled(self.config.ppo.ptx_coef * loss), policy_pass.name)
+        self.costs.count(self.metrics, policy_pass, batch)
 
     def losses(self, new: LogprobOutput, old: Experience, drift: Metrics, *, is_first: bool) -> dict[str, Tensor]:
         """Per-token losses, [M, R], of what this pass computed.

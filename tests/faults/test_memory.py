@@ -192,11 +192,14 @@ def test_what_has_changed_weights_is_not_begun_anew(tmp_path, monkeypatch, where
     assert len(scored) == 8, "every answer once"
 
 
-def test_demonstrations_that_do_not_fit_are_halved_by_their_tokens(tmp_path, monkeypatch):
-    (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "the cat", "completion": " sees the dog"}\n' * 4)
+@pytest.mark.parametrize("measure", ["answers", "tokens"])
+def test_demonstrations_are_halved_until_they_fit(tmp_path, monkeypatch, measure):
+    """Also where micro-batches of answers hold one by then: demonstrations may be many more at a time."""
+    (tmp_path / "ptx.jsonl").write_text('{"prompt": "the cat", "completion": " sees the dog"}\n' * 4)
     widths = small_machine(monkeypatch, Update, "imitate", fits=1)
-    budget = {"train__micro_batch_size": None, "train__max_tokens_per_micro_batch": 60, "ppo__ptx_coef": 1.0}
-    train_policy(run(tmp_path, "out", data__ptx=str(tmp_path / "demonstrations.jsonl"), **budget))
+    budget = {"train__micro_batch_size": None, "train__max_tokens_per_micro_batch": 34}
+    changes = {"answers": {"train__micro_batch_size": 2}, "tokens": budget}[measure]
+    train_policy(run(tmp_path, "out", data__ptx=str(tmp_path / "ptx.jsonl"), ppo__ptx_coef=1.0, **changes))
     assert widths[0][0] > 1 and widths[-1][0] == 1
 
 

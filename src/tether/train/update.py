@@ -136,7 +136,8 @@ class Update:
                 if not alone or is_first:
                     self.drop_gradients()
                     raise
-                if all(len(item.batch.rows) == 1 for item in mini_batch):
+                shows_one = not self.demonstrations or 2**self.halvings >= self.config.mini_batch_size
+                if shows_one and all(len(item.batch.rows) == 1 for item in mini_batch):
                     with self.changing():
                         raise
             self.drop_gradients()  # here the error is gone, and with it what its frames held

@@ -217,6 +217,12 @@ class TestToOurs:
              "warmup_steps: got 50; without total_episodes it cannot be told which share that is: write warmup_ratio"),
             (f"{TRL.strip().replace('--total_episodes 1000000', '')} --save_steps 0.1",
              "save_steps: got 0.1; without total_episodes it cannot be told how many steps this share is"),
+            (f"{OPENRLHF_OLD.strip()} --lr_scheduler", "actor.lr_scheduler: train.lr_scheduler_type: got true, want"),
+            (f"{OPENRLHF_OLD.strip()} --lr_scheduler 3", "actor.lr_scheduler: train.lr_scheduler_type: got 3, want"),
+            (f"{OPENRLHF_OLD.strip()} --advantage_estimator dr_grpo",
+             "algo.advantage.estimator: got dr_grpo; wanted one of gae, reinforce, rloo, group_norm, reinforce_base"),
+            (VERL.replace("adv_estimator=gae", "adv_estimator=remax"),
+             "algorithm.adv_estimator: got remax; wanted one of gae, grpo, rloo, "),
             (f"{OPENRLHF_OLD.strip()} --adam_betas 0.9", "actor.adam.betas: got 0.9; wanted two numbers"),
             (VERL.replace("adv_estimator=gae", "adv_estimator=gae actor_rollout_ref.actor.optim.betas=[a,b]"),
              r"optim.betas: got \[a, b\]; wanted two numbers"),
@@ -227,6 +233,24 @@ class TestToOurs:
         with pytest.raises(ConfigError, match=message):
             converted(written(tmp_path, "launch.sh", text))
 
+
+    @pytest.mark.parametrize(
+        "text",
+        [f"{OPENRLHF_OLD.strip()} --advantage_estimator reinforce_baseline\n",
+         VERL.replace("adv_estimator=gae", "adv_estimator=reinforce_plus_plus_baseline")],
+    )  # fmt: skip
+    def test_a_baseline_of_the_prompts_answers_has_no_critic(self, tmp_path, text):
+        config = parse_config(converted(written(tmp_path, "launch.sh", text)))
+        assert (config.ppo.advantage_estimator, config.ppo.whiten_advantages) == ("rloo", True)
+        assert config.value_kind is None and config.sampling.num_generations == 2
+
+    def test_openrlhfs_four_bits_are_those_of_the_frozen_base(self, tmp_path):
+        text = f"{OPENRLHF_OLD.strip()} --load_in_4bit"
+        model = parse_config(converted(written(tmp_path, "launch.sh", f"{text} --lora_rank 8\n"))).model
+        assert (model.quantization, model.lora.r) == ("4bit", 8)
+        made = converted(written(tmp_path, "launch.sh", f"{text}\n"))
+        assert "# dropped, ds.load_in_4bit: true: weights in few bits cannot be trained themselves" in made
+        assert parse_config(made).model.quantization is None
 
     def test_what_trl_says_of_adapters_optimizer_and_hub_is_kept(self, tmp_path):
         more = "--use_peft --lora_r 8 --lora_dropout 0.05 --load_in_4bit --adam_beta2 0.95 --push_to_hub"

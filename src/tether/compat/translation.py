@@ -162,6 +162,14 @@ class Translator:
         self.drop(f"not offered here; {otherwise} stands in", key)
         return otherwise
 
+    def one_of(self, key: str, default: str, table: Mapping[str, str]) -> str:
+        """Our word for theirs, ``default`` being one of theirs; what ours has no word for is refused."""
+        value = self.take(key, default)
+        if isinstance(value, str) and value in table:
+            return table[value]
+        self.refuse(key, f"wanted one of {', '.join(table)}")
+        return table[default]
+
     def single(self, *theirs: str, names: bool = False) -> None:
         """Refuses lists and groups of keys where one value is wanted, and goes on without them.
 

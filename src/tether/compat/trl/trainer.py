@@ -39,7 +39,7 @@ from tether.compat.trl.samples import print_table, send_table
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.data.prompts import PromptData
-from tether.errors import ConfigError
+from tether.errors import CheckpointError, ConfigError
 from tether.generation.build import build_generator
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
@@ -342,15 +342,24 @@ class PPOTrainer:
         """Raises ``CheckpointError`` where the checkpoint is of another run; says what is not as it was."""
         record = read_state(checkpoint)
         saved, is_moved = parse_config(record["config"], RunConfig), record["num_processes"] != self._dist.num_processes
-        share = warmup_ratio(self.args, saved.num_updates(len(self._parts.prompts)))
-        if math.isclose(saved.train.warmup_ratio, share):  # as many steps, whose share follows the length of the run
-            saved = saved.model_copy(
-                update={"train": saved.train.model_copy(update={"warmup_ratio": config.train.warmup_ratio})}
-            )
+        self._dist.each(lambda: self._check_warmup(saved, checkpoint))
+        # As many updates as before, whose share follows the length of the run.
+        same_warmup = saved.train.model_copy(update={"warmup_ratio": config.train.warmup_ratio})
+        saved = saved.model_copy(update={"train": same_warmup})
         before, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
         self._dist.each(lambda: check_same_run(before, now, checkpoint, is_moved=is_moved))
         if (told := told_of_move(saved, record, config, self._dist, self._engine.name)) is not None:
             display.message(told)
+
+    def _check_warmup(self, saved: RunConfig, checkpoint: Path) -> None:
+        """Raises ``CheckpointError`` if ``warmup_steps`` are others than those of the checkpoint's run."""
+        share = warmup_ratio(self.args, saved.num_updates(len(self._parts.prompts)))
+        if not math.isclose(saved.train.warmup_ratio, share):
+            raise CheckpointError(
+                f"resume: {checkpoint} was made with a warm-up over a share of {saved.train.warmup_ratio:.3g} of its "
+                f"updates, and PPOConfig.warmup_steps {self.args.warmup_steps:g} are {share:.3g} of them. Put them "
+                "back, or start a new run in another output_dir"
+            )
 
     def _resumed(self, asked: str | bool | None) -> RunConfig:
         """The configuration with what it says of an earlier run in its folder."""

@@ -90,11 +90,11 @@ TRL_OURS = """
     model: {path: org/tldr-sft}
     value: {kind: model}
     rewards: [{type: model, path: org/tldr-rm}]
-    data: {prompts: org/tldr}
+    data: {prompts: org/tldr, chat_template: none}
     sampling: {temperature: 0.7}
     ppo: {missing_eos_penalty: 1, num_mini_batches: 2}
     train: {total_episodes: 1000000, rollout_batch_size: 64, micro_batch_size: 16, learning_rate: 3e-6,
-            adam_epsilon: 1e-8}
+            adam_epsilon: 1e-8, save_steps: 500}
     output_dir: models/ppo_tldr
 """
 LAUNCHES = {
@@ -213,7 +213,16 @@ class TestToOurs:
             (f"{TRL.strip()} --use_peft perhaps", "use_peft: got perhaps; wanted true or false"),
             (f"{TRL.strip()} --stop_token_id 5", "stop_token_id: got 5; set sampling.stop_token to the token's text"),
             (f"{TRL.strip()} --dataset_config main", "dataset_config: got main; write that part of the dataset to a"),
-            (f"{TRL.strip()} --warmup_steps 50", "warmup_steps: got 50; set warmup_ratio"),
+            (f"{TRL.strip().replace('--total_episodes 1000000', '')} --warmup_steps 50",
+             "warmup_steps: got 50; without total_episodes it cannot be told which share that is: write warmup_ratio"),
+            (f"{TRL.strip().replace('--total_episodes 1000000', '')} --save_steps 0.1",
+             "save_steps: got 0.1; without total_episodes it cannot be told how many steps this share is"),
+            (f"{OPENRLHF_OLD.strip()} --lr_scheduler", "actor.lr_scheduler: train.lr_scheduler_type: got true, want"),
+            (f"{OPENRLHF_OLD.strip()} --lr_scheduler 3", "actor.lr_scheduler: train.lr_scheduler_type: got 3, want"),
+            (f"{OPENRLHF_OLD.strip()} --advantage_estimator dr_grpo",
+             "algo.advantage.estimator: got dr_grpo; wanted one of gae, reinforce, rloo, group_norm, reinforce_base"),
+            (VERL.replace("adv_estimator=gae", "adv_estimator=remax"),
+             "algorithm.adv_estimator: got remax; wanted one of gae, grpo, rloo, "),
             (f"{OPENRLHF_OLD.strip()} --adam_betas 0.9", "actor.adam.betas: got 0.9; wanted two numbers"),
             (VERL.replace("adv_estimator=gae", "adv_estimator=gae actor_rollout_ref.actor.optim.betas=[a,b]"),
              r"optim.betas: got \[a, b\]; wanted two numbers"),
@@ -225,12 +234,85 @@ class TestToOurs:
             converted(written(tmp_path, "launch.sh", text))
 
 
+    @pytest.mark.parametrize(
+        "text",
+        [f"{OPENRLHF_OLD.strip()} --advantage_estimator reinforce_baseline\n",
+         VERL.replace("adv_estimator=gae", "adv_estimator=reinforce_plus_plus_baseline")],
+    )  # fmt: skip
+    def test_a_baseline_of_the_prompts_answers_has_no_critic(self, tmp_path, text):
+        config = parse_config(converted(written(tmp_path, "launch.sh", text)))
+        assert (config.ppo.advantage_estimator, config.ppo.whiten_advantages) == ("rloo", True)
+        assert config.value_kind is None and config.sampling.num_generations == 2
+
+    def test_openrlhfs_four_bits_are_those_of_the_frozen_base(self, tmp_path):
+        text = f"{OPENRLHF_OLD.strip()} --load_in_4bit"
+        model = parse_config(converted(written(tmp_path, "launch.sh", f"{text} --lora_rank 8\n"))).model
+        assert (model.quantization, model.lora.r) == ("4bit", 8)
+        made = converted(written(tmp_path, "launch.sh", f"{text}\n"))
+        assert "# dropped, ds.load_in_4bit: true: weights in few bits cannot be trained themselves" in made
+        assert parse_config(made).model.quantization is None
+
     def test_what_trl_says_of_adapters_optimizer_and_hub_is_kept(self, tmp_path):
         more = "--use_peft --lora_r 8 --lora_dropout 0.05 --load_in_4bit --adam_beta2 0.95 --push_to_hub"
         launch = written(tmp_path, "launch.sh", f"{TRL.strip()} {more} --hub_model_id a/b\n")
         config = parse_config(converted(launch))
         assert (config.model.lora.r, config.model.lora.dropout, config.model.quantization) == (8, 0.05, "4bit")
         assert (config.train.adam_beta2, config.train.push_to_hub, config.train.hub_model_id) == (0.95, True, "a/b")
+
+
+    @pytest.mark.parametrize(
+        ("given", "ratio"), [("0", 0.0), ("0.1", 0.1), ("3125", 0.2), ("99999", 1.0)]
+    )
+    def test_trls_warm_up_in_updates_is_a_share_of_them(self, tmp_path, given, ratio):
+        launch = written(tmp_path, "launch.sh", f"{TRL.strip()} --warmup_steps {given}\n")
+        assert parse_config(converted(launch)).train.warmup_ratio == ratio  # of 1000000 / 64 updates
+
+    def test_trls_checkpoints_and_optimizer(self, tmp_path):
+        def train(more):
+            return parse_config(converted(written(tmp_path, "launch.sh", f"{TRL.strip()} {more}\n"))).train
+
+        assert [train(more).save_steps for more in ("", "--save_steps 7", "--save_steps 0.1")] == [500, 7, 1563]
+        assert train("--save_strategy no").save_steps is None
+        assert train("--optim adamw_bnb_8bit").optim == "adamw_8bit"
+        made = converted(written(tmp_path, "launch.sh", f"{TRL.strip()} --optim lion_8bit --save_strategy epoch\n"))
+        assert "# dropped, optim: lion_8bit: not offered here; adamw_torch_fused stands in" in made
+        assert "# dropped, save_strategy: epoch: checkpoints come by updates here" in made
+
+    def test_trls_scripts_tokenise_prompts_as_plain_text(self, tmp_path):
+        def made(script, more=""):
+            return converted(written(tmp_path, "launch.sh", f"{TRL.strip().replace('ppo_tldr.py', script)} {more}\n"))
+
+        for script in ("ppo.py", "ppo_tldr.py"):
+            assert parse_config(made(script)).data.chat_template == "none"
+        assert "hold that message alone" in made("ppo_tldr.py") and "hold that message" not in made("ppo.py")
+        assert parse_config(made("my_own.py")).data.chat_template == "auto"
+        assert "where the script does without, set data.chat_template: none" in made("my_own.py")
+        assert "# Rename the column query of the prompts to prompt." in made("ppo.py", "--dataset_text_field query")
+        assert "Rename" not in made("ppo.py", "--dataset_text_field prompt")
+
+    def test_trls_test_split_is_held_out_where_it_is_read(self, tmp_path):
+        def config(script, more):
+            text = f"{TRL.strip().replace('ppo_tldr.py', script)} {more}\n"
+            return parse_config(converted(written(tmp_path, "launch.sh", text)))
+
+        steps = "--eval_strategy steps --eval_steps 100"
+        held_out = config("ppo_tldr.py", steps)
+        assert (held_out.data.eval_prompts, held_out.data.eval_split) == ("org/tldr", "validation")
+        assert held_out.train.eval_steps == 100
+        assert config("ppo_tldr.py", "--eval_strategy steps").train.eval_steps == 10  # their logging_steps
+        assert config("ppo_tldr.py", "--eval_strategy epoch").train.eval_steps is None
+        assert config("ppo_tldr.py", "").data.eval_prompts is None
+        assert config("ppo.py", steps).data.eval_prompts is None  # which reads no such split
+
+    def test_modules_that_trl_leaves_to_peft_are_those_that_peft_chooses(self, tmp_path):
+        text = f"{TRL.strip()} --use_peft\n"
+        assert "set model.lora.target_modules to those for the same run" in converted(
+            written(tmp_path, "launch.sh", text)
+        )
+        for kind, chosen in (("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn"])):
+            written(tmp_path, "config.json", json.dumps({"model_type": kind}))
+            launch = written(tmp_path, "launch.sh", text.replace("org/tldr-sft", str(tmp_path)))
+            assert parse_config(converted(launch)).model.lora.target_modules == chosen
 
 
 class TestFromOurs:

@@ -11,7 +11,7 @@ from tests.compat.llamafactory import MODEL, PPO, REWARD, RM, SFT, write_home, w
 from tests.models.build import save_adapter
 from tests.rewards.services import Reply, local_service
 from tests.rewards.value_heads import save_value_head
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, tiny_tokenizer
 from tether.cli.main import main
 from tether.compat import llamafactory
 from tether.compat.load import load_any
@@ -184,6 +184,16 @@ class TestKeys:
         assert config == plain
         assert any(theirs.startswith(f"{key}: ") and why for theirs, why in translation.ignored)
 
+    @pytest.mark.parametrize("stage", llamafactory.STAGES)
+    def test_null_leaves_a_key_out(self, stage):
+        needed = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "reward_model": "r"}
+        given = needed | {"stage": stage, "finetuning_type": "lora"}
+        for key in sorted(llamafactory.KNOWN - needed.keys() - {"stage"}):
+            without = {name: value for name, value in given.items() if name != key}
+            _, translation = llamafactory.translated("their.yaml", without | {key: None}, {})
+            assert translation.config == llamafactory.translated("their.yaml", without, {})[1].config, key
+            assert not any(theirs.startswith(f"{key}: ") for theirs, _ in translation.table), key
+
     @pytest.mark.parametrize("key", sorted(key for off in llamafactory.OFF.values() for key in off))
     def test_what_would_change_the_result_is_refused_by_name(self, tmp_path, key):
         with pytest.raises(ConfigError, match=rf"their.yaml, --{key}: {key}: got something; "):
@@ -215,6 +225,8 @@ class TestKeys:
             ("adapter_name_or_path=a,b", "merge the others"),
             ("finetuning_type=oft", "wanted lora, freeze or full"),
             ("save_strategy=epoch", "wanted steps"),
+            ("save_steps=0.1", "without max_steps it cannot be told how many steps this share is: write whole steps"),
+            ("flash_attn=fa3", "wanted auto, disabled, sdpa or fa2"),
             ("warmup_steps=20", "write warmup_ratio"),
             ("val_size=100", "below 1"),
             ("load_best_model_at_end=true", "the last policy is kept"),
@@ -282,6 +294,32 @@ class TestKeys:
         assert (config.data.eval_prompts, config.train.eval_steps) == (["identity"], 5)
         assert (config.model.attn_implementation, config.data.system_prompt) == ("sdpa", "be kind")
 
+    @pytest.mark.parametrize("section", [RunConfig, SftStageConfig])
+    def test_shares_of_a_run_become_steps_where_its_length_is_known(self, tmp_path, section):
+        text, command = (PPO, "ppo") if section is RunConfig else (SFT, "sft")
+        shares = ["--max_steps=25", "--save_steps=0.1", "--logging_steps=0.5", "--eval_steps=0.2"]
+        held_out = ["--val_size=0.5", "--eval_strategy=steps"]
+        train = load_any(write(tmp_path, text), [*shares, *held_out], section, command)[0].train
+        assert (train.save_steps, train.eval_steps) == (3, 5)
+        assert section is SftStageConfig or train.logging_steps == 13
+        train = load_any(write(tmp_path, text), [*shares[:3], *held_out], section, command)[0].train
+        assert train.eval_steps == 13  # without eval_steps it is logging_steps, as in transformers
+
+    @pytest.mark.parametrize(("text", "section", "command"), [(PPO, RunConfig, "ppo"), (SFT, SftStageConfig, "sft")])
+    def test_evaluations_by_epochs_are_refused_where_something_is_held_out(self, tmp_path, text, section, command):
+        with pytest.raises(ConfigError, match="eval_strategy: got epoch; wanted steps, with eval_steps, or no"):
+            load_any(write(tmp_path, text), ["--eval_strategy=epoch", "--val_size=0.1"], section, command)
+        assert load_any(write(tmp_path, text), ["--eval_strategy=no", "--val_size=0.1"], section, command)
+
+    def test_swanlabs_name_of_the_run_is_its_name(self, tmp_path):
+        config, _ = read(PPO, "--swanlab_run_name=mine", folder=tmp_path)
+        assert config.train.run_name == "mine"
+        config, translation = read(PPO, "--swanlab_run_name=mine", "--run_name=ours", folder=tmp_path)
+        assert config.train.run_name == "ours"
+        assert ("swanlab_run_name: mine", "run_name is what counts") in translation.ignored
+        _, translation = read(PPO, "--swanlab_project=p", folder=tmp_path)
+        assert any(key == "swanlab_project: p" and "SWANLAB_PROJECT" in why for key, why in translation.ignored)
+
     def test_filters_that_are_off_need_no_leave(self, tmp_path):
         config, translation = read(PPO, "--top_p=1.0", folder=tmp_path)
         assert not config.sampling.is_truncated and not config.sampling.allow_truncated_sampling
@@ -319,6 +357,40 @@ class TestModels:
         with pytest.raises(ConfigError, match=r"template: got deepseek3; wanted one of .*no chat template"):
             read(PPO, "--template=deepseek3", "--model_name_or_path=bare")
 
+    def test_the_template_of_an_adapter_that_is_continued_is_its_own(self, home):
+        save_tiny(home / "bare", chat_template=False)
+        save_adapter(home / "sft", home / "bare")
+        tiny_tokenizer().save_pretrained(home / "sft")
+        bare = [PPO, "--template=deepseek3", "--model_name_or_path=bare"]
+        assert read(*bare, "--adapter_name_or_path=sft")[0].data.chat_template == "auto"
+        (home / "sft" / "chat_template.jinja").unlink()
+        with pytest.raises(ConfigError, match=r"template: got deepseek3; wanted one of .*no chat template"):
+            read(PPO, "--template=deepseek3", "--adapter_name_or_path=sft", "--model_name_or_path=bare")
+
+    def test_the_template_is_that_of_the_revision_that_is_loaded(self, home, monkeypatch):
+        asked = []
+
+        def load_tokenizer(path, **origin):
+            asked.append((path, origin))
+            return tiny_tokenizer()
+
+        monkeypatch.setattr("tether.models.loading.load_tokenizer", load_tokenizer)
+        read(PPO, "--template=deepseek3", "--model_revision=v2")
+        assert asked == [(MODEL, {"revision": "v2", "trust_remote_code": True})]
+
+    def test_zephyr_is_the_models_own_template_with_their_system_prompt(self, home):
+        config, translation = read(PPO, "--template=zephyr")
+        assert config.data.chat_template == "auto"
+        assert config.data.system_prompt == "You are Zephyr, a helpful assistant."
+        assert any("no newline after the end token" in note for note in translation.notes)
+        assert read(PPO, "--template=zephyr", "--default_system=x")[0].data.system_prompt == "x"
+
+    def test_flash_attention_is_used_where_it_can_be(self, tmp_path, monkeypatch):
+        for installed, wanted in ((True, "flash_attention_2"), (False, None)):
+            monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda has=installed: has)
+            config, translation = read(PPO, "--flash_attn=fa2", folder=tmp_path)
+            assert config.model.attn_implementation == wanted
+            assert any("cannot be used here" in note for note in translation.notes) is not installed
 
     def test_quantised(self, tmp_path):
         overrides = ["--quantization_bit=4", "--ref_model_quantization_bit=4"]
@@ -358,7 +430,11 @@ class TestOtherStages:
         assert judge.data.pairs == ["dpo_en_demo"] and judge.data.held_out_fraction == 0.0
 
     @pytest.mark.parametrize(
-        "override", ["optim=adamw_8bit", "packing=true", "train_on_prompt=true", "disable_shuffling=true"]
+        "override",
+        [
+            *("optim=adamw_8bit", "packing=true", "train_on_prompt=true", "disable_shuffling=true"),
+            *("quantization_bit=4", "finetuning_type=freeze"),
+        ],
     )
     def test_refuse_by_name(self, tmp_path, override):
         key, _, value = override.partition("=")

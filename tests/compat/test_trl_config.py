@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 import re
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tether.compat.trl.config import DERIVED, IN_SCRIPTS, INERT, REFUSED, check_
 from tether.compat.trl.former import NAMES, OF_CONFIG, OF_TRAINER
 from tether.errors import ConfigError
 from tether.machine.precision import check_precision
+from tether.models.compiled import _COMPILED
+from tether.models.layers import transformer_layers
 
 DEFAULTS = {
     "num_ppo_epochs": 4, "whiten_rewards": False, "kl_coef": 0.05, "kl_estimator": "k1", "cliprange": 0.2,
@@ -99,6 +102,31 @@ def test_mistakes_are_found_at_construction(tmp_path, changes, message):
         setattr(args, name, changes[name])
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, args=args, eval_dataset=[{"input_ids": [7, 20]}])
+
+
+def test_evaluations_without_their_data_are_told_in_the_words_of_the_script(tmp_path, caplog):
+    trainer(tmp_path, args=arguments(tmp_path, eval_strategy="steps", eval_steps=1))
+    told = "PPOConfig.eval_strategy: got steps, but nothing is evaluated without an eval_dataset"
+    assert [r.message for r in caplog.records if "eval_strategy" in r.message] == [told]
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, metric_for_best_model="eval_scores")
+    with pytest.raises(ConfigError, match=r"^PPOConfig.metric_for_best_model: got eval_scores, .* no eval_dataset\."):
+        trainer(tmp_path, args=args)
+    args = arguments(tmp_path, metric_for_best_model="eval_scores")
+    with pytest.raises(ConfigError, match="eval_strategy is no and there is an eval_dataset"):
+        trainer(tmp_path, args=args, eval_dataset=[{"input_ids": [7, 20]}])
+
+
+def test_torch_compile_compiles_the_layers(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("tether.compat.trl.config.check_compile", lambda *given: asked.append(given[0]))
+    monkeypatch.setattr(torch, "compile", lambda forward, dynamic: lambda *x, **more: forward(*x, **more))
+    for given in ({"torch_compile": True}, {"torch_compile_backend": "inductor"}, {}):
+        made = trainer(tmp_path, args=arguments(tmp_path, **given))
+        assert made._config.train.compile is made.args.torch_compile is bool(given)
+        for model in (made.policy_model, made.ref_model, made.value_model):
+            assert [layer in _COMPILED for layer in transformer_layers(model)] == [bool(given)] * 2
+    assert asked == ["PPOConfig.torch_compile"] * 2
+    assert not any(name.startswith("ACCELERATE_DYNAMO") for name in os.environ)
 
 
 def test_inert_arguments_that_are_set_are_named_once(tmp_path, caplog):

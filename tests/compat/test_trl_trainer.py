@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from transformers import (
 
 from tests.compat.trl_runs import TEXTS, arguments, classifier, loaded, policy, rows, trainer
 from tests.tiny import EOS, PAD, tiny_tokenizer
-from tether.compat.trl import events
+from tether.compat.trl import PPOTrainer, events
+from tether.compat.trl.former import OF_TRANSFORMERS
 from tether.compat.trl.samples import print_table
 from tether.compat.trl.trainer import check_kinds
+from tether.config.load import load_config
 from tether.config.schema import RunConfig
-from tether.errors import ConfigError, DataError, ModelError
+from tether.errors import CheckpointError, ConfigError, DataError, ModelError
 from tether.metrics.writers import read_jsonl
 from tether.train.run import train_policy
 
@@ -119,6 +123,81 @@ def test_the_policy_is_saved_as_transformers_saves_it(tmp_path):
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files >= {"metrics.jsonl", "samples.jsonl", "config.yaml", "report.html", "checkpoint-2"}
     assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1, 2]
+
+
+def test_what_scripts_write_at_their_end(tmp_path, capsys):
+    made = trainer(tmp_path, eval_dataset=rows(tiny_tokenizer(), TEXTS[:2]), reward_model=words)
+    made.train()
+    made.save_state()
+    written = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert (written["global_step"], written["log_history"]) == (2, made.state.log_history)
+    made.log_metrics("eval", {"eval_scores": 1.5})
+    assert "***** eval metrics *****\n  eval_scores = 1.5\n" in capsys.readouterr().out.replace(" " * 8, " ")
+    made.save_metrics("train", {"episodes": 16})
+    made.save_metrics("eval", {"eval_scores": 1.5})
+    made.save_metrics("test", {"other": 1.0}, combined=False)
+    saved = {name: json.loads((tmp_path / "out" / f"{name}_results.json").read_text()) for name in ("eval", "all")}
+    assert saved == {"eval": {"eval_scores": 1.5}, "all": {"episodes": 16, "eval_scores": 1.5}}
+    assert not made.is_deepspeed_enabled and not made.is_fsdp_enabled
+
+
+def test_metrics_are_saved_before_a_run_too(tmp_path):
+    trainer(tmp_path).save_metrics("eval", {"eval_scores": 1.5})
+    assert (tmp_path / "out" / "all_results.json").is_file()
+
+
+def test_other_attributes_of_transformers_are_told(tmp_path):
+    made = trainer(tmp_path)
+    with pytest.raises(AttributeError, match="PPOTrainer has no callback_handler: use add_callback, pop_callback and"):
+        _ = made.callback_handler
+    with pytest.raises(AttributeError, match=r"has no floating_point_ops, which transformers\.Trainer has: docs"):
+        made.floating_point_ops({})
+    with pytest.raises(AttributeError, match="'PPOTrainer' object has no attribute 'nonsense'"):
+        _ = made.nonsense
+    assert not hasattr(made, "callback_handler") and not hasattr(made, "_nonsense")
+    for name, instead in OF_TRANSFORMERS.items():
+        assert not hasattr(PPOTrainer, name)
+        used = re.findall(r"\w+", instead.partition(", with")[0].partition(", or the")[0].partition(", whose")[0])
+        known = {*dir(made), "and", "or", "once", "for", "each", "setting"}
+        assert set(used) <= known, name
+
+
+def test_evaluations_of_other_data_have_their_own_prefix(tmp_path):
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=5, metric_for_best_model="scores")
+    made = trainer(tmp_path, args=args, eval_dataset=rows(tiny_tokenizer(), TEXTS[:2]), reward_model=words)
+    own = made.evaluate()
+    seen = Seen()
+    made.add_callback(seen)
+    others = made.evaluate(Dataset.from_list(rows(tiny_tokenizer(), TEXTS[2:])), metric_key_prefix="test")
+    assert {name.removeprefix("test_") for name in others} == {name.removeprefix("eval_") for name in own}
+    assert made.state.log_history[-1]["test_scores"] == others["test_scores"]
+    assert [name for name, _ in seen.events] == ["on_log", "on_evaluate"]
+    assert made.state.best_metric == own["eval_scores"]
+    several = made.evaluate({"a": rows(tiny_tokenizer(), TEXTS[:2]), "b": rows(tiny_tokenizer(), TEXTS[2:])})
+    assert several["eval_a_scores"] == own["eval_scores"] and several["eval_b_scores"] == others["test_scores"]
+    with pytest.raises(DataError, match="eval_dataset: wanted a column input_ids"):
+        made.evaluate([{"question": "the cat"}])
+    with pytest.raises(ConfigError, match="there is no eval_dataset; give one to PPOTrainer"):
+        trainer(tmp_path).evaluate()
+
+
+def test_completions_are_sent_to_the_run_of_wandb(tmp_path, monkeypatch, caplog):
+    sent = []
+    wandb = SimpleNamespace(run=object(), log=sent.append, Table=lambda columns, data: (columns, data))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(events, "get_reporting_integration_callbacks", lambda names: [])
+    data = rows(tiny_tokenizer(), TEXTS[:2])
+    made = trainer(tmp_path, args=arguments(tmp_path, report_to=["wandb"]), eval_dataset=data, reward_model=words)
+    table = made.generate_completions()
+    (columns, values) = sent[0]["completions"]
+    assert columns == ["query", "model response", "score"] and values == [list(row.values()) for row in table]
+    wandb.run = None
+    made.generate_completions()
+    trainer(tmp_path, eval_dataset=data, reward_model=words).generate_completions()
+    assert len(sent) == 1
+    wandb.run, wandb.Table = object(), None
+    made.generate_completions()
+    assert "generate_completions: wandb failed: TypeError" in caplog.text
 
 
 def test_a_card_and_what_scripts_ask_before_they_write_or_stop(tmp_path):
@@ -438,6 +517,18 @@ def test_a_run_goes_on_from_a_checkpoint_bitwise(tmp_path):
     assert not changed(tensors(whole.policy_model), half.policy_model)
     with pytest.raises(ConfigError, match="has trained"):
         half.train()
+
+
+def test_a_longer_run_goes_on_with_as_many_updates_of_warm_up(tmp_path):
+    half = trainer(tmp_path, args=arguments(tmp_path, warmup_steps=2, total_episodes=32, save_steps=2))
+    half.train()
+    more = trainer(tmp_path, args=arguments(tmp_path, warmup_steps=2, total_episodes=40, save_steps=2))
+    more.train(resume_from_checkpoint=True)
+    assert more.state.global_step == 5
+    assert load_config(tmp_path / "out" / "config.yaml").train.warmup_ratio == 2 / 5
+    other = trainer(tmp_path, args=arguments(tmp_path, warmup_steps=3, total_episodes=40, save_steps=2))
+    with pytest.raises(CheckpointError, match=r"share of 0\.4 of its updates, and PPOConfig\.warmup_steps 3 are 0\.6"):
+        other.train(resume_from_checkpoint=True)
 
 
 def test_a_second_run_replaces_the_first(tmp_path):

@@ -128,6 +128,20 @@ def test_calls_of_functions_are_handed_to_the_template(entry):
     assert tokenizer.decode(demonstration.response_ids) == "it is red <eos>", "and not the call"
 
 
+def test_rows_without_an_answer_are_dropped_and_counted_where_that_is_asked(entry):
+    rows = [{"instruction": "the cat", "output": out} for out in ("is good", "", None, " ", "is bad")]
+    folder = entry(rows)
+    same = {"split": "train", "key": "k", "dataset_dir": folder, "end_ids": {EOS}, "max_length": 64} | CHAT
+    data = load_demonstrations("d", tiny_tokenizer(), drops_unanswered=True, **same)
+    assert [each.row for each in data.demonstrations] == [0, 4]
+    assert (data.num_rows, data.num_unanswered, data.num_too_long) == (5, 3, 0)
+    with pytest.raises(DataError, match=r"row 1, messages: got None, wanted text"):
+        load_demonstrations("d", tiny_tokenizer(), **same)
+    entry(rows[1:3])
+    with pytest.raises(DataError, match=r"k: none of the 2 rows of .* has an answer; wanted some to train on"):
+        load_demonstrations("d", tiny_tokenizer(), drops_unanswered=True, **same)
+
+
 def test_every_stage_reads_an_entry(entry):
     tokenizer = tiny_tokenizer()
     query = "<user> the cat <eos> <assistant>"

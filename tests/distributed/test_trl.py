@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,8 +39,8 @@ ENGINES = {
 def run(
     folder: Path, out: str, each: int, brings_optimizer: bool
 ) -> tuple[tuple[str, float], tuple[int, ...], list[dict[str, Any]], list[str]]:
-    """What a script does: train, save, show answers. Returns the engine with what is kept of the reward model, batch
-    sizes, the log and the shown answers."""
+    """What a script does: train, save, show answers, evaluate. Returns the engine with what is kept of the reward
+    model, batch sizes, the log and the shown answers."""
     models = folder / f"{out}-models-{os.environ.get('RANK', '0')}"  # the same ones, but each process writes its own
     policy(models), classifier(models)  # while transformers knows of no other process, which would write
     args = arguments(folder / out, per_device_train_batch_size=each, num_ppo_epochs=1, save_steps=1)
@@ -55,6 +56,9 @@ def run(
     shown = [row["model response"] for row in trained.generate_completions()]
     sizes = (args.world_size, args.local_batch_size, args.batch_size, args.mini_batch_size)
     engine = trained._engine.name
+    assert (trained.is_deepspeed_enabled, trained.is_fsdp_enabled) == (engine == "ZeRO-3", engine == "FSDP2")
+    trained.save_metrics("test", trained.evaluate(held_out, metric_key_prefix="test"))
+    trained.save_state()
     return (engine, part(trained.reward_model.base_model.embed_tokens.weight)), sizes, trained.state.log_history, shown
 
 
@@ -76,6 +80,8 @@ def test_a_script_in_two_processes(tmp_path, engine):
         assert process[1] == (2, 4, 8, 8) and process[3] == shown
     one, two = (tmp_path / name / "out" for name in ("one", "two"))
     assert metric_errors(read_jsonl(two / "metrics.jsonl"), read_jsonl(one / "metrics.jsonl")) == []
+    scores = [json.loads((folder / "test_results.json").read_text())["test_scores"] for folder in (one, two)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4) and (two / "trainer_state.json").is_file()
     start = policy(tmp_path).state_dict()
     for name in (".", "checkpoint-2"):
         got, wanted = weights(two / name), weights(one / name)

@@ -367,6 +367,20 @@ def test_what_is_no_whole_language_model_is_refused(tmp_path, make, message):
         load_causal_lm(str(make(tmp_path)), **FP32)
 
 
+def test_an_attention_kernel_whose_package_is_missing_is_named_by_its_key(tmp_path, monkeypatch):
+    folder = save_model(tmp_path / "model")
+
+    def from_pretrained(*args, **options):
+        raise ImportError("the package for FlashAttention2 doesn't seem to be installed.")
+
+    for auto, load in ((AutoModelForCausalLM, load_causal_lm), (AutoModelForSequenceClassification, load_reward_model)):
+        monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
+        with pytest.raises(ModelError, match=r"^model\.attn_implementation: got flash_attention_2, .*FlashAttention2"):
+            load(str(folder), dtype=None, attn_implementation="flash_attention_2")
+        with pytest.raises(ModelError, match=rf"^{folder}: the package for FlashAttention2"):
+            load(str(folder), dtype=None)  # as code that comes with a model may want packages
+
+
 def test_unknown_model_types_and_missing_folders_are_model_errors(tmp_path):
     path = save_model(tmp_path / "model")
     edit_json(path / "config.json", lambda config: config.update(model_type="unheard_of"))

@@ -292,6 +292,15 @@ def test_the_first_demonstration_is_told_with_its_special_tokens(tmp_path):
     assert math.isfinite(read_jsonl(tmp_path / "out" / "metrics.jsonl")[0]["loss"])
 
 
+def test_rows_of_a_named_dataset_without_an_answer_are_left_out_and_told(tmp_path):
+    rows = [{"instruction": "the cat sees", "output": out} for out in ("cat is good", "", "cat is bad")]
+    (tmp_path / "named.json").write_text(json.dumps(rows))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"named": {"file_name": "named.json"}}))
+    data = load_data(stage(tmp_path, data={"demonstrations": "named", "dataset_dir": str(tmp_path)}))
+    assert (data.counts["demonstrations/train"], data.counts["demonstrations/unanswered"]) == (2, 1)
+    assert data.notes[0].endswith("0 dropped as too long, 1 without an answer")
+
+
 def test_what_it_made_answers(lora, tmp_path):
     """Its configuration is not that of a run of PPO."""
     prompts = tmp_path / "prompts.jsonl"

@@ -94,5 +94,6 @@ def _launched(launch: Launch, source: str) -> Translation | None:
     if openrlhf.MODULE in launch.program or {"actor.model_name_or_path", "pretrain"} & given.keys():
         return openrlhf.translated(source, given)
     if launch.program.rpartition("/")[2].startswith("ppo") or {"sft_model_path", "reward_model_path"} & given.keys():
-        return trl_arguments.translated(source, given)
+        words = [*launch.program.split(), *launch.words]  # a launcher's options may stand before the script
+        return trl_arguments.translated(source, given, next((word for word in words if word.endswith(".py")), ""))
     return None

@@ -16,10 +16,12 @@ STAGES = {"ppo": "ppo", "sft": "sft", "rm": "reward"}
 """Our command of each stage."""
 
 TEMPLATES = {
-    name: name for name in ("alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "qwen", "vicuna", "zephyr")
+    name: name for name in ("alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "qwen", "vicuna")
 } | {"gemma2": "gemma", "phi": "phi3", "empty": "none"}  # fmt: skip
 """Our name of a template; a model of another one brings its own with its tokenizer."""
-ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
+ZEPHYR = "You are Zephyr, a helpful assistant."
+"""The system prompt that their template zephyr has by itself."""
+ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
 ADAMW = {"adamw_torch": "adamw_torch", "adamw_hf": "adamw_torch", "adamw_torch_fused": "adamw_torch_fused"}
 """Our name of an optimizer of transformers."""
 ADAMW_8BIT = dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit")
@@ -56,8 +58,10 @@ IGNORED = {
         "include_tokens_per_second include_num_input_tokens_seen skip_memory_metrics debug past_index "
         "prediction_loss_only eval_on_start include_for_metrics include_inputs_for_metrics batch_eval_metrics "
         "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object use_legacy_prediction_loop "
-        "mp_parameters tpu_num_cores tpu_metrics_debug badam_verbose swanlab_project swanlab_workspace "
-        "swanlab_run_name swanlab_mode swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret swanlab_api_key"
+        "mp_parameters tpu_num_cores tpu_metrics_debug badam_verbose swanlab_lark_webhook_url swanlab_lark_secret"
+    ),
+    "SwanLab's settings come from the environment: SWANLAB_PROJECT, SWANLAB_API_KEY": (
+        "swanlab_project swanlab_workspace swanlab_mode swanlab_logdir swanlab_api_key"
     ),
     "the launcher says so: `accelerate launch -m tether`, `torchrun -m tether`": (
         "local_rank use_cpu no_cuda use_mps_device ray_scope ray_run_name ray_storage_path ray_storage_filesystem "
@@ -129,8 +133,9 @@ TAKEN = (
     "enable_thinking cutoff_len max_samples val_size train_on_prompt mask_history packing neat_packing "
     "disable_shuffling group_by_length do_eval eval_strategy eval_steps per_device_eval_batch_size output_dir "
     "overwrite_output_dir logging_steps save_strategy save_steps save_total_limit plot_loss report_to run_name "
-    "use_swanlab resume_from_checkpoint load_best_model_at_end metric_for_best_model greater_is_better push_to_hub "
-    "hub_model_id hub_private_repo per_device_train_batch_size gradient_accumulation_steps learning_rate "
+    "use_swanlab swanlab_run_name resume_from_checkpoint load_best_model_at_end metric_for_best_model "
+    "greater_is_better push_to_hub hub_model_id hub_private_repo per_device_train_batch_size "
+    "gradient_accumulation_steps learning_rate "
     "num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps weight_decay "
     "adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm seed torch_compile ddp_timeout deepspeed fsdp "
     "ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards do_sample temperature top_p top_k "
@@ -219,11 +224,31 @@ def _model(keys: Translator) -> None:
     keys.covered("model_revision", by="its default, as here")
     if keys.flag("trust_remote_code"):
         keys.put("model.trust_remote_code", True, "trust_remote_code")
-    kernel = str(keys.take("flash_attn", "auto"))
-    if kernel in ATTENTION:
-        keys.put("model.attn_implementation", ATTENTION[kernel], "flash_attn")
+    _attention(keys)
     keys.covered("trust_remote_code", "flash_attn", by="its default, as here")
     _precision(keys)
+
+
+def _attention(keys: Translator) -> None:
+    """The attention kernel; like them, the model's default where FlashAttention-2 cannot be used."""
+    kernel = keys.take("flash_attn", "auto")
+    if kernel not in ATTENTION:
+        keys.refuse("flash_attn", f"wanted {', '.join(list(ATTENTION)[:-1])} or {list(ATTENTION)[-1]}")
+    elif kernel == "fa2" and not _has_flash_attention():
+        keys.covered("flash_attn", by="the model's default, as flash-attn is not installed or finds no GPU")
+        keys.note(
+            "FlashAttention-2 cannot be used here, so that attention is the model's default, as in LLaMA-Factory; "
+            "where it can, set model.attn_implementation: flash_attention_2."
+        )
+    elif ATTENTION[kernel] is not None:
+        keys.put("model.attn_implementation", ATTENTION[kernel], "flash_attn")
+
+
+def _has_flash_attention() -> bool:
+    """Whether LLaMA-Factory would use FlashAttention-2 on this machine."""
+    from transformers.utils import is_flash_attn_2_available
+
+    return is_flash_attn_2_available()
 
 
 def _check_base(keys: Translator, adapter: str, base: str) -> None:
@@ -240,7 +265,7 @@ def _check_base(keys: Translator, adapter: str, base: str) -> None:
 
 def _method(keys: Translator, *, continues: bool) -> None:
     """LoRA, freeze or full fine-tuning."""
-    method = keys.take("finetuning_type", "lora")
+    method, is_ppo = keys.take("finetuning_type", "lora"), keys.take("stage") == "ppo"
     lora = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target")
     freeze = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
     if method == "lora" and continues:
@@ -257,8 +282,11 @@ def _method(keys: Translator, *, continues: bool) -> None:
         keys.covered("lora_dropout", by="its default, as here")
     elif method == "full":
         keys.covered("finetuning_type", by="all weights are trained")
-    elif method == "freeze":
+    elif method == "freeze" and is_ppo:
         _freeze(keys)
+    elif method == "freeze":
+        keys.refuse("finetuning_type", "layers are frozen in the stage ppo only: wanted lora or full")
+        keys.ignore("for freeze only", *freeze)
     else:
         keys.refuse("finetuning_type", "wanted lora, freeze or full")
     if method != "lora":
@@ -278,9 +306,9 @@ def _freeze(keys: Translator) -> None:
     from tether.models.loading import load_config
     from tether.models.paths import check_model_path
 
-    path = str(keys.take("model_name_or_path"))
-    check_model_path(path, "model_name_or_path")
-    shape = load_config(path, trust_remote_code=keys.flag("trust_remote_code"))
+    path, revision = str(keys.take("model_name_or_path")), keys.take("model_revision")
+    check_model_path(path, "model_name_or_path", revision=revision)
+    shape = load_config(path, revision=revision, trust_remote_code=keys.flag("trust_remote_code"))
     layers = shape.get_text_config().num_hidden_layers
     keys.put(
         "model.freeze_layers",
@@ -306,7 +334,9 @@ def _precision(keys: Translator) -> None:
         not keys.flag("disable_gradient_checkpointing"),
         "disable_gradient_checkpointing",
     )
-    if (bits := keys.take("quantization_bit")) in (4, 8):
+    if (bits := keys.take("quantization_bit")) is not None and keys.take("stage") != "ppo":
+        keys.refuse("quantization_bit", "a base in few bits is for the stage ppo only: leave it out")
+    elif bits in (4, 8):
         keys.put("model.quantization", f"{bits}bit", "quantization_bit")
     elif bits is not None:
         keys.refuse("quantization_bit", "wanted 4 or 8")
@@ -371,6 +401,8 @@ def _chat(keys: Translator) -> None:
         _own_template(keys, template)
     if keys.gives("default_system"):
         keys.put("data.system_prompt", keys.take("default_system"), "default_system")
+    elif template == "zephyr":
+        keys.put("data.system_prompt", ZEPHYR, "template", note="theirs of this template")
     if not keys.flag("enable_thinking", True):
         keys.put("data.chat_template_kwargs", {"enable_thinking": False}, "enable_thinking")
     keys.covered("enable_thinking", by="its default, as here")
@@ -381,11 +413,16 @@ def _own_template(keys: Translator, template: str) -> None:
     from tether.models.loading import load_tokenizer
     from tether.models.paths import check_model_path
 
-    path = keys.take("model_name_or_path")
+    adapters = _names(keys.take("adapter_name_or_path"))
+    key = "adapter_name_or_path" if adapters else "model_name_or_path"
+    path, revision = adapters[0] if adapters else keys.take(key), keys.take("model_revision")
     if path:
-        check_model_path(str(path), "model_name_or_path")
-    if path and load_tokenizer(str(path), trust_remote_code=keys.flag("trust_remote_code")).chat_template:
+        check_model_path(str(path), key, revision=revision)
+    origin = {"revision": revision, "trust_remote_code": keys.flag("trust_remote_code")}
+    if path and load_tokenizer(str(path), **origin).chat_template:
         keys.put("data.chat_template", "auto", "template", note="the model's own")
+        if template == "zephyr":
+            keys.note("The template is the model's own: LLaMA-Factory's zephyr has no newline after the end token.")
     else:
         keys.refuse("template", f"wanted one of {', '.join(TEMPLATES)}, as the model's tokenizer has no chat template")
 
@@ -578,33 +615,49 @@ def _ppo_batches(keys: Translator) -> None:
 
 def _ppo_logging(keys: Translator) -> None:
     """What a run tells, saves and measures on the way."""
-    keys.put("train.logging_steps", keys.take("logging_steps", 500), "logging_steps")
+    updates = keys.number("max_steps", -1)
+    keys.put("train.logging_steps", keys.steps("logging_steps", 500, updates), "logging_steps")
     _saves(keys)
     trackers = keys.take("report_to", "none")
     if keys.flag("use_swanlab"):
         trackers = [*(trackers if isinstance(trackers, list) else [trackers]), "swanlab"]
         trackers = [name for name in trackers if name != "none"]
     keys.put("train.report_to", trackers, "report_to", "use_swanlab")
-    if keys.gives("run_name"):
-        keys.put("train.run_name", keys.take("run_name"), "run_name")
+    if (name := next((key for key in ("run_name", "swanlab_run_name") if keys.gives(key)), None)) is not None:
+        keys.put("train.run_name", keys.take(name), name)
+    keys.ignore("run_name is what counts", "swanlab_run_name")
     if keys.take("resume_from_checkpoint"):
         keys.put("resume", keys.take("resume_from_checkpoint"), "resume_from_checkpoint")
     keys.covered("resume_from_checkpoint", by="its default, as here")
-    held_out = keys.gives("eval_dataset") or bool(keys.number("val_size", 0.0))
-    if held_out and keys.take("eval_strategy", "no") == "steps":
-        every = keys.take("eval_steps", keys.take("logging_steps", 500))
-        keys.put("train.eval_steps", every, "eval_strategy", "eval_steps")
-    keys.covered("eval_strategy", "eval_steps", "do_eval", by="before the first update and after the last")
+    _evaluations(keys, by="before the first update and after the last")
     keys.ignore("answers are decoded in batches of sampling.batch_size", "per_device_eval_batch_size")
     keys.off("the last policy is kept: leave it out", load_best_model_at_end=False)
     keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
+
+
+def _evaluations(keys: Translator, *, by: str) -> None:
+    """When what is held out is evaluated on.
+
+    Args:
+        by: when it is where the file does not say.
+    """
+    held_out = keys.gives("eval_dataset") or bool(keys.number("val_size", 0.0))
+    strategy = keys.take("eval_strategy", "no")
+    if held_out and strategy == "steps":
+        every = "eval_steps" if keys.gives("eval_steps") else "logging_steps"
+        steps = keys.steps(every, 500, keys.number("max_steps", -1))
+        keys.put("train.eval_steps", steps, "eval_strategy", "eval_steps")
+    elif held_out and strategy not in ("no", False):
+        keys.refuse("eval_strategy", "wanted steps, with eval_steps, or no")
+    keys.covered("eval_strategy", "eval_steps", "do_eval", by=by)
 
 
 def _saves(keys: Translator) -> None:
     """Checkpoints."""
     strategy = keys.take("save_strategy", "steps")
     if strategy == "steps":
-        keys.put("train.save_steps", keys.take("save_steps", 500), "save_steps")
+        steps = keys.steps("save_steps", 500, keys.number("max_steps", -1))
+        keys.put("train.save_steps", steps, "save_steps")
         keys.covered("save_strategy", by="train.save_steps")
     elif strategy == "no":
         keys.covered("save_strategy", "save_steps", by="the final model alone is saved")
@@ -633,11 +686,7 @@ def _sft(keys: Translator) -> None:
     if keys.flag("mask_history"):
         keys.put("data.turns", "last", "mask_history")
     keys.covered("mask_history", by="its default, as here")
-    held_out = keys.gives("eval_dataset") or bool(keys.take("val_size", 0.0))
-    if held_out and keys.take("eval_strategy", "no") == "steps":
-        every = keys.take("eval_steps", keys.take("logging_steps", 500))
-        keys.put("train.eval_steps", every, "eval_strategy", "eval_steps")
-    keys.covered("eval_strategy", "eval_steps", "do_eval", by="after the last step")
+    _evaluations(keys, by="after the last step")
     _stage(keys)
 
 
@@ -665,7 +714,8 @@ def _stage(keys: Translator) -> None:
     keys.off("rows are not sorted by length: leave it out", group_by_length=False)
     keys.off("the last model is kept: leave it out", load_best_model_at_end=False)
     keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
-    keys.ignore("metrics.jsonl in output_dir has every step", "logging_steps", "report_to", "run_name", "use_swanlab")
+    why = "metrics.jsonl in output_dir has every step"
+    keys.ignore(why, "logging_steps", "report_to", "run_name", "use_swanlab", "swanlab_run_name")
     keys.ignore("it saves time or memory only", "per_device_eval_batch_size")
     _saves(keys)
     if keys.take("resume_from_checkpoint"):

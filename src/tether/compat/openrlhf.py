@@ -45,6 +45,8 @@ SCALARS = (
     Scalar("output_dir", "ckpt.output_dir", "./ckpt"),
 )
 ESTIMATORS = {"gae": "gae", "reinforce": "reinforce_pp", "rloo": "rloo", "group_norm": "grpo"}
+BASELINE = {"reinforce_baseline": "rloo"}
+"""Without the prompt's mean, whitened: like rloo, whose means differ from it by a factor that whitening takes out."""
 REDUCTIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 
 OLD = {
@@ -176,8 +178,11 @@ def _rewards(keys: Translator) -> None:
 
 def _critic(keys: Translator) -> None:
     """A model of its own, from the reward model unless said otherwise."""
-    ours = keys.choice("algo.advantage.estimator", "gae", ESTIMATORS, "gae")
+    ours = keys.one_of("algo.advantage.estimator", "gae", ESTIMATORS | BASELINE)
     keys.put("ppo.advantage_estimator", ours, "algo.advantage.estimator")
+    if keys.take("algo.advantage.estimator") in BASELINE:
+        keys.put("ppo.whiten_advantages", True, "algo.advantage.estimator")
+        keys.note("The KL of a whole answer counts for each of its tokens; OpenRLHF's counts from the token on.")
     if ours != "gae":
         keys.config.pop("value", None)
         keys.ignore("there is no critic", *(key for key in keys.given if key.startswith("critic.")))
@@ -265,7 +270,7 @@ def _algorithm(keys: Translator) -> None:
     first, second = keys.pair("actor.adam.betas", (0.9, 0.95))
     keys.put("train.adam_beta1", first, "actor.adam.betas")
     keys.put("train.adam_beta2", second, "actor.adam.betas")
-    if keys.take("actor.lr_scheduler", "cosine_with_min_lr").endswith("min_lr"):
+    if str(keys.take("actor.lr_scheduler", "cosine_with_min_lr")).endswith("min_lr"):
         least = keys.take("actor.min_lr_ratio", 0.1)
         keys.put("train.lr_scheduler_kwargs", {"min_lr_rate": least}, "actor.min_lr_ratio")
     if keys.flag("train.enable_ema"):
@@ -282,7 +287,9 @@ def _lora(keys: Translator) -> None:
         keys.put("model.lora.target_modules", targets, "ds.lora.target_modules")
         if keys.take("ds.lora.dropout", 0):
             keys.put("model.lora.dropout", keys.take("ds.lora.dropout"), "ds.lora.dropout")
-    keys.drop("set model.quantization", "ds.load_in_4bit")
+        if keys.flag("ds.load_in_4bit"):
+            keys.put("model.quantization", "4bit", "ds.load_in_4bit")
+    keys.drop("weights in few bits cannot be trained themselves: add model.lora", "ds.load_in_4bit")
     if keys.gives("bf16") or keys.gives("ds.param_dtype"):
         dtype = keys.take("ds.param_dtype", "bf16")
         ours, value = ("train.fp16", True) if dtype == "fp16" else ("train.bf16", dtype == "bf16")

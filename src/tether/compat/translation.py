@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,21 @@ class Translator:
             return default
         return value
 
+    def steps(self, key: str, default: float, updates: float, *, length: str = "max_steps") -> Any:
+        """As ``number``, for a key that counts steps, where a number below 1 is their share of the run.
+
+        Args:
+            updates: steps of the whole run; 0 or less where the file does not say how many.
+            length: the key that would say it, for the message.
+        """
+        value = self.number(key, default)
+        if not 0 < value < 1:
+            return value
+        if updates <= 0:
+            self.refuse(key, f"without {length} it cannot be told how many steps this share is: write whole steps")
+            return default
+        return math.ceil(value * updates)
+
     def pair(self, key: str, default: tuple[Any, Any]) -> tuple[Any, Any]:
         """As ``take``, for a key that holds two numbers, as a list or as words; anything else is refused."""
         if not self.gives(key):
@@ -145,6 +161,14 @@ class Translator:
             return table[value]
         self.drop(f"not offered here; {otherwise} stands in", key)
         return otherwise
+
+    def one_of(self, key: str, default: str, table: Mapping[str, str]) -> str:
+        """Our word for theirs, ``default`` being one of theirs; what ours has no word for is refused."""
+        value = self.take(key, default)
+        if isinstance(value, str) and value in table:
+            return table[value]
+        self.refuse(key, f"wanted one of {', '.join(table)}")
+        return table[default]
 
     def single(self, *theirs: str, names: bool = False) -> None:
         """Refuses lists and groups of keys where one value is wanted, and goes on without them.
@@ -265,7 +289,7 @@ class Translator:
             order = list(self.given)
             self._problems.sort(key=lambda problem: order.index(problem[0]) if problem[0] in order else len(order))
             raise ConfigError(_message(self.source, [self._place(key, what) for key, what in self._problems]))
-        forgotten = self.given.keys() - self._seen
+        forgotten = {key for key in self.given if self.gives(key)} - self._seen  # null leaves a key out
         assert not forgotten, f"known, but neither taken nor passed over: {sorted(forgotten)}"
         return Translation(
             self.source,

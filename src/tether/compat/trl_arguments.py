@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from tether.compat.llamafactory import ADAMW, ADAMW_8BIT
 from tether.compat.scalars import Scalar
 from tether.compat.translation import Translation, Translator
 
 SYSTEM = "TRL"
+PLAIN, WITH_TEST_SPLIT = "ppo.py", "ppo_tldr.py"
+"""Its scripts: the first holds out the last rows to show answers to them, the other one reads the test split."""
 SCALARS = (
     Scalar("model.revision", "model_revision"),
     Scalar("model.dtype", "dtype"),
@@ -42,7 +48,6 @@ SCALARS = (
     Scalar("train.gradient_checkpointing", "gradient_checkpointing"),
     Scalar("train.seed", "seed", 42),
     Scalar("train.logging_steps", "logging_steps"),
-    Scalar("train.save_steps", "save_steps"),
     Scalar("train.save_total_limit", "save_total_limit"),
     Scalar("train.report_to", "report_to"),
     Scalar("train.run_name", "run_name"),
@@ -53,11 +58,12 @@ SCALARS = (
 )
 
 
-def translated(source: str, options: Mapping[str, Any]) -> Translation:
+def translated(source: str, options: Mapping[str, Any], script: str = "") -> Translation:
     """A launch of ``ppo.py`` or ``ppo_tldr.py`` in our words.
 
     Args:
         options: the arguments without their dashes.
+        script: the file that is launched, as far as it is known; what it does with prompts depends on it.
 
     Raises:
         ConfigError: there is no policy, no reward model, or no output folder.
@@ -78,8 +84,7 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
         for key, bits in (("load_in_4bit", "4bit"), ("load_in_8bit", "8bit")):
             if keys.flag(key):
                 keys.put("model.quantization", bits, key)
-        if keys.gives("lora_target_modules"):
-            keys.put("model.lora.target_modules", keys.take("lora_target_modules"), "lora_target_modules")
+        _lora_targets(keys, keys.take(policy))
     keys.covered("use_peft", by="model.lora")
     keys.put("value.kind", "model")
     if keys.take("stop_token", "eos") != "eos":
@@ -92,15 +97,94 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
         keys.refuse("stop_token_id", "set sampling.stop_token to the token's text, or stop_token to eos")
     if keys.gives("dataset_config"):
         keys.refuse("dataset_config", "write that part of the dataset to a file and name the file as dataset_name")
-    if keys.gives("warmup_steps"):
-        keys.refuse("warmup_steps", "set warmup_ratio, the share of the run's optimizer steps")
     _batches(keys)
-    keys.ignore("the prompts have one column of text or messages", "dataset_text_field", "dataset_num_proc")
+    _steps(keys)
+    if keys.gives("optim"):
+        ours = keys.choice("optim", "adamw_torch_fused", ADAMW | ADAMW_8BIT, "adamw_torch_fused")
+        keys.put("train.optim", ours, "optim")
+    _prompts(keys, Path(script).name)
+    keys.ignore("data is read and tokenised anew, in this process", "dataset_num_proc")
     keys.ignore("the last evaluation is on data.eval_prompts", "dataset_test_split", "eval_strategy", "eval_steps",
                 "num_sample_generations")  # fmt: skip
     keys.ignore("forwards have train.micro_batch_size rows", "local_rollout_forward_batch_size")
     keys.drop_rest("it has no counterpart here")
     return keys.finish(())
+
+
+def _lora_targets(keys: Translator, policy: Any) -> None:
+    """The modules that get an adapter; those that PEFT would choose where they are not said."""
+    if keys.gives("lora_target_modules"):
+        keys.put("model.lora.target_modules", keys.take("lora_target_modules"), "lora_target_modules")
+    elif (chosen := _choice_of_peft(str(policy))) is not None:
+        keys.put("model.lora.target_modules", chosen, "lora_target_modules", note="PEFT's choice for this model")
+    else:
+        keys.note(
+            "All linear layers get an adapter; without lora_target_modules PEFT chooses by the kind of model, q_proj "
+            "and v_proj for Llama and Qwen2: set model.lora.target_modules to those for the same run."
+        )
+
+
+def _choice_of_peft(path: str) -> list[str] | None:
+    """The modules that PEFT gives an adapter by itself in the model of a folder; None where that is not known."""
+    try:
+        kind = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError):
+        return None
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    chosen = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
+    return None if chosen is None else list(chosen)
+
+
+def _prompts(keys: Translator, script: str) -> None:
+    """How prompts become queries, and which are held out."""
+    if script in (PLAIN, WITH_TEST_SPLIT):
+        keys.put("data.chat_template", "none", note=f"{script} tokenises the column prompt as it is")
+    else:
+        keys.note("Prompts go through the tokenizer's chat template: where the script does without, set "
+                  "data.chat_template: none.")  # fmt: skip
+    if script == WITH_TEST_SPLIT:
+        keys.note(f"In older releases {script} puts the first of messages through the chat template: then leave "
+                  "data.chat_template out, and let the column prompt hold that message alone.")  # fmt: skip
+    column = keys.take("dataset_text_field", "prompt")
+    if column not in ("prompt", "messages"):
+        keys.note(f"Rename the column {column} of the prompts to prompt.")
+    keys.covered("dataset_text_field", by="the column prompt or messages")
+    reads_test = script == WITH_TEST_SPLIT or (script != PLAIN and keys.gives("dataset_test_split"))
+    strategy = keys.take("eval_strategy", "no")
+    if not reads_test or strategy == "no":
+        return
+    keys.put("data.eval_prompts", keys.take("dataset_name"), "dataset_name")
+    keys.put("data.eval_split", keys.take("dataset_test_split", "test"), "dataset_test_split")
+    if strategy == "steps":
+        every = "eval_steps" if keys.gives("eval_steps") else "logging_steps"
+        steps = keys.steps(every, 10, _updates(keys), length="total_episodes")
+        keys.put("train.eval_steps", steps, "eval_strategy", "eval_steps")
+    keys.covered("eval_strategy", "eval_steps", by="before the first update and after the last")
+
+
+def _steps(keys: Translator) -> None:
+    """What counts updates: the warm-up and the checkpoints."""
+    warmup, updates = keys.number("warmup_steps", 0), _updates(keys)
+    if warmup >= 1 and updates == 0:
+        keys.refuse("warmup_steps", "without total_episodes it cannot be told which share that is: write warmup_ratio")
+    elif warmup >= 1:
+        keys.put("train.warmup_ratio", min(1.0, warmup / updates), "warmup_steps", "total_episodes")
+    elif warmup:
+        keys.put("train.warmup_ratio", warmup, "warmup_steps")
+    keys.covered("warmup_steps", by="its default, as here")
+    strategy = keys.take("save_strategy", "steps")
+    if strategy == "steps":
+        keys.put("train.save_steps", keys.steps("save_steps", 500, updates, length="total_episodes"), "save_steps")
+    elif strategy != "no":
+        keys.drop("checkpoints come by updates here: set train.save_steps", "save_strategy")
+    keys.covered("save_strategy", "save_steps", by="when checkpoints are saved")
+
+
+def _updates(keys: Translator) -> int:
+    """Updates of the run; 0 where the passes over the prompts are said and not the answers."""
+    answers = keys.number("per_device_train_batch_size", 8) * keys.number("gradient_accumulation_steps", 1)
+    return math.ceil(keys.number("total_episodes", 0) / max(answers, 1))
 
 
 def _batches(keys: Translator) -> None:

@@ -41,6 +41,8 @@ SCALARS = (
     Scalar("train.save_total_limit", "trainer.max_actor_ckpt_to_keep"),
 )
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
+BASELINE = {"reinforce_plus_plus_baseline": "rloo"}
+"""Without the prompt's mean, whitened: like rloo, whose means differ from it by a factor that whitening takes out."""
 REDUCTIONS = {
     "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "fixed_length",
 }  # fmt: skip
@@ -123,8 +125,10 @@ def _precision(keys: Translator) -> None:
 
 def _critic(keys: Translator) -> None:
     """A model of its own, from the path that they give it."""
-    ours = keys.choice("algorithm.adv_estimator", "gae", ESTIMATORS, "gae")
+    ours = keys.one_of("algorithm.adv_estimator", "gae", ESTIMATORS | BASELINE)
     keys.put("ppo.advantage_estimator", ours, "algorithm.adv_estimator")
+    if keys.take("algorithm.adv_estimator") in BASELINE:
+        keys.put("ppo.whiten_advantages", True, "algorithm.adv_estimator")
     if ours != "gae":
         keys.config.pop("value", None)
         keys.ignore("there is no critic", *(key for key in keys.given if key.startswith("critic.")))

@@ -168,7 +168,7 @@ def _alpaca(row: Row, entry: _Entry, where: str) -> Row:
         answers = {side: _text(row, columns[side], where) for side in ("chosen", "rejected")}
         return rest | {"prompt": prompt} | answers
     answer = _text(row, columns["response"], where, optional=True) if "response" in columns else ""
-    return rest | {"prompt": prompt} | ({"messages": [*prompt, _assistant(answer)]} if answer else {})
+    return rest | {"prompt": prompt} | ({"messages": [*prompt, _assistant(answer)]} if answer.strip() else {})
 
 
 def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:

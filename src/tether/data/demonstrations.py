@@ -46,6 +46,8 @@ class DemonstrationData:
     """Rows that the dataset has."""
     num_too_long: int
     """Demonstrations that were dropped because they are over the limit."""
+    num_unanswered: int = 0
+    """Rows that were dropped because their prompt has no answer."""
 
 
 def load_demonstrations(
@@ -65,6 +67,7 @@ def load_demonstrations(
     dataset_dir: str | None = None,
     max_samples: int | None = None,
     special_tokens: bool = False,
+    drops_unanswered: bool = False,
 ) -> DemonstrationData:
     """Demonstrations of ``source`` as token ids.
 
@@ -84,6 +87,7 @@ def load_demonstrations(
         every_turn: every turn of the assistant in ``messages`` is a demonstration, and not only the last.
         ends_text: plain text is closed by the end token, too.
         chat_template_kwargs, dataset_dir, max_samples, special_tokens: as ``load_prompts``.
+        drops_unanswered: rows with a prompt alone are dropped and counted, and no error.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or answers for a tokenizer without an end token.
@@ -93,6 +97,9 @@ def load_demonstrations(
     table = read_datasets(source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples)
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
     rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
+    unanswered = {i for i, row in enumerate(rows) if drops_unanswered and _has_prompt_alone(row)}
+    if len(unanswered) == len(rows):
+        raise DataError(f"{key}: none of the {len(rows)} rows of {table.name} has an answer; wanted some to train on")
     columns = _columns(rows, table, key)
     plain = [i for i, column in enumerate(columns) if column == "text"]
     encoded: list[tuple[int, list[int], list[int]]] = []
@@ -105,7 +112,7 @@ def load_demonstrations(
         split_rows = [
             (i, prompt, answer)
             for i, (row, column, place) in enumerate(zip(rows, columns, places, strict=True))
-            if column != "text"
+            if column != "text" and i not in unanswered
             for prompt, answer in _split(row, column, place, every_turn)
         ]
         numbers, prompts = [i for i, _, _ in split_rows], [prompt for _, prompt, _ in split_rows]
@@ -133,7 +140,7 @@ def load_demonstrations(
             f"{key}: all {len(encoded)} demonstrations of {table.name} are longer than {length_key} "
             f"{max_length}; the shortest has {shortest} tokens"
         )
-    return DemonstrationData(kept, len(rows), len(encoded) - len(kept))
+    return DemonstrationData(kept, len(rows), len(encoded) - len(kept), len(unanswered))
 
 
 def demonstration_batches(
@@ -183,6 +190,11 @@ def _column(names: Collection[str]) -> Column | None:
     if "prompt" in names and "completion" in names:
         return "completion"
     return next((name for name in ("messages", "text", "chosen") if name in names), None)
+
+
+def _has_prompt_alone(row: Row) -> bool:
+    """Whether a row has a prompt and nothing that answers it."""
+    return _column(row) is None and row.get("prompt") is not None
 
 
 def _split(row: Row, column: str, where: str, every_turn: bool) -> list[tuple[str | list[Message], str]]:

@@ -7,7 +7,8 @@ names and merged into it; adapters that stay adapters are the business of ``role
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -526,12 +527,16 @@ def _downloaded(path: str, revision: str | None, patterns: Iterable[str]) -> Pat
 
 
 def _from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in eval mode, and which weights were missing or unexpected."""
+    """The model in eval mode, and which weights were missing or unexpected.
+
+    Raises:
+        ModelError: it cannot be loaded, or its attention kernel cannot be used here.
+    """
     options = {name: value for name, value in options.items() if value is not None}
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing and unexpected weights: callers judge those themselves
     try:
-        with model_errors(path):
+        with model_errors(path), _attention_errors(options.get("attn_implementation")):
             model, info = auto_class.from_pretrained(
                 path, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -540,6 +545,20 @@ def _from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTr
     if is_quantized(model):
         keep_differentiable(model)
     return with_quick_products(model).eval(), info
+
+
+@contextmanager
+def _attention_errors(kernel: str | None) -> Iterator[None]:
+    """Names the key where the package of an attention kernel is missing, which transformers finds before it loads."""
+    try:
+        yield
+    except ImportError as error:
+        if kernel is None:
+            raise
+        raise ModelError(
+            f"model.attn_implementation: got {kernel}, which cannot be used here: {error} Install what it needs, or "
+            "leave the key out"
+        ) from error
 
 
 def _saved_dtype(adapter: Adapter, trust_remote_code: bool) -> torch.dtype:

@@ -162,6 +162,6 @@ def model_errors(path: str) -> Iterator[None]:
             f"{path}: its weights are pickled with more than tensors, which could run code as they are read; wanted "
             "safetensors"
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"{path}: {' '.join(line.strip() for line in reason[:4])}") from error

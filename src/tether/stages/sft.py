@@ -130,6 +130,7 @@ class SftData:
     train: list[Demonstration]
     held_out: list[Demonstration]
     num_too_long: int
+    num_unanswered: int
 
     @property
     def counts(self) -> dict[str, float]:
@@ -137,6 +138,7 @@ class SftData:
             "demonstrations/train": float(len(self.train)),
             "demonstrations/eval": float(len(self.held_out)),
             "demonstrations/too_long": float(self.num_too_long),
+            "demonstrations/unanswered": float(self.num_unanswered),
         }
 
     @property
@@ -144,9 +146,10 @@ class SftData:
         """Lines for the start of a run: how many demonstrations there are, and the first, special tokens visible."""
         first = self.train[0]
         query, response = self.tokenizer.decode(first.query_ids), self.tokenizer.decode(first.response_ids)
+        without = f", {self.num_unanswered} without an answer" if self.num_unanswered else ""
         return [
             f"demonstrations: {len(self.train)} to train on, {len(self.held_out)} held out, "
-            f"{self.num_too_long} dropped as too long",
+            f"{self.num_too_long} dropped as too long{without}",
             f"the first prompt: {query!r}, and what is trained on: {response!r}",
         ]
 
@@ -174,7 +177,8 @@ def _loaded(config: SftStageConfig) -> SftData:
     if data.eval_demonstrations is not None:
         others = _read(data.eval_demonstrations, data.eval_split, "data.eval_demonstrations", data, tokenizer, end_ids)
         too_long = read.num_too_long + others.num_too_long
-        return SftData(tokenizer, end_ids, read.demonstrations, others.demonstrations, too_long)
+        unanswered = read.num_unanswered + others.num_unanswered
+        return SftData(tokenizer, end_ids, read.demonstrations, others.demonstrations, too_long, unanswered)
     # a row's turns, and equal prompts, are never on both sides: what they begin with is the same
     first = {each.row: each.query_ids for each in reversed(read.demonstrations)}
     train, held_out = split_off(
@@ -182,7 +186,7 @@ def _loaded(config: SftStageConfig) -> SftData:
     )
     if data.held_out_fraction > 0 and not held_out:
         raise DataError("data.eval_fraction: all demonstrations have one prompt, so none can be held out")
-    return SftData(tokenizer, end_ids, train, held_out, read.num_too_long)
+    return SftData(tokenizer, end_ids, train, held_out, read.num_too_long, read.num_unanswered)
 
 
 def _same(query: tuple[int, ...], row: int) -> tuple[int, ...] | int:
@@ -208,6 +212,7 @@ def _read(
         length_key="data.max_length",
         every_turn=data.turns == "all",
         ends_text=True,
+        drops_unanswered=data.dataset_dir is not None,
         **data.chat,
         **data.origin,
     )

@@ -19,6 +19,7 @@ from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.machine.distributed import Dist
 from tether.models.bitsandbytes import check_bitsandbytes
+from tether.models.compiled import check_compile
 from tether.models.loading import bf16_supported, default_device
 from tether.train.engines.deepspeed import load_whole
 from tether.train.run import OF_SCRIPT
@@ -28,7 +29,6 @@ REFUSED = {
     "optim_target_modules": "the optimizer is AdamW over all that trains",
     "label_smoothing_factor": "PPO has no labels",
     "neftune_noise_alpha": "noise on the embeddings would change the ratio",
-    "torch_compile": "forwards run as they are",
     "use_liger_kernel": "forwards run as they are",
     "auto_find_batch_size": "set per_device_train_batch_size; results do not depend on it",
     "deepspeed": "the launcher says it: accelerate launch --use_deepspeed --deepspeed_config_file FILE script.py",
@@ -154,7 +154,11 @@ class PPOConfig(TrainingArguments):
             self.activation_checkpointing = self.gradient_checkpointing
         if launched.num_processes() > 1 or launched.uses_deepspeed():
             Dist(self.ddp_timeout)  # before TrainingArguments make processes find each other in their own way
+        compiles = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
+        # TrainingArguments would have Accelerate compile models whole; here their layers are, by train.compile.
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         super().__post_init__()
+        self.torch_compile = compiles
         load_whole()
 
 
@@ -182,6 +186,8 @@ def check_arguments(args: PPOConfig) -> None:
         )
     if ADAMW[args.optim.value] == "adamw_8bit":
         check_bitsandbytes(args.optim.value, "PPOConfig.optim", default_device())
+    if args.torch_compile:
+        check_compile("PPOConfig.torch_compile", default_device())
     if args.stop_token is not None and args.stop_token_id is not None:
         raise ConfigError(
             f"PPOConfig: got stop_token {args.stop_token} and stop_token_id {args.stop_token_id}; set one of them"
@@ -199,6 +205,28 @@ def check_arguments(args: PPOConfig) -> None:
         raise ConfigError("PPOConfig.save_strategy best needs metric_for_best_model, eval_scores for example")
     if args.hub_strategy.value not in ("end", "every_save"):
         raise ConfigError(f"PPOConfig.hub_strategy: got {args.hub_strategy.value}, wanted end or every_save")
+
+
+def check_evaluation(args: PPOConfig, *, has_data: bool) -> list[str]:
+    """What the arguments ask of evaluations that there are none of, a line each.
+
+    Args:
+        has_data: whether there is an ``eval_dataset``.
+
+    Raises:
+        ConfigError: a checkpoint is to be chosen by what no evaluation measures.
+    """
+    strategy, metric = args.eval_strategy.value, args.metric_for_best_model
+    if has_data and strategy != "no":
+        return []
+    if metric is not None:
+        raise ConfigError(
+            f"PPOConfig.metric_for_best_model: got {metric}, but nothing is evaluated: eval_strategy is {strategy} and "
+            f"there is {'an' if has_data else 'no'} eval_dataset. Set eval_strategy to steps or epoch and give "
+            "PPOTrainer an eval_dataset, or leave metric_for_best_model and load_best_model_at_end out"
+        )
+    told = f"PPOConfig.eval_strategy: got {strategy}, but nothing is evaluated without an eval_dataset"
+    return [told] if strategy != "no" else []
 
 
 def derive(args: PPOConfig, num_prompts: int, num_processes: int = 1) -> list[str]:
@@ -267,7 +295,6 @@ def run_config(
         ConfigError: names the argument, what was got and what is wanted.
     """
     updates, each_epoch = args.num_total_batches, max(1, round(num_prompts / args.batch_size))
-    warmup = args.warmup_steps if args.warmup_steps < 1 else min(1.0, args.warmup_steps / max(updates, 1))
     ppo = ("num_ppo_epochs", "num_mini_batches", "whiten_rewards", "kl_coef", "kl_estimator", "cliprange", "vf_coef",
            "cliprange_value", "gamma", "lam")  # fmt: skip
     train = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed", "save_total_limit",
@@ -286,9 +313,10 @@ def run_config(
         "rollout_batch_size": args.batch_size,
         "micro_batch_size": math.gcd(args.per_device_train_batch_size, args.local_mini_batch_size),
         "optim": ADAMW[args.optim.value],
+        "compile": args.torch_compile,
         "lr_scheduler_type": args.lr_scheduler_type.value,
         "lr_scheduler_kwargs": dict(args.lr_scheduler_kwargs or {}),
-        "warmup_ratio": warmup,
+        "warmup_ratio": warmup_ratio(args, updates),
         "max_grad_norm": args.max_grad_norm or None,
         "eval_steps": _every(args.eval_strategy.value, args.eval_steps, updates, each_epoch) if evaluates else None,
         "save_steps": _every(args.save_strategy.value, args.save_steps, updates, each_epoch),
@@ -311,6 +339,11 @@ def run_config(
         source="PPOConfig",
         origins=origins,
     )
+
+
+def warmup_ratio(args: PPOConfig, num_updates: int) -> float:
+    """The share of a run of so many updates over which the learning rate rises."""
+    return args.warmup_steps if args.warmup_steps < 1 else min(1.0, args.warmup_steps / max(num_updates, 1))
 
 
 def _every(strategy: str, steps: float | None, updates: int, each_epoch: int) -> int | None:

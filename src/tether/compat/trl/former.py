@@ -18,6 +18,7 @@ NAMES = {
         "with one label; a head on the policy is `value: {kind: head}` of a configuration file"
     ),
     "AutoModelForSeq2SeqLMWithValueHead": "models with an encoder cannot be trained",
+    "PreTrainedModelWrapper": "load the policy by transformers.AutoModelForCausalLM, which PPOTrainer takes as it is",
     "create_reference_model": "leave it out: ref_model=None is a copy of the policy",
     "LengthSampler": "leave it out: response_length is the most, and end tokens end an answer",
     "AdaptiveKLController": "it is ppo.kl_target and ppo.kl_horizon of a configuration file",
@@ -65,6 +66,21 @@ OF_TRAINER = {
     "num_shared_layers": "leave it out: with peft_config everything but the adapters is shared",
 }
 """Arguments of PPOTrainer in TRL before 0.13."""
+OF_TRANSFORMERS = {
+    "tokenizer": "processing_class",
+    "model_wrapped": "model",
+    "callback_handler": "add_callback, pop_callback and remove_callback",
+    "get_train_dataloader": "train_dataset",
+    "get_eval_dataloader": "eval_dataset",
+    "predict": "generate_completions, or evaluate",
+    "create_optimizer": "optimizer, or the argument optimizers",
+    "create_scheduler": "lr_scheduler, or the argument optimizers",
+    "create_optimizer_and_scheduler": "optimizer and lr_scheduler, or the argument optimizers",
+    "compute_loss": "train, whose loss is PPO's",
+    "training_step": "train, with a callback's on_step_end",
+    "hyperparameter_search": "train, once for each setting",
+}
+"""Attributes of transformers.Trainer, and what PPOTrainer has in their place."""
 
 
 def missing(name: str) -> ImportError | AttributeError:
@@ -72,6 +88,17 @@ def missing(name: str) -> ImportError | AttributeError:
     if name in NAMES:
         return ImportError(f"tether.compat.trl has no {name}: {NAMES[name]}; see {GUIDE}")
     return AttributeError(f"module 'tether.compat.trl' has no attribute {name!r}")
+
+
+def no_attribute(name: str) -> AttributeError:
+    """What is raised for an attribute that PPOTrainer does not have."""
+    if name in OF_TRANSFORMERS:
+        return AttributeError(f"PPOTrainer has no {name}: use {OF_TRANSFORMERS[name]}; {GUIDE} lists what it has")
+    from transformers import Trainer
+
+    if not name.startswith("_") and hasattr(Trainer, name):
+        return AttributeError(f"PPOTrainer has no {name}, which transformers.Trainer has: {GUIDE} lists what it has")
+    return AttributeError(f"'PPOTrainer' object has no attribute {name!r}")
 
 
 def telling(former: Mapping[str, str], what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -22,6 +22,7 @@ from tether.models.adapters import (
     with_adapter,
 )
 from tether.models.build import check_token_ids
+from tether.models.compiled import compile_layers
 from tether.models.fit import steady_positions, steady_positions_told
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead
@@ -54,6 +55,12 @@ class Models:
     def base(self) -> PreTrainedModel:
         """The policy without PEFT around it."""
         return self.policy.get_base_model() if isinstance(self.policy, PeftModel) else self.policy
+
+    @property
+    def read(self) -> dict[str, PreTrainedModel]:
+        """The models that read the policy's token ids, by the argument that each came by."""
+        reference = {} if self.reference is None else {"ref_model": self.reference}
+        return {"model": self.base, "value_model": self.value} | reference
 
     @property
     def is_adapted(self) -> bool:
@@ -171,6 +178,9 @@ class Models:
             autocast_dtype=half_dtype(config.train, device),
             detach_value=False,
         )
+        if config.train.compile:
+            for model in {role.model for role in models.all}:
+                compile_layers(model)
         models.gradient_checkpointing(config.train.gradient_checkpointing)
         with models.use(POLICY) as model:
             head_matches(model)  # now, and not in the middle of a pass

@@ -1,7 +1,9 @@
-"""The table that ``generate_completions`` prints."""
+"""The table that ``generate_completions`` prints, and sends to a tracker."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tether.report.text import number, visible
+
+logger = logging.getLogger(__name__)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -24,3 +28,21 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         table.add_row(*(Text(visible(value) if isinstance(value, str) else number(value)) for value in row.values()))
     Console().print(table)
+
+
+def send_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Sends answers to the run of Weights & Biases that this process has, if any, under the name that TRL gives them.
+
+    A tracker that fails warns, and training goes on.
+
+    Args:
+        rows: as ``print_table`` takes them.
+    """
+    wandb = sys.modules.get("wandb")
+    if wandb is None or wandb.run is None:
+        return
+    try:
+        data = [list(row.values()) for row in rows]
+        wandb.log({"completions": wandb.Table(columns=list(rows[0]), data=data)})
+    except Exception as error:  # whatever it raises, the run is worth more
+        logger.warning("generate_completions: wandb failed: %s: %s", type(error).__name__, error)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,22 +16,30 @@ import torch
 from huggingface_hub import CommitInfo
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed, trainer_pt_utils
 
 from tether.algo import ScoreMoments
 from tether.compat.trl import hub
-from tether.compat.trl.config import INERT, PPOConfig, check_arguments, derive, run_config
+from tether.compat.trl.config import (
+    INERT,
+    PPOConfig,
+    check_arguments,
+    check_evaluation,
+    derive,
+    run_config,
+    warmup_ratio,
+)
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
-from tether.compat.trl.former import OF_TRAINER, telling
+from tether.compat.trl.former import OF_TRAINER, no_attribute, telling
 from tether.compat.trl.models import Models, check_positions, check_vocabularies, name_of
 from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
-from tether.compat.trl.samples import print_table
+from tether.compat.trl.samples import print_table, send_table
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.data.prompts import PromptData
-from tether.errors import ConfigError
+from tether.errors import CheckpointError, ConfigError
 from tether.generation.build import build_generator
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
@@ -44,6 +53,8 @@ from tether.train import evaluate as evaluation
 from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
 from tether.train.display import NullDisplay
 from tether.train.engines.build import build_engine
+from tether.train.engines.deepspeed import Zero
+from tether.train.engines.fsdp import FullySharded
 from tether.train.log import METRICS, RunLog
 from tether.train.optim import check_schedule
 from tether.train.parts import Parts
@@ -118,9 +129,15 @@ class PPOTrainer:
         self._held_out = None
         if eval_dataset is not None:
             self._held_out = prompts_of(eval_dataset, processing_class, data_collator, "eval_dataset")
-        self._check_data(models, judges, prompts)
+        read = models.read | {f"reward_model {name}": model for name, model in judges.models.items()}
+        check_vocabularies(read, processing_class)
+        self._check = partial(self._check_data, read, judges)
+        self._check(prompts)
+        if self._held_out is not None:
+            self._check(self._held_out)
         dist = Dist(args.ddp_timeout)
-        for line in derive(args, len(prompts.prompts), dist.num_processes):
+        told = check_evaluation(args, has_data=self._held_out is not None)
+        for line in told + derive(args, len(prompts.prompts), dist.num_processes):
             logger.warning(line)
         stop_token, stops = _stop(args, processing_class)
         evaluates = self._held_out is not None and args.eval_strategy.value != "no"
@@ -197,18 +214,11 @@ class PPOTrainer:
         if args.push_to_hub and args.hub_strategy.value == "every_save":
             self.add_callback(PushedSaves(lambda message: self.push_to_hub(commit_message=message)))
 
-    def _check_data(self, models: Models, judges: Judges, prompts: PromptData) -> None:
+    def _check_data(self, read: Mapping[str, PreTrainedModel], judges: Judges, prompts: PromptData) -> None:
         """What only prompts and models together show."""
-        args = self.args
-        sets = [prompts] if self._held_out is None else [prompts, self._held_out]
-        longest = max(len(prompt.token_ids) for data in sets for prompt in data.prompts)
-        read = {"model": models.base, "value_model": models.value}
-        read |= {} if models.reference is None else {"ref_model": models.reference}
-        read |= {f"reward_model {name}": model for name, model in judges.models.items()}
-        check_vocabularies(read, self.processing_class)
-        check_positions(read, longest, args.response_length)
-        for data in sets:
-            judges.check_columns(data.columns)
+        longest = max(len(prompt.token_ids) for prompt in prompts.prompts)
+        check_positions(read, longest, self.args.response_length)
+        judges.check_columns(prompts.columns)
 
     # What scripts look at
 
@@ -231,6 +241,20 @@ class PPOTrainer:
     def lr_scheduler(self) -> Any:
         """Schedule of the policy's learning rate."""
         return self._optimizers[0].scheduler
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed spreads the weights, as the launcher says."""
+        return isinstance(self._engine, Zero)
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether FSDP2 spreads the weights, as the launcher says."""
+        return isinstance(self._engine, FullySharded)
+
+    def __getattr__(self, name: str) -> Any:
+        """Says what there is in place of an attribute of ``transformers.Trainer``."""
+        raise no_attribute(name)
 
     def is_world_process_zero(self) -> bool:
         """Whether this process writes files and speaks."""
@@ -318,10 +342,24 @@ class PPOTrainer:
         """Raises ``CheckpointError`` where the checkpoint is of another run; says what is not as it was."""
         record = read_state(checkpoint)
         saved, is_moved = parse_config(record["config"], RunConfig), record["num_processes"] != self._dist.num_processes
+        self._dist.each(lambda: self._check_warmup(saved, checkpoint))
+        # As many updates as before, whose share follows the length of the run.
+        same_warmup = saved.train.model_copy(update={"warmup_ratio": config.train.warmup_ratio})
+        saved = saved.model_copy(update={"train": same_warmup})
         before, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
         self._dist.each(lambda: check_same_run(before, now, checkpoint, is_moved=is_moved))
         if (told := told_of_move(saved, record, config, self._dist, self._engine.name)) is not None:
             display.message(told)
+
+    def _check_warmup(self, saved: RunConfig, checkpoint: Path) -> None:
+        """Raises ``CheckpointError`` if ``warmup_steps`` are others than those of the checkpoint's run."""
+        share = warmup_ratio(self.args, saved.num_updates(len(self._parts.prompts)))
+        if not math.isclose(saved.train.warmup_ratio, share):
+            raise CheckpointError(
+                f"resume: {checkpoint} was made with a warm-up over a share of {saved.train.warmup_ratio:.3g} of its "
+                f"updates, and PPOConfig.warmup_steps {self.args.warmup_steps:g} are {share:.3g} of them. Put them "
+                "back, or start a new run in another output_dir"
+            )
 
     def _resumed(self, asked: str | bool | None) -> RunConfig:
         """The configuration with what it says of an earlier run in its folder."""
@@ -329,21 +367,42 @@ class PPOTrainer:
         is_again = not resume and (self._config.output_dir / METRICS).exists()
         return self._config.model_copy(update={"resume": resume or False, "overwrite_output_dir": is_again})
 
-    def evaluate(self) -> dict[str, float]:
-        """Answers and scores ``eval_dataset`` at the temperature of training; returns and logs the metrics.
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Answers and scores held-out prompts at the temperature of training; returns and logs the metrics.
+
+        Args:
+            eval_dataset: rows as ``PPOTrainer`` takes them, or several such datasets by name, which then follows the
+                prefix; the trainer's if left out.
+            ignore_keys: not read; ``transformers`` has it in its signature.
+            metric_key_prefix: what the names of metrics begin with.
 
         Raises:
             ConfigError: there is no ``eval_dataset``.
+            DataError: a row does not fit.
         """
-        if self._held_out is None:
+        if isinstance(eval_dataset, Mapping):
+            several = [self.evaluate(rows, None, f"{metric_key_prefix}_{name}") for name, rows in eval_dataset.items()]
+            return {name: value for metrics in several for name, value in metrics.items()}
+        if eval_dataset is not None:
+            held_out = prompts_of(eval_dataset, self.processing_class, self.data_collator, "eval_dataset")
+            self._check(held_out)
+        elif (held_out := self._held_out) is None:
             raise ConfigError("evaluate: there is no eval_dataset; give one to PPOTrainer")
-        parts = replace(self._parts, eval_prompts=self._held_out.prompts)
+        parts = replace(self._parts, eval_prompts=held_out.prompts)
         metrics, _ = evaluation.evaluate(parts, self._config, ScoreMoments(), phase=_silent, check=_go_on)
-        self._events.evaluated(metrics)
+        if held_out is self._held_out and metric_key_prefix == "eval":
+            self._events.evaluated(metrics)
+            return metrics
+        metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in metrics.items()}
+        self._events.record(metrics)
+        self._events.call("on_evaluate", metrics=dict(metrics))
         return metrics
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
-        """Prints a table of answers to held-out prompts, nearly greedy ones, with their scores.
+        """Prints a table of answers to held-out prompts, nearly greedy ones, with their scores, and sends it to Weights
+        & Biases where ``report_to`` names that.
 
         Args:
             sampling: answer ``per_device_eval_batch_size`` prompts instead of all.
@@ -371,6 +430,8 @@ class PPOTrainer:
         ]
         if self._dist.is_main:
             print_table(rows[:SHOWN_ROWS])
+            if "wandb" in self.args.report_to:
+                send_table(rows)
         return rows
 
     # What comes out
@@ -395,6 +456,33 @@ class PPOTrainer:
         self._dist.by_main(write)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
+
+    def save_state(self) -> None:
+        """Writes ``state`` to trainer_state.json in ``args.output_dir``, as ``transformers`` does."""
+        self._write(trainer_pt_utils.save_state)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
+        """Writes metrics to ``{split}_results.json`` in ``args.output_dir``.
+
+        Args:
+            split: what they are of: ``train``, ``eval``.
+            combined: add them to all_results.json, too.
+        """
+        self._write(trainer_pt_utils.save_metrics, split, dict(metrics), combined)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
+        """Prints metrics as ``transformers`` does.
+
+        Args:
+            split: what they are of: ``train``, ``eval``.
+        """
+        trainer_pt_utils.log_metrics(self, split, dict(metrics))
+
+    def _write(self, write: Callable[..., None], *args: Any) -> None:
+        """Has a helper of ``transformers`` write into the output folder, in the main process."""
+        if self._dist.is_main:
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        write(self, *args)
 
     def create_model_card(
         self,

@@ -48,12 +48,16 @@ def push(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "tether push",
         description="Uploads the model of a run, a checkpoint or a merged model, with tokenizer and card, to the "
-        "Hugging Face hub. The token is that of `hf auth login` or HF_TOKEN.",
+        "Hugging Face hub. The token is that of `hf auth login` or HF_TOKEN. The card of a PPO run shows the start of "
+        "up to three held-out prompts with their answers.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of a run, or any model folder")
     parser.add_argument("--to", metavar="OWNER/NAME", help="repository; the folder's name if left out")
     parser.add_argument("--public", action="store_true", help="make a new repository public; private otherwise")
+    parser.add_argument(
+        "--no_samples", action="store_true", help="leave prompts and answers out of the card that is uploaded"
+    )
     given = parser.parse_args(arguments)
 
     from tether.train import hub
@@ -63,7 +67,7 @@ def push(arguments: Sequence[str]) -> int:
         print(f"note: the adapter's base is the local folder {base}: others need it too, or the merged model")
     name = given.to or given.run.absolute().name
     repository = hub.open_repository(name, private=not given.public, key="tether push")
-    print(f"pushed: {hub.push(given.run, repository)}")
+    print(f"pushed: {hub.push(given.run, repository, with_answers=not given.no_samples)}")
     return 0
 
 

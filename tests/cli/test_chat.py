@@ -86,6 +86,19 @@ def test_a_conversation_that_is_too_long_is_told_and_kept(models, monkeypatch, c
     assert "/new begins again" in " ".join(shown.split()) and "/start" in shown
 
 
+def test_a_template_that_refuses_a_system_prompt_ends_nothing(tmp_path, monkeypatch, capsys):
+    folder = save_tiny(tmp_path / "start")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no such role') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    typed(monkeypatch, "/system be\nthe cat\n/system\nthe cat\n")
+    assert main(["chat", str(folder), "--response_length", "4"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no such role; /new begins again, /system alone takes the system prompt away" in shown
+    assert "with no system prompt" in shown and shown.count("/start") == 1
+
+
 def test_without_a_chat_template_text_is_continued(tmp_path):
     folder = save_tiny(tmp_path / "plain", chat_template=False)
     chat = open_chat(str(folder), **OPTIONS)

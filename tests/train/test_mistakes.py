@@ -16,6 +16,7 @@ from tether.config.load import dump_config
 from tether.errors import USER_ERRORS, ConfigError, DataError
 from tether.machine.claim import claimed
 from tether.models import loading
+from tether.train.display import NullDisplay
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path, read_norms, run_config
 
@@ -246,6 +247,16 @@ def test_a_configuration_in_the_folder_above_is_that_of_checkpoints_alone(tmp_pa
     assert run_config(tmp_path / "checkpoint-12") == config == run_config(tmp_path)
 
 
+class Said(NullDisplay):
+    """A display that keeps its messages."""
+
+    def __init__(self):
+        self.messages = []
+
+    def message(self, text):
+        self.messages.append(text)
+
+
 class TestLengths:
     @pytest.fixture
     def asked(self, tmp_path):
@@ -258,23 +269,16 @@ class TestLengths:
 
     @pytest.fixture
     def said(self):
-        class Said(list):
-            def message(self, text):
-                self.append(text)
-
-            def phase(self, *progress):
-                pass
-
         return Said()
 
     def test_prompts_that_leave_no_room_for_an_answer_are_left_out_with_a_word(self, model, asked, said):
         assert [row["row"] for row in generate_path(model, asked, response_length=5, display=said)] == [1]
-        assert said[0].endswith("1 of 2 prompts, 1 dropped as longer than 123 tokens")
-        del said[:]
+        assert said.messages[0].endswith("1 of 2 prompts, 1 dropped as longer than 123 tokens")
+        said.messages.clear()
         assert [row["row"] for row in generate_path(model, asked, response_length=4, display=said)] == [0, 1]
-        assert said == []
+        assert said.messages == []
 
-    def test_a_limit_of_ones_own(self, model, asked, said, loaded):
+    def test_a_limit_of_ones_own(self, model, asked, loaded):
         with pytest.raises(ConfigError, match=r"--response_length 5 after .* 124 .* 128: .*--max_prompt_length"):
             generate_path(model, asked, response_length=5, max_prompt_length=124)
         with pytest.raises(DataError, match=r"longer than max_prompt_length 4; the shortest has 5"):
@@ -291,4 +295,4 @@ class TestLengths:
             patch.setattr("tether.train.saved.try_services", lambda *given: pytest.fail("enough"))
             with pytest.raises(pytest.fail.Exception):
                 evaluate_path(config.output_dir, prompts=asked, display=said)
-        assert said[0].endswith("1 of 2 prompts, 1 dropped as longer than 8 tokens")
+        assert said.messages[0].endswith("1 of 2 prompts, 1 dropped as longer than 8 tokens")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -79,10 +79,10 @@ class Outlet:
     full. A run goes on all the same.
 
     Args:
-        stream: what is written to.
+        stream: the text stream that is written to.
     """
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream, self._is_gone = stream, False
 
     def write(self, text: str) -> int:

@@ -86,6 +86,19 @@ def test_a_conversation_that_is_too_long_is_told_and_kept(models, monkeypatch, c
     assert "/new begins again" in " ".join(shown.split()) and "/start" in shown
 
 
+def test_a_template_that_refuses_a_system_prompt_ends_nothing(tmp_path, monkeypatch, capsys):
+    folder = save_tiny(tmp_path / "start")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no such role') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    typed(monkeypatch, "/system be\nthe cat\n/system\nthe cat\n")
+    assert main(["chat", str(folder), "--response_length", "4"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no such role; /new begins again, /system alone takes the system prompt away" in shown
+    assert "with no system prompt" in shown and shown.count("/start") == 1
+
+
 def test_without_a_chat_template_text_is_continued(tmp_path):
     folder = save_tiny(tmp_path / "plain", chat_template=False)
     chat = open_chat(str(folder), **OPTIONS)
@@ -122,10 +135,13 @@ def test_what_a_run_started_from_is_loaded_as_the_run_loaded_it(models, tmp_path
     monkeypatch.setattr("tether.train.chat.load_tokenizer", lambda *args, **options: tokenizer)
     monkeypatch.setattr("tether.train.chat.load_causal_lm", load)
     open_chat(str(out), **OPTIONS)
+    assert loads == [(str(out), None, False), ("org/start", "v1.0", False)], "the run was trusted, its folder is not"
+    del loads[:]
+    open_chat(str(out), **OPTIONS, trust_remote_code=True)
     assert loads == [(str(out), None, True), ("org/start", "v1.0", True)]
     del loads[:]
-    open_chat(str(out), **OPTIONS | {"beside": str(start)})
-    assert loads == [(str(out), None, True), (str(start), None, False)]  # whose code nobody said is trusted
+    open_chat(str(out), **OPTIONS | {"beside": str(start)}, trust_remote_code=True)
+    assert loads == [(str(out), None, True), (str(start), None, True)]
 
 
 def test_a_start_model_that_is_gone_is_named_with_the_way_out(models, tmp_path):

@@ -1,5 +1,7 @@
 import io
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -241,3 +243,52 @@ def test_null_display_is_a_display_that_says_nothing(capsys):
     display.table("t", ["a"], [[1]])
     display.close()
     assert capsys.readouterr() == ("", "")
+
+
+class Gone(io.StringIO):
+    """A stream that takes no more than so many writes."""
+
+    def __init__(self, error, after):
+        super().__init__()
+        self.error, self.after = error, after
+
+    def write(self, text):
+        self.after -= 1
+        if self.after < 0:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "pipe"), OSError(5, "terminal"), OSError(28, "disk")])
+def test_what_can_be_written_no_more_silences_the_display_and_nothing_else(error, after, is_terminal):
+    stream = Gone(error, after)
+    console = Console(file=stream, width=80, force_terminal=is_terminal, _environ={"TERM": "xterm-256color"})
+    with RunDisplay(console, interval=0.0) as display:
+        for step in range(1, 4):
+            display.phase("rollout", 0, 64)
+            if display._live is not None:
+                display._live.refresh()  # as its thread does
+            display.update(step, 3, {"objective/scores": 0.1})
+        print("what a library prints goes through the live line")
+        display.message("done")
+        display.samples([{"prompt": "p", "response": "r", "score": 1.0}])
+        display.table("t", ["a"], [[1]])
+    assert stream.after < 0 and "done" not in stream.getvalue()
+
+
+def test_a_pipe_that_breaks_does_not_end_the_process():
+    script = (
+        "import sys\nfrom tether.cli.display import RunDisplay\n"
+        "with RunDisplay() as display:\n"
+        "    sys.stdin.read()\n"
+        "    for _ in range(9):\n"
+        "        display.message('x' * 4000)\n"
+        "print('more')\nsys.exit(7)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, stderr=-1)
+    process.stdout.close()
+    process.stdin.close()
+    with process.stderr:
+        assert (process.stderr.read(), process.wait(60)) == (b"", 7)

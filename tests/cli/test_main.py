@@ -1,11 +1,13 @@
 """The command line: what is parsed, what is called, and what becomes the exit code."""
 
+import io
 import json
 import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -46,6 +48,11 @@ class TestHelp:
         assert main(["--help"]) == 0
         shown = capsys.readouterr().out
         assert all(f"\n  {name} " in shown for name in commands.COMMANDS)
+
+    def test_is_shown_in_any_encoding(self):
+        shown = python("-m", "tether", "ppo", "--help", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert shown.stdout.startswith("usage: tether ppo") and "\\u03c0" in shown.stdout
 
     def test_is_shown_to_who_asks_for_nothing(self, capsys):
         assert main([]) == 2
@@ -161,6 +168,18 @@ class TestExitCode:
         ending_with(SystemExit(ended))
         assert main(["ppo"]) == code
 
+    @pytest.mark.parametrize(
+        ("arguments", "code"), [(["ppo"], 1), (["demo"], 1), (["plan"], 0), (["ppo", "--help"], 0)]
+    )
+    def test_a_reader_that_goes_away_is_a_failure_of_what_trains_alone(self, arguments, code):
+        ends = (
+            "import sys\nfrom tether.cli import commands, main\n"
+            "def end(arguments): raise BrokenPipeError\n"
+            "commands.COMMANDS[sys.argv[1]] = end\n"
+            "sys.exit(main.main())\n"
+        )
+        assert python("-c", ends, *arguments).returncode == code
+
     def test_an_argument_that_is_missing_is_2(self, capsys):
         assert main(["merge", "adapter"]) == 2
         assert "-o/--output" in capsys.readouterr().err
@@ -232,12 +251,39 @@ class TestCalls:
 
     def test_merge_and_report_call_what_they_name(self, monkeypatch, capsys):
         calls = []
-        monkeypatch.setattr("tether.models.saving.merge_adapter", lambda *given, also: calls.append(given))
+        monkeypatch.setattr(
+            "tether.models.saving.merge_adapter",
+            lambda *given, also, trust_remote_code: calls.append((*given, trust_remote_code)),
+        )
         monkeypatch.setattr("tether.report.html.write_report", lambda folder: folder / "report.html")
         assert main(["merge", "adapter", "-o", "merged"]) == 0
-        assert calls == [("adapter", Path("merged"))]
+        assert calls == [("adapter", Path("merged"), False)]
         assert main(["report", "runs/first"]) == 0
         assert capsys.readouterr().out == f"merged model: merged\nreport: {Path('runs/first/report.html')}\n"
+
+    @pytest.mark.parametrize("command", ["merge", "generate", "chat"])
+    def test_code_beside_a_model_is_run_where_it_is_asked_for(self, monkeypatch, tmp_path, command):
+        """And not because a configuration beside the model says so, which may have come with it."""
+        asked = []
+
+        def noted(*given, trust_remote_code, **named):
+            asked.append(trust_remote_code)
+            return []
+
+        for place in ("models.saving.merge_adapter", "train.saved.generate_path", "train.chat.open_chat"):
+            monkeypatch.setattr(f"tether.{place}", noted)
+        monkeypatch.setattr("tether.cli.talk.talk", lambda chat: None)
+        (tmp_path / "config.yaml").write_text("model: {path: m, trust_remote_code: true}\nrewards: []\n")
+        needed = {"merge": ["-o", "merged"], "generate": ["--prompts", "p.jsonl"], "chat": []}[command]
+        for more in ([], ["--trust_remote_code"]):
+            assert main([command, str(tmp_path), *needed, *more]) == 0
+        assert asked == [False, True]
+
+    def test_a_report_that_cannot_be_written_is_one_message(self, monkeypatch, tmp_path, capsys):
+        (tmp_path / "metrics.jsonl").touch()
+        monkeypatch.setattr("tether.report.html.tempfile.mkstemp", Mock(side_effect=PermissionError(13, "not allowed")))
+        assert main(["report", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == f"tether: {tmp_path}: report.html cannot be written there: not allowed\n"
 
     def test_evaluate_shows_numbers_and_answers(self, monkeypatch, capsys):
         from tether.train import saved
@@ -264,6 +310,18 @@ class TestCalls:
         assert capsys.readouterr().out == ""
         assert [named["temperature"] for named in calls] == [0.0, None]
         assert [named["response_length"] for named in calls] == [8, None]
+        assert main(["generate", "m", "--prompts", "p.jsonl", "--max_prompt_length", "9"]) == 0
+        assert [named["max_prompt_length"] for named in calls] == [None, None, 9]
+
+    def test_generate_writes_valid_json_in_any_encoding(self, monkeypatch):
+        rows = [{"row": 0, "prompt": "sea", "response": "wäve \U0001f30a \x7f"}]
+        monkeypatch.setattr("tether.train.saved.generate_path", lambda *given, **named: rows)
+        for encoding in ("ascii", "latin-1", "utf-8"):
+            out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+            monkeypatch.setattr(sys, "stdout", out)
+            assert main(["generate", "m", "--prompts", "p.jsonl"]) == 0
+            out.flush()
+            assert json.loads(out.buffer.getvalue().decode(encoding)) == rows[0]
 
     @pytest.mark.parametrize("option", ["--temperature=-1", "--temperature=nan", "--response_length=0", "--seed=x"])
     def test_a_number_out_of_range_is_2(self, option, capsys):
@@ -302,6 +360,11 @@ class TestQuieten:
         record = logging.LogRecord("tether", logging.WARNING, "f", 1, "%s", ("a client sent \x1b[2J\u202e\nb",), None)
         quiet._Stderr().emit(record)
         assert capsys.readouterr().err == "a client sent \\x1b[2J\\u202e\nb\n"
+
+    def test_a_warning_that_nobody_can_read_is_no_error(self, monkeypatch):
+        monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError(5, "gone"))))
+        quiet._Stderr().emit(logging.LogRecord("tether", logging.WARNING, "f", 1, "odd", (), None))
+        assert sys.stderr.write.called
 
     def test_debugging_silences_nothing(self):
         os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)

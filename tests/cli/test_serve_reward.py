@@ -16,7 +16,8 @@ from tests.train.runs import tiny_run
 from tether.cli.main import main
 from tether.config.load import dump_config
 from tether.config.source import load_sources
-from tether.errors import RewardError
+from tether.errors import ModelError, RewardError
+from tether.rewards.server import RewardServer
 from tether.train.judges import load_judges
 
 PROMPTS = ["the cat", [{"role": "system", "content": "be nice"}, {"role": "user", "content": "it is"}], "rain", "you"]
@@ -183,3 +184,34 @@ def test_mistakes(tmp_path, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(tmp_path)
     assert main(["serve-reward", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken_is_told_before_models_load(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "source.yaml"
+    file.write_text(json.dumps(several(tmp_path)), encoding="utf-8")
+    monkeypatch.setattr("tether.train.judges.load_judges", lambda config: pytest.fail("a model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve-reward", str(file), "--port", str(port)]) == 2
+    assert f"--port {port}: cannot listen there" in capsys.readouterr().err
+
+
+def test_the_address_is_free_again_when_models_cannot_be_loaded(tmp_path, monkeypatch, capsys):
+    bound = []
+
+    class Kept(RewardServer):
+        def server_bind(self):
+            bound.append(self.socket)
+            super().server_bind()
+
+    def load(config):
+        assert not is_up(bound[0].getsockname()[1])  # nobody is kept waiting
+        raise ModelError("its weights are gone")
+
+    file = tmp_path / "source.yaml"
+    file.write_text(json.dumps(several(tmp_path)), encoding="utf-8")
+    monkeypatch.setattr("tether.train.judges.RewardServer", Kept)
+    monkeypatch.setattr("tether.train.judges.load_judges", load)
+    assert main(["serve-reward", str(file), "--port", "0"]) == 2
+    assert "its weights are gone" in capsys.readouterr().err
+    assert [each.fileno() for each in bound] == [-1]

@@ -156,6 +156,21 @@ class TestOverrides:
     def test_a_key_that_takes_text_takes_it_as_it_is(self, file, written, value):
         assert load_config(file, [f"--data.system_prompt={written}"]).data.system_prompt == value
 
+    @pytest.mark.parametrize(
+        ("written", "value"),
+        [
+            ("my file #1.jsonl", "my file #1.jsonl"),
+            ("2024", "2024"),
+            ("a: b", "a: b"),
+            ("[a.jsonl, b.jsonl]", ["a.jsonl", "b.jsonl"]),
+            ("'[a].jsonl'", "[a].jsonl"),
+        ],
+    )
+    def test_a_key_that_takes_texts_too_takes_a_list_in_brackets(self, file, written, value):
+        assert load_config(file, [f"--data.prompts={written}"]).data.prompts == value
+        assert load_config(file, [f"--data.eval_prompts={written}"]).data.eval_prompts == value
+        assert load_config(file, ["--data.eval_prompts=null"]).data.eval_prompts is None
+
     def test_an_override_mends_what_the_file_has_wrong(self, file):
         file.write_text(FILE.replace("kl_coef: 0.05", "kl_coef: much"))
         assert load_config(file, ["--ppo.kl_coef=0.1"]).ppo.kl_coef == 0.1

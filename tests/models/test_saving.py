@@ -24,6 +24,7 @@ from tests.rewards.encoders import ENCODERS, save_encoder
 from tests.tiny import BOS, EOS, KINDS, PAD, save_tiny
 from tether.data.collate import pad_left
 from tether.errors import CheckpointError, ConfigError, ModelError
+from tether.models import loading
 from tether.models.loading import end_at, load_causal_lm, load_reward_model, load_tokenizer
 from tether.models.saving import (
     atomic_folder,
@@ -409,3 +410,18 @@ def test_a_generation_config_that_samples_without_saying_so_is_saved(tmp_path):
     model.save_pretrained(tmp_path / "saved")
     saved = GenerationConfig.from_pretrained(tmp_path / "saved")
     assert (saved.temperature, saved.do_sample, saved.eos_token_id) == (0.6, True, sorted([EOS, 7]))
+
+
+@pytest.mark.parametrize("reward", [False, True])
+def test_merging_runs_code_of_a_base_that_is_trusted(tmp_path, monkeypatch, reward):
+    adapter = save_adapter(tmp_path / "adapter", save_model(tmp_path / "base", tied=False), reward=reward)
+    load, trusted = loading._from_pretrained, []
+
+    def spy(*given, **options):
+        trusted.append(options["trust_remote_code"])
+        return load(*given, **options)
+
+    monkeypatch.setattr(loading, "_from_pretrained", spy)
+    merge_adapter(str(adapter), tmp_path / "merged", trust_remote_code=True)
+    merge_adapter(str(adapter), tmp_path / "wary")
+    assert set(trusted[: len(trusted) // 2]) == {True} and set(trusted[len(trusted) // 2 :]) == {False}

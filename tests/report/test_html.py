@@ -12,6 +12,8 @@ import pytest
 from tests.report.runs import CONFIG, answer, evaluation, healthy, update, write
 from tether.errors import DataError
 from tether.report import write_report
+from tether.report.html import page as page_of
+from tether.report.read import read_run
 
 VOID = {"meta", "br", "hr", "path", "rect", "circle", "line"}
 ALLOWED = set(
@@ -102,7 +104,7 @@ def test_the_page_may_run_its_own_script_and_load_nothing(tmp_path):
 
 
 def test_a_folder_without_files_says_what_is_missing(tmp_path):
-    page = report(tmp_path)
+    page = Page(page_of(read_run(tmp_path)))
     assert "Not known yet." in page.text
     for name in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
         assert f"{name} is missing" in page.text
@@ -111,6 +113,31 @@ def test_a_folder_without_files_says_what_is_missing(tmp_path):
 def test_a_folder_that_does_not_exist_is_a_readable_error(tmp_path):
     with pytest.raises(DataError, match="not a folder; give the output_dir of a run"):
         write_report(tmp_path / "nowhere")
+
+
+def test_a_folder_of_no_run_is_left_alone_and_one_in_it_named(tmp_path):
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(DataError, match=r"holds none of config\.yaml, .*; give the output_dir of a run"):
+        write_report(tmp_path)
+    healthy(tmp_path / "ppo")
+    with pytest.raises(DataError, match=r"holds none of .*; give .*ppo, which does"):
+        write_report(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "mine"
+
+
+@pytest.mark.parametrize("config", ["", "rewards: [\n", "- rewards\n", "a: &a [*a]\n", "rewards: !!python/name:os\n"])
+def test_the_configuration_is_shown_without_keys_or_not_at_all(tmp_path, config):
+    """Whatever else the file holds."""
+    own = (
+        "judge: {url: 'https://me:s3cret@host/score?key=s3cret', extra_body: {token: s3cret}}  # s3cret\n"
+        "ppo: {kl_coef: 0.05}\n"
+    )
+    page = report(write(tmp_path, [update(1, 0.0)], config=own + config))
+    assert "s3cret" not in (tmp_path / "report.html").read_text()
+    if config:
+        assert "config.yaml cannot be read, so it is not shown" in page.text
+    else:
+        assert "https://host/score?…" in page.text and "kl_coef: 0.05" in page.text
 
 
 def test_one_update(tmp_path):

@@ -10,6 +10,8 @@ def test_a_line_of_json_is_the_same_value_and_acts_on_nothing():
     line = json_line(value)
     assert json.loads(line) == value and line == visible(line)
     assert "é漢🙂" in line and r"\u009b\u202e\u007f" in line
+    plain = json_line(value, as_ascii=True)
+    assert json.loads(plain) == value and plain.isascii() and plain == visible(plain)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import logging
 import math
 import socket
+import sys
 import threading
 import time
 from datetime import date
@@ -261,6 +262,80 @@ def test_components_that_change_between_requests_are_an_error():
         pytest.raises(RewardResponseError, match=r"the components none in one answer and a in another"),
     ):
         source(local.url, batch_size=1, max_concurrency=1).score(text_batch("a", "b"))
+
+
+def test_components_are_known_by_their_names_in_any_order():
+    replies = [{"scores": [1], "components": {"a": [2], "b": [3]}}, {"scores": [4], "components": {"b": [6], "a": [5]}}]
+    with local_service(in_turn(*map(Reply, replies))) as local:
+        output = source(local.url, batch_size=1, max_concurrency=1).score(text_batch("a", "b"))
+    assert (output.scores, output.components) == ([1.0, 4.0], {"a": [2.0, 5.0], "b": [3.0, 6.0]})
+
+
+class TestProxy:
+    """Of the environment."""
+
+    @pytest.fixture(autouse=True)
+    def environment(self, monkeypatch):
+        for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.upper(), raising=False)
+
+    @pytest.fixture
+    def nobody(self):
+        with socket.socket() as taken:  # bound, and nobody listens
+            taken.bind(("127.0.0.1", 0))
+            yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+    def test_is_not_asked_for_this_machine(self, monkeypatch, nobody):
+        monkeypatch.setenv("http_proxy", f"http://{nobody}")
+        with local_service(lengths) as local:
+            for host in ("127.0.0.1", "localhost"):
+                assert source(local.url.replace("127.0.0.1", host)).score(BATCH).scores == [1.0, 2.0, 3.0]
+        monkeypatch.setenv("ALL_PROXY", "socks5://it")
+        with local_service(lengths) as local:
+            assert source(local.url).score(BATCH).scores == [1.0, 2.0, 3.0]
+
+    @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+    def test_that_fails_is_named(self, monkeypatch, nobody, name):
+        monkeypatch.setenv(name, f"http://me:s3cret@{nobody}")
+        told = rf"POST http://judge\.invalid/ through the proxy of {name}: the connection failed"
+        with pytest.raises(RewardError, match=told) as caught:
+            source("http://judge.invalid/", retries=0).score(BATCH)
+        assert "s3cret" not in str(caught.value)
+
+    def test_that_does_not_apply_is_not_named(self, monkeypatch, nobody):
+        monkeypatch.setenv("http_proxy", f"http://{nobody}")
+        monkeypatch.setenv("no_proxy", "judge.invalid")
+        with pytest.raises(RewardError, match=r"POST http://judge\.invalid/: the connection failed"):
+            source("http://judge.invalid/", retries=0, connect_timeout=5).score(BATCH)
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ("socks5://me:s3cret@host:1", r"the proxy of ALL_PROXY cannot be used: a SOCKS proxy takes .*socksio"),
+            ("ftp://me:s3cret@host:1", r"the proxy of ALL_PROXY cannot be used: its address is none"),
+            ("http://me:s3cret@host:x", r"the proxy of ALL_PROXY cannot be used: its address is none"),
+        ],
+    )
+    def test_that_cannot_be_used_is_told(self, monkeypatch, value, message):
+        monkeypatch.setenv("ALL_PROXY", value)
+        monkeypatch.setitem(sys.modules, "socksio", None)
+        with pytest.raises(RewardError, match=message) as caught:
+            source("http://judge.invalid/").score(BATCH)
+        assert "s3cret" not in str(caught.value) and caught.value.__cause__ is caught.value.__context__ is None
+
+
+def test_what_an_address_holds_beside_host_and_path_is_in_no_message():
+    replies = [Reply({}), Reply(b"?"), Reply({"scores": [math.nan] * 3}), Reply({}, 404), Reply({"scores": []})]
+    replies.append(Reply({}, 308, {"Location": "https://me:s3cret@host/there?key=s3cret"}))
+    replies.append(Reply({}, headers={"Content-Encoding": "br"}))
+    with local_service(in_turn(*replies)) as local:
+        judge = source(f"{local.url}?key=s3cret")
+        for _ in replies:
+            with pytest.raises(RewardError, match=r"http://127\.0\.0\.1:\d+/score\?…") as caught:
+                judge.score(BATCH)
+            assert "s3cret" not in str(caught.value)
+    assert all(path.endswith("?key=s3cret") for path in local.paths) and len(local.paths) == len(replies)
 
 
 class TestKey:

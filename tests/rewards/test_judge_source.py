@@ -185,3 +185,14 @@ def test_the_key_is_sent_and_must_be_set(monkeypatch):
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match=r"rewards\.0\.api_key_env: the environment variable JUDGE_KEY is not set"):
         check_rewards([judge])
+
+
+def test_a_key_that_the_judge_repeats_is_in_no_message(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret-key")
+    replies = Reply({"error": "of Bearer s3cret-key"}), says("you are s3cret-key")
+    with local_service(in_turn(*replies)) as local:
+        judge = judge_source(config(local.url, api_key_env="JUDGE_KEY", attempts=1), "grade", "rewards.0")
+        for _ in replies:
+            with pytest.raises(RewardResponseError, match="…") as caught:
+                judge.score(text_batch("a"))
+            assert "s3cret" not in str(caught.value)

@@ -24,10 +24,12 @@ class Running:
     """A server in a thread, and requests to it."""
 
     def __init__(self, score):
-        self.server = RewardServer(score, "127.0.0.1", 0)
+        self.server = RewardServer("127.0.0.1", 0)
         self.over = threading.Event()
-        self.thread = threading.Thread(target=self.server.run, args=[self.over.is_set])
+        self.thread = threading.Thread(target=self.server.run, args=[score, self.over.is_set])
         self.thread.start()
+        while not self.server.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            time.sleep(0.01)
 
     def stop(self):
         self.over.set()
@@ -213,6 +215,6 @@ def test_the_request_at_work_is_answered_when_the_service_stops_and_others_are_t
 def test_an_address_that_is_taken_is_told(serve):
     port = serve(by_length).server.server_address[1]
     with pytest.raises(ConfigError, match=rf"--host 127.0.0.1 --port {port}: cannot listen there: .*in use"):
-        RewardServer(by_length, "127.0.0.1", port)
+        RewardServer("127.0.0.1", port)
     with pytest.raises(ConfigError, match="cannot listen there"):
-        RewardServer(by_length, "203.0.113.1", 0)
+        RewardServer("203.0.113.1", 0)

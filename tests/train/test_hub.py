@@ -60,6 +60,21 @@ def test_the_command_pushes_a_checkpoint_without_its_state(tmp_path, hub, capsys
     assert "base is the local folder" in shown and "pushed: http" in shown
 
 
+def test_prompts_and_answers_can_stay_out_of_the_card(tmp_path, hub, capsys):
+    config = tiny_run(tmp_path, train__max_steps=1, data__eval_prompts=str(tmp_path / "prompts.jsonl"))
+    train_policy(config)
+    card = (config.output_dir / "README.md").read_bytes()
+    assert b"## Answers" in card and b"the cat sees" in card
+    assert main(["push", str(config.output_dir), "--no_samples"]) == 0
+    pushed = hub.files["README.md"].decode()
+    assert "## Answers" not in pushed and "the cat sees" not in pushed
+    parts = card.decode().split("## Answers")
+    assert pushed == parts[0] + parts[1][parts[1].index("## Use") :]
+    assert hub.files.keys() == MODEL and (config.output_dir / "README.md").read_bytes() == card
+    assert main(["push", str(config.output_dir)]) == 0
+    assert hub.files["README.md"] == card
+
+
 def test_folders_of_others_are_pushed_by_the_names_of_their_files(tmp_path, hub):
     base = tiny_run(tmp_path).model.path
     (tmp_path / base / "notes.md").write_text("mine")

@@ -6,17 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.tiny import save_tiny, tiny_tokenizer
-from tests.train.runs import tiny_run
+from tests.train.runs import tiny_run, write_prompts
 from tether.config.load import dump_config
-from tether.errors import USER_ERRORS, ConfigError
+from tether.errors import USER_ERRORS, ConfigError, DataError
 from tether.machine.claim import claimed
 from tether.models import loading
+from tether.train.display import NullDisplay
 from tether.train.run import train_policy
-from tether.train.saved import evaluate_path
+from tether.train.saved import evaluate_path, generate_path, read_norms, run_config
 
 
 @pytest.fixture
@@ -188,3 +190,109 @@ def test_a_run_of_a_script_is_evaluated_by_the_script(tmp_path):
     (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"made by a script on tether\.compat\.trl"):
         evaluate_path(config.output_dir, prompts=str(tmp_path / "prompts.jsonl"))
+
+
+NEEDY = """
+def letters(prompts, completions, answer):
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("lacks", ["column", "chat template"])
+def test_prompts_that_a_runs_judges_cannot_use_are_told_before_models_load(tmp_path, loaded, lacks):
+    config = tiny_run(tmp_path)
+    rows, message = [{"prompt": "the cat"}], r"^rewards\.0.*answer"
+    (tmp_path / "rewards.py").write_text(NEEDY)
+    if lacks == "chat template":
+        judge = save_tiny(tmp_path / "judge", "qwen2", num_labels=1, chat_template=False)
+        config = tiny_run(tmp_path, rewards=[{"type": "model", "path": str(judge)}])
+        rows = [{"prompt": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees"},
+                            {"role": "user", "content": "a dog"}]}]  # fmt: skip
+        message = r"^rewards\.0: .*row 0 of the prompts.*template"
+    save_tiny(config.output_dir)
+    (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=message):
+        evaluate_path(config.output_dir, prompts=str(tmp_path / "asked.jsonl"))
+    assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("prompts.jsonl", r"--output: .*prompts\.jsonl exists; name a new file"),
+        ("prompts.jsonl/answers.jsonl", r"--output: .*prompts\.jsonl is a file; name a folder"),
+        ("llama-tied", r"--output: .*llama-tied is a folder; name a new file"),
+        ("closed/new/answers.jsonl", r"--output: .*closed is not writable"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_told_before_models_load(tmp_path, monkeypatch, loaded, name, message):
+    config = tiny_run(tmp_path)
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed")
+    with pytest.raises(ConfigError, match=message):
+        generate_path(config.model.path, config.data.prompts, output=tmp_path / name)
+    assert loaded == []
+
+
+def test_a_configuration_in_the_folder_above_is_that_of_checkpoints_alone(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path)
+    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (tmp_path / "score_norm.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for other in ("merged", "gpt2", "checkpoint-best", "org/gpt2"):
+        assert run_config(Path(other)) is None
+    with pytest.raises(ConfigError, match=r"no score_norm\.json"):
+        read_norms(Path("merged"))
+    assert run_config(tmp_path / "checkpoint-12") == config == run_config(tmp_path)
+
+
+class Said(NullDisplay):
+    """A display that keeps its messages."""
+
+    def __init__(self):
+        self.messages = []
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+class TestLengths:
+    @pytest.fixture
+    def asked(self, tmp_path):
+        return str(write_prompts(tmp_path / "asked.jsonl", [" ".join(["the"] * 121), "the cat"]))
+
+    @pytest.fixture
+    def model(self, tmp_path):
+        """It has 128 positions; the template adds 3 tokens to a prompt."""
+        return str(save_tiny(tmp_path / "model"))
+
+    @pytest.fixture
+    def said(self):
+        return Said()
+
+    def test_prompts_that_leave_no_room_for_an_answer_are_left_out_with_a_word(self, model, asked, said):
+        assert [row["row"] for row in generate_path(model, asked, response_length=5, display=said)] == [1]
+        assert said.messages[0].endswith("1 of 2 prompts, 1 dropped as longer than 123 tokens")
+        said.messages.clear()
+        assert [row["row"] for row in generate_path(model, asked, response_length=4, display=said)] == [0, 1]
+        assert said.messages == []
+
+    def test_a_limit_of_ones_own(self, model, asked, loaded):
+        with pytest.raises(ConfigError, match=r"--response_length 5 after .* 124 .* 128: .*--max_prompt_length"):
+            generate_path(model, asked, response_length=5, max_prompt_length=124)
+        with pytest.raises(DataError, match=r"longer than max_prompt_length 4; the shortest has 5"):
+            generate_path(model, asked, response_length=5, max_prompt_length=4)
+        with pytest.raises(ConfigError, match=r"--response_length 128 leaves no positions .* has 128: lower it"):
+            generate_path(model, asked, response_length=128)
+        assert loaded == []
+
+    def test_an_evaluation_says_what_it_leaves_out(self, tmp_path, asked, said, monkeypatch):
+        config = tiny_run(tmp_path, data__max_prompt_length=8)
+        save_tiny(config.output_dir)
+        (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        with monkeypatch.context() as patch:
+            patch.setattr("tether.train.saved.try_sources", lambda *given: pytest.fail("enough"))
+            with pytest.raises(pytest.fail.Exception):
+                evaluate_path(config.output_dir, prompts=asked, display=said)
+        assert said.messages[0].endswith("1 of 2 prompts, 1 dropped as longer than 8 tokens")

@@ -13,6 +13,7 @@ from tests.train.test_run import assert_same_weights, reproducible, weights
 from tether.config.load import parse_config
 from tether.config.source import SourceConfig
 from tether.errors import ConfigError, TrainingError
+from tether.metrics.writers import read_jsonl
 from tether.train.judges import check_sources
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path
@@ -76,6 +77,8 @@ def test_sources_are_measured_once_and_counted_by_what_was_measured(tmp_path):
     ]
     result = train_policy(auto_run(tmp_path, rewards))
     asked = [(name, sums(scores)) for name, scores in asked_so_far(tmp_path)]
+    tried, asked = asked[:3], asked[3:]
+    assert [(name, len(scores)) for name, scores in tried] == [("letters", 1), ("words", 1), ("steps", 1)]
     assert [(name, len(scores)) for name, scores in asked[:2]] == [("letters", SAMPLES), ("words", SAMPLES)]
     (mean, std), (word_mean, word_std) = (norm_of(scores) for _, scores in asked[:2])
     rollouts = [dict(asked[at : at + 3]) for at in (5, 8)]  # after the measure and an evaluation
@@ -146,3 +149,17 @@ def test_what_is_no_norm_is_refused(norm):
     run = "model: {path: m}\ndata: {prompts: p}\ntrain: {max_steps: 1}\noutput_dir: o\nrewards:\n"
     with pytest.raises(ConfigError, match=r"rewards\.0\.norm"):
         parse_config(f"{run}- {{type: regex, pattern: a, norm: {norm}}}")
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["ended", "killed"])
+def test_a_checkpoint_is_evaluated_by_its_own_norms(tmp_path, kept):
+    """Whose moments move on after it, and are in no file of their own where the run was killed."""
+    moving = {"ppo__score_norm": "running", "train__eval_steps": 1, "train__save_steps": 1}
+    rewards = [section(tmp_path, "letters", norm="auto")]
+    out = train_policy(auto_run(tmp_path, rewards, train__max_steps=3, **moving)).output_dir
+    if not kept:
+        (out / "score_norm.json").unlink()
+    logged = {row["step"]: row["eval_scores"] for row in read_jsonl(out / "metrics.jsonl") if "eval_scores" in row}
+    for step in (1, 2):
+        assert evaluate_path(out / f"checkpoint-{step}").metrics["eval_scores"] == pytest.approx(logged[step], abs=1e-5)
+    assert len(set(logged.values())) == len(logged)

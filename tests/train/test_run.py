@@ -18,11 +18,14 @@ from tests.tiny import KINDS
 from tests.train.runs import PROMPTS, tiny_run
 from tests.train.test_whole_step import trainer_for
 from tether.errors import CheckpointError, ConfigError, RewardResponseError, TrainingError
+from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
+from tether.models import saving
 from tether.train import optim, run
 from tether.train.checkpoint import list_checkpoints
 from tether.train.display import NullDisplay
+from tether.train.interrupt import StopRequest
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path
 
@@ -167,6 +170,21 @@ def test_signal_ends_the_run_with_its_state_saved(tmp_path, number):
     assert result.interrupted is None
     assert reproducible(stopped.output_dir) == reproducible(straight.output_dir)
     assert_same_weights(weights(stopped.output_dir), weights(straight.output_dir))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has none")
+@pytest.mark.parametrize("under_nohup", [False, True])
+def test_a_terminal_that_goes_away_stops_a_run_but_under_nohup(under_nohup):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
+    try:
+        with StopRequest() as stop:
+            if not under_nohup:
+                assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.asked() == (None if under_nohup else "SIGHUP")
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if under_nohup else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_time_limit_ends_the_run_with_its_state_saved(tmp_path):
@@ -370,6 +388,36 @@ def test_saved_run_is_evaluated_and_answers(tmp_path):
         assert [row["prompt"] for row in rows] == list(PROMPTS)
         with pytest.raises(ConfigError, match="exists"):
             evaluate_path(config.output_dir, output=config.output_dir / "again.jsonl")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_answers_that_are_there_are_kept_when_the_rest_fails(tmp_path, monkeypatch, error):
+    class Failing(HFGenerator):
+        def generate(self, requests, sampling):
+            answers = list(super().generate(requests, sampling))
+            yield from sorted(answers, key=lambda answer: -answer[0])[:3]
+            raise error
+
+    config = tiny_run(tmp_path)
+    whole = generate_path(config.model.path, config.data.prompts, response_length=4)
+    monkeypatch.setattr("tether.train.saved.HFGenerator", Failing)
+    with pytest.raises(error):
+        generate_path(config.model.path, config.data.prompts, response_length=4, output=tmp_path / "some.jsonl")
+    assert read_jsonl(tmp_path / "some.jsonl") == whole[-3:]
+    monkeypatch.setattr(Failing, "generate", Mock(side_effect=error))
+    with pytest.raises(error):
+        generate_path(config.model.path, config.data.prompts, response_length=4, output=tmp_path / "none.jsonl")
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_run_that_trusts_code_is_evaluated_with_it(tmp_path, monkeypatch):
+    prompts = str(tmp_path / "prompts.jsonl")
+    config = tiny_run(tmp_path, model__trust_remote_code=True, train__max_steps=1, data__eval_prompts=prompts)
+    train_policy(config)
+    load = Mock(side_effect=saving.load_causal_lm)
+    monkeypatch.setattr(saving, "load_causal_lm", load)
+    evaluate_path(config.output_dir)
+    assert [call.kwargs["trust_remote_code"] for call in load.call_args_list] == [True]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -204,3 +204,21 @@ def test_mistakes_are_told_before_a_model_loads(tmp_path, monkeypatch):
     sent = {"type": "http", "url": "http://127.0.0.1:1/", "columns": ["gone"]}
     with pytest.raises(ConfigError, match=r"rewards\.1\.columns: the dataset has no column gone"):
         score_file(config(tmp_path, sent), file)
+
+
+def test_rows_that_are_scored_are_kept_when_the_rest_fails(tmp_path, monkeypatch):
+    (tmp_path / "picky.py").write_text(
+        "def picky(prompts, completions):\n"
+        "    assert 'no' not in completions\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    source = {"type": "function", "path": str(tmp_path / "picky.py"), "name": "picky"}
+    sources, out = SourceConfig.model_validate({"rewards": [source]}), tmp_path / "out.jsonl"
+    rows = [{"prompt": "p", "chosen": text, "rejected": "b"} for text in ("aaa", "aa", "a", "no")]
+    monkeypatch.setattr("tether.train.scoring.BATCH", 5)
+    with pytest.raises(RewardError, match="picky"):
+        score_file(sources, written(tmp_path, *rows), output=out)
+    assert [(row["row"], row["chosen_score"], row["rejected_score"]) for row in read_jsonl(out)] == [
+        (0, 3.0, 1.0),
+        (1, 2.0, 1.0),
+    ]

@@ -6,8 +6,10 @@ Heavy modules are imported in the command that needs them. The first line of eac
 from __future__ import annotations
 
 import argparse
+import codecs
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,8 +162,14 @@ def generate(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompts", required=True, help="prompts to answer")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for the answers; standard output if left out")
     parser.add_argument("--response_length", type=_positive, help="most tokens of an answer; the run's, or 256")
+    parser.add_argument(
+        "--max_prompt_length",
+        type=_positive,
+        help="longer prompts are left out; the run's, or what the model's positions leave, at most 2048 tokens",
+    )
     parser.add_argument("--temperature", type=_at_least_0, help="0 takes the most likely token; the run's, or 1")
     parser.add_argument("--seed", type=int, default=42, help="seed of sampling (default: %(default)s)")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
 
     from rich.console import Console
@@ -176,13 +184,16 @@ def generate(arguments: Sequence[str]) -> int:
             given.prompts,
             output=given.output,
             response_length=given.response_length,
+            max_prompt_length=given.max_prompt_length,
             temperature=given.temperature,
             seed=given.seed,
+            trust_remote_code=given.trust_remote_code,
             display=display,
         )
     if given.output is None:
+        as_ascii = codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
         for row in rows:
-            print(json_line(row))
+            print(json_line(row, as_ascii=as_ascii))
     return 0
 
 
@@ -245,12 +256,18 @@ def merge(arguments: Sequence[str]) -> int:
     parser = _parser("merge", "Writes the model that a PEFT adapter makes of its base, as a plain model folder.")
     parser.add_argument("adapter", help="adapter folder, for example a run's output folder")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the merged model")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     given = parser.parse_args(arguments)
 
     from tether.models.saving import merge_adapter
     from tether.report.card import write_card
 
-    merge_adapter(given.adapter, given.output, also=lambda folder: write_card(folder, Path(given.adapter)))
+    merge_adapter(
+        given.adapter,
+        given.output,
+        trust_remote_code=given.trust_remote_code,
+        also=lambda folder: write_card(folder, Path(given.adapter)),
+    )
     print(f"merged model: {given.output}")
     return 0
 
@@ -263,7 +280,11 @@ def report(arguments: Sequence[str]) -> int:
 
     from tether.report.html import write_report
 
-    print(f"report: {write_report(given.run)}")
+    try:
+        file = write_report(given.run)
+    except OSError as error:
+        raise ConfigError(f"{given.run}: report.html cannot be written there: {error.strerror}") from error
+    print(f"report: {file}")
     return 0
 
 

@@ -6,9 +6,11 @@ terminal before ``report.text.visible`` has taken its control characters, and Ri
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -72,8 +74,47 @@ class Pace:
         return updates * each - min(spent, each)
 
 
+class Outlet:
+    """A stream that falls silent when a write fails: the terminal is gone, the reader of a pipe, or the log's disk is
+    full. A run goes on all the same.
+
+    Args:
+        stream: the text stream that is written to.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._is_gone = stream, False
+
+    def write(self, text: str) -> int:
+        """Writes, or drops what nobody can read any more; returns the number of characters."""
+        if not self._is_gone:
+            try:
+                self._stream.write(text)
+            except OSError:
+                self._fall_silent()
+        return len(text)
+
+    def flush(self) -> None:
+        """Hands on what was written."""
+        if not self._is_gone:
+            try:
+                self._stream.flush()
+            except OSError:
+                self._fall_silent()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _fall_silent(self) -> None:
+        self._is_gone = True
+        with suppress(OSError):  # what waits in the stream's buffer would fail once more when Python ends
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
 class RunDisplay:
-    """A ``Display`` on the terminal. Also a context manager that closes itself.
+    """A ``Display`` on the terminal, silent once that is gone. Also a context manager that closes itself.
 
     Args:
         console: where to write; standard output if left out.
@@ -85,6 +126,7 @@ class RunDisplay:
         self, console: Console | None = None, *, interval: float = 5.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.console = console or Console()
+        self.console.file = Outlet(self.console.file)
         self._interval, self._clock = interval, clock
         self._live: Live | None = None
         self._written: dict[str, float] = {}

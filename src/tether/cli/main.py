@@ -11,6 +11,7 @@ Nothing heavy is imported before a command needs it, so help and mistakes in a c
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 import traceback
@@ -18,9 +19,12 @@ from collections.abc import Sequence
 
 from tether import __version__
 from tether.cli import commands
-from tether.cli.launched import alike, check_command, end, signed, speaks
+from tether.cli.launched import LAUNCHED, alike, check_command, end, signed, speaks
 from tether.cli.quiet import quieten
 from tether.errors import USER_ERRORS, ConfigError, TetherError
+
+TRAINING = (*LAUNCHED, "demo")
+"""The commands that train."""
 
 _HELP = """\
 usage: tether COMMAND …
@@ -47,13 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("TETHER_DEBUG", "") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--debug"]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is shown as an escape
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(arguments, debug=debug)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return int(_trains(arguments))  # of anything else the reader has seen enough
     except KeyboardInterrupt as error:
         print(signed("tether: interrupted before the state could be saved"), file=sys.stderr)
         return end(1, error)
@@ -83,6 +89,10 @@ def _run(arguments: list[str], *, debug: bool) -> int:
         check_command(name)
     quieten(debug=debug)
     return commands.COMMANDS[name](rest)
+
+
+def _trains(arguments: Sequence[str]) -> bool:
+    return len(arguments) > 0 and arguments[0] in TRAINING and not {"-h", "--help"} & {*arguments}
 
 
 def _command_list() -> str:

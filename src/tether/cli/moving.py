@@ -48,12 +48,16 @@ def push(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "tether push",
         description="Uploads the model of a run, a checkpoint or a merged model, with tokenizer and card, to the "
-        "Hugging Face hub. The token is that of `hf auth login` or HF_TOKEN.",
+        "Hugging Face hub. The token is that of `hf auth login` or HF_TOKEN. The card of a PPO run shows the start of "
+        "up to three held-out prompts with their answers.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of a run, or any model folder")
     parser.add_argument("--to", metavar="OWNER/NAME", help="repository; the folder's name if left out")
     parser.add_argument("--public", action="store_true", help="make a new repository public; private otherwise")
+    parser.add_argument(
+        "--no_samples", action="store_true", help="leave prompts and answers out of the card that is uploaded"
+    )
     given = parser.parse_args(arguments)
 
     from tether.train import hub
@@ -63,7 +67,7 @@ def push(arguments: Sequence[str]) -> int:
         print(f"note: the adapter's base is the local folder {base}: others need it too, or the merged model")
     name = given.to or given.run.absolute().name
     repository = hub.open_repository(name, private=not given.public, key="tether push")
-    print(f"pushed: {hub.push(given.run, repository)}")
+    print(f"pushed: {hub.push(given.run, repository, with_answers=not given.no_samples)}")
     return 0
 
 
@@ -82,6 +86,7 @@ def chat(arguments: Sequence[str]) -> int:
     parser.add_argument("--response_length", type=int, help="most tokens of an answer; the run's, or 256")
     parser.add_argument("--temperature", type=float, help="0 takes the most likely token; the run's, or 1")
     parser.add_argument("--seed", type=int, default=42, help="seed of sampling (default: %(default)s)")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the models")
     given = parser.parse_args(arguments)
 
     from tether.cli.display import RunDisplay
@@ -98,6 +103,7 @@ def chat(arguments: Sequence[str]) -> int:
             response_length=given.response_length,
             temperature=given.temperature,
             seed=given.seed,
+            trust_remote_code=given.trust_remote_code,
         )
     talk(conversation)
     return 0

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import suppress
 
 _CHATTY = r"(accelerate|datasets|huggingface_hub|peft|torch|transformers|trl)(\..*)?"
 
@@ -38,4 +39,5 @@ class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from tether.report.text import visible  # a warning can hold what a model wrote, or a client sent
 
-        print(visible(self.format(record)), file=sys.stderr)
+        with suppress(OSError):  # nobody is left to read it, and a run goes on without
+            print(visible(self.format(record)), file=sys.stderr)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tether.errors import ConfigError
+from tether.errors import ConfigError, DataError
 from tether.report.text import visible
 
 if TYPE_CHECKING:
@@ -34,14 +34,15 @@ def talk(chat: Chat) -> None:
         elif text.startswith("/system"):
             chat.system = text.removeprefix("/system").strip() or None
             chat.forget()
-            console.print("a new conversation, with this system prompt", markup=False)
+            console.print(f"a new conversation, with {'this' if chat.system else 'no'} system prompt", markup=False)
         elif text.startswith("/"):
             console.print("/new forgets the conversation, /system TEXT sets a system prompt, /quit ends", markup=False)
         elif text:
             try:
                 _show(chat, chat.say(text), console)
-            except ConfigError as error:
-                console.print(f"{visible(str(error))}; /new begins again", markup=False)
+            except (ConfigError, DataError) as error:
+                without = ", /system alone takes the system prompt away" if chat.system else ""
+                console.print(f"{visible(str(error))}; /new begins again{without}", markup=False)
 
 
 def _show(chat: Chat, answers: list[str], console: Console) -> None:

@@ -191,6 +191,13 @@ def is_text(field: FieldInfo) -> bool:
     return set(members) - {types.NoneType} <= {str, Path}
 
 
+def is_text_or_texts(field: FieldInfo) -> bool:
+    """Whether the key takes text as well as a list of texts, and nothing else but null."""
+    base, _ = _unwrapped(field.annotation)
+    members = {_unwrapped(member)[0] for member in get_args(base)}
+    return members - {types.NoneType} == {str, list[str]}
+
+
 class Found(NamedTuple):
     """Where a location leads."""
 

@@ -27,7 +27,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), section: type[S
         path: the file. Relative paths in it are relative to the current folder, as everywhere in the ecosystem, and
             ``~/`` is the home folder.
         overrides: command-line arguments, ``--ppo.kl_coef=0.02`` or ``--ppo.kl_coef 0.02``; ``--rewards.0.weight=2``
-            reaches into a list. Values are YAML, except that keys which take text take it as it is.
+            reaches into a list. Values are YAML, except that keys which take text take it as it is; those that take a
+            list of texts too read one that begins with ``[``.
         section: class of the whole file.
 
     Raises:
@@ -161,7 +162,9 @@ def override_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _overridden(data: Any, name: str, value: str, section: type[Section]) -> tuple[Any, text.Path]:
     """The data with one key replaced, and the path of that key."""
     field = keys.find(section, name.split(".")).field
-    return _replaced(data, name.split("."), _value(value, as_text=field is not None and keys.is_text(field)), ())
+    is_list = value.startswith("[")
+    as_text = field is not None and (keys.is_text(field) or (keys.is_text_or_texts(field) and not is_list))
+    return _replaced(data, name.split("."), _value(value, as_text=as_text), ())
 
 
 def _value(value: str, *, as_text: bool) -> Any:

@@ -104,7 +104,7 @@ def load_prompts(
     ]
     if not prompts:
         raise DataError(
-            f"{key}: all {len(queries)} prompts of {table.name} are longer than data.max_prompt_length "
+            f"{key}: all {len(queries)} prompts of {table.name} are longer than max_prompt_length "
             f"{max_prompt_length}; the shortest has {min(map(len, queries))} tokens"
         )
     num_too_long = len(queries) - len(prompts)

@@ -342,7 +342,7 @@ def _is_unused(name: str, model: PreTrainedModel) -> bool:
     )
 
 
-def load_merged_classifier(path: str) -> PreTrainedModel:
+def load_merged_classifier(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The sequence classifier that the adapter in ``path`` makes of its base, of any family and number of labels, in
     eval mode; the weights have the base's type.
 
@@ -354,7 +354,8 @@ def load_merged_classifier(path: str) -> PreTrainedModel:
     outputs = [tensors[name] for name in OUTPUT_LAYERS if name in tensors]
     if len(outputs) != 1:
         raise ModelError(f"{path}: wanted an adapter with one head, {' or '.join(OUTPUT_LAYERS)}; got {len(outputs)}")
-    return _adapted_classifier(adapter, None, {"trust_remote_code": False}, num_labels=outputs[0].shape[0])
+    options = {"trust_remote_code": trust_remote_code}
+    return _adapted_classifier(adapter, None, options, num_labels=outputs[0].shape[0])
 
 
 def _adapted_classifier(

@@ -69,8 +69,11 @@ def save_policy(
     tokenizer.save_pretrained(folder)
 
 
-def load_policy(roles: ModelRoles, folder: Path | str) -> None:
+def load_policy(roles: ModelRoles, folder: Path | str, *, trust_remote_code: bool = False) -> None:
     """Gives the policy the weights that ``save_policy`` wrote to ``folder`` from the same configuration.
+
+    Args:
+        trust_remote_code: whether code that comes with the policy is run.
 
     Raises:
         ModelError: the folder holds another kind of policy, or weights that do not fit.
@@ -83,7 +86,7 @@ def load_policy(roles: ModelRoles, folder: Path | str) -> None:
     elif is_adapter(path):
         raise ModelError(f"{folder}: got an adapter; the run that it belongs to trains a full model")
     else:
-        saved = load_causal_lm(path, dtype=policy.dtype)
+        saved = load_causal_lm(path, dtype=policy.dtype, trust_remote_code=trust_remote_code)
         with model_errors(path):
             policy.load_state_dict(saved.state_dict())
 
@@ -150,12 +153,19 @@ def _save_reward_adapter(roles: ModelRoles, folder: Path, state_dict: Mapping[st
     ).save_pretrained(folder)
 
 
-def merge_adapter(path: str, folder: Path | str, *, also: Callable[[Path], None] = lambda partial: None) -> None:
+def merge_adapter(
+    path: str,
+    folder: Path | str,
+    *,
+    trust_remote_code: bool = False,
+    also: Callable[[Path], None] = lambda partial: None,
+) -> None:
     """Writes the model that the adapter in ``path`` makes of its base, in the base's type, with the tokenizer.
 
     The adapter of a sequence classifier, of any family, becomes one with as many labels as it has.
 
     Args:
+        trust_remote_code: whether code that comes with the base is run.
         also: writes what else belongs into the folder, such as a card.
 
     Raises:
@@ -167,13 +177,14 @@ def merge_adapter(path: str, folder: Path | str, *, also: Callable[[Path], None]
         raise ConfigError(f"{folder} is already there; name a folder that is new or empty")
     if not is_adapter(path):
         raise ModelError(f"{path}: got no {ADAPTER_CONFIG}; wanted the folder of a PEFT adapter")
-    tokenizer, adapter = load_tokenizer(path), read_adapter(path)
+    code = {"trust_remote_code": trust_remote_code}
+    tokenizer, adapter = load_tokenizer(path, **code), read_adapter(path)
     if adapter.head or adapter.config.task_type == "SEQ_CLS":
-        model = load_merged_classifier(path)
+        model = load_merged_classifier(path, **code)
         if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
             model.config.pad_token_id = padding_id(model, tokenizer)
     else:
-        model = load_causal_lm(path, dtype=None)
+        model = load_causal_lm(path, dtype=None, **code)
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

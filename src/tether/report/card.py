@@ -31,6 +31,8 @@ CURVES = {
 }  # fmt: skip
 """Metrics of the table of curves, with their headings."""
 JUDGES = ("reward", "critic")
+ANSWERS = "## Answers"
+"""Heading of the answers to held-out prompts."""
 
 Kind = Literal["ppo", "sft", "reward", "critic"]
 
@@ -59,6 +61,11 @@ def write_card(
     if kind is not None:
         text = card(read, kind, adapter=_adapter(folder), evaluation=evaluation, step=step, command=command)
         (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def without_answers(text: str) -> str:
+    """A card without its section of answers, whose prompts are of the run's held-out data."""
+    return re.sub(rf"^{ANSWERS}\n.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def card(
@@ -169,7 +176,7 @@ def _answers(run: Run) -> str:
     compared = [pair for pair in pairs(run) if pair.after is not None][:SAMPLES]
     texts = [(pair.before.prompt, pair.before.response, pair.after.response) for pair in compared]
     rows = [[_escaped(text, SHOWN) for text in row] for row in texts]
-    return _table("## Answers", ["prompt", "before", "after"], rows) if rows else ""
+    return _table(ANSWERS, ["prompt", "before", "after"], rows) if rows else ""
 
 
 def _use(kind: Kind, base: str | None, *, is_adapter: bool) -> str:

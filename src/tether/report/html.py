@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tether import __version__
+from tether.config.secrets import without_keys
+from tether.config.text import TextError, dump, parse
 from tether.errors import DataError
 from tether.report import curves, health
 from tether.report.markup import Html, element, join
@@ -23,6 +25,8 @@ from tether.report.text import counted, number, one_line, signed
 REPORT = "report.html"
 MAX_PAIRS, OPEN_PAIRS = 24, 6
 MAX_TRAINING_STEPS, SAMPLES_A_STEP = 8, 2
+CONFIG_LIMIT = 60_000
+"""Characters of the configuration that are shown."""
 MAX_METRICS, MAX_REWARDS, MAX_NOTES = 120, 12, 12
 HEAD, TEXT = 480, 2_400
 """Characters of a text that are shown at once, and in all."""
@@ -36,11 +40,15 @@ def write_report(run_dir: Path) -> Path:
     or is still going on: the page then says what is missing. An earlier report is replaced in one step.
 
     Raises:
-        DataError: ``run_dir`` is no folder.
+        DataError: ``run_dir`` is no folder, or holds none of the three.
     """
     folder = Path(run_dir)
     if not folder.is_dir():
         raise DataError(f"{folder}: not a folder; give the output_dir of a run")
+    if not _holds_run(folder):
+        runs = sorted(path for path in folder.iterdir() if path.is_dir() and _holds_run(path))
+        hint = f"give {runs[0]}, which does" if runs else "give the output_dir of a run"
+        raise DataError(f"{folder} holds none of {CONFIG}, {METRICS} and {SAMPLES}; {hint}")
     text = page(read_run(folder))
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{REPORT}.")
     try:
@@ -52,6 +60,10 @@ def write_report(run_dir: Path) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return folder / REPORT
+
+
+def _holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (CONFIG, METRICS, SAMPLES))
 
 
 def page(run: Run) -> str:
@@ -312,8 +324,20 @@ def _all_metrics(run: Run) -> Html | None:
 def _config(run: Run) -> Html | None:
     if run.config_text is None:
         return None
-    text = element("pre", run.config_text)
-    return element("details", element("summary", f"{CONFIG}, as resolved"), text, class_="block")
+    text = _without_keys(run.config_text)
+    if text is None:
+        return element("p", f"{CONFIG} cannot be read, so it is not shown: it may hold keys.", class_="lead")
+    shown = element("pre", text[:CONFIG_LIMIT] + ("\n…" if len(text) > CONFIG_LIMIT else ""))
+    return element("details", element("summary", f"{CONFIG}, as resolved"), shown, class_="block")
+
+
+def _without_keys(content: str) -> str | None:
+    """A configuration without what may hold a key; None where that cannot be told."""
+    try:
+        config = parse(content).data
+        return dump(without_keys(config)) if isinstance(config, dict) else None
+    except (TextError, ValueError):  # an address that is none
+        return None
 
 
 def _folded(cards: list[Html], count: int) -> list[Html]:

@@ -17,7 +17,6 @@ from tether.report.text import prompt_text
 CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
 TEXT_LIMIT = 4_000
 """Characters of a prompt or an answer that are kept; the rest is counted."""
-CONFIG_LIMIT = 60_000
 _LARGEST, _SMALLEST = 1e100, 1e-100  # outside of these, sums and squares overflow or vanish
 
 
@@ -177,7 +176,7 @@ def _read_config(run: Run) -> None:
     except OSError as error:
         run.notes.append(f"{CONFIG} cannot be read: {error.strerror}.")
         return
-    run.config_text = text[:CONFIG_LIMIT] + ("\n…" if len(text) > CONFIG_LIMIT else "")
+    run.config_text = text
     try:
         config = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -185,7 +184,7 @@ def _read_config(run: Run) -> None:
     if isinstance(config, dict):
         run.config = config
     else:
-        run.notes.append(f"{CONFIG} is not a YAML mapping: it is shown as it stands.")
+        run.notes.append(f"{CONFIG} is not a YAML mapping: it is not shown, as it may hold keys.")
 
 
 def _read_metrics(run: Run) -> None:

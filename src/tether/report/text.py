@@ -33,9 +33,13 @@ def visible(text: str) -> str:
     return _UNSAFE.sub(_escape, text.replace("\r\n", "\n"))
 
 
-def json_line(value: Any) -> str:
-    """``value`` as JSON on one line, with the escapes of JSON for every character that ``visible`` would escape."""
-    text = json.dumps(value, ensure_ascii=False)
+def json_line(value: Any, *, as_ascii: bool = False) -> str:
+    """``value`` as JSON on one line, with the escapes of JSON for every character that ``visible`` would escape.
+
+    Args:
+        as_ascii: escapes for every other character beyond ASCII too.
+    """
+    text = json.dumps(value, ensure_ascii=as_ascii)
     return _UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 

@@ -62,9 +62,9 @@ class HttpSource:
     def _joined(self, batch: RewardBatch, asked: Asked[RewardOutput]) -> RewardOutput:
         """What the service said of the batch's answers."""
         groups = [(rows, future.result()) for rows, future in asked]
-        names = list(groups[0][1].components)
+        names = groups[0][1].components
         for _, output in groups:
-            if list(output.components) != names:
+            if output.components.keys() != names.keys():
                 raise RewardResponseError(
                     f"{self.service.place} returned the components {', '.join(output.components) or 'none'} in one "
                     f"answer and {', '.join(names) or 'none'} in another; wanted the same in all"

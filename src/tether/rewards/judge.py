@@ -91,7 +91,8 @@ class JudgeSource:
         cut = ", cut off at max_tokens" if was_cut else ""
         raise RewardResponseError(
             f"{self.service.place} gave no number from {lowest:g} to {highest:g} for answer {row} of {len(batch)} "
-            f"(counted from 0), asked {self.attempts} times; the last reply{cut}: {one_line(text, 300)!r}. Wanted the "
+            f"(counted from 0), asked {self.attempts} times; the last reply{cut}: "
+            f"{one_line(self.service.without_key(text), 300)!r}. Wanted the "
             "number alone on the last line, or after a label as in Score: 7"
         )
 
@@ -101,7 +102,7 @@ class JudgeSource:
             choice = answer["choices"][0]
             text = choice["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
-            got = one_line(repr(answer), 300)
+            got = one_line(self.service.without_key(repr(answer)), 300)
             raise RewardResponseError(f"{self.service.place} returned {got}; wanted {WANTED}") from error
         return text if isinstance(text, str) else "", choice.get("finish_reason") == "length"
 

@@ -59,8 +59,9 @@ class _Job:
 class RewardServer(ThreadingHTTPServer):
     """Answers requests for scores. Connections have a thread each; scores come from one thread alone.
 
+    The address is taken from the start; connections are accepted from ``run`` on.
+
     Args:
-        score: gives what is answered, scores and components.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
 
@@ -71,14 +72,15 @@ class RewardServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, score: Callable[[Asked], Mapping[str, Any]], host: str, port: int) -> None:
-        self.score = score
+    def __init__(self, host: str, port: int) -> None:
         self.jobs: SimpleQueue[_Job] = SimpleQueue()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler, bind_and_activate=False)
         try:
-            super().__init__((host, port), _Handler)
+            self.server_bind()
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}; choose another") from error
+            self.server_close()
+            raise _not_there(host, port, error) from error
 
     @property
     def url(self) -> str:
@@ -86,11 +88,21 @@ class RewardServer(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"http://{f'[{host}]' if ':' in str(host) else host}:{port}{PATH}"
 
-    def run(self, is_over: Callable[[], bool]) -> None:
+    def run(self, score: Callable[[Asked], Mapping[str, Any]], is_over: Callable[[], bool]) -> None:
         """Scores requests in the calling thread, one after the other, until ``is_over``; then closes.
 
         The request at work is still answered; those that wait are told that the service stops.
+
+        Args:
+            score: gives what is answered, scores and components.
+
+        Raises:
+            ConfigError: another process listens at the address by now.
         """
+        try:
+            self.server_activate()
+        except OSError as error:
+            raise _not_there(*self.server_address[:2], error) from error
         Thread(target=self.serve_forever, kwargs={"poll_interval": POLL}, daemon=True).start()
         job = None
         while not is_over():
@@ -98,7 +110,7 @@ class RewardServer(ThreadingHTTPServer):
                 job = self.jobs.get(timeout=POLL)
             except Empty:
                 continue
-            job.answer = _scored(self.score, job.request)
+            job.answer = _scored(score, job.request)
             job.answered.set()
         self.shutdown()
         while not self.jobs.empty():
@@ -117,6 +129,10 @@ class RewardServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Passes over a connection that broke, as a client may go away at any time."""
         logger.debug("the connection of %s broke", client_address, exc_info=True)
+
+
+def _not_there(host: Any, port: int, error: Exception) -> ConfigError:
+    return ConfigError(f"--host {host} --port {port}: cannot listen there: {error}; choose another")
 
 
 def asked(body: bytes) -> Asked:

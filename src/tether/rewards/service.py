@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import math
 import os
@@ -10,10 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass_environment
 
 import httpx2
 
 from tether.config.rewards import ServiceReward
+from tether.config.secrets import address_without_keys
 from tether.errors import ConfigError, RewardError, RewardResponseError, RewardTimeout
 from tether.report.text import one_line
 from tether.rewards.loop import awaited, started
@@ -37,8 +41,8 @@ class Service:
     whatever the service does.
     """
 
-    url: str
-    """Address that requests are posted to."""
+    url: str = field(repr=False)
+    """Address that requests are posted to; messages show it without its query, which may hold a key."""
     name: str
     """How messages name the source that asks."""
     wanted: str
@@ -57,14 +61,28 @@ class Service:
     """Most jobs at work at once."""
 
     def session(self) -> Session:
-        """Connections to the service, to be closed."""
+        """Connections to the service, to be closed. To one on this machine, no proxy is asked.
+
+        Raises:
+            RewardError: a proxy that the environment names cannot be used.
+        """
         headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
         timeout = httpx2.Timeout(self.read_timeout, connect=self.connect_timeout)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.max_concurrency)
+        proxied = not _is_on_this_machine(urlsplit(self.url).hostname)
+        # certificates that the environment names count everywhere
+        options = {"verify": httpx2.create_ssl_context(), "trust_env": proxied}
         # redirects are not followed: they would lose the payload, or carry the key elsewhere
-        return Session(self, httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits))
+        try:
+            return Session(self, httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits, **options))
+        except ImportError:
+            why = "a SOCKS proxy takes the package socksio: install it, name an HTTP proxy, or unset the variable"
+        except (ValueError, httpx2.InvalidURL):  # which may hold the proxy's password
+            why = "its address is none, such as http://proxy.example:3128: correct the variable, or unset it"
+        named = " or ".join(_proxy_variables("http", "https", "all")) or "this system"
+        raise RewardError(f"{self.name}: POST {self.address}: the proxy of {named} cannot be used: {why}")
 
     async def posted(self, client: httpx2.AsyncClient, payload: Any) -> Any:
         """The JSON that the service answers, after as many tries as it takes and is allowed."""
@@ -98,7 +116,7 @@ class Service:
         ):
             if (packed := response.headers.get("content-encoding", "identity")) != "identity":
                 raise RewardResponseError(
-                    f"{self.name}: {self.url} (status {response.status_code}) packed its answer as "
+                    f"{self.name}: {self.address} (status {response.status_code}) packed its answer as "
                     f"{one_line(packed, _SHOWN)}, which it was asked not to; wanted {self.wanted}"
                 )
             async for chunk in response.aiter_raw():
@@ -120,12 +138,23 @@ class Service:
             ) from error
 
     @property
+    def address(self) -> str:
+        """The URL as messages show it."""
+        return address_without_keys(self.url)
+
+    @property
     def place(self) -> str:
         """Who returned what a message is about, where the status was that of a success."""
-        return f"{self.name}: {self.url} (status 200)"
+        return f"{self.name}: {self.address} (status 200)"
+
+    def without_key(self, text: str) -> str:
+        """What the service said, without the key, which some services repeat."""
+        return text.replace(self.key, "…") if self.key else text
 
     def _place(self, tried: int) -> str:
-        return f"{self.name}: POST {self.url}" + (f", tried {tried} times" if tried > 1 else "")
+        variable = _proxy_variable(self.url)
+        through = f" through the proxy of {variable}" if variable is not None else ""
+        return f"{self.name}: POST {self.address}{through}" + (f", tried {tried} times" if tried > 1 else "")
 
     def _timed_out(self, error: Exception, tried: int) -> str:
         if isinstance(error, httpx2.ConnectTimeout):
@@ -136,14 +165,15 @@ class Service:
         )
 
     def _refused(self, status: int, headers: Mapping[str, str], body: bytes, tried: int) -> str:
-        to = f", a redirect to {one_line(headers['location'], _SHOWN)}," if "location" in headers else ""
+        location = one_line(self.without_key(_without_query(headers.get("location", ""))), _SHOWN)
+        to = f", a redirect to {location}," if location else ""
         got = f"status {status}{to} and {self._shown(body)}"
         return f"{self._place(tried)}: got {got}; wanted status 200 and {self.wanted}"
 
     def _shown(self, body: bytes) -> str:
-        """The beginning of a body, without the key, which some services repeat."""
-        text = body[: 4 * _SHOWN].decode(errors="replace")
-        return repr(one_line(text.replace(self.key, "…") if self.key else text, _SHOWN)) if text else "an empty body"
+        """The beginning of a body."""
+        text = self.without_key(body[: 4 * _SHOWN].decode(errors="replace"))
+        return repr(one_line(text, _SHOWN)) if text else "an empty body"
 
 
 class Session:
@@ -222,6 +252,37 @@ def service_key(config: ServiceReward, key: str) -> str | None:
             f"{key}.api_key_env: the value of {config.api_key_env} holds white space or characters that no key has"
         )
     return value
+
+
+def _is_on_this_machine(host: str | None) -> bool:
+    """Whether a host is this machine by its name or address, which no proxy can mean."""
+    try:
+        return ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _proxy_variables(*schemes: str) -> list[str]:
+    """The environment variables that name a proxy for one of the schemes; the small letters count first."""
+    spelled = [(f"{scheme}_proxy", f"{scheme}_proxy".upper()) for scheme in schemes]
+    found = (next(filter(os.environ.get, names), None) for names in spelled)
+    return [name for name in found if name is not None]
+
+
+def _proxy_variable(url: str) -> str | None:
+    """The environment variable whose proxy an address is asked through; None where it is asked directly."""
+    parts = urlsplit(url)
+    if _is_on_this_machine(parts.hostname) or proxy_bypass_environment(parts.hostname or ""):
+        return None
+    return next(iter(_proxy_variables(parts.scheme, "all")), None)
+
+
+def _without_query(location: str) -> str:
+    """Where a redirect leads, without what may hold a key."""
+    try:
+        return address_without_keys(location)
+    except ValueError:
+        return "what is no address"
 
 
 def _told(error: Exception) -> str:

@@ -94,6 +94,7 @@ def open_chat(
     response_length: int | None,
     temperature: float | None,
     seed: int,
+    trust_remote_code: bool = False,
 ) -> Chat:
     """Loads a model, and the one that its run started from.
 
@@ -103,15 +104,16 @@ def open_chat(
         alone: whether to compare with none.
         system: system prompt; the run's if None.
         response_length, temperature: the run's, or 256 and 1, if None.
+        trust_remote_code: whether code that comes with the models is run, whatever a configuration beside them says.
 
     Raises:
         ConfigError, ModelError: a model is not there.
     """
     run = run_config(Path(model))
-    code = {"trust_remote_code": run.model.trust_remote_code} if run else {}
+    code = {"trust_remote_code": trust_remote_code}
     models = [_Source("RUN_OR_MODEL", model, code)]
     if beside is not None and not alone:
-        models.append(_Source("--beside", beside, {}))  # nobody trusted code of that one
+        models.append(_Source("--beside", beside, code))
     elif run is not None and not alone:
         key = f"model.path of the run in {model} (--alone leaves it out, --beside names another)"
         models.append(_Source(key, run.model.path, code | {"revision": run.model.revision}))

@@ -363,8 +363,13 @@ def kept_whole(
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Finished checkpoints in ``output_dir``, oldest first. Links are none: what they lead to is not the run's."""
-    named = (path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", path.name))
+    named = (path for path in output_dir.glob("checkpoint-*") if is_checkpoint_name(path.name))
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=checkpoint_step)
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of a run that is called so is one of its checkpoints."""
+    return re.fullmatch(r"checkpoint-[0-9]+", name) is not None
 
 
 def verify(path: Path) -> None:

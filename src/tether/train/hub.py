@@ -11,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from tether.errors import ConfigError, HubError
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.saving import MANIFEST, files_written
+from tether.report.card import CARD, without_answers
 from tether.report.text import one_line
 
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md"]
@@ -40,24 +41,35 @@ def open_repository(name: str, *, private: bool | None, key: str, token: str | N
         ) from error
 
 
-def push(folder: Path, repository: str) -> str:
+def push(folder: Path, repository: str, *, with_answers: bool = True) -> str:
     """Uploads the model in a folder, its tokenizer and its card; returns the commit's address.
 
-    What a run needs to go on, its metrics and its samples stay here.
+    What a run needs to go on, metrics.jsonl and samples.jsonl stay here. The card of a PPO run shows the start of up to
+    three held-out prompts and their answers, and some rows of its metrics.
+
+    Args:
+        with_answers: whether the card goes as it is; otherwise without those prompts and answers.
 
     Raises:
         ConfigError: the folder holds no model.
         HubError: the upload failed; the folder is as it was.
     """
     files = model_files(folder)
+    message, api, card = f"{folder.name}, by Tether", HfApi(), folder / CARD
     try:
-        commit = HfApi().upload_folder(
-            repo_id=repository, folder_path=folder, allow_patterns=files, commit_message=f"{folder.name}, by Tether"
+        if not with_answers and card.is_file():
+            text = without_answers(card.read_text(encoding="utf-8"))
+            api.upload_file(
+                repo_id=repository, path_or_fileobj=text.encode(), path_in_repo=CARD, commit_message=f"{message}: card"
+            )
+            files = [name for name in files if name != CARD]
+        commit = api.upload_folder(
+            repo_id=repository, folder_path=folder, allow_patterns=files, commit_message=message
         )
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
         raise HubError(
             f"{folder} could not be pushed to {repository}: {_reason(error)}. The model is whole where it is; "
-            f"`tether push {folder} --to {repository}` tries again"
+            f"`tether push {folder} --to {repository}{'' if with_answers else ' --no_samples'}` tries again"
         ) from error
     return commit.commit_url
 

@@ -169,10 +169,7 @@ def check_data(config: RunConfig, data: RunData) -> None:
         ConfigError, DataError: says which it is.
     """
     for prompts in data.prompt_sets:
-        check_rewards(config.rewards, columns=prompts.columns)
-        check_conversations(config.rewards, prompts.prompts, data.tokenizer)
-        rows = ((prompt.source, prompt.columns, f"row {prompt.row} of the prompts") for prompt in prompts.prompts)
-        check_contents(config.rewards, rows)
+        check_judged(config, prompts, data.tokenizer)
     model = config.model
     base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
     if base != model.path and model.lora is not None:
@@ -185,6 +182,19 @@ def check_data(config: RunConfig, data: RunData) -> None:
     _check_layers(config, shape, is_fresh=base == model.path)
     _check_lengths(config, data, shape)
     _check_updates(config, len(data.prompts.prompts))
+
+
+def check_judged(config: RunConfig, prompts: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises for what keeps a run's reward sources from judging answers to these prompts.
+
+    Raises:
+        ConfigError, DataError: a column is not there or holds what a source cannot use, or a judge's chat template
+            refuses a conversation.
+    """
+    check_rewards(config.rewards, columns=prompts.columns)
+    check_conversations(config.rewards, prompts.prompts, tokenizer)
+    rows = ((prompt.source, prompt.columns, f"row {prompt.row} of the prompts") for prompt in prompts.prompts)
+    check_contents(config.rewards, rows)
 
 
 def first_answer(data: RunData) -> RewardBatch:

@@ -22,10 +22,10 @@ class _AtOnce(BaseException):
 
 
 class StopRequest:
-    """Notices SIGINT, SIGTERM and the time limit, so that the run stops where its state is whole.
+    """Notices SIGINT, SIGTERM, SIGHUP and the time limit, so that the run stops where its state is whole.
 
-    A second SIGINT raises KeyboardInterrupt at once. Inside a thread other than the main one only the time limit works.
-    What it is entered for may enter it again.
+    A SIGHUP that was ignored before, as under ``nohup``, still is. A second SIGINT raises KeyboardInterrupt at once.
+    Inside a thread other than the main one only the time limit works. What it is entered for may enter it again.
 
     Args:
         max_runtime: hours after entering, or None.
@@ -47,7 +47,7 @@ class StopRequest:
         if self.max_runtime is not None:
             self._deadline = time.monotonic() + 3600 * self.max_runtime
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in _signals():
                 self._before[number] = signal.signal(number, self._on_signal)
         if self._dist is not None:
             self._dist.stop_asked = self.asked
@@ -101,3 +101,11 @@ class StopRequest:
         if self.reason is None and self._deadline is not None and time.monotonic() > self._deadline:
             self.reason = f"max_runtime of {self.max_runtime:g} h"
         return self.reason
+
+
+def _signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop. Windows knows no SIGHUP."""
+    asked = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asked.append(signal.SIGHUP)
+    return asked

@@ -167,15 +167,15 @@ def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Displa
         ConfigError, ModelError: a source cannot be loaded, or the address is taken.
     """
     check_sources(config)
-    display.phase("loading models", 0, 1)
-    judges = load_judges(config)
-    server = RewardServer(judges.score, host, port)
-    with StopRequest() as stop:
-        display.close()
-        display.message(f"serving {', '.join(config.reward_names)} at {server.url}; Ctrl-C ends it")
-        if host not in LOOPBACK:
-            display.message("whoever reaches this address can ask for scores: the service knows no keys")
-        server.run(lambda: stop.reason is not None)
+    with RewardServer(host, port) as server:  # before models are loaded: an address that is taken shows at once
+        display.phase("loading models", 0, 1)
+        judges = load_judges(config)
+        with StopRequest() as stop:
+            display.close()
+            display.message(f"serving {', '.join(config.reward_names)} at {server.url}; Ctrl-C ends it")
+            if host not in LOOPBACK:
+                display.message("whoever reaches this address can ask for scores: the service knows no keys")
+            server.run(judges.score, lambda: stop.reason is not None)
     return stop.reason
 
 

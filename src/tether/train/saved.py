@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from tether.algo import ScoreMoments
 from tether.config import text
@@ -16,20 +18,23 @@ from tether.config.chat import ChatKeys
 from tether.config.load import load_config, read_file
 from tether.config.rewards import measured_norms
 from tether.config.schema import RunConfig
-from tether.data.prompts import load_prompts
+from tether.data.prompts import PromptData, load_prompts
 from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
 from tether.metrics.writers import JsonlWriter
+from tether.models.fit import steady_positions, steady_positions_told
 from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
-from tether.models.paths import check_model_path
-from tether.models.saving import load_policy
+from tether.models.loading import load_config as load_shape
+from tether.models.paths import adapter_base, check_model_path, is_adapter
+from tether.models.saving import check_can_be_made, load_policy
 from tether.rewards.build import try_sources
 from tether.rewards.norms import normalised
+from tether.train.checkpoint import STATE, STATE_DIR, is_checkpoint_name
 from tether.train.display import Display, NullDisplay
 from tether.train.evaluate import evaluate
-from tether.train.inputs import RunData, first_answer, load_prompt_sets, resolved
+from tether.train.inputs import RunData, check_judged, first_answer, load_prompt_sets, resolved
 from tether.train.run import CONFIG, OF_SCRIPT, SCORE_NORM, build_parts, sampling_of
 from tether.types import Request, Sampling, noise_key
 
@@ -53,26 +58,39 @@ def _is_of_ppo(file: Path) -> bool:
     return not isinstance(data, dict) or "rewards" in data
 
 
+def _run_folders(path: Path) -> Sequence[Path]:
+    """Where files of the run may lie that a policy is of: beside it, and beside the checkpoint that it is."""
+    return (path, path.parent) if is_checkpoint_name(path.name) else (path,)
+
+
 def run_config(path: Path) -> RunConfig | None:
     """The configuration of the PPO run that a policy is of, at its root or in a checkpoint in it; None if of none."""
-    for folder in (path, path.parent):
+    for folder in _run_folders(path):
         if (folder / CONFIG).is_file():
             return load_config(folder / CONFIG) if _is_of_ppo(folder / CONFIG) else None
     return None
 
 
 def read_norms(run: Path) -> tuple[ScoreMoments, dict[str, ScoreMoments]]:
-    """What the run's scores were normalised by, and by name those of sources with ``norm: auto``.
+    """What the run's scores were normalised by, and by name those of sources with ``norm: auto``; of a checkpoint, at
+    that time.
 
     Raises:
         ConfigError: the run has not measured it yet.
     """
-    path = next((folder / SCORE_NORM for folder in (run, run.parent) if (folder / SCORE_NORM).is_file()), None)
+    if (state := run / STATE_DIR / STATE).is_file():
+        record = json.loads(state.read_text(encoding="utf-8"))
+        return ScoreMoments(**record["score_moments"]), _moments(record["source_moments"])
+    path = next((folder / SCORE_NORM for folder in _run_folders(run) if (folder / SCORE_NORM).is_file()), None)
     if path is None:
         raise ConfigError(f"{run}: no {SCORE_NORM} beside its {CONFIG}; it is written when the run ends or is stopped")
     record = json.loads(path.read_text(encoding="utf-8"))
-    sources = {name: ScoreMoments(**moments) for name, moments in record.pop("sources", {}).items()}
+    sources = _moments(record.pop("sources", {}))
     return ScoreMoments(**record), sources
+
+
+def _moments(records: Mapping[str, Mapping[str, float]]) -> dict[str, ScoreMoments]:
+    return {name: ScoreMoments(**record) for name, record in records.items()}
 
 
 def evaluate_path(
@@ -90,13 +108,16 @@ def evaluate_path(
         output: file for the rows of samples.jsonl.
 
     Raises:
-        ConfigError: ``run`` belongs to no run, there are no prompts, or ``output`` exists.
+        ConfigError: ``run`` belongs to no run, there are no prompts, the reward sources cannot judge these, or
+            ``output`` exists or cannot be written.
         DataError, ModelError: what the run needs is not there any more.
     """
     display = display or NullDisplay()
     config = run_config(run)
     if config is None:
-        raise ConfigError(f"{run}: neither it nor the folder it is in holds a run of `tether ppo`, which has rewards")
+        raise ConfigError(
+            f"{run} is neither the folder of a run of `tether ppo`, which has rewards, nor a checkpoint in one"
+        )
     if config.data.prompts == OF_SCRIPT and not Path(OF_SCRIPT).exists():
         raise ConfigError(
             f"{run}: its run was made by a script on tether.compat.trl, with prompts and rewards that only the script "
@@ -121,12 +142,15 @@ def evaluate_path(
         options = {"split": config.data.eval_split, "max_prompt_length": length, "key": "--prompts"}
         options["special_tokens"] = config.data.special_tokens
         data = load_prompts(prompts, tokenizer, **options, **config.data.chat)
+    if data.num_too_long:
+        display.message(f"prompts: {data.note}")
+    check_judged(config, data, tokenizer)
     run_data = RunData(tokenizer, data, data, None)
     try_sources(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
     display.phase("loading models", 0, 1)
     parts = build_parts(config, run_data, None, Dist())
     parts = replace(parts, rewards=normalised(parts.rewards, sources))
-    load_policy(parts.roles, run)
+    load_policy(parts.roles, run, trust_remote_code=config.model.trust_remote_code)
     metrics, samples = evaluate(parts, config, moments, phase=display.phase, check=lambda: None)
     if output is not None:
         JsonlWriter(output).write_all(samples)
@@ -140,24 +164,32 @@ def generate_path(
     *,
     output: Path | None = None,
     response_length: int | None = None,
+    max_prompt_length: int | None = None,
     temperature: float | None = None,
     seed: int = 42,
+    trust_remote_code: bool = False,
     display: Display | None = None,
 ) -> list[dict[str, Any]]:
     """Answers prompts with a model, an adapter, or the policy that a run saved, sampled as its run did.
+
+    Answers that are there when it is interrupted, or fails, are in ``output`` all the same.
 
     Args:
         model: folder or hub id.
         prompts: prompts to answer.
         output: JSONL file for the answers.
         response_length: most tokens of an answer; the run's, or 256.
+        max_prompt_length: tokens of the longest query that is answered; the run's, or what the model's positions leave
+            beside an answer, 2048 at most.
         temperature: 0 takes the most likely token; the run's, or 1.
+        trust_remote_code: whether code that comes with the model is run, whatever a configuration beside it says.
 
     Returns:
         A row for each prompt, in order: its number, ``prompt``, ``response`` and ``finish_reason``.
 
     Raises:
-        ConfigError: ``output`` exists.
+        ConfigError: ``output`` exists or cannot be written, or prompts and answers do not fit into the model's
+            positions.
         DataError, ModelError: prompts or model are not usable.
     """
     display = display or NullDisplay()
@@ -165,42 +197,95 @@ def generate_path(
     check_source(prompts, "--prompts")
     check_output(output)
     run = run_config(Path(model))
-    code = {"trust_remote_code": run.model.trust_remote_code} if run else {}
+    code = {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(model, **code)
+    shape = load_shape(adapter_base(model) if is_adapter(model) else model, **code)
+    longest_answer = response_length or (run.sampling.response_length if run else 256)
     data = load_prompts(
         prompts,
         tokenizer,
         split="train",
-        max_prompt_length=run.data.max_prompt_length if run else 2048,
+        max_prompt_length=max_prompt_length
+        or (run.data.max_prompt_length if run else _room_for_prompts(shape, longest_answer)),
         special_tokens=run.data.special_tokens if run else False,
         key="--prompts",
         **(run.data.chat if run else ChatKeys().chat),
     )
+    if data.num_too_long:
+        display.message(f"prompts: {data.note}")
+    _check_lengths(data, shape, longest_answer)
     display.phase("loading the model", 0, 1)
     device = Dist().device
     policy = load_causal_lm(model, dtype=None, **code).to(device)
     stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
     sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)
-    asked = {"max_new_tokens": response_length, "temperature": temperature}
-    sampling = replace(sampling, **{name: value for name, value in asked.items() if value is not None})
+    sampling = replace(sampling, max_new_tokens=longest_answer)
+    if temperature is not None:
+        sampling = replace(sampling, temperature=temperature)
     generator = HFGenerator(lambda: nullcontext(policy), batch_size=16, device=device)
     requests = [Request(p.token_ids, noise_key(seed, "generate", p.row, 0)) for p in data.prompts]
     rows: list[dict[str, Any]] = [{} for _ in requests]
     display.phase("answers", 0, len(rows))
-    for done, (i, answer) in enumerate(generator.generate(requests, sampling), start=1):
-        rows[i] = {
-            "row": data.prompts[i].row,
-            "prompt": data.prompts[i].source,
-            "response": tokenizer.decode(answer.token_ids, skip_special_tokens=True),
-            "finish_reason": answer.finish_reason,
-        }
-        display.phase("answers", done, len(rows))
-    if output is not None:
-        JsonlWriter(output).write_all(rows)
+    with kept(output, lambda: [row for row in rows if row], display):
+        for done, (i, answer) in enumerate(generator.generate(requests, sampling), start=1):
+            rows[i] = {
+                "row": data.prompts[i].row,
+                "prompt": data.prompts[i].source,
+                "response": tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+                "finish_reason": answer.finish_reason,
+            }
+            display.phase("answers", done, len(rows))
     return rows
 
 
+def _room_for_prompts(shape: PreTrainedConfig, longest_answer: int) -> int:
+    """Tokens of the longest query that a model of no run is given."""
+    limit = steady_positions(shape)
+    if limit is not None and limit <= longest_answer:
+        raise ConfigError(
+            f"--response_length {longest_answer} leaves no positions for prompts, the model has "
+            f"{steady_positions_told(shape)}: lower it"
+        )
+    return 2048 if limit is None else min(2048, limit - longest_answer)
+
+
+def _check_lengths(data: PromptData, shape: PreTrainedConfig, longest_answer: int) -> None:
+    limit, longest = steady_positions(shape), max(len(prompt.token_ids) for prompt in data.prompts)
+    if limit is not None and longest + longest_answer > limit:
+        raise ConfigError(
+            f"--response_length {longest_answer} after the longest query of {longest} tokens needs "
+            f"{longest + longest_answer} positions, the model has {steady_positions_told(shape)}: lower it, or "
+            "--max_prompt_length"
+        )
+
+
+@contextmanager
+def kept(output: Path | None, rows: Callable[[], Sequence[Mapping[str, Any]]], display: Display) -> Iterator[None]:
+    """Writes rows to ``output``, if it is not None, on the way out, be that the end or an exception.
+
+    Args:
+        rows: those that are complete by then, in order; where there are none after an exception, no file is made.
+    """
+    try:
+        yield
+    except BaseException:
+        if output is not None and (complete := rows()):
+            JsonlWriter(output).write_all(complete)
+            display.message(f"{len(complete)} complete rows are in {output}")
+        raise
+    if output is not None:
+        JsonlWriter(output).write_all(rows())
+
+
 def check_output(output: Path | None) -> None:
-    """Raises ``ConfigError`` if the file is there already, so that nothing is written over."""
-    if output is not None and output.exists():
-        raise ConfigError(f"--output: {output} exists; name a new file")
+    """Raises ``ConfigError`` if the file cannot be made, or is there already, so that nothing is written over."""
+    if output is None:
+        return
+    try:
+        if output.is_dir():
+            raise ConfigError(f"--output: {output} is a folder; name a new file")
+        if output.exists():
+            raise ConfigError(f"--output: {output} exists; name a new file")
+        check_can_be_made(output.parent, "--output")
+    except OSError as error:
+        raise ConfigError(f"--output: {output} cannot be looked for: {error.strerror}; name another file") from error

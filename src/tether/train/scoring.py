@@ -11,15 +11,14 @@ from typing import Any
 from tether.config.source import SourceConfig
 from tether.data.judged import JudgedData, load_judged
 from tether.data.sources import check_source
-from tether.metrics.writers import JsonlWriter
 from tether.rewards.build import check_contents
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.ensemble import Ensemble
 from tether.rewards.reading import Reads
 from tether.train.display import Display, NullDisplay
 from tether.train.judges import Judges, check_sources, load_judges, reads_chat
-from tether.train.saved import check_output
-from tether.types import RewardBatch
+from tether.train.saved import check_output, kept
+from tether.types import RewardBatch, RewardOutput
 
 BATCH = 64
 """Answers between two signs of progress."""
@@ -60,13 +59,15 @@ def score_file(
 ) -> Scored:
     """Scores every answer of a file of pairs or answers.
 
+    Rows that are scored when it is interrupted, or fails, are in ``output`` all the same.
+
     Args:
         file: as ``load_judged`` reads it.
         split: split to read where ``file`` has several.
         output: JSONL file for the rows.
 
     Raises:
-        ConfigError: ``output`` exists, or a source is not usable.
+        ConfigError: ``output`` exists or cannot be written, or a source is not usable.
         DataError, ModelError: the file or a model is not usable.
         RewardError: an answer could not be scored.
     """
@@ -79,14 +80,15 @@ def score_file(
     check_contents(config.rewards, ((row.prompt or "", row.columns, row.place) for row in data.rows))
     display.phase("loading models", 0, 1)
     judges = load_judges(config)
-    totals, components = _scored(judges, data, display)
-    rows = _rows(data, totals, components)
-    if output is not None:
-        JsonlWriter(output).write_all(rows)
+    outputs: list[RewardOutput] = []
+    with kept(output, lambda: _rows(data, outputs), display):
+        for scored in _scored(judges, data, display):
+            outputs.append(scored)
+    totals, components = _joined(outputs)
     scores = {SCORE: totals} | {name: values for name, values in components.items() if values != totals}
     lengths = [len(answer) for row in data.rows for answer in row.answers]
     tables = (pair_tables if data.is_pairs else answer_tables)(scores, lengths, data.name)
-    return Scored(rows, tables, _seen(judges, data))
+    return Scored(_rows(data, outputs), tables, _seen(judges, data))
 
 
 def pair_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int], name: str) -> list[Table]:
@@ -174,19 +176,22 @@ def thirds(lengths: Sequence[int]) -> dict[str, list[int]]:
     return groups
 
 
-def _scored(judges: Judges, data: JudgedData, display: Display) -> tuple[list[float], dict[str, list[float]]]:
-    """The weighted sum for every answer of every row, and each source's own scores by name."""
+def _scored(judges: Judges, data: JudgedData, display: Display) -> Iterator[RewardOutput]:
+    """What the sources say of all answers of all rows in turn, a batch at a time."""
     answers = [(row, answer) for row in data.rows for answer in row.answers]
-    totals: list[float] = []
-    components: dict[str, list[float]] = {}
     for start in range(0, len(answers), BATCH):
         display.phase("scoring", start, len(answers))
-        output = judges.rewards.score(_batch(judges, answers[start : start + BATCH], data.columns))
-        totals += output.scores
+        yield judges.rewards.score(_batch(judges, answers[start : start + BATCH], data.columns))
+    display.phase("scoring", len(answers), len(answers))
+
+
+def _joined(outputs: Sequence[RewardOutput]) -> tuple[list[float], dict[str, list[float]]]:
+    """The weighted sum for every answer, and each source's own scores by name."""
+    components: dict[str, list[float]] = {}
+    for output in outputs:
         for name, values in output.components.items():
             components.setdefault(name, []).extend(values)
-    display.phase("scoring", len(answers), len(answers))
-    return totals, components
+    return [score for output in outputs for score in output.scores], components
 
 
 def _batch(judges: Judges, answers: Sequence[tuple[Any, str]], columns: Sequence[str]) -> RewardBatch:
@@ -198,11 +203,12 @@ def _batch(judges: Judges, answers: Sequence[tuple[Any, str]], columns: Sequence
     )
 
 
-def _rows(data: JudgedData, totals: Sequence[float], components: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """Every row with its scores."""
+def _rows(data: JudgedData, outputs: Sequence[RewardOutput]) -> list[dict[str, Any]]:
+    """Every row whose answers were all scored, with its scores."""
+    totals, components = _joined(outputs)
     names = ("chosen", "rejected") if data.is_pairs else ("response",)
     rows = []
-    for i, row in enumerate(data.rows):
+    for i, row in enumerate(data.rows[: len(totals) // len(names)]):
         record: dict[str, Any] = {"row": i, "prompt": row.prompt}
         for offset, (name, answer) in enumerate(zip(names, row.answers, strict=True)):
             at, prefix = i * len(names) + offset, f"{name}_" if data.is_pairs else ""

@@ -305,7 +305,7 @@ class PPOTrainer:
         Raises:
             CheckpointError: there is no such checkpoint, or it is of another run.
             RewardError, GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
-            KeyboardInterrupt: the run was stopped, by Ctrl-C or SIGTERM; its state is saved.
+            KeyboardInterrupt: the run was stopped, by Ctrl-C, SIGTERM or SIGHUP; its state is saved.
         """
         if self._phases is not None:
             raise ConfigError("train: this trainer has trained; make a new one to train on")

@@ -295,6 +295,39 @@ def test_merging_an_adapter_makes_a_plain_folder(tmp_path, reward):
         merge_adapter(str(base), tmp_path / "other")
 
 
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("kept", [True, False], ids=["with the base's rows", "alone"])
+def test_merging_into_one_of_two_tied_embeddings_leaves_the_other(tmp_path, target, kept):
+    base = save_model(tmp_path / "base", tied=True)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj", target])
+    plain = plain_adapted(AutoModelForCausalLM, base, adapter)
+    if kept:  # as PEFT saves it unless it is told otherwise
+        plain.save_pretrained(adapter, save_embedding_layers=True)
+    merge_adapter(str(adapter), tmp_path / "merged")
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert (logits(merged.eval()) - logits(plain)).abs().max() < 1e-5
+    assert (logits(merged) - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.1
+
+
+def test_embeddings_that_came_with_an_adapter_and_differ_from_the_bases_are_told(tmp_path):
+    base = save_model(tmp_path / "base", tied=False)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["lm_head"])
+    plain = plain_adapted(AutoModelForCausalLM, base, adapter)
+    plain.get_output_embeddings().base_layer.weight.data += 1
+    plain.save_pretrained(adapter, save_embedding_layers=True)
+    with pytest.raises(ModelError, match=r"have no place in LlamaForCausalLM: .*lm_head\.base_layer\.weight"):
+        merge_adapter(str(adapter), tmp_path / "merged")
+
+
+def test_a_merged_model_ends_its_answers_as_the_adapter_was_trained_to(tmp_path):
+    base = save_model(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    GenerationConfig(eos_token_id=[EOS, 9]).save_pretrained(adapter)
+    merge_adapter(str(adapter), tmp_path / "merged")
+    assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [EOS, 9]
+
+
 @pytest.mark.parametrize("num_labels", [1, 3])
 @pytest.mark.parametrize("kind", [*ENCODERS, "gpt2", "llama"])
 def test_merging_the_adapter_of_any_classifier_makes_a_classifier(tmp_path, kind, num_labels):

@@ -1200,8 +1200,8 @@ UPDATE = (
         "train/memory.py",
         (
             "the dry step leaves the policy's gradients beside the critic's",
-            "            update.drop_gradients()\n        dist",
-            "        dist",
+            "            update.drop_gradients()\n    finally",
+            "    finally",
         ),
         (
             "the dry step tries the policy alone",
@@ -1370,7 +1370,7 @@ EXPERIENCE = (
         ("the KL is in the reward too where it is in the loss", 'kl_coef if ppo.kl_in == "reward" else 0.0', "kl_coef"),
         (
             "the KL in the loss is scaled by the variance of the advantages",
-            "math.sqrt(float(algo.masked_var(advantages, loss_mask)) + WHITEN_EPSILON)",
+            "math.sqrt(variance + WHITEN_EPSILON)",
             "float(algo.masked_var(advantages, loss_mask)) + WHITEN_EPSILON",
         ),
         (

@@ -55,6 +55,7 @@ from tether.models.paths import (
     adapter_base,
     is_adapter,
     model_errors,
+    own_weights,
     some_of,
     weight_files,
 )
@@ -118,14 +119,20 @@ def load_tokenizer(
 
     It is left as it is: pads never reach a model here, so a tokenizer needs no pad token.
     """
-    brings_none = Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+    code, is_local = {"trust_remote_code": trust_remote_code}, Path(path).exists()
+    brings_none = is_local and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
     if brings_none and is_adapter(path):
-        return load_tokenizer(adapter_base(path), trust_remote_code=trust_remote_code)
+        base, at = own_weights(path)
+        return load_tokenizer(base, revision=at, **code)
     place, file = _place(path)
     with model_errors(path):
-        tokenizer = AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=trust_remote_code, **file
-        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, **code, **file)
+        except OSError:
+            if is_local or not is_adapter(path, revision):
+                raise
+            base, at = own_weights(path, revision)
+            return load_tokenizer(base, revision=at, **code)
     if not file:
         return tokenizer
     return own_tokens(tokenizer, load_config(path, revision=revision).get_text_config().vocab_size)
@@ -133,8 +140,7 @@ def load_tokenizer(
 
 def load_generation_config(path: str, *, revision: str | None = None) -> GenerationConfig | None:
     """What came with the model in ``path`` about generation, or with the base of the adapter there, if anything."""
-    places = [(path, revision)] + ([(adapter_base(path, revision), None)] if is_adapter(path, revision) else [])
-    for place, at in places:
+    for place, at in dict.fromkeys([(path, revision), own_weights(path, revision)]):
         try:
             return GenerationConfig.from_pretrained(_place(place)[0], revision=at)
         except OSError:
@@ -362,7 +368,7 @@ def _adapted_classifier(
     adapter: Adapter, dtype: torch.dtype | None, options: Mapping[str, Any], *, num_labels: int = 1
 ) -> PreTrainedModel:
     """The classifier that an adapter makes of its base; merged in float32, then cast."""
-    base = adapter_base(adapter.path)
+    base = adapter.config.base_model_name_or_path
     model, info = _from_pretrained(
         AutoModelForSequenceClassification,
         base,
@@ -421,8 +427,8 @@ def reads_last_token(model: PreTrainedModel) -> bool:
 
 def pools_otherwise(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """Whether the classifier in ``path`` is of a family that reads more than the last token; loads no weights."""
-    base = adapter_base(path, revision) if is_adapter(path, revision) else path
-    config = load_config(base, revision=revision if base == path else None, trust_remote_code=trust_remote_code)
+    base, at = own_weights(path, revision)
+    config = load_config(base, revision=at, trust_remote_code=trust_remote_code)
     with model_errors(path), torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
     return not reads_last_token(model)

@@ -26,7 +26,13 @@ from tether.models.adapters import (
     read_adapter,
 )
 from tether.models.build import padding_id
-from tether.models.loading import classifier_on, load_causal_lm, load_merged_classifier, load_tokenizer
+from tether.models.loading import (
+    classifier_on,
+    load_causal_lm,
+    load_generation_config,
+    load_merged_classifier,
+    load_tokenizer,
+)
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
 from tether.models.roles import POLICY, VALUE, ModelRoles
 
@@ -185,6 +191,7 @@ def merge_adapter(
             model.config.pad_token_id = padding_id(model, tokenizer)
     else:
         model = load_causal_lm(path, dtype=None, **code)
+        model.generation_config = load_generation_config(path) or model.generation_config  # ends as it was trained to
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

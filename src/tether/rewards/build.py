@@ -44,7 +44,7 @@ from tether.models.loading import (
     reads_last_token,
 )
 from tether.models.offload import Offloaded, has_own_memory
-from tether.models.paths import ADAPTER_CONFIG, adapter_base, check_model_path, is_adapter
+from tether.models.paths import ADAPTER_CONFIG, check_model_path, own_weights
 from tether.models.roles import ModelRoles
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
@@ -354,9 +354,8 @@ def _is_sharded(config: OwnModelReward) -> bool:
 
 def _has_few_bits(config: OwnModelReward) -> bool:
     """Whether the checkpoint itself, or the base of an adapter, holds weights in few bits."""
-    base = adapter_base(config.path, config.revision) if is_adapter(config.path, config.revision) else None
-    revision = None if base else config.revision
-    saved = load_config(base or config.path, revision=revision, trust_remote_code=config.trust_remote_code)
+    base, revision = own_weights(config.path, config.revision)
+    saved = load_config(base, revision=revision, trust_remote_code=config.trust_remote_code)
     return getattr(saved, "quantization_config", None) is not None
 
 

@@ -31,7 +31,7 @@ from tether.models.loading import (
     load_tokenizer,
     stop_token_ids,
 )
-from tether.models.paths import adapter_base, check_model_path, is_adapter
+from tether.models.paths import check_model_path, own_weights
 from tether.rewards.build import check_contents, check_conversations, check_rewards
 from tether.train.display import Display
 from tether.train.optim import check_schedule
@@ -171,10 +171,9 @@ def check_data(config: RunConfig, data: RunData) -> None:
     for prompts in data.prompt_sets:
         check_judged(config, prompts, data.tokenizer)
     model = config.model
-    base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
+    base, revision = own_weights(model.path, model.revision)
     if base != model.path and model.lora is not None:
         check_switched_off(model.path, PeftConfig.from_pretrained(model.path, revision=model.revision))
-    revision = model.revision if base == model.path else None
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
     check_language_model(base, shape)
     _check_weights(config, shape)

@@ -27,7 +27,7 @@ from tether.metrics.writers import JsonlWriter
 from tether.models.fit import steady_positions, steady_positions_told
 from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.loading import load_config as load_shape
-from tether.models.paths import adapter_base, check_model_path, is_adapter
+from tether.models.paths import check_model_path, own_weights
 from tether.models.saving import check_can_be_made, load_policy
 from tether.rewards.build import try_sources
 from tether.rewards.norms import normalised
@@ -199,7 +199,8 @@ def generate_path(
     run = run_config(Path(model))
     code = {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(model, **code)
-    shape = load_shape(adapter_base(model) if is_adapter(model) else model, **code)
+    base, revision = own_weights(model)
+    shape = load_shape(base, revision=revision, **code)
     longest_answer = response_length or (run.sampling.response_length if run else 256)
     data = load_prompts(
         prompts,

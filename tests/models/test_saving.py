@@ -21,6 +21,7 @@ from tests.models.build import (
     wrapped,
 )
 from tests.rewards.encoders import ENCODERS, save_encoder
+from tests.rewards.value_heads import plain_value, save_value_head
 from tests.tiny import BOS, EOS, KINDS, PAD, save_tiny
 from tether.data.collate import pad_left
 from tether.errors import CheckpointError, ConfigError, ModelError
@@ -458,3 +459,11 @@ def test_merging_runs_code_of_a_base_that_is_trusted(tmp_path, monkeypatch, rewa
     merge_adapter(str(adapter), tmp_path / "merged", trust_remote_code=True)
     merge_adapter(str(adapter), tmp_path / "wary")
     assert set(trusted[: len(trusted) // 2]) == {True} and set(trusted[len(trusted) // 2 :]) == {False}
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_merging_a_reward_adapter_of_llamafactory_keeps_its_head(tmp_path, pickled):
+    reward = save_value_head(tmp_path, form="adapter", pickled=pickled)
+    merge_adapter(str(reward), tmp_path / "merged")
+    verify_manifest(tmp_path / "merged")
+    assert plain_value(tmp_path / "merged", [5, 7, 8]) == pytest.approx(plain_value(reward, [5, 7, 8]), abs=1e-5)

@@ -485,8 +485,9 @@ def classifier_on(model: PreTrainedModel) -> PreTrainedModel:
         ModelError: transformers has no classifier of this kind of model.
     """
     config = changed_config(model.config, num_labels=1)
+    code = {"trust_remote_code": hasattr(config, "auto_map")}  # it runs already: the model is there
     with model_errors(type(model).__name__), torch.device("meta"):
-        classifier = AutoModelForSequenceClassification.from_config(config)
+        classifier = AutoModelForSequenceClassification.from_config(config, **code)
     _check_decoder(classifier, type(model).__name__)
     if type(classifier.base_model) is not type(model.base_model):
         names = f"{type(model).__name__} and {type(classifier).__name__}"

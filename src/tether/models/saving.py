@@ -26,6 +26,7 @@ from tether.models.adapters import (
     read_adapter,
 )
 from tether.models.build import padding_id
+from tether.models.heads import value_head_file
 from tether.models.loading import (
     classifier_on,
     load_causal_lm,
@@ -168,7 +169,8 @@ def merge_adapter(
 ) -> None:
     """Writes the model that the adapter in ``path`` makes of its base, in the base's type, with the tokenizer.
 
-    The adapter of a sequence classifier, of any family, becomes one with as many labels as it has.
+    The adapter of a sequence classifier, of any family, becomes one with as many labels as it has. A value head in a
+    file beside the adapter stays in a file beside the model.
 
     Args:
         trust_remote_code: whether code that comes with the base is run.
@@ -195,6 +197,8 @@ def merge_adapter(
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        if (head := value_head_file(path)) is not None:  # that LLaMA-Factory saves beside its reward adapters
+            shutil.copy2(head, partial / head.name)
         also(partial)
 
 

@@ -203,6 +203,16 @@ def test_what_cannot_go_on_is_told(tmp_path):
         train_sft(config)
 
 
+def test_the_model_that_a_run_starts_from_is_not_removed_with_the_checkpoints_of_the_run_before(tmp_path):
+    config = stage(tmp_path, max_steps=2)
+    train_sft(config, stop=lambda: "SIGTERM")
+    (start,) = config.output_dir.glob("checkpoint-*")
+    again = stage(tmp_path, model=start, max_steps=2).model_copy(update={"overwrite_output_dir": True})
+    with pytest.raises(ConfigError, match=rf"output_dir: this run would write over {start}, which model\.path names"):
+        train_sft(again)
+    assert weights(start)
+
+
 def test_an_adapter_goes_on_with_lora_and_is_merged_without(lora, tmp_path):
     before, _ = lora
     folder = before.output_dir

@@ -121,8 +121,11 @@ def check_folder(config: StageConfig) -> None:
     """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds what the run would replace unasked."""
     folder = config.output_dir
     check_can_be_made(folder, "output_dir")
-    if Path(config.model.path).resolve() == folder.resolve():
-        raise ConfigError(f"output_dir: this run would write over {folder}, which model.path names; choose another")
+    start, removed = Path(config.model.path).resolve(), [path.resolve() for path in _checkpoints(folder)]
+    if start == folder.resolve() or any(start.is_relative_to(path) for path in removed):
+        raise ConfigError(
+            f"output_dir: this run would write over {config.model.path}, which model.path names; choose another"
+        )
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not config.overwrite_output_dir and not config.resume:

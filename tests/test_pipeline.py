@@ -159,6 +159,37 @@ def test_finished_stages_are_skipped_and_an_unfinished_one_goes_on_bitwise(file,
     assert [line for line in told.lines if ": finished in " in line] == told.lines[:3]
 
 
+def test_what_is_to_run_anew_is_not_finished_where_the_pipeline_stops_before_it(file, tmp_path, monkeypatch):
+    """Not by its earlier model either, nor by checkpoints of it."""
+    run(file, "--reward.train.save_steps=1")
+    for folder in ("reward", "mine"):
+        (tmp_path / "out" / folder).mkdir(exist_ok=True)
+        (tmp_path / "out" / folder / "own.txt").touch()
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    again = ["--seed=4", "--reward.train.save_steps=1"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tether.pipeline.train_reward_model", killed)
+        run(file, *again, "--overwrite_output_dir=true")
+    left = {name: {path.name for path in (tmp_path / "out" / name).iterdir()} for name in ("reward", "ppo", "mine")}
+    assert left["reward"] == {"config.yaml", "own.txt"} and left["mine"] == {"own.txt"}
+    assert not left["ppo"] & {"manifest.json", "adapter_model.safetensors", "metrics.jsonl"}
+    assert not any(name.startswith("checkpoint-") for name in left["ppo"])
+    result, told = run(file, *again)
+    assert [line for line in told.lines if ": finished in " in line] == [f"sft: finished in {tmp_path / 'out/sft'}"]
+    assert list(result.folders) == ["sft", "reward", "ppo"]
+
+
+def test_a_model_that_a_later_stage_would_write_over_is_told_before_it_is_gone(file, tmp_path):
+    save_tiny(tmp_path / "out/ppo/model")
+    command = [f"--model.path={tmp_path / 'out/ppo/model'}", "--overwrite_output_dir=true"]
+    with pytest.raises(ConfigError, match=r"output_dir: ppo would write over .*/out/ppo/model, which sft\.model\.path"):
+        run(file, *command)
+    assert weights(tmp_path / "out/ppo/model")
+
+
 def test_a_signal_ends_with_130_and_the_same_command_goes_on(file, tmp_path):
     command = [sys.executable, "-m", "tether", "pipeline", str(file), "--sft.train.max_steps=400"]
     process = subprocess.Popen(command, env=os.environ | {"TETHER_DEBUG": "0"}, stdout=subprocess.PIPE)

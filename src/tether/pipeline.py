@@ -33,7 +33,7 @@ from tether.train import inputs
 from tether.train.checkpoint import list_checkpoints
 from tether.train.display import Display, NullDisplay
 from tether.train.interrupt import StopRequest
-from tether.train.run import CONFIG, CRITIC, check_processes, train_policy
+from tether.train.run import CONFIG, CRITIC, check_processes, prepare_folder, train_policy
 from tether.train.run import check_folder as check_run_folder
 
 State = Literal["finished", "begun", "new"]
@@ -69,7 +69,10 @@ def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
             }
         )
         dist.each(lambda: _check_order(pipeline, states))
+        dist.each(lambda: _check_kept(pipeline, states))
         dist.each(lambda: check_pipeline(pipeline, states, dist))
+        if shared.overwrite_output_dir:
+            dist.by_main(lambda: _clear_later(pipeline))
         finished: dict[str, Path] = {}
         for name, config in pipeline.stages.items():
             if states[name] == "finished":
@@ -192,6 +195,38 @@ def _on_start(config: Any, pipeline: Pipeline, states: Mapping[str, State]) -> A
         ]
         config = config.model_copy(update={"rewards": there})
     return config
+
+
+def _check_kept(pipeline: Pipeline, states: Mapping[str, State]) -> None:
+    """Raises ``ConfigError`` if a stage reads a model that a later one is to write over."""
+    later = {name: config.output_dir for name, config in pipeline.stages.items() if states[name] != "finished"}
+    for name, config in pipeline.stages.items():
+        later.pop(name, None)
+        for key, path in _read(config).items() if states[name] != "finished" else ():
+            for writer, folder in later.items():
+                if Path(path).resolve().is_relative_to(folder.resolve()):
+                    raise ConfigError(
+                        f"output_dir: {writer} would write over {path}, which {name}.{key} names; choose another "
+                        "output_dir, or copy the model to another folder"
+                    )
+
+
+def _read(config: Any) -> dict[str, str]:
+    """Key and path of every model that a stage reads."""
+    return inputs.model_paths(config) if isinstance(config, RunConfig) else {"model.path": config.model.path}
+
+
+def _clear_later(pipeline: Pipeline) -> None:
+    """Empties the folders of all stages but the first of what an earlier run wrote: a pipeline that is stopped before
+    they begin must not find them finished, or go on from checkpoints of models that are gone."""
+    for config in list(pipeline.stages.values())[1:]:
+        if not config.output_dir.is_dir() or not any(config.output_dir.iterdir()):
+            continue
+        if isinstance(config, RunConfig):
+            with claimed(config.output_dir):
+                prepare_folder(_ready(inputs.resolved(config), "new"), None, tell=lambda text: None)
+        else:
+            running.clear(running.as_launched(config))
 
 
 # How far a stage is

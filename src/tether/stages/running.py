@@ -277,6 +277,16 @@ def prepared(run: Begun[Any]) -> Iterator[None]:
         yield
 
 
+def clear(config: StageConfig) -> None:
+    """Removes what an earlier run wrote to ``output_dir``, which ``check_folder`` took, and writes the configuration.
+
+    Raises:
+        ConfigError: as ``prepared``.
+    """
+    with claimed(config.output_dir):
+        _prepare(config, None)
+
+
 def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
     folder = config.output_dir
     if checkpoint is None:

@@ -203,6 +203,31 @@ def test_what_cannot_go_on_is_told(tmp_path):
         train_sft(config)
 
 
+def test_a_run_goes_on_with_the_rows_and_the_model_that_it_began_with(tmp_path):
+    config = stage(tmp_path, max_steps=3, data={"eval_fraction": 0.2})
+    train_sft(config, stop=lambda: "SIGTERM")
+    resumed = config.model_copy(update={"resume": True})
+    stage(tmp_path, rows=ROWS[::-1])
+    with pytest.raises(CheckpointError, match=r"data\.demonstrations and held-out demonstrations changed since .*rows"):
+        train_sft(resumed)
+    stage(tmp_path, rows=[{**row, "completion": f"{row['completion']} day"} for row in ROWS])
+    with pytest.raises(CheckpointError, match=r"data\.demonstrations and .* Put back what was there, or start anew"):
+        train_sft(resumed)
+    stage(tmp_path)
+    model, place = load_causal_lm(config.model.path, dtype=torch.float32), tmp_path / "model/model.safetensors"
+    before = place.read_bytes()
+    torch.nn.init.zeros_(model.get_input_embeddings().weight)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"resume: model\.path changed since .*checkpoint-1 was written: weights"):
+        train_sft(resumed)
+    (config.output_dir / "fingerprints.json").rename(tmp_path / "fingerprints.json")  # as an earlier version left it
+    train_sft(resumed, stop=lambda: "SIGTERM")
+    assert (config.output_dir / "fingerprints.json").read_text() != (tmp_path / "fingerprints.json").read_text()
+    place.write_bytes(before)
+    (tmp_path / "fingerprints.json").rename(config.output_dir / "fingerprints.json")
+    assert train_sft(resumed).interrupted is None
+
+
 def test_the_model_that_a_run_starts_from_is_not_removed_with_the_checkpoints_of_the_run_before(tmp_path):
     config = stage(tmp_path, max_steps=2)
     train_sft(config, stop=lambda: "SIGTERM")

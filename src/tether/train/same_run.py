@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration
+from tether.data.digest import rows_digest
 from tether.errors import CheckpointError
 from tether.machine.distributed import Dist
 from tether.models.paths import model_digest
@@ -119,9 +117,9 @@ def fingerprints(
     """
     digests = {key: model_digest(path) for key, path in models.items()}
     return {key: digest for key, digest in digests.items() if digest is not None} | {
-        "data.prompts": _digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in prompts),
-        "held-out prompts": _digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in eval_prompts),
-        "data.ptx": _digest((each.row, (*each.query_ids, -1, *each.response_ids), {}) for each in demonstrations),
+        "data.prompts": rows_digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in prompts),
+        "held-out prompts": rows_digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in eval_prompts),
+        "data.ptx": rows_digest((each.row, (*each.query_ids, -1, *each.response_ids), {}) for each in demonstrations),
     }
 
 
@@ -145,14 +143,6 @@ def check_same_data(saved: Mapping[str, str], data: Mapping[str, str], path: Pat
             f"{'' if of_models else ' or its chat template'}. Put them back, or start a new run from the checkpoint: "
             f"model.path: {path}, in another output_dir"
         )
-
-
-def _digest(rows: Iterable[tuple[int, Iterable[int], Mapping[str, Any]]]) -> str:
-    digest = hashlib.sha256()
-    for row, ids, columns in rows:
-        digest.update(array("q", [row, *ids, -2]).tobytes())
-        digest.update(json.dumps(columns, default=str, sort_keys=True).encode())
-    return digest.hexdigest()
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:

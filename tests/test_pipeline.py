@@ -15,14 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import save_tiny
 from tether.cli.main import main
+from tether.config.load import dump_config
 from tether.config.pipeline import load_pipeline
 from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
 from tether.models.paths import adapter_base, is_adapter
-from tether.pipeline import run_pipeline
+from tether.pipeline import _state, run_pipeline
 from tether.stages import running
 from tether.train.display import NullDisplay
+from tether.train.inputs import resolved
 
 PIPELINE = """
 model: {{path: {folder}/model, lora: {{r: 2}}}}
@@ -188,6 +190,42 @@ def test_a_model_that_a_later_stage_would_write_over_is_told_before_it_is_gone(f
     with pytest.raises(ConfigError, match=r"output_dir: ppo would write over .*/out/ppo/model, which sft\.model\.path"):
         run(file, *command)
     assert weights(tmp_path / "out/ppo/model")
+
+
+def test_an_unfinished_ppo_stage_may_change_what_tether_ppo_may(file, tmp_path, monkeypatch):
+    """A finished one may not where that would be without effect."""
+    command = ["--reward=null", "--ppo.rewards=[{type: length_target, target: 3}]"]
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tether.train.run.save_final", killed)
+        run(file, *command)
+    with pytest.raises(ConfigError, match=r"out/ppo holds this stage with another rewards\.0\.target\. Name another"):
+        run(file, "--reward=null", "--ppo.rewards=[{type: length_target, target: 4}]")
+    longer = [*command, "--ppo.train.max_steps=4", "--ppo.train.logging_steps=2", "--ppo.train.max_runtime=3600"]
+    _, told = run(file, *longer)
+    assert f"ppo: goes on in {tmp_path / 'out/ppo'}" in told.lines
+    rows = read_jsonl(tmp_path / "out/ppo/metrics.jsonl")
+    assert [row["step"] for row in rows if "objective/kl" in row] == [1, 2, 3, 4]
+    _, told = run(file, *longer, "--ppo.train.logging_steps=1")
+    assert f"ppo: finished in {tmp_path / 'out/ppo'}" in told.lines
+    for key, value in (("max_steps", "5"), ("push_to_hub", "true")):
+        with pytest.raises(ConfigError, match=rf"out/ppo holds this stage with another train\.{key}"):
+            run(file, *longer, f"--ppo.train.{key}={value}")
+
+
+@pytest.mark.parametrize("before", ["", "{type: ensemble, members: [{type: length_target, target: 3}, "])
+def test_a_reward_service_that_moved_is_asked_where_it_is(file, before):
+    def ppo(url):
+        rewards = f"[{before}{{type: http, url: '{url}'}}{']}' if before else ''}]"
+        return load_pipeline(file, [f"--ppo.rewards={rewards}"]).stages["ppo"]
+
+    config = ppo("http://127.0.0.1:1/score")
+    config.output_dir.mkdir(parents=True)
+    (config.output_dir / "config.yaml").write_text(dump_config(resolved(config)))
+    assert _state(ppo("http://127.0.0.1:2/score")) == "begun"
 
 
 def test_a_signal_ends_with_130_and_the_same_command_goes_on(file, tmp_path):

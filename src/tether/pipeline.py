@@ -35,6 +35,7 @@ from tether.train.display import Display, NullDisplay
 from tether.train.interrupt import StopRequest
 from tether.train.run import CONFIG, CRITIC, check_processes, prepare_folder, train_policy
 from tether.train.run import check_folder as check_run_folder
+from tether.train.same_run import OF_RESULT, differences, may_change
 
 State = Literal["finished", "begun", "new"]
 
@@ -241,14 +242,20 @@ def _state(config: Any) -> State:
     folder = config.output_dir
     if not (folder / CONFIG).is_file():
         return "new"
-    _check_same(config, folder)
+    is_finished = _is_whole(folder)
+    _check_same(config, folder, is_finished=is_finished)
+    if isinstance(config, RunConfig) and config.value.save and config.ppo.has_critic:
+        is_finished = is_finished and _is_whole(folder / CRITIC)
+    return "finished" if is_finished else "begun"
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder has a manifest, and every file that it lists."""
     try:
         verify_manifest(folder)
-        if isinstance(config, RunConfig) and config.value.save and config.ppo.has_critic:
-            verify_manifest(folder / CRITIC)
     except CheckpointError:
-        return "begun"
-    return "finished"
+        return False
+    return True
 
 
 def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
@@ -264,13 +271,15 @@ def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
                 )
 
 
-def _check_same(config: Any, folder: Path) -> None:
+def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
+    """Raises ``ConfigError`` if the stage in ``folder`` was begun with another configuration than it may go on with, or
+    is finished and would be another one with this."""
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), type(config), source=str(folder / CONFIG))
     now = inputs.resolved(config) if isinstance(config, RunConfig) else running.as_launched(config)
     differing = [
         key
-        for key, value in _leaves(now.model_dump(mode="json")).items()
-        if _leaves(saved.model_dump(mode="json")).get(key) != value and key not in running.MAY_CHANGE
+        for key in differences(saved.model_dump(mode="json"), now.model_dump(mode="json"))
+        if not _may_change(config, key, is_finished=is_finished)
     ]
     if differing:
         raise ConfigError(
@@ -279,10 +288,10 @@ def _check_same(config: Any, folder: Path) -> None:
         )
 
 
-def _leaves(value: Any, key: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {key: value}
-    return {k: v for name, inner in value.items() for k, v in _leaves(inner, f"{key}.{name}" if key else name).items()}
+def _may_change(config: Any, key: str, *, is_finished: bool) -> bool:
+    if not isinstance(config, RunConfig):
+        return key in running.MAY_CHANGE
+    return may_change(key) and not (is_finished and key in OF_RESULT)
 
 
 def _ready(config: Any, state: State) -> Any:

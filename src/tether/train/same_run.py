@@ -32,6 +32,12 @@ SERVICE_MAY_CHANGE = re.compile(
 """Also these, of where and how a reward service is asked: services fail, and move."""
 JUDGE_MAY_CHANGE = re.compile(r"rewards\.\d+\.(members\.\d+\.)?(processes|offload)")
 """And these, of where a reward model is: an engine may spread it, and the next one not."""
+OF_RESULT = frozenset({
+    "train.total_episodes", "train.num_train_epochs", "train.max_steps", "train.metric_for_best_model",
+    "train.greater_is_better", "train.load_best_model_at_end", "value.save", "train.push_to_hub", "train.hub_model_id",
+    "train.hub_private_repo",
+})
+"""Keys of ``MAY_CHANGE`` without effect on a run that is finished, though they say what it leaves behind."""
 
 
 def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig, dist: Dist, engine: str) -> str | None:
@@ -71,6 +77,30 @@ def _processes(count: int, engine: str) -> str:
     return engine if count == 1 else f"{count} processes under {engine}"
 
 
+def may_change(key: str, *, is_moved: bool = False) -> bool:
+    """Whether a run that goes on may change a key, which counts the rewards and their members.
+
+    Args:
+        is_moved: whether the run goes on with another number of processes.
+    """
+    of_rewards = (SERVICE_MAY_CHANGE, JUDGE_MAY_CHANGE)
+    return (
+        key in MAY_CHANGE
+        or (is_moved and key in MOVED_MAY_CHANGE)
+        or any(pattern.fullmatch(key) for pattern in of_rewards)
+    )
+
+
+def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
+    """What each key that differs between two configurations was and is."""
+    before, now = _leaves(saved), _leaves(config)
+    return {
+        key: f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    }
+
+
 def check_same_run(
     saved: dict[str, Any], config: dict[str, Any], path: Path, *, is_moved: bool = False
 ) -> list[str]:
@@ -82,23 +112,14 @@ def check_same_run(
     Raises:
         CheckpointError: keys differ that may not; names them, and those that may.
     """
-    before, now = _leaves(saved), _leaves(config)
-    lines = {
-        key: f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    }
-    may_change = MAY_CHANGE | MOVED_MAY_CHANGE if is_moved else MAY_CHANGE
-    of_rewards = (SERVICE_MAY_CHANGE, JUDGE_MAY_CHANGE)
-    changed = [
-        key for key in lines if key not in may_change and not any(pattern.fullmatch(key) for pattern in of_rewards)
-    ]
-    if changed:
+    lines = differences(saved, config)
+    if changed := [key for key in lines if not may_change(key, is_moved=is_moved)]:
+        named = MAY_CHANGE | MOVED_MAY_CHANGE if is_moved else MAY_CHANGE
         differ = "".join(f"  {lines[key]}\n" for key in changed)
         raise CheckpointError(
             f"resume: {path} was made with another configuration:\n{differ}"
             f"Put these back, or start a new run in another output_dir. What may change: "
-            f"{', '.join(sorted(may_change))}, where and how a reward service is asked, and which processes have a "
+            f"{', '.join(sorted(named))}, where and how a reward service is asked, and which processes have a "
             "reward model"
         )
     return [line for key, line in lines.items() if key not in ("resume", "overwrite_output_dir")]

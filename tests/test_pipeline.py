@@ -130,6 +130,33 @@ def test_the_judge_shares_the_policys_base_where_it_can(file, overrides, judge):
     assert (reward.type, reward.path) == (judge, str(stages["reward"].output_dir))
 
 
+def test_code_beside_the_judge_runs_where_it_does_beside_the_model(file):
+    (judge,) = load_pipeline(file, ["--model.trust_remote_code=true", "--ppo.model.lora=null"]).stages["ppo"].rewards
+    assert (judge.type, judge.trust_remote_code) == ("model", True)
+    (judge,) = load_pipeline(file, ["--model.trust_remote_code=true"]).stages["ppo"].rewards
+    assert judge.type == "adapter", "on the policy's base"
+    only = ["--sft.model.trust_remote_code=true", "--ppo.model.lora=null"]
+    assert not load_pipeline(file, only).stages["ppo"].rewards[0].trust_remote_code
+
+
+def test_what_reward_makes_may_be_a_member_of_an_ensemble_and_the_start_of_the_critic(file, tmp_path):
+    made = tmp_path / "out/reward"
+    members = f"[{{type: model, path: {made}/}}, {{type: length_target, target: 3}}]"
+    rewards = f"--ppo.rewards=[{{type: ensemble, members: {members}}}]"
+    command = ["--sft=null", "--reward.model.lora=null", "--ppo.model.lora=null", rewards]
+    result, told = run(file, *command, f"--ppo.value.init={made}")
+    assert list(result.folders) == ["reward", "ppo"] and told.roles["value"][1] == str(made)
+    (made / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"out/ppo holds ppo, made from an earlier reward"):
+        run(file, *command, f"--ppo.value.init={made}")
+    alone = "--ppo.rewards=[{type: length_target, target: 3}]"
+    shutil.rmtree(tmp_path / "out/ppo")
+    result, _ = run(file, *command[:3], alone, f"--ppo.value.init={made}")
+    (made / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"out/ppo holds ppo, made from an earlier reward"):
+        run(file, *command[:3], alone, f"--ppo.value.init={made}")
+
+
 def test_mixed_stages_run(file, tmp_path):
     """An SFT adapter is merged into a reward model of its own, and goes on in PPO."""
     result, told = run(file, "--reward.model.lora=null")

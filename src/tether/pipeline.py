@@ -6,7 +6,7 @@ from, anything else is begun anew. All mistakes of all stages are looked for bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from tether.config.base import Section
 from tether.config.load import parse_config
 from tether.config.pipeline import Pipeline
 from tether.config.reward_stage import RewardStageConfig
-from tether.config.rewards import AdapterReward, OwnModelReward
+from tether.config.rewards import AdapterReward, EnsembleReward, OwnModelReward, RewardConfig
 from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, TetherError
@@ -179,9 +179,9 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> None:
 
 def _on_start(config: Any, pipeline: Pipeline, states: Mapping[str, State]) -> Any:
     """The stage with the model that sft starts from in place of the one that it has yet to make, and without rewards
-    that have yet to be made."""
-    missing = {str(each.output_dir): each for name, each in pipeline.stages.items() if states[name] != "finished"}
-    made = missing.get(config.model.path)
+    and a start of the critic that have yet to be made."""
+    missing = {_place(each.output_dir): each for name, each in pipeline.stages.items() if states[name] != "finished"}
+    made = missing.get(_place(config.model.path))
     if made is not None:
         start = {"path": made.model.path, "revision": made.model.revision}
         changes: dict[str, Any] = {"model": config.model.model_copy(update=start)}
@@ -189,13 +189,27 @@ def _on_start(config: Any, pipeline: Pipeline, states: Mapping[str, State]) -> A
             changes["data"] = config.data.model_copy(update={"chat_template": made.data.chat_template})
         config = config.model_copy(update=changes)
     if isinstance(config, RunConfig):
-        there = [
-            reward
-            for reward in config.rewards
-            if not (isinstance(reward, AdapterReward | OwnModelReward) and reward.path in missing)
-        ]
-        config = config.model_copy(update={"rewards": there})
+        changes, critic = {"rewards": _there(config.rewards, missing)}, inputs.model_paths(config).get("value.init")
+        if critic is not None and _place(critic) in missing:
+            changes["value"] = config.value.model_copy(update={"init": None})
+        config = config.model_copy(update=changes)
     return config
+
+
+def _there(rewards: Sequence[RewardConfig], missing: Collection[Path]) -> list[RewardConfig]:
+    """The reward sources, and members of ensembles, but for models in folders that are missing."""
+    there = []
+    for reward in rewards:
+        if isinstance(reward, EnsembleReward):
+            reward = reward.model_copy(update={"members": _there(reward.members, missing)})
+        if not (isinstance(reward, AdapterReward | OwnModelReward) and _place(reward.path) in missing):
+            there.append(reward)
+    return there
+
+
+def _place(path: str | Path) -> Path:
+    """Where a folder is, however it is written."""
+    return Path(path).resolve()
 
 
 def _check_kept(pipeline: Pipeline, states: Mapping[str, State]) -> None:
@@ -205,7 +219,7 @@ def _check_kept(pipeline: Pipeline, states: Mapping[str, State]) -> None:
         later.pop(name, None)
         for key, path in _read(config).items() if states[name] != "finished" else ():
             for writer, folder in later.items():
-                if Path(path).resolve().is_relative_to(folder.resolve()):
+                if _place(path).is_relative_to(_place(folder)):
                     raise ConfigError(
                         f"output_dir: {writer} would write over {path}, which {name}.{key} names; choose another "
                         "output_dir, or copy the model to another folder"
@@ -261,10 +275,9 @@ def _is_whole(folder: Path) -> bool:
 def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
     """Raises ``ConfigError`` if a stage is finished that was made from one that is to run."""
     for name, config in pipeline.stages.items():
-        rewards = config.rewards if isinstance(config, RunConfig) else ()
-        read = {config.model.path, *(getattr(reward, "path", None) for reward in rewards)}
+        read = {_place(path) for path in _read(config).values()}
         for earlier, before in pipeline.stages.items():
-            if states[name] == "finished" and states[earlier] != "finished" and str(before.output_dir) in read:
+            if states[name] == "finished" and states[earlier] != "finished" and _place(before.output_dir) in read:
                 raise ConfigError(
                     f"output_dir: {config.output_dir} holds {name}, made from an earlier {earlier} than the one that "
                     f"is to be trained now. Remove it to run {name} anew, or name another output_dir"

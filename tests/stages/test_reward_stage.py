@@ -239,6 +239,23 @@ def test_a_classifier_keeps_its_head_and_goes_on(full, tmp_path):
     torch.testing.assert_close(after["score.weight"], before["score.weight"])
 
 
+def test_an_adapter_on_a_classifier_goes_on_with_its_own_head(full, tmp_path):
+    start, _ = full
+    config = stage_config(tmp_path, lora={"r": 2}, num_train_epochs=1)
+    first = config.model_copy(update={"model": config.model.model_copy(update={"path": str(start.output_dir)})})
+    train_reward_model(first)
+    on = stage_config(tmp_path, lora={"r": 2}, num_train_epochs=0.1, learning_rate=1e-12)
+    model = on.model.model_copy(update={"path": str(first.output_dir)})
+    on = on.model_copy(update={"model": model, "output_dir": tmp_path / "on"})
+    train_reward_model(on)
+    before, after = (load_file(c.output_dir / "adapter_model.safetensors") for c in (first, on))
+    of_base = load_file(start.output_dir / "model.safetensors")["score.weight"]
+    assert before.keys() == after.keys()
+    for name in before:
+        torch.testing.assert_close(after[name], before[name])
+    assert not torch.equal(after["base_model.model.score.weight"], of_base), "the head was trained with the adapter"
+
+
 def test_held_out_pairs_may_come_from_another_file(tmp_path):
     file = write_pairs(tmp_path / "others.jsonl", PROMPTS[:5])
     config = stage_config(tmp_path, data={"eval_fraction": None, "eval_pairs": file}, num_train_epochs=0.1)

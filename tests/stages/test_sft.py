@@ -11,6 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tests.models.build import edit_json
 from tests.tiny import EOS, save_tiny
 from tether.config.load import load_config
 from tether.config.schema import LoraConfig
@@ -307,6 +308,20 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
         changed = config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})
         with pytest.raises(error, match=message):
             train_sft(changed)
+
+
+def test_weights_in_few_bits_that_are_to_train_themselves_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
+    def no_model(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    config = stage(tmp_path)
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    edit_json(tmp_path / "model" / "config.json", lambda shape: shape.update(quantization_config=settings))
+    monkeypatch.setattr("tether.stages.sft.start_model", no_model)
+    with pytest.raises(ConfigError, match=r"model holds quantised weights, .* add `lora: \{\}` under model"):
+        train_sft(config)
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        train_sft(stage(tmp_path, lora={}))
 
 
 def test_a_token_without_an_embedding_is_told_before_a_model_is_loaded(tmp_path):

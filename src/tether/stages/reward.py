@@ -232,7 +232,8 @@ def start_model(config: RewardModelConfig, *, precision: torch.dtype | None) -> 
     """
     before = start_adapter(config)
     (path, of), options = base_of(config, before), loading_options(config, precision=precision)
-    if path == config.path and (bool(before.head) if before is not None else is_classifier(load_config(path, **of))):
+    is_merged = before is not None and config.lora is None
+    if before.head if is_merged else is_classifier(load_config(path, **of)):
         return load_classifier(path, **options, **of).requires_grad_(True)  # also where an adapter was merged into it
     model = classifier_on(load_causal_lm(path, **options, **of)).requires_grad_(True)
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))

@@ -15,14 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import save_tiny
 from tether.cli.main import main
+from tether.config.load import dump_config
 from tether.config.pipeline import load_pipeline
 from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
 from tether.models.paths import adapter_base, is_adapter
-from tether.pipeline import run_pipeline
+from tether.pipeline import _state, run_pipeline
 from tether.stages import running
 from tether.train.display import NullDisplay
+from tether.train.inputs import resolved
 
 PIPELINE = """
 model: {{path: {folder}/model, lora: {{r: 2}}}}
@@ -128,6 +130,33 @@ def test_the_judge_shares_the_policys_base_where_it_can(file, overrides, judge):
     assert (reward.type, reward.path) == (judge, str(stages["reward"].output_dir))
 
 
+def test_code_beside_the_judge_runs_where_it_does_beside_the_model(file):
+    (judge,) = load_pipeline(file, ["--model.trust_remote_code=true", "--ppo.model.lora=null"]).stages["ppo"].rewards
+    assert (judge.type, judge.trust_remote_code) == ("model", True)
+    (judge,) = load_pipeline(file, ["--model.trust_remote_code=true"]).stages["ppo"].rewards
+    assert judge.type == "adapter", "on the policy's base"
+    only = ["--sft.model.trust_remote_code=true", "--ppo.model.lora=null"]
+    assert not load_pipeline(file, only).stages["ppo"].rewards[0].trust_remote_code
+
+
+def test_what_reward_makes_may_be_a_member_of_an_ensemble_and_the_start_of_the_critic(file, tmp_path):
+    made = tmp_path / "out/reward"
+    members = f"[{{type: model, path: {made}/}}, {{type: length_target, target: 3}}]"
+    rewards = f"--ppo.rewards=[{{type: ensemble, members: {members}}}]"
+    command = ["--sft=null", "--reward.model.lora=null", "--ppo.model.lora=null", rewards]
+    result, told = run(file, *command, f"--ppo.value.init={made}")
+    assert list(result.folders) == ["reward", "ppo"] and told.roles["value"][1] == str(made)
+    (made / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"out/ppo holds ppo, made from an earlier reward"):
+        run(file, *command, f"--ppo.value.init={made}")
+    alone = "--ppo.rewards=[{type: length_target, target: 3}]"
+    shutil.rmtree(tmp_path / "out/ppo")
+    result, _ = run(file, *command[:3], alone, f"--ppo.value.init={made}")
+    (made / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"out/ppo holds ppo, made from an earlier reward"):
+        run(file, *command[:3], alone, f"--ppo.value.init={made}")
+
+
 def test_mixed_stages_run(file, tmp_path):
     """An SFT adapter is merged into a reward model of its own, and goes on in PPO."""
     result, told = run(file, "--reward.model.lora=null")
@@ -157,6 +186,73 @@ def test_finished_stages_are_skipped_and_an_unfinished_one_goes_on_bitwise(file,
         assert all(torch.equal(first[key], second[key]) for key in first), name
     _, told = run(file)
     assert [line for line in told.lines if ": finished in " in line] == told.lines[:3]
+
+
+def test_what_is_to_run_anew_is_not_finished_where_the_pipeline_stops_before_it(file, tmp_path, monkeypatch):
+    """Not by its earlier model either, nor by checkpoints of it."""
+    run(file, "--reward.train.save_steps=1")
+    for folder in ("reward", "mine"):
+        (tmp_path / "out" / folder).mkdir(exist_ok=True)
+        (tmp_path / "out" / folder / "own.txt").touch()
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    again = ["--seed=4", "--reward.train.save_steps=1"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tether.pipeline.train_reward_model", killed)
+        run(file, *again, "--overwrite_output_dir=true")
+    left = {name: {path.name for path in (tmp_path / "out" / name).iterdir()} for name in ("reward", "ppo", "mine")}
+    assert left["reward"] == {"config.yaml", "own.txt"} and left["mine"] == {"own.txt"}
+    assert not left["ppo"] & {"manifest.json", "adapter_model.safetensors", "metrics.jsonl"}
+    assert not any(name.startswith("checkpoint-") for name in left["ppo"])
+    result, told = run(file, *again)
+    assert [line for line in told.lines if ": finished in " in line] == [f"sft: finished in {tmp_path / 'out/sft'}"]
+    assert list(result.folders) == ["sft", "reward", "ppo"]
+
+
+def test_a_model_that_a_later_stage_would_write_over_is_told_before_it_is_gone(file, tmp_path):
+    save_tiny(tmp_path / "out/ppo/model")
+    command = [f"--model.path={tmp_path / 'out/ppo/model'}", "--overwrite_output_dir=true"]
+    with pytest.raises(ConfigError, match=r"output_dir: ppo would write over .*/out/ppo/model, which sft\.model\.path"):
+        run(file, *command)
+    assert weights(tmp_path / "out/ppo/model")
+
+
+def test_an_unfinished_ppo_stage_may_change_what_tether_ppo_may(file, tmp_path, monkeypatch):
+    """A finished one may not where that would be without effect."""
+    command = ["--reward=null", "--ppo.rewards=[{type: length_target, target: 3}]"]
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tether.train.run.save_final", killed)
+        run(file, *command)
+    with pytest.raises(ConfigError, match=r"out/ppo holds this stage with another rewards\.0\.target\. Name another"):
+        run(file, "--reward=null", "--ppo.rewards=[{type: length_target, target: 4}]")
+    longer = [*command, "--ppo.train.max_steps=4", "--ppo.train.logging_steps=2", "--ppo.train.max_runtime=3600"]
+    _, told = run(file, *longer)
+    assert f"ppo: goes on in {tmp_path / 'out/ppo'}" in told.lines
+    rows = read_jsonl(tmp_path / "out/ppo/metrics.jsonl")
+    assert [row["step"] for row in rows if "objective/kl" in row] == [1, 2, 3, 4]
+    _, told = run(file, *longer, "--ppo.train.logging_steps=1")
+    assert f"ppo: finished in {tmp_path / 'out/ppo'}" in told.lines
+    for key, value in (("max_steps", "5"), ("push_to_hub", "true")):
+        with pytest.raises(ConfigError, match=rf"out/ppo holds this stage with another train\.{key}"):
+            run(file, *longer, f"--ppo.train.{key}={value}")
+
+
+@pytest.mark.parametrize("before", ["", "{type: ensemble, members: [{type: length_target, target: 3}, "])
+def test_a_reward_service_that_moved_is_asked_where_it_is(file, before):
+    def ppo(url):
+        rewards = f"[{before}{{type: http, url: '{url}'}}{']}' if before else ''}]"
+        return load_pipeline(file, [f"--ppo.rewards={rewards}"]).stages["ppo"]
+
+    config = ppo("http://127.0.0.1:1/score")
+    config.output_dir.mkdir(parents=True)
+    (config.output_dir / "config.yaml").write_text(dump_config(resolved(config)))
+    assert _state(ppo("http://127.0.0.1:2/score")) == "begun"
 
 
 def test_a_signal_ends_with_130_and_the_same_command_goes_on(file, tmp_path):

@@ -6,7 +6,7 @@ from, anything else is begun anew. All mistakes of all stages are looked for bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from tether.config.base import Section
 from tether.config.load import parse_config
 from tether.config.pipeline import Pipeline
 from tether.config.reward_stage import RewardStageConfig
-from tether.config.rewards import AdapterReward, OwnModelReward
+from tether.config.rewards import AdapterReward, EnsembleReward, OwnModelReward, RewardConfig
 from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, TetherError
@@ -33,8 +33,9 @@ from tether.train import inputs
 from tether.train.checkpoint import list_checkpoints
 from tether.train.display import Display, NullDisplay
 from tether.train.interrupt import StopRequest
-from tether.train.run import CONFIG, CRITIC, check_processes, train_policy
+from tether.train.run import CONFIG, CRITIC, check_processes, prepare_folder, train_policy
 from tether.train.run import check_folder as check_run_folder
+from tether.train.same_run import OF_RESULT, differences, may_change
 
 State = Literal["finished", "begun", "new"]
 
@@ -69,7 +70,10 @@ def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
             }
         )
         dist.each(lambda: _check_order(pipeline, states))
+        dist.each(lambda: _check_kept(pipeline, states))
         dist.each(lambda: check_pipeline(pipeline, states, dist))
+        if shared.overwrite_output_dir:
+            dist.by_main(lambda: _clear_later(pipeline))
         finished: dict[str, Path] = {}
         for name, config in pipeline.stages.items():
             if states[name] == "finished":
@@ -175,9 +179,9 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> None:
 
 def _on_start(config: Any, pipeline: Pipeline, states: Mapping[str, State]) -> Any:
     """The stage with the model that sft starts from in place of the one that it has yet to make, and without rewards
-    that have yet to be made."""
-    missing = {str(each.output_dir): each for name, each in pipeline.stages.items() if states[name] != "finished"}
-    made = missing.get(config.model.path)
+    and a start of the critic that have yet to be made."""
+    missing = {_place(each.output_dir): each for name, each in pipeline.stages.items() if states[name] != "finished"}
+    made = missing.get(_place(config.model.path))
     if made is not None:
         start = {"path": made.model.path, "revision": made.model.revision}
         changes: dict[str, Any] = {"model": config.model.model_copy(update=start)}
@@ -185,13 +189,59 @@ def _on_start(config: Any, pipeline: Pipeline, states: Mapping[str, State]) -> A
             changes["data"] = config.data.model_copy(update={"chat_template": made.data.chat_template})
         config = config.model_copy(update=changes)
     if isinstance(config, RunConfig):
-        there = [
-            reward
-            for reward in config.rewards
-            if not (isinstance(reward, AdapterReward | OwnModelReward) and reward.path in missing)
-        ]
-        config = config.model_copy(update={"rewards": there})
+        changes, critic = {"rewards": _there(config.rewards, missing)}, inputs.model_paths(config).get("value.init")
+        if critic is not None and _place(critic) in missing:
+            changes["value"] = config.value.model_copy(update={"init": None})
+        config = config.model_copy(update=changes)
     return config
+
+
+def _there(rewards: Sequence[RewardConfig], missing: Collection[Path]) -> list[RewardConfig]:
+    """The reward sources, and members of ensembles, but for models in folders that are missing."""
+    there = []
+    for reward in rewards:
+        if isinstance(reward, EnsembleReward):
+            reward = reward.model_copy(update={"members": _there(reward.members, missing)})
+        if not (isinstance(reward, AdapterReward | OwnModelReward) and _place(reward.path) in missing):
+            there.append(reward)
+    return there
+
+
+def _place(path: str | Path) -> Path:
+    """Where a folder is, however it is written."""
+    return Path(path).resolve()
+
+
+def _check_kept(pipeline: Pipeline, states: Mapping[str, State]) -> None:
+    """Raises ``ConfigError`` if a stage reads a model that a later one is to write over."""
+    later = {name: config.output_dir for name, config in pipeline.stages.items() if states[name] != "finished"}
+    for name, config in pipeline.stages.items():
+        later.pop(name, None)
+        for key, path in _read(config).items() if states[name] != "finished" else ():
+            for writer, folder in later.items():
+                if _place(path).is_relative_to(_place(folder)):
+                    raise ConfigError(
+                        f"output_dir: {writer} would write over {path}, which {name}.{key} names; choose another "
+                        "output_dir, or copy the model to another folder"
+                    )
+
+
+def _read(config: Any) -> dict[str, str]:
+    """Key and path of every model that a stage reads."""
+    return inputs.model_paths(config) if isinstance(config, RunConfig) else {"model.path": config.model.path}
+
+
+def _clear_later(pipeline: Pipeline) -> None:
+    """Empties the folders of all stages but the first of what an earlier run wrote: a pipeline that is stopped before
+    they begin must not find them finished, or go on from checkpoints of models that are gone."""
+    for config in list(pipeline.stages.values())[1:]:
+        if not config.output_dir.is_dir() or not any(config.output_dir.iterdir()):
+            continue
+        if isinstance(config, RunConfig):
+            with claimed(config.output_dir):
+                prepare_folder(_ready(inputs.resolved(config), "new"), None, tell=lambda text: None)
+        else:
+            running.clear(running.as_launched(config))
 
 
 # How far a stage is
@@ -206,36 +256,43 @@ def _state(config: Any) -> State:
     folder = config.output_dir
     if not (folder / CONFIG).is_file():
         return "new"
-    _check_same(config, folder)
+    is_finished = _is_whole(folder)
+    _check_same(config, folder, is_finished=is_finished)
+    if isinstance(config, RunConfig) and config.value.save and config.ppo.has_critic:
+        is_finished = is_finished and _is_whole(folder / CRITIC)
+    return "finished" if is_finished else "begun"
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder has a manifest, and every file that it lists."""
     try:
         verify_manifest(folder)
-        if isinstance(config, RunConfig) and config.value.save and config.ppo.has_critic:
-            verify_manifest(folder / CRITIC)
     except CheckpointError:
-        return "begun"
-    return "finished"
+        return False
+    return True
 
 
 def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
     """Raises ``ConfigError`` if a stage is finished that was made from one that is to run."""
     for name, config in pipeline.stages.items():
-        rewards = config.rewards if isinstance(config, RunConfig) else ()
-        read = {config.model.path, *(getattr(reward, "path", None) for reward in rewards)}
+        read = {_place(path) for path in _read(config).values()}
         for earlier, before in pipeline.stages.items():
-            if states[name] == "finished" and states[earlier] != "finished" and str(before.output_dir) in read:
+            if states[name] == "finished" and states[earlier] != "finished" and _place(before.output_dir) in read:
                 raise ConfigError(
                     f"output_dir: {config.output_dir} holds {name}, made from an earlier {earlier} than the one that "
                     f"is to be trained now. Remove it to run {name} anew, or name another output_dir"
                 )
 
 
-def _check_same(config: Any, folder: Path) -> None:
+def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
+    """Raises ``ConfigError`` if the stage in ``folder`` was begun with another configuration than it may go on with, or
+    is finished and would be another one with this."""
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), type(config), source=str(folder / CONFIG))
     now = inputs.resolved(config) if isinstance(config, RunConfig) else running.as_launched(config)
     differing = [
         key
-        for key, value in _leaves(now.model_dump(mode="json")).items()
-        if _leaves(saved.model_dump(mode="json")).get(key) != value and key not in running.MAY_CHANGE
+        for key in differences(saved.model_dump(mode="json"), now.model_dump(mode="json"))
+        if not _may_change(config, key, is_finished=is_finished)
     ]
     if differing:
         raise ConfigError(
@@ -244,10 +301,10 @@ def _check_same(config: Any, folder: Path) -> None:
         )
 
 
-def _leaves(value: Any, key: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {key: value}
-    return {k: v for name, inner in value.items() for k, v in _leaves(inner, f"{key}.{name}" if key else name).items()}
+def _may_change(config: Any, key: str, *, is_finished: bool) -> bool:
+    if not isinstance(config, RunConfig):
+        return key in running.MAY_CHANGE
+    return may_change(key) and not (is_finished and key in OF_RESULT)
 
 
 def _ready(config: Any, state: State) -> Any:

@@ -19,7 +19,7 @@ from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import LoraConfig, RunConfig
 from tether.config.sft_stage import SftModelConfig
 from tether.data.pairs import load_pairs
-from tether.errors import ConfigError, DataError, ModelError, TrainingError
+from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from tether.machine.claim import claimed
 from tether.metrics.writers import read_jsonl
 from tether.models.build import build_roles
@@ -239,6 +239,23 @@ def test_a_classifier_keeps_its_head_and_goes_on(full, tmp_path):
     torch.testing.assert_close(after["score.weight"], before["score.weight"])
 
 
+def test_an_adapter_on_a_classifier_goes_on_with_its_own_head(full, tmp_path):
+    start, _ = full
+    config = stage_config(tmp_path, lora={"r": 2}, num_train_epochs=1)
+    first = config.model_copy(update={"model": config.model.model_copy(update={"path": str(start.output_dir)})})
+    train_reward_model(first)
+    on = stage_config(tmp_path, lora={"r": 2}, num_train_epochs=0.1, learning_rate=1e-12)
+    model = on.model.model_copy(update={"path": str(first.output_dir)})
+    on = on.model_copy(update={"model": model, "output_dir": tmp_path / "on"})
+    train_reward_model(on)
+    before, after = (load_file(c.output_dir / "adapter_model.safetensors") for c in (first, on))
+    of_base = load_file(start.output_dir / "model.safetensors")["score.weight"]
+    assert before.keys() == after.keys()
+    for name in before:
+        torch.testing.assert_close(after[name], before[name])
+    assert not torch.equal(after["base_model.model.score.weight"], of_base), "the head was trained with the adapter"
+
+
 def test_held_out_pairs_may_come_from_another_file(tmp_path):
     file = write_pairs(tmp_path / "others.jsonl", PROMPTS[:5])
     config = stage_config(tmp_path, data={"eval_fraction": None, "eval_pairs": file}, num_train_epochs=0.1)
@@ -297,7 +314,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_is_saved(tmp_path):
     config = stage_config(tmp_path, learning_rate=1e30, max_grad_norm=None)
     with pytest.raises(TrainingError, match=r"step \d+: the loss is"):
         train_reward_model(config)
-    assert {file.name for file in config.output_dir.iterdir()} == {"config.yaml", "metrics.jsonl"}
+    assert {file.name for file in config.output_dir.iterdir()} == {"config.yaml", "fingerprints.json", "metrics.jsonl"}
 
 
 def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
@@ -382,6 +399,17 @@ def test_copies_of_checkpoints_are_none_of_the_run(tmp_path):
     assert result.interrupted is None and best.exists() and (config.output_dir / "checkpoint-1-copy").exists()
     steps = [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl") if "loss" in row]
     assert steps == [1, 2, 3]
+
+
+def test_a_run_goes_on_with_the_pairs_that_it_began_with(tmp_path):
+    config = stage_config(tmp_path, max_steps=3, num_train_epochs=None)
+    train_reward_model(config, stop=lambda: "SIGTERM")
+    resumed, rows = config.model_copy(update={"resume": True}), (tmp_path / "pairs.jsonl").read_text()
+    (tmp_path / "pairs.jsonl").write_text(rows.replace(" bad", " nice"))
+    with pytest.raises(CheckpointError, match=r"resume: data\.pairs and held-out pairs changed since .*checkpoint-1"):
+        train_reward_model(resumed)
+    (tmp_path / "pairs.jsonl").write_text(rows)
+    assert train_reward_model(resumed).interrupted is None
 
 
 def newest_step(folder):

@@ -11,6 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tests.models.build import edit_json
 from tests.tiny import EOS, save_tiny
 from tether.config.load import load_config
 from tether.config.schema import LoraConfig
@@ -203,6 +204,41 @@ def test_what_cannot_go_on_is_told(tmp_path):
         train_sft(config)
 
 
+def test_a_run_goes_on_with_the_rows_and_the_model_that_it_began_with(tmp_path):
+    config = stage(tmp_path, max_steps=3, data={"eval_fraction": 0.2})
+    train_sft(config, stop=lambda: "SIGTERM")
+    resumed = config.model_copy(update={"resume": True})
+    stage(tmp_path, rows=ROWS[::-1])
+    with pytest.raises(CheckpointError, match=r"data\.demonstrations and held-out demonstrations changed since .*rows"):
+        train_sft(resumed)
+    stage(tmp_path, rows=[{**row, "completion": f"{row['completion']} day"} for row in ROWS])
+    with pytest.raises(CheckpointError, match=r"data\.demonstrations and .* Put back what was there, or start anew"):
+        train_sft(resumed)
+    stage(tmp_path)
+    model, place = load_causal_lm(config.model.path, dtype=torch.float32), tmp_path / "model/model.safetensors"
+    before = place.read_bytes()
+    torch.nn.init.zeros_(model.get_input_embeddings().weight)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"resume: model\.path changed since .*checkpoint-1 was written: weights"):
+        train_sft(resumed)
+    (config.output_dir / "fingerprints.json").rename(tmp_path / "fingerprints.json")  # as an earlier version left it
+    train_sft(resumed, stop=lambda: "SIGTERM")
+    assert (config.output_dir / "fingerprints.json").read_text() != (tmp_path / "fingerprints.json").read_text()
+    place.write_bytes(before)
+    (tmp_path / "fingerprints.json").rename(config.output_dir / "fingerprints.json")
+    assert train_sft(resumed).interrupted is None
+
+
+def test_the_model_that_a_run_starts_from_is_not_removed_with_the_checkpoints_of_the_run_before(tmp_path):
+    config = stage(tmp_path, max_steps=2)
+    train_sft(config, stop=lambda: "SIGTERM")
+    (start,) = config.output_dir.glob("checkpoint-*")
+    again = stage(tmp_path, model=start, max_steps=2).model_copy(update={"overwrite_output_dir": True})
+    with pytest.raises(ConfigError, match=rf"output_dir: this run would write over {start}, which model\.path names"):
+        train_sft(again)
+    assert weights(start)
+
+
 def test_an_adapter_goes_on_with_lora_and_is_merged_without(lora, tmp_path):
     before, _ = lora
     folder = before.output_dir
@@ -272,6 +308,20 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
         changed = config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})
         with pytest.raises(error, match=message):
             train_sft(changed)
+
+
+def test_weights_in_few_bits_that_are_to_train_themselves_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
+    def no_model(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    config = stage(tmp_path)
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    edit_json(tmp_path / "model" / "config.json", lambda shape: shape.update(quantization_config=settings))
+    monkeypatch.setattr("tether.stages.sft.start_model", no_model)
+    with pytest.raises(ConfigError, match=r"model holds quantised weights, .* add `lora: \{\}` under model"):
+        train_sft(config)
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        train_sft(stage(tmp_path, lora={}))
 
 
 def test_a_token_without_an_embedding_is_told_before_a_model_is_loaded(tmp_path):

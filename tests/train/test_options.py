@@ -22,6 +22,7 @@ from tether.models.roles import ModelRoles
 from tether.rewards.fake import FakeRewards
 from tether.train import trainer, update
 from tether.train.display import NullDisplay
+from tether.train.inputs import load_data, tell_data
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path
 
@@ -307,6 +308,19 @@ def test_every_demonstration_is_read_once_an_epoch_over_all_updates(run, steps):
 
 
 # The moving average
+
+
+def test_demonstrations_of_a_named_dataset_without_an_answer_are_left_out_and_told(run, tmp_path):
+    rows = [{"instruction": f"the {word}", "output": out} for word, out in (("cat", "is good"), ("dog", ""))]
+    (tmp_path / "stories.json").write_text(json.dumps(rows), encoding="utf-8")
+    (tmp_path / "dataset_info.json").write_text('{"stories": {"file_name": "stories.json"}}', encoding="utf-8")
+    named = {"data__dataset_dir": str(tmp_path), "data__prompts": "stories", "data__eval_prompts": None}
+    config, told = run(ppo__ptx_coef=0.1, data__ptx="stories", **named), []
+    data, display = load_data(config), NullDisplay()
+    display.message = told.append
+    tell_data(config, data, display)
+    assert [each.row for each in data.demonstrations] == [0] and len(data.prompts.prompts) == 2
+    assert "demonstrations: stories: 2 rows, 1 without an answer" in told
 
 
 def test_the_average_is_evaluated_and_saved_and_training_goes_on_without_it(folder, run):

@@ -112,7 +112,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
         data = _composed(name, shared, stages)
         config = checked(data)
         if name == "ppo" and "reward" in stages and "rewards" not in shared.ppo and _shares_base(stages, config):
-            config = checked(data | {"rewards": [data["rewards"][0] | {"type": "adapter"}]})
+            config = checked(data | {"rewards": [{"type": "adapter", "path": data["rewards"][0]["path"]}]})
         _check_continued(name, config, stages)
         stages[name] = config
     return Pipeline(shared, stages)
@@ -133,8 +133,14 @@ def _composed(name: str, shared: PipelineConfig, before: Mapping[str, Section]) 
         "train": {"seed": shared.seed},
     }
     joined = {key: _joined(value, given[key]) if key in given else value for key, value in common.items()}
-    rewards = {"rewards": [{"type": "model", "path": str(before["reward"].output_dir)}]} if "reward" in before else {}
-    return (rewards if name == "ppo" else {}) | given | joined | {"output_dir": str(shared.output_dir / name)}
+    judge = {"rewards": [_judge(before["reward"])]} if name == "ppo" and "reward" in before else {}
+    return judge | given | joined | {"output_dir": str(shared.output_dir / name)}
+
+
+def _judge(reward: Section) -> dict[str, Any]:
+    """What reward makes as a reward source, with its code where that may run."""
+    code = {"trust_remote_code": True} if reward.model.trust_remote_code else {}
+    return {"type": "model", "path": str(reward.output_dir)} | code
 
 
 def _joined(common: dict[str, Any], given: Any) -> Any:

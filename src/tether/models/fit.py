@@ -20,6 +20,20 @@ def check_language_model(path: str, shape: PreTrainedConfig) -> None:
         raise ModelError(f"model.path: {path} is a sequence classifier; wanted a causal language model")
 
 
+def has_few_bits(shape: PreTrainedConfig) -> bool:
+    """Whether a checkpoint itself holds its weights in few bits, by its configuration."""
+    return getattr(shape, "quantization_config", None) is not None
+
+
+def check_trainable(path: str, shape: PreTrainedConfig, *, with_lora: bool) -> None:
+    """Raises ``ConfigError`` if the weights in ``model.path`` are to be trained themselves, and are in few bits."""
+    if has_few_bits(shape) and not with_lora:
+        raise ConfigError(
+            f"model.path: {path} holds quantised weights, which cannot be trained themselves; add `lora: {{}}` under "
+            "model"
+        )
+
+
 def check_tokens(
     path: str,
     shape: PreTrainedConfig,

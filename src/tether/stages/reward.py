@@ -80,8 +80,9 @@ def train_reward_model(
     """Trains a reward model and saves it to ``config.output_dir``.
 
     The folder holds a sequence classifier with one label, or with ``model.lora`` a PEFT adapter of one with its head;
-    the tokenizer with its chat template; ``config.yaml``; ``metrics.jsonl`` with one line a step; and
-    ``reward_eval.json`` with the rewards of the held-out pairs.
+    the tokenizer with its chat template; ``config.yaml``; ``fingerprints.json``, by which ``resume`` knows rows and
+    model again; ``metrics.jsonl`` with one line a step; and ``reward_eval.json`` with the rewards of the held-out
+    pairs.
 
     Several launched processes share the pairs of each optimizer step (DDP); the first one writes and speaks.
 
@@ -100,13 +101,15 @@ def train_reward_model(
     tokenizer, data = dist.main_first(lambda: load_data(config))
     tell(f"pairs: {data.note}")
     tell(f"the first query and its better answer: {tokenizer.decode(data.train[0].chosen_ids)!r}")
+    read = dist.each(lambda: running.fingerprints(config, data.texts))
+    dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision))
     vocab_size = model.config.get_text_config().vocab_size
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
         model = dist.each(lambda: adapted(model, config.model))
-    with running.prepared(run):
+    with running.prepared(run, read):
         settings = model.config.get_text_config()
         uses_cache = settings.use_cache
         start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
@@ -165,6 +168,15 @@ class _Data:
         return f"{len(self.train)} to train on, {len(self.held_out)} held out, {dropped}"
 
     @property
+    def texts(self) -> dict[str, list[tuple[int, list[int]]]]:
+        """Row and token ids of all that is trained on, and of all that is held out; −1 stands between two answers."""
+        both = {"data.pairs": self.train, "held-out pairs": self.held_out}
+        return {
+            name: [(pair.row, [*pair.chosen_ids, -1, *pair.rejected_ids]) for pair in pairs]
+            for name, pairs in both.items()
+        }
+
+    @property
     def token_ids(self) -> set[int]:
         """Every token that a pair holds."""
         return {
@@ -220,7 +232,8 @@ def start_model(config: RewardModelConfig, *, precision: torch.dtype | None) -> 
     """
     before = start_adapter(config)
     (path, of), options = base_of(config, before), loading_options(config, precision=precision)
-    if path == config.path and (bool(before.head) if before is not None else is_classifier(load_config(path, **of))):
+    is_merged = before is not None and config.lora is None
+    if before.head if is_merged else is_classifier(load_config(path, **of)):
         return load_classifier(path, **options, **of).requires_grad_(True)  # also where an adapter was merged into it
     model = classifier_on(load_causal_lm(path, **options, **of)).requires_grad_(True)
     nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))

@@ -2,6 +2,7 @@
 
     output_dir/
       config.yaml, metrics.jsonl     from the start
+      fingerprints.json              hashes of the model and the rows that the run reads, from the start
       checkpoint-N/                  the trainer's own checkpoints: weights, optimizer, schedule, random state
       manifest.json and the model    at the end
 """
@@ -12,7 +13,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ from transformers import (
 from tether.config import launched
 from tether.config.load import dump_config, parse_config
 from tether.config.stage import StageConfig
+from tether.data.digest import rows_digest
 from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, met_by_all
@@ -41,10 +43,11 @@ from tether.machine.precision import check_precision
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
 from tether.models.chat import check_template
 from tether.models.loading import half_dtype
-from tether.models.paths import check_model_path
+from tether.models.paths import check_model_path, model_digest
 from tether.models.saving import MANIFEST, check_can_be_made, files_written
 
 CONFIG_FILE, METRICS_FILE, TRAINER_STATE = "config.yaml", "metrics.jsonl", "trainer_state.json"
+FINGERPRINTS_FILE = "fingerprints.json"
 SCHEDULES = tuple(
     kind.value
     for kind in (
@@ -121,8 +124,11 @@ def check_folder(config: StageConfig) -> None:
     """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds what the run would replace unasked."""
     folder = config.output_dir
     check_can_be_made(folder, "output_dir")
-    if Path(config.model.path).resolve() == folder.resolve():
-        raise ConfigError(f"output_dir: this run would write over {folder}, which model.path names; choose another")
+    start, removed = Path(config.model.path).resolve(), [path.resolve() for path in _checkpoints(folder)]
+    if start == folder.resolve() or any(start.is_relative_to(path) for path in removed):
+        raise ConfigError(
+            f"output_dir: this run would write over {config.model.path}, which model.path names; choose another"
+        )
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not config.overwrite_output_dir and not config.resume:
@@ -258,10 +264,50 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
+def fingerprints(config: StageConfig, rows: Mapping[str, Iterable[tuple[int, Iterable[int]]]]) -> dict[str, str]:
+    """A hash of the model that a run starts from, unless it is the hub's, and of each of its datasets.
+
+    Args:
+        rows: number and token ids of every row, by what messages call the dataset.
+    """
+    model = model_digest(config.model.path)
+    return ({} if model is None else {"model.path": model}) | {
+        name: rows_digest((row, ids, {}) for row, ids in each) for name, each in rows.items()
+    }
+
+
+def check_same_data(run: Begun[Any], read: Mapping[str, str]) -> None:
+    """Checks that a run that goes on reads what it read before; one of a version that kept no hashes is taken as it is.
+
+    Args:
+        read: its ``fingerprints``.
+
+    Raises:
+        CheckpointError: the model or a dataset is another one: the trainer skips as many rows as were trained on, and
+            others would be trained on twice, or never.
+    """
+    if run.checkpoint is None or not (file := run.checkpoint.parent / FINGERPRINTS_FILE).is_file():
+        return
+    try:
+        saved = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"resume: {file} cannot be read: {error}") from error
+    if changed := sorted(key for key in read.keys() | saved.keys() if read.get(key) != saved.get(key)):
+        of_data = [key for key in changed if key != "model.path"]
+        what = "rows, their order, the tokenizer or its chat template" if of_data else "weights or shape"
+        raise CheckpointError(
+            f"resume: {' and '.join(changed)} changed since {run.checkpoint} was written: {what}. Put back what was "
+            f"there, or start anew: remove {run.config.output_dir}, or name another output_dir"
+        )
+
+
 @contextmanager
-def prepared(run: Begun[Any]) -> Iterator[None]:
+def prepared(run: Begun[Any], read: Mapping[str, str]) -> Iterator[None]:
     """Inside, ``output_dir`` is this run's alone, and ready: without what an earlier run wrote, or cut back to the
     checkpoint that the run goes on from.
+
+    Args:
+        read: the run's ``fingerprints``, which are kept for one that goes on.
 
     Raises:
         ConfigError: it cannot be made, or another run writes to it or has written to it meanwhile.
@@ -271,7 +317,18 @@ def prepared(run: Begun[Any]) -> Iterator[None]:
         dist.by_main(lambda: stack.enter_context(claimed(config.output_dir)))
         dist.by_main(lambda: check_folder(config))  # once more: another run may have begun there meanwhile
         dist.by_main(lambda: _prepare(config, run.checkpoint))
+        dist.by_main(lambda: write_whole(config.output_dir / FINGERPRINTS_FILE, json.dumps(read, indent=1).encode()))
         yield
+
+
+def clear(config: StageConfig) -> None:
+    """Removes what an earlier run wrote to ``output_dir``, which ``check_folder`` took, and writes the configuration.
+
+    Raises:
+        ConfigError: as ``prepared``.
+    """
+    with claimed(config.output_dir):
+        _prepare(config, None)
 
 
 def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
@@ -279,7 +336,7 @@ def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
     if checkpoint is None:
         for path in _checkpoints(folder):
             shutil.rmtree(path)
-        for name in (METRICS_FILE, *files_written(folder)):
+        for name in (METRICS_FILE, FINGERPRINTS_FILE, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
     else:
         step = _step(checkpoint)

@@ -66,8 +66,9 @@ def train_sft(
     """Fine-tunes a language model on demonstrations and saves it to ``config.output_dir``.
 
     The folder holds a plain model, or with ``model.lora`` a PEFT adapter; the tokenizer with its chat template; the
-    generation config, which ends answers where the chat template does; ``config.yaml``; and ``metrics.jsonl`` with one
-    line a step and one an evaluation.
+    generation config, which ends answers where the chat template does; ``config.yaml``;
+    ``fingerprints.json``, by which ``resume`` knows rows and model again; and ``metrics.jsonl`` with one line a step
+    and one an evaluation.
 
     Several launched processes share the rows of each optimizer step (DDP); the first one writes and speaks.
 
@@ -86,9 +87,11 @@ def train_sft(
     data = dist.main_first(lambda: load_data(config))
     for line in data.notes:
         tell(line)
+    read = dist.each(lambda: running.fingerprints(config, data.texts))
+    dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision))
-    with running.prepared(run):
+    with running.prepared(run, read):
         start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
         with _settings_kept(model), lost_told(dist.num_processes):
             trainer = running.train(
@@ -139,6 +142,15 @@ class SftData:
             "demonstrations/eval": float(len(self.held_out)),
             "demonstrations/too_long": float(self.num_too_long),
             "demonstrations/unanswered": float(self.num_unanswered),
+        }
+
+    @property
+    def texts(self) -> dict[str, list[tuple[int, list[int]]]]:
+        """Row and token ids of all that is trained on, and of all that is held out; −1 stands before an answer."""
+        both = {"data.demonstrations": self.train, "held-out demonstrations": self.held_out}
+        return {
+            name: [(each.row, [*each.query_ids, -1, *each.response_ids]) for each in demonstrations]
+            for name, demonstrations in both.items()
         }
 
     @property

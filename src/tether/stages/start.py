@@ -22,7 +22,7 @@ from tether.models.adapters import (
     read_adapter,
     with_adapter,
 )
-from tether.models.fit import check_language_model, check_tokens, is_classifier, positions
+from tether.models.fit import check_language_model, check_tokens, check_trainable, is_classifier, positions
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, is_adapter, own_weights
 
@@ -49,7 +49,7 @@ def check_fit(
 
     Raises:
         ConfigError: a text has more tokens than the model has positions, or a token that it has no embedding for; LoRA
-            names no module of it.
+            names no module of it; its weights are in few bits and to be trained themselves.
         ModelError: it is a classifier, and a language model is wanted.
     """
     model = config.model
@@ -57,6 +57,7 @@ def check_fit(
     shape = load_config(base, **origin(model) | {"revision": revision})
     if not takes_classifier:
         check_language_model(base, shape)
+    check_trainable(model.path, shape, with_lora=model.lora is not None)
     limit = positions(shape)
     for row, ids in texts:
         if limit is not None and len(ids) > limit:

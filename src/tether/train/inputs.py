@@ -21,7 +21,14 @@ from tether.models.adapters import check_switched_off, check_targets
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.compiled import check_compile
-from tether.models.fit import check_language_model, check_tokens, steady_positions, steady_positions_told
+from tether.models.fit import (
+    check_language_model,
+    check_tokens,
+    check_trainable,
+    has_few_bits,
+    steady_positions,
+    steady_positions_told,
+)
 from tether.models.loading import (
     bf16_supported,
     check_classifier,
@@ -155,6 +162,7 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
         end_ids=stop_token_ids(tokenizer, generation, "eos"),
         key="data.ptx",
         special_tokens=data.special_tokens,
+        drops_unanswered=data.dataset_dir is not None,
         **data.chat,
         **data.origin,
     )
@@ -205,13 +213,8 @@ def first_answer(data: RunData) -> RewardBatch:
 
 def _check_weights(config: RunConfig, shape: PreTrainedConfig) -> None:
     """Weights that a checkpoint itself holds in few bits are taken as they are, and frozen."""
-    saved = getattr(shape, "quantization_config", None)
-    if saved is not None and config.model.lora is None:
-        raise ConfigError(
-            f"model.path: {config.model.path} holds quantised weights, which cannot be trained themselves; add "
-            "`lora: {}` under model"
-        )
-    if saved is not None and config.model.quantization is not None:
+    check_trainable(config.model.path, shape, with_lora=config.model.lora is not None)
+    if has_few_bits(shape) and config.model.quantization is not None:
         raise ConfigError(
             f"model.quantization {config.model.quantization}: the weights of {config.model.path} are quantised as they "
             "are; leave it out"
@@ -289,6 +292,7 @@ def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
             )
     if data.ptx is not None:
         dropped = f", {data.ptx.num_too_long} of them dropped as too long" if data.ptx.num_too_long else ""
+        dropped += f", {data.ptx.num_unanswered} without an answer" if data.ptx.num_unanswered else ""
         display.message(f"demonstrations: {config.data.ptx}: {data.ptx.num_rows} rows{dropped}")
     if config.sampling.is_truncated:
         display.message(

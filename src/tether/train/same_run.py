@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration
+from tether.data.digest import rows_digest
 from tether.errors import CheckpointError
 from tether.machine.distributed import Dist
 from tether.models.paths import model_digest
@@ -34,6 +32,12 @@ SERVICE_MAY_CHANGE = re.compile(
 """Also these, of where and how a reward service is asked: services fail, and move."""
 JUDGE_MAY_CHANGE = re.compile(r"rewards\.\d+\.(members\.\d+\.)?(processes|offload)")
 """And these, of where a reward model is: an engine may spread it, and the next one not."""
+OF_RESULT = frozenset({
+    "train.total_episodes", "train.num_train_epochs", "train.max_steps", "train.metric_for_best_model",
+    "train.greater_is_better", "train.load_best_model_at_end", "value.save", "train.push_to_hub", "train.hub_model_id",
+    "train.hub_private_repo",
+})
+"""Keys of ``MAY_CHANGE`` without effect on a run that is finished, though they say what it leaves behind."""
 
 
 def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig, dist: Dist, engine: str) -> str | None:
@@ -73,6 +77,30 @@ def _processes(count: int, engine: str) -> str:
     return engine if count == 1 else f"{count} processes under {engine}"
 
 
+def may_change(key: str, *, is_moved: bool = False) -> bool:
+    """Whether a run that goes on may change a key, which counts the rewards and their members.
+
+    Args:
+        is_moved: whether the run goes on with another number of processes.
+    """
+    of_rewards = (SERVICE_MAY_CHANGE, JUDGE_MAY_CHANGE)
+    return (
+        key in MAY_CHANGE
+        or (is_moved and key in MOVED_MAY_CHANGE)
+        or any(pattern.fullmatch(key) for pattern in of_rewards)
+    )
+
+
+def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
+    """What each key that differs between two configurations was and is."""
+    before, now = _leaves(saved), _leaves(config)
+    return {
+        key: f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    }
+
+
 def check_same_run(
     saved: dict[str, Any], config: dict[str, Any], path: Path, *, is_moved: bool = False
 ) -> list[str]:
@@ -84,23 +112,14 @@ def check_same_run(
     Raises:
         CheckpointError: keys differ that may not; names them, and those that may.
     """
-    before, now = _leaves(saved), _leaves(config)
-    lines = {
-        key: f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    }
-    may_change = MAY_CHANGE | MOVED_MAY_CHANGE if is_moved else MAY_CHANGE
-    of_rewards = (SERVICE_MAY_CHANGE, JUDGE_MAY_CHANGE)
-    changed = [
-        key for key in lines if key not in may_change and not any(pattern.fullmatch(key) for pattern in of_rewards)
-    ]
-    if changed:
+    lines = differences(saved, config)
+    if changed := [key for key in lines if not may_change(key, is_moved=is_moved)]:
+        named = MAY_CHANGE | MOVED_MAY_CHANGE if is_moved else MAY_CHANGE
         differ = "".join(f"  {lines[key]}\n" for key in changed)
         raise CheckpointError(
             f"resume: {path} was made with another configuration:\n{differ}"
             f"Put these back, or start a new run in another output_dir. What may change: "
-            f"{', '.join(sorted(may_change))}, where and how a reward service is asked, and which processes have a "
+            f"{', '.join(sorted(named))}, where and how a reward service is asked, and which processes have a "
             "reward model"
         )
     return [line for key, line in lines.items() if key not in ("resume", "overwrite_output_dir")]
@@ -119,9 +138,9 @@ def fingerprints(
     """
     digests = {key: model_digest(path) for key, path in models.items()}
     return {key: digest for key, digest in digests.items() if digest is not None} | {
-        "data.prompts": _digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in prompts),
-        "held-out prompts": _digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in eval_prompts),
-        "data.ptx": _digest((each.row, (*each.query_ids, -1, *each.response_ids), {}) for each in demonstrations),
+        "data.prompts": rows_digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in prompts),
+        "held-out prompts": rows_digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in eval_prompts),
+        "data.ptx": rows_digest((each.row, (*each.query_ids, -1, *each.response_ids), {}) for each in demonstrations),
     }
 
 
@@ -145,14 +164,6 @@ def check_same_data(saved: Mapping[str, str], data: Mapping[str, str], path: Pat
             f"{'' if of_models else ' or its chat template'}. Put them back, or start a new run from the checkpoint: "
             f"model.path: {path}, in another output_dir"
         )
-
-
-def _digest(rows: Iterable[tuple[int, Iterable[int], Mapping[str, Any]]]) -> str:
-    digest = hashlib.sha256()
-    for row, ids, columns in rows:
-        digest.update(array("q", [row, *ids, -2]).tobytes())
-        digest.update(json.dumps(columns, default=str, sort_keys=True).encode())
-    return digest.hexdigest()
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:

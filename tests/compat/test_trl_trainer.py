@@ -538,6 +538,42 @@ def test_a_second_run_replaces_the_first(tmp_path):
     assert not (tmp_path / "out" / "checkpoint-2").exists()
 
 
+@pytest.mark.parametrize(
+    ("role", "place"), [("model", "."), ("ref_model", "checkpoint-2"), ("value_model", "checkpoint-2")]
+)
+def test_a_run_does_not_remove_the_models_that_it_was_given(tmp_path, role, place):
+    first = trainer(tmp_path)
+    first.train()
+    first.save_model()
+    source = tmp_path / "out" / place
+    kept = sorted(path.name for path in (tmp_path / "out").rglob("*"))
+    of = {"model": policy, "ref_model": policy}.get(role, classifier)(tmp_path)
+    of.name_or_path = str(source)
+    with pytest.raises(ConfigError, match=f"would write over .*, which {role}.* names; choose another"):
+        trainer(tmp_path, **{role: of}).train()
+    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == kept
+
+
+def test_a_reward_model_given_by_a_path_is_not_removed(tmp_path):
+    loaded(tmp_path, "llama", 1)
+    (tmp_path / "out").mkdir()
+    judge = (tmp_path / "llama-1").rename(tmp_path / "out" / "checkpoint-7")
+    with pytest.raises(ConfigError, match="checkpoint-7, which reward_model checkpoint-7 names"):
+        trainer(tmp_path, reward_model=str(judge), value_model=classifier(tmp_path)).train()
+    judge.rename(tmp_path / "llama-1")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "samples.jsonl", "config.json"])
+def test_files_that_no_run_wrote_are_not_written_over(tmp_path, name):
+    made = trainer(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine: 1\n")
+    with pytest.raises(ConfigError, match=r"output_dir: .* holds a .*, which the (run|trained policy) would"):
+        made.train()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+    assert (tmp_path / "out" / name).read_text() == "mine: 1\n"
+
+
 def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
     made = trainer(tmp_path)
 

@@ -65,6 +65,12 @@ class Judges:
         named = zip(self.names, self.members, strict=True)
         return {name: member for name, member in named if isinstance(member, PreTrainedModel)}
 
+    @property
+    def paths(self) -> dict[str, str]:
+        """Those that are given by a path, by the argument that they came by and their name."""
+        named = zip(self.names, self.members, strict=True)
+        return {f"reward_model {name}": str(member) for name, member in named if isinstance(member, str | Path)}
+
     def source(
         self,
         tokenizer: PreTrainedTokenizerBase,

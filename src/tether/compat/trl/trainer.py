@@ -59,7 +59,7 @@ from tether.train.log import METRICS, RunLog
 from tether.train.optim import check_schedule
 from tether.train.parts import Parts
 from tether.train.rollout import answer
-from tether.train.run import CONFIG, check_processes, prepare_folder
+from tether.train.run import CONFIG, check_files, check_models_kept, check_processes, prepare_folder
 from tether.train.same_run import check_same_data, check_same_run, told_of_move
 from tether.train.sharing import shared, shared_generator
 from tether.train.trainer import PPOTrainer as PhaseTrainer
@@ -131,6 +131,7 @@ class PPOTrainer:
             self._held_out = prompts_of(eval_dataset, processing_class, data_collator, "eval_dataset")
         read = models.read | {f"reward_model {name}": model for name, model in judges.models.items()}
         check_vocabularies(read, processing_class)
+        self._sources = {name: name_of(model) for name, model in read.items()} | judges.paths
         self._check = partial(self._check_data, read, judges)
         self._check(prompts)
         if self._held_out is not None:
@@ -303,6 +304,7 @@ class PPOTrainer:
             resume_from_checkpoint: a checkpoint to go on from, or True for the newest; ``args``' if left out.
 
         Raises:
+            ConfigError: ``output_dir`` holds something that no run here wrote, or a model that this one was given.
             CheckpointError: there is no such checkpoint, or it is of another run.
             RewardError, GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
             KeyboardInterrupt: the run was stopped, by Ctrl-C, SIGTERM or SIGHUP; its state is saved.
@@ -312,6 +314,7 @@ class PPOTrainer:
         dist = self._dist
         display = LoggedDisplay() if dist.is_main else NullDisplay()
         config = dist.by_main(lambda: self._resumed(resume_from_checkpoint))
+        dist.by_main(lambda: self._check_folder(config.output_dir))
         checkpoint = dist.by_main(lambda: find_checkpoint(config, tell=display.message))
         if checkpoint is not None:
             self._check_resumed(config, checkpoint, display)
@@ -337,6 +340,12 @@ class PPOTrainer:
                 f"{interrupted}: stopped after {phases.state.step} updates, and the state is saved; "
                 f"train(resume_from_checkpoint=True) goes on"
             )
+
+    def _check_folder(self, folder: Path) -> None:
+        """Raises ``ConfigError`` where the run would remove or write over what no earlier run in the folder wrote."""
+        holds_run = (folder / METRICS).exists()
+        check_models_kept(folder, self._sources, holds_run=holds_run)
+        check_files(folder, is_new=not holds_run, way_out="remove it")
 
     def _check_resumed(self, config: RunConfig, checkpoint: Path, display: NullDisplay) -> None:
         """Raises ``CheckpointError`` where the checkpoint is of another run; says what is not as it was."""

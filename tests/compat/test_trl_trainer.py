@@ -492,6 +492,9 @@ def test_an_optimizer_and_its_schedule_from_the_user(tmp_path):
     assert "score.weight" in changed(of_value, value)
     with pytest.raises(ConfigError, match="none of the parameters that the policy trains"):
         trainer(tmp_path, optimizers=(optimizer, None))
+    other = policy(tmp_path)
+    with pytest.raises(ConfigError, match="optimizers: got none of value_model's parameters"):
+        trainer(tmp_path, model=other, optimizers=(torch.optim.SGD(other.parameters(), lr=0.1), None))
     with pytest.raises(ConfigError, match="schedule without its optimizer"):
         trainer(tmp_path, optimizers=(None, schedule))
 
@@ -635,6 +638,38 @@ def test_wrong_kinds_of_the_other_arguments(tmp_path, given, message):
     args, tokenizer, collator = given
     with pytest.raises(ConfigError, match=message):
         check_kinds(arguments(tmp_path) if args is None else args, tokenizer, collator)
+
+
+def quantized(model):
+    model.is_quantized = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: {"model": quantized(policy(f))}, "model: holds quantised weights, .* give a peft_config"),
+        (lambda f: {"value_model": quantized(classifier(f))}, "value_model: holds weights in few bits"),
+        (lambda f: {"model": policy(f).half()}, "^model: the weights that train are torch.float16, .*=torch.float32"),
+        (lambda f: {"value_model": classifier(f).half()}, "value_model: the weights that train are torch.float16"),
+    ],
+)
+def test_weights_that_cannot_learn_are_refused(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, **change(tmp_path))
+
+
+def test_weights_in_bfloat16_are_told_where_they_train(tmp_path, caplog):
+    trainer(tmp_path, model=policy(tmp_path).bfloat16(), peft_config=lora())
+    assert "bfloat16" not in caplog.text
+    trainer(tmp_path, value_model=classifier(tmp_path).bfloat16())
+    assert "value_model: the weights that train are torch.bfloat16" in caplog.text
+
+
+def test_the_adapter_that_trains_is_not_its_own_reference(tmp_path):
+    model = get_peft_model(policy(tmp_path), lora())
+    with pytest.raises(ConfigError, match="ref_adapter_name: got default, the adapter that trains"):
+        trainer(tmp_path, model=model, args=arguments(tmp_path, ref_adapter_name="default"))
 
 
 def test_two_roles_cannot_be_one_object(tmp_path):

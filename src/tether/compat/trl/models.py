@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from tether.models.adapters import (
     check_shareable,
     with_adapter,
 )
+from tether.models.bitsandbytes import is_quantized
 from tether.models.build import check_token_ids
 from tether.models.compiled import compile_layers
 from tether.models.fit import steady_positions, steady_positions_told
@@ -29,6 +31,8 @@ from tether.models.heads import ScalarHead
 from tether.models.loading import half_dtype
 from tether.models.paths import absolute_source
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+
+logger = logging.getLogger(__name__)
 
 IN_MEMORY = "in memory"
 CAUSAL = "a causal language model (AutoModelForCausalLM.from_pretrained(path))"
@@ -93,6 +97,11 @@ class Models:
         self._check_policy()
         self._check_reference()
         check_classifier(self.value, "value_model", CRITIC)
+        if is_quantized(self.value):
+            raise ConfigError(
+                "value_model: holds weights in few bits, which a critic cannot train; load it without "
+                "quantization_config"
+            )
         if any(self.value is judge for judge in judges):
             raise ConfigError(
                 "value_model: got the same object as reward_model. The critic trains, which would change the rewards: "
@@ -100,6 +109,7 @@ class Models:
             )
         if not any(parameter.requires_grad for parameter in self.value.parameters()):
             raise ConfigError("value_model: none of its parameters requires a gradient, so that it could not learn")
+        self._check_types()
         for name, model in {"policy": self.base, "ref_model": self.reference, "value_model": self.value}.items():
             _check_placed(model, name)
 
@@ -120,8 +130,35 @@ class Models:
             _check_lora(self.policy.peft_config[self.policy_adapter], "model")
         elif not any(parameter.requires_grad for parameter in self.policy.parameters()):
             raise ConfigError("model: none of its parameters requires a gradient, so that nothing would train")
+        if is_quantized(self.base) and not self.is_adapted:
+            raise ConfigError(
+                "model: holds quantised weights, which cannot be trained themselves; give a peft_config, whose adapter "
+                "then trains"
+            )
         if self.reference_adapter is not None and not isinstance(self.policy, PeftModel):
             raise ConfigError("PPOConfig.ref_adapter_name: the model is no PEFT model, so it has no adapters by name")
+
+    def _check_types(self) -> None:
+        """Raises ``ConfigError`` for float16 weights that train; warns of bfloat16 ones."""
+        for name, parameters in {"model": self._to_train(), "value_model": _trainable(self.value)}.items():
+            types = {parameter.dtype for parameter in parameters.values()}
+            told = "load it with dtype=torch.float32; {}=True computes in {} over float32 weights"
+            if torch.float16 in types:
+                raise ConfigError(
+                    f"{name}: the weights that train are torch.float16, in which small steps are lost and others "
+                    f"overflow: {told.format('fp16', 'float16')}"
+                )
+            if torch.bfloat16 in types:
+                logger.warning(
+                    "%s: the weights that train are torch.bfloat16, in which most steps of a small learning rate are "
+                    "rounded away: %s", name, told.format("bf16", "bfloat16")
+                )  # fmt: skip
+
+    def _to_train(self) -> dict[str, nn.Parameter]:
+        """The policy's parameters that train; those of ``peft_config`` are made later, in float32."""
+        if isinstance(self.policy, PeftModel):
+            return adapter_parameters(self.policy, self.policy_adapter)
+        return {} if self.peft_config is not None else _trainable(self.policy)
 
     def _check_names(self) -> None:
         names = {"model_adapter_name": self.policy_adapter, "ref_adapter_name": self.reference_adapter}
@@ -129,6 +166,11 @@ class Models:
             if name is not None and name not in self.policy.peft_config:
                 has = ", ".join(self.policy.peft_config)
                 raise ConfigError(f"PPOConfig.{key}: the model has no adapter {name}; it has {has}")
+        if self.reference_adapter == self.policy_adapter:
+            raise ConfigError(
+                f"PPOConfig.ref_adapter_name: got {self.reference_adapter}, the adapter that trains, whose KL to "
+                "itself is always 0; wanted another one, or leave it out"
+            )
 
     def _check_reference(self) -> None:
         if self.reference is None:

@@ -282,6 +282,30 @@ def test_adapters_by_name_one_trains_and_one_is_the_reference(tmp_path):
     assert torch.equal(again(ids).logits, made.policy_model.eval()(ids).logits)
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_adapter_that_was_trained_before_is_its_own_start(tmp_path, is_whole):
+    whole = {"modules_to_save": ["down_proj"]} if is_whole else {}
+    start = get_peft_model(policy(tmp_path), LoraConfig(r=2, target_modules=["q_proj"], **whole))
+    with torch.no_grad():
+        for name, parameter in start.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.add_(0.05)
+    start.save_pretrained(tmp_path / "sft")
+    model = PeftModel.from_pretrained(policy(tmp_path), tmp_path / "sft", is_trainable=True)
+    ids = torch.tensor([[7, 20, 22]])
+    before = start.eval()(ids).logits
+    made = trainer(tmp_path, model=model)
+    made.train()
+    history = made.state.log_history
+    assert history[0]["objective/kl"] == 0 and history[1]["objective/kl"] != 0
+    made.save_model()
+    again = PeftModel.from_pretrained(policy(tmp_path), tmp_path / "out")
+    trained = made.policy_model.eval()(ids).logits
+    assert torch.equal(again(ids).logits, trained) and not torch.equal(trained, before)
+    made.policy_model.set_adapter("reference")
+    assert torch.equal(made.policy_model(ids).logits, before)
+
+
 def test_a_reference_model_is_what_the_kl_is_to(tmp_path):
     other = policy(tmp_path)
     with torch.no_grad():

@@ -119,7 +119,7 @@ class PPOConfig(TrainingArguments):
         default=None, metadata={"help": "Adapter of a PEFT model that trains; `default` if left out."}
     )
     ref_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter of a PEFT model that is the reference. Left out: adapters off."}
+        default=None, metadata={"help": "Adapter of a PEFT model that is the reference. Left out: the start policy."}
     )
     ds3_gather_for_generation: bool = field(
         default=True, metadata={"help": "Gather weights that ZeRO-3 or FSDP2 spread for the answers of a batch."}

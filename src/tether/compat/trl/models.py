@@ -53,7 +53,7 @@ class Models:
     policy_adapter: str
     """PEFT's name of the adapter that trains, where the policy has adapters."""
     reference_adapter: str | None
-    """PEFT's name of the adapter that is the reference; None for all adapters off."""
+    """PEFT's name of the adapter that is the reference; None for the adapter that trains as it was at the start."""
 
     @property
     def base(self) -> PreTrainedModel:
@@ -201,6 +201,7 @@ class Models:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
             adapted = self._adapted()
+            reference = [self._reference()] if config.ppo.kl_coef > 0 else []
         source = name_of(self.base)
         if adapted is None:
             trained = _trainable(self.policy)
@@ -210,7 +211,6 @@ class Models:
             adapted.set_adapter(adapter)
             trained = adapter_parameters(adapted, adapter)
             policy = Role(POLICY, self.base, source, "adapter on the base", adapter, trained=trained)
-        reference = [self._reference(source)] if config.ppo.kl_coef > 0 else []
         models = ModelRoles(
             [policy, *reference, value],
             adapted=adapted,
@@ -245,11 +245,15 @@ class Models:
         except ValueError as error:
             raise ConfigError(f"peft_config: {error}") from error
 
-    def _reference(self, source: str) -> Role:
+    def _reference(self) -> Role:
+        source = name_of(self.base)
         if self.reference is not None:
             return Role(REFERENCE, self.reference, name_of(self.reference), "own weights")
         if self.reference_adapter is not None:
             return Role(REFERENCE, self.base, source, "frozen adapter on the base", self.reference_adapter)
+        if isinstance(self.policy, PeftModel) and _is_changed(self.policy, self.policy_adapter):
+            name = _copied_adapter(self.policy, self.policy_adapter)
+            return Role(REFERENCE, self.base, source, "frozen adapter on the base", name)
         if self.is_adapted:
             return Role(REFERENCE, self.base, source, "the base, adapters off", OFF)
         return Role(REFERENCE, copy.deepcopy(self.policy), source, "frozen copy")
@@ -324,6 +328,27 @@ def _critic(model: PreTrainedModel) -> Role:
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _is_changed(model: PeftModel, adapter: str) -> bool:
+    """Whether the model answers otherwise with the adapter than without, as a fresh one has it not."""
+    if getattr(model.peft_config[adapter], "modules_to_save", None):
+        return True
+    out = [p for name, p in adapter_parameters(model, adapter).items() if "lora_B" in name or "embedding_B" in name]
+    return any(bool(parameter.detach().any()) for parameter in out)
+
+
+def _copied_adapter(model: PeftModel, adapter: str) -> str:
+    """Puts a frozen copy of an adapter beside it; returns its name."""
+    name = REFERENCE
+    while name in model.peft_config:
+        name += "_"
+    model.add_adapter(name, changed_config(model.peft_config[adapter], inference_mode=False))
+    own, copied = (adapter_parameters(model, each) for each in (adapter, name))
+    for parameter, target in zip(own.values(), copied.values(), strict=True):
+        target.data = parameter.detach().clone()
+        target.requires_grad_(False)
+    return name
 
 
 def _is_causal(model: Any) -> bool:

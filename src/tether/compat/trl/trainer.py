@@ -88,7 +88,7 @@ class PPOTrainer:
         args: what to do.
         processing_class: the policy's tokenizer.
         model: the policy, a causal language model or a PEFT model of one with LoRA.
-        ref_model: the reference; None: the start policy, or with LoRA the model without its adapters.
+        ref_model: the reference; None: the start policy.
         reward_model: a sequence classifier with one label; or the path of one, a function
             ``f(prompts, completions, **columns)``, or a list of these, whose scores are added up.
         train_dataset: rows with ``input_ids``, or with a ``prompt`` or ``messages``.

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -11,16 +12,20 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithPadding,
     EarlyStoppingCallback,
+    PreTrainedTokenizerFast,
     TrainerCallback,
 )
 
 from tests.compat.trl_runs import TEXTS, arguments, classifier, loaded, policy, rows, trainer
-from tests.tiny import EOS, PAD, tiny_tokenizer
+from tests.tiny import EOS, PAD, SPECIAL, WORDS, tiny_tokenizer
 from tether.compat.trl import PPOTrainer, events
+from tether.compat.trl.data import prompts_of
 from tether.compat.trl.former import OF_TRANSFORMERS
 from tether.compat.trl.samples import print_table
 from tether.compat.trl.trainer import check_kinds
@@ -382,6 +387,43 @@ def test_another_stop_token_ends_answers(tmp_path):
     assert all(sample["response"].endswith("cat") for sample in ended)
 
 
+def test_the_penalty_is_for_answers_that_the_stop_token_did_not_end(tmp_path):
+    args = arguments(tmp_path, stop_token=None, stop_token_id=20, response_length=30, missing_eos_penalty=3.0)
+    trainer(tmp_path, args=args, reward_model=short).train()
+    samples = read_jsonl(tmp_path / "out" / "samples.jsonl")
+    scores = {(sample["finish_reason"], sample["score"]) for sample in samples}
+    assert scores == {("stop", -1.0), ("length", -4.0)}
+
+
+def test_another_end_of_the_models_turns_is_told(tmp_path, caplog):
+    model, tokenizer = policy(tmp_path), tiny_tokenizer(chat_template=False)
+    model.generation_config.eos_token_id = [EOS, 20]
+    trainer(tmp_path, model=model)  # its chat template ends turns by the end token
+    assert "stop_token" not in caplog.text
+    trainer(tmp_path, model=model, processing_class=tokenizer)
+    assert "answers end at <eos> alone, as in TRL, but the model's own end at cat (20) too; set stop_" in caplog.text
+
+
+def test_a_stop_token_that_the_model_does_not_know(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens("<stop>")
+    args = arguments(tmp_path, stop_token=None, stop_token_id=len(tokenizer) - 1)
+    with pytest.raises(ConfigError, match="answers end at token 40, <stop>, but the model knows only 40 tokens"):
+        trainer(tmp_path, args=args, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_padding_by_the_end_token_on_the_left_is_taken_off(tmp_path, starts):
+    tokenizer = tiny_tokenizer(pad="eos")
+    tokenizer.bos_token = "<eos>" if starts else "<bos>"
+    data = [{"input_ids": ids} for ids in ([EOS] * 3 + [7, 20], [EOS, 7, EOS, EOS, 20], [7, 20])]
+    prompts = prompts_of(data, tokenizer, None, "rows").prompts
+    first = (EOS, 7, 20) if starts else (7, 20)
+    assert [prompt.token_ids for prompt in prompts] == [first, (EOS, 7, EOS, EOS, 20), (7, 20)]
+    with pytest.raises(DataError, match="already ends" if starts else "no prompt"):
+        prompts_of([{"input_ids": [EOS] * 3}], tokenizer, None, "rows")
+
+
 def test_padding_in_the_dataset_is_no_part_of_a_prompt(tmp_path):
     """Left, right, by mask or by the pad token: the same run."""
     tokenizer, histories = tiny_tokenizer(), []
@@ -709,6 +751,64 @@ def test_models_that_cannot_read_the_tokens_are_refused(tmp_path):
     small.resize_token_embeddings(30)
     with pytest.raises(ModelError, match="reward_model llama-1: knows 30 tokens, the tokenizer writes token 39"):
         trainer(tmp_path, reward_model=small)
+
+
+def with_tokenizer(model, folder, tokenizer):
+    """The model as if loaded from a folder with that tokenizer."""
+    tokenizer.save_pretrained(folder)
+    model.name_or_path = str(folder)
+    return model
+
+
+def permuted():
+    """A tokenizer of the same words under other ids."""
+    ids = {word: i for i, word in enumerate((*SPECIAL, *reversed(WORDS)))}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(ids, unk_token="<unk>")), unk_token="<unk>", eos_token="<eos>"
+    )
+
+
+@pytest.mark.parametrize("role", ["reward_model", "value_model", "ref_model"])
+def test_models_to_which_the_ids_are_other_words_are_refused(tmp_path, role):
+    model = policy(tmp_path) if role == "ref_model" else classifier(tmp_path)
+    given = {role: with_tokenizer(model, tmp_path / "other", permuted())}
+    way_out = "give its path, which then reads text" if role == "reward_model" else "load another"
+    told = f"{role}.*: the tokenizer in .*other has 'three' as token 7, processing_class 'the'.*{way_out}"
+    with pytest.raises(ModelError, match=told):
+        trainer(tmp_path, **given)
+
+
+def test_tokenizers_that_differ_in_what_scripts_add_are_one(tmp_path):
+    other = tiny_tokenizer(chat_template=False)
+    other.add_special_tokens({"pad_token": "[PAD]"})
+    own = tiny_tokenizer()
+    own.add_special_tokens({"pad_token": "<padding>"})
+    given = {
+        "reward_model": with_tokenizer(classifier(tmp_path), tmp_path / "other", other),
+        "value_model": with_tokenizer(classifier(tmp_path), tmp_path / "own", own),
+    }
+    trainer(tmp_path, processing_class=own, **given)
+
+
+def test_a_token_that_neither_the_policy_nor_a_prompt_writes_needs_no_embedding(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens("<image>")
+    trainer(tmp_path, processing_class=tokenizer)
+    data = [{"input_ids": [7, 20]}, {"input_ids": [7, len(tokenizer) - 1]}]
+    with pytest.raises(ModelError, match="model: knows 40 tokens, row 1 of the prompts holds token 40, '<image>'"):
+        trainer(tmp_path, processing_class=tokenizer, train_dataset=data)
+
+
+def test_a_judge_of_text_without_a_template_for_conversations_is_refused_at_once(tmp_path):
+    loaded(tmp_path, "llama", 1)
+    judge = shutil.copytree(tmp_path / "llama-1", tmp_path / "judge")
+    for path in [*judge.glob("tokenizer*"), *judge.glob("*.jinja")]:
+        path.unlink()
+    permuted().save_pretrained(judge)
+    trainer(tmp_path, reward_model=str(judge))
+    data = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
+    with pytest.raises(ConfigError, match=r"reward_model: .*judge reads text, .* conversations: .* \(rewards"):
+        trainer(tmp_path, reward_model=str(judge), train_dataset=data)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError, ModelError
@@ -28,13 +30,16 @@ from tether.models.compiled import compile_layers
 from tether.models.fit import steady_positions, steady_positions_told
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead
-from tether.models.loading import half_dtype
-from tether.models.paths import absolute_source
+from tether.models.loading import TOKENIZER_FILES, half_dtype
+from tether.models.paths import absolute_source, model_errors
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+from tether.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 IN_MEMORY = "in memory"
+MOST_RENAMED = 0.01
+"""Share of a vocabulary whose words may have other names in another tokenizer of the same ids."""
 CAUSAL = "a causal language model (AutoModelForCausalLM.from_pretrained(path))"
 CRITIC = "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))"
 
@@ -286,21 +291,88 @@ def scalar_head(model: PreTrainedModel) -> ScalarHead:
 
 
 def check_vocabularies(models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ``ModelError`` if a model lacks embeddings of tokens that the policy's tokenizer writes.
+    """Raises ``ModelError`` if a model lacks embeddings of tokens that the policy can write, or reads them otherwise.
 
     Args:
-        models: by the argument that each came by. The pad token needs no embedding: pads never reach a model.
+        models: by the argument that each came by, the policy as ``model``. The pad token needs no embedding: pads never
+            reach a model.
     """
-    pads = {tokenizer.pad_token_id}
-    highest = max(token for token in tokenizer.get_vocab().values() if token not in pads)
-    for name, model in models.items():
-        rows = model.get_input_embeddings().weight.shape[0]
-        if highest >= rows:
+    size, pads = num_rows(models["model"]), {tokenizer.pad_token_id}
+    highest = max(token for token in tokenizer.get_vocab().values() if token not in pads and token < size)
+    others = {name: model for name, model in models.items() if name != "model"}
+    _check_rows(others, highest, tokenizer, "the tokenizer writes")
+    for name, model in others.items():
+        own = _saved_tokenizer(model.name_or_path)
+        if own is not None and (told := _read_otherwise(own, tokenizer)) is not None:
+            way_out = "give its path, which then reads text" if name.startswith("reward_model") else "load another"
             raise ModelError(
-                f"{name}: knows {rows} tokens, the tokenizer writes token {highest}, "
-                f"{tokenizer.convert_ids_to_tokens(highest)!r}. All models read the policy's token ids: load those of "
+                f"{name}: the tokenizer in {model.name_or_path} has {told}. Models in memory read the policy's token "
+                f"ids, which are other words to this one; wanted a model of the policy's vocabulary: {way_out}"
+            )
+
+
+def check_tokens(
+    models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> None:
+    """Raises ``ModelError`` if a model lacks the embedding of a token in a prompt.
+
+    Args:
+        models: by the argument that each came by.
+    """
+    highest, row = max((max(prompt.token_ids), prompt.row) for prompt in prompts)
+    _check_rows(models, highest, tokenizer, f"row {row} of the prompts holds")
+
+
+def _check_rows(
+    models: Mapping[str, PreTrainedModel], token: int, tokenizer: PreTrainedTokenizerBase, what: str
+) -> None:
+    for name, model in models.items():
+        if token >= num_rows(model):
+            raise ModelError(
+                f"{name}: knows {num_rows(model)} tokens, {what} token {token}, "
+                f"{tokenizer.convert_ids_to_tokens(token)!r}. All models read the policy's token ids: load those of "
                 "one vocabulary, or give the path of a reward model, which then reads text"
             )
+
+
+def num_rows(model: PreTrainedModel) -> int:
+    """How many tokens the model has embeddings of."""
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def _saved_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model's files, if there is one that can be loaded without the network."""
+    try:
+        with model_errors(source):
+            places = [Path(source) / name for name in TOKENIZER_FILES]
+            is_there = any(place.is_file() for place in places) if Path(source).exists() else any(
+                isinstance(try_to_load_from_cache(source, name), str) for name in TOKENIZER_FILES
+            )
+            if not is_there:
+                return None
+            return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except ModelError:
+        return None
+
+
+def _read_otherwise(own: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A word of one tokenizer that is another to the other under the same id, if many are; None if they share ids.
+
+    Added tokens are left out, and so are a few words more: pad tokens are added, and reserved ones renamed.
+    """
+    mine, theirs = _words(own), _words(tokenizer)
+    common = mine.keys() & theirs.keys()
+    differing = [token for token in common if mine[token] != theirs[token]]
+    if len(differing) <= MOST_RENAMED * len(common):
+        return None
+    token = min(differing)
+    return f"{mine[token]!r} as token {token}, processing_class {theirs[token]!r}"
+
+
+def _words(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The tokens of the vocabulary by id, without those that were added to it."""
+    added = tokenizer.get_added_vocab()
+    return {token: word for word, token in tokenizer.get_vocab().items() if word not in added}
 
 
 def check_positions(models: Mapping[str, PreTrainedModel], longest: int, response_length: int) -> None:

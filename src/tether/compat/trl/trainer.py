@@ -32,7 +32,7 @@ from tether.compat.trl.config import (
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
 from tether.compat.trl.former import OF_TRAINER, no_attribute, telling
-from tether.compat.trl.models import Models, check_positions, check_vocabularies, name_of
+from tether.compat.trl.models import Models, check_positions, check_tokens, check_vocabularies, name_of, num_rows
 from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
 from tether.compat.trl.samples import print_table, send_table
@@ -45,6 +45,7 @@ from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
 from tether.models.adapters import DEFAULT
+from tether.models.chat import turn_end
 from tether.models.roles import REFERENCE, VALUE
 from tether.models.saving import policy_weights, save_policy, written_into
 from tether.report.card import write_card
@@ -140,7 +141,7 @@ class PPOTrainer:
         told = check_evaluation(args, has_data=self._held_out is not None)
         for line in told + derive(args, len(prompts.prompts), dist.num_processes):
             logger.warning(line)
-        stop_token, stops = _stop(args, processing_class)
+        stop_token, stops = _stop(args, processing_class, models.base)
         evaluates = self._held_out is not None and args.eval_strategy.value != "no"
         self._config = run_config(
             args,
@@ -219,7 +220,9 @@ class PPOTrainer:
         """What only prompts and models together show."""
         longest = max(len(prompt.token_ids) for prompt in prompts.prompts)
         check_positions(read, longest, self.args.response_length)
+        check_tokens(read, self.processing_class, prompts.prompts)
         judges.check_columns(prompts.columns)
+        judges.check_conversations(prompts.prompts, self.processing_class)
 
     # What scripts look at
 
@@ -576,14 +579,16 @@ def _policy_adapter(args: PPOConfig, model: Any) -> str:
     return model.active_adapter if isinstance(model, PeftModel) else DEFAULT
 
 
-def _stop(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, frozenset[int]]:
+def _stop(
+    args: PPOConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> tuple[str | None, frozenset[int]]:
     """What ends an answer, as ``sampling.stop_token`` has it and as token ids.
 
     Raises:
-        ConfigError: the tokenizer has no such token.
+        ConfigError: the tokenizer has no such token, or the model no row for it.
     """
     end = tokenizer.eos_token_id
-    if end is None and (args.stop_token == "eos" or args.missing_eos_penalty is not None):
+    if end is None and args.stop_token_id is None and (args.stop_token or args.missing_eos_penalty is not None):
         raise ConfigError("PPOConfig: stop_token eos and missing_eos_penalty need a tokenizer with an end token")
     stop = end if args.stop_token == "eos" else args.stop_token_id
     if stop is None:
@@ -591,7 +596,24 @@ def _stop(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str | No
     text = "eos" if stop == end else tokenizer.convert_ids_to_tokens(stop)
     if not isinstance(text, str):
         raise ConfigError(f"PPOConfig.stop_token_id: the tokenizer has no token {stop}; it has {len(tokenizer)}")
+    rows = num_rows(model)
+    if stop >= rows:
+        raise ConfigError(f"PPOConfig: answers end at token {stop}, {text}, but the model knows only {rows} tokens")
+    if text == "eos" and (others := _other_ends(tokenizer, model)):
+        told = ", ".join(f"{tokenizer.convert_ids_to_tokens(other)} ({other})" for other in others)
+        logger.warning(
+            "PPOConfig.stop_token eos: answers end at %s alone, as in TRL, but the model's own end at %s too; set "
+            "stop_token_id to what should end them", tokenizer.eos_token, told
+        )  # fmt: skip
     return text, frozenset({stop})
+
+
+def _other_ends(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
+    """What ends the model's answers by its generation config but the end token; with a chat template, its turns."""
+    configured = model.generation_config.eos_token_id
+    others = ({configured} if isinstance(configured, int) else set(configured or ())) - {tokenizer.eos_token_id}
+    closing = turn_end(tokenizer)
+    return sorted(others if closing is None else others & {closing})
 
 
 def _silent(name: str, done: int, total: int) -> None:

@@ -269,14 +269,16 @@ def check_folder(config: RunConfig) -> None:
             f"output_dir: {folder} holds an earlier run. Add --resume to go on with it, choose another output_dir, "
             "or add --overwrite to replace it"
         )
+    if not holds_run and any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise ConfigError(f"output_dir: {folder} holds a model, which the trained policy would replace; name another")
+    check_models_kept(folder, model_paths(config))
     is_new = not holds_run and not config.overwrite_output_dir
-    check_models_kept(folder, model_paths(config), holds_run=holds_run)
     check_files(folder, is_new=is_new, way_out="add --overwrite to replace it")
     check_can_be_made(folder, "output_dir")
 
 
-def check_models_kept(folder: Path, read: Mapping[str, str], *, holds_run: bool) -> None:
-    """Raises ``ConfigError`` if a run that writes to ``folder`` would write over a model, or remove one that it reads.
+def check_models_kept(folder: Path, read: Mapping[str, str]) -> None:
+    """Raises ``ConfigError`` if a run that writes to ``folder`` would remove or write over a model that it reads.
 
     Args:
         read: key and path of every model that the run reads.
@@ -286,8 +288,6 @@ def check_models_kept(folder: Path, read: Mapping[str, str], *, holds_run: bool)
         source = Path(path).resolve()
         if source == folder.resolve() or any(source.is_relative_to(path) for path in removed):
             raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
-    if not holds_run and any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-        raise ConfigError(f"output_dir: {folder} holds a model, which the trained policy would replace; name another")
 
 
 def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:

@@ -300,7 +300,8 @@ def check_vocabularies(models: Mapping[str, PreTrainedModel], tokenizer: PreTrai
     size, pads = num_rows(models["model"]), {tokenizer.pad_token_id}
     highest = max(token for token in tokenizer.get_vocab().values() if token not in pads and token < size)
     others = {name: model for name, model in models.items() if name != "model"}
-    _check_rows(others, highest, tokenizer, "the tokenizer writes")
+    sizes = {name: num_rows(model) for name, model in others.items()}
+    _check_rows(sizes, highest, tokenizer, "the tokenizer writes")
     for name, model in others.items():
         own = _saved_tokenizer(model.name_or_path)
         if own is not None and (told := _read_otherwise(own, tokenizer)) is not None:
@@ -311,32 +312,28 @@ def check_vocabularies(models: Mapping[str, PreTrainedModel], tokenizer: PreTrai
             )
 
 
-def check_tokens(
-    models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
-) -> None:
+def check_tokens(sizes: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
     """Raises ``ModelError`` if a model lacks the embedding of a token in a prompt.
 
     Args:
-        models: by the argument that each came by.
+        sizes: ``num_rows`` of each model, by the argument that it came by.
     """
     highest, row = max((max(prompt.token_ids), prompt.row) for prompt in prompts)
-    _check_rows(models, highest, tokenizer, f"row {row} of the prompts holds")
+    _check_rows(sizes, highest, tokenizer, f"row {row} of the prompts holds")
 
 
-def _check_rows(
-    models: Mapping[str, PreTrainedModel], token: int, tokenizer: PreTrainedTokenizerBase, what: str
-) -> None:
-    for name, model in models.items():
-        if token >= num_rows(model):
+def _check_rows(sizes: Mapping[str, int], token: int, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+    for name, size in sizes.items():
+        if token >= size:
             raise ModelError(
-                f"{name}: knows {num_rows(model)} tokens, {what} token {token}, "
+                f"{name}: knows {size} tokens, {what} token {token}, "
                 f"{tokenizer.convert_ids_to_tokens(token)!r}. All models read the policy's token ids: load those of "
                 "one vocabulary, or give the path of a reward model, which then reads text"
             )
 
 
 def num_rows(model: PreTrainedModel) -> int:
-    """How many tokens the model has embeddings of."""
+    """How many tokens the model has embeddings of, before an engine spreads them."""
     return model.get_input_embeddings().weight.shape[0]
 
 

@@ -133,7 +133,7 @@ class PPOTrainer:
         read = models.read | {f"reward_model {name}": model for name, model in judges.models.items()}
         check_vocabularies(read, processing_class)
         self._sources = {name: name_of(model) for name, model in read.items()} | judges.paths
-        self._check = partial(self._check_data, read, judges)
+        self._check = partial(self._check_data, read, {name: num_rows(model) for name, model in read.items()}, judges)
         self._check(prompts)
         if self._held_out is not None:
             self._check(self._held_out)
@@ -216,11 +216,13 @@ class PPOTrainer:
         if args.push_to_hub and args.hub_strategy.value == "every_save":
             self.add_callback(PushedSaves(lambda message: self.push_to_hub(commit_message=message)))
 
-    def _check_data(self, read: Mapping[str, PreTrainedModel], judges: Judges, prompts: PromptData) -> None:
+    def _check_data(
+        self, read: Mapping[str, PreTrainedModel], sizes: Mapping[str, int], judges: Judges, prompts: PromptData
+    ) -> None:
         """What only prompts and models together show."""
         longest = max(len(prompt.token_ids) for prompt in prompts.prompts)
         check_positions(read, longest, self.args.response_length)
-        check_tokens(read, self.processing_class, prompts.prompts)
+        check_tokens(sizes, self.processing_class, prompts.prompts)
         judges.check_columns(prompts.columns)
         judges.check_conversations(prompts.prompts, self.processing_class)
 
@@ -346,9 +348,8 @@ class PPOTrainer:
 
     def _check_folder(self, folder: Path) -> None:
         """Raises ``ConfigError`` where the run would remove or write over what no earlier run in the folder wrote."""
-        holds_run = (folder / METRICS).exists()
-        check_models_kept(folder, self._sources, holds_run=holds_run)
-        check_files(folder, is_new=not holds_run, way_out="remove it")
+        check_models_kept(folder, self._sources)
+        check_files(folder, is_new=not (folder / METRICS).exists(), way_out="remove it")
 
     def _check_resumed(self, config: RunConfig, checkpoint: Path, display: NullDisplay) -> None:
         """Raises ``CheckpointError`` where the checkpoint is of another run; says what is not as it was."""

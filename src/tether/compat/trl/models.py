@@ -341,10 +341,10 @@ def _saved_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model's files, if there is one that can be loaded without the network."""
     try:
         with model_errors(source):
-            places = [Path(source) / name for name in TOKENIZER_FILES]
-            is_there = any(place.is_file() for place in places) if Path(source).exists() else any(
-                isinstance(try_to_load_from_cache(source, name), str) for name in TOKENIZER_FILES
-            )
+            if Path(source).exists():
+                is_there = any((Path(source) / name).is_file() for name in TOKENIZER_FILES)
+            else:
+                is_there = any(isinstance(try_to_load_from_cache(source, name), str) for name in TOKENIZER_FILES)
             if not is_there:
                 return None
             return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)

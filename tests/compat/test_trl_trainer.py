@@ -787,7 +787,8 @@ def test_tokenizers_that_differ_in_what_scripts_add_are_one(tmp_path):
         "reward_model": with_tokenizer(classifier(tmp_path), tmp_path / "other", other),
         "value_model": with_tokenizer(classifier(tmp_path), tmp_path / "own", own),
     }
-    trainer(tmp_path, processing_class=own, **given)
+    made = trainer(tmp_path, processing_class=own, **given)
+    assert made.value_model is given["value_model"] and made.reward_model is given["reward_model"]
 
 
 def test_a_token_that_neither_the_policy_nor_a_prompt_writes_needs_no_embedding(tmp_path):

@@ -52,7 +52,6 @@ from tether.models.heads import (
 )
 from tether.models.paths import (
     MODEL_WEIGHTS,
-    adapter_base,
     is_adapter,
     model_errors,
     own_weights,
@@ -237,8 +236,8 @@ def load_causal_lm(
         adapter = read_adapter(path, revision)
         if adapter.head:
             raise ModelError(f"{path}: got a reward adapter (it holds a head); wanted the adapter of a language model")
-        base = adapter_base(path, revision)
-        of_base = {"dtype": torch.float32, "revision": adapter.config.revision}
+        base, at = own_weights(path, revision)
+        of_base = {"dtype": torch.float32, "revision": at}
         model = merged(load_causal_lm(base, **of_base, **options), adapter)
         return _cast(model, dtype or _saved_dtype(adapter, trust_remote_code))
     if gguf_source(path) is not None:

@@ -82,11 +82,7 @@ def adapter_base(path: str, revision: str | None = None) -> str:
     Raises:
         ModelError: it names none.
     """
-    with model_errors(path):
-        base = PeftConfig.from_pretrained(path, revision=revision).base_model_name_or_path
-    if not base:
-        raise ModelError(f"{path}: base_model_name_or_path in {ADAPTER_CONFIG} is empty; wanted the adapter's base")
-    return base
+    return _base(path, revision)[0]
 
 
 def own_weights(path: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -95,11 +91,16 @@ def own_weights(path: str, revision: str | None = None) -> tuple[str, str | None
     Raises:
         ModelError: it is an adapter that names no base.
     """
-    if not is_adapter(path, revision):
-        return path, revision
+    return _base(path, revision) if is_adapter(path, revision) else (path, revision)
+
+
+def _base(path: str, revision: str | None) -> tuple[str, str | None]:
+    """Path and revision of an adapter's base."""
     with model_errors(path):
-        of_base = PeftConfig.from_pretrained(path, revision=revision).revision
-    return adapter_base(path, revision), of_base
+        config = PeftConfig.from_pretrained(path, revision=revision)
+    if not config.base_model_name_or_path:
+        raise ModelError(f"{path}: base_model_name_or_path in {ADAPTER_CONFIG} is empty; wanted the adapter's base")
+    return config.base_model_name_or_path, config.revision
 
 
 def absolute_source(path: str) -> str:

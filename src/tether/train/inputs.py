@@ -23,11 +23,11 @@ from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.compiled import check_compile
 from tether.models.fit import (
     check_language_model,
+    check_positions,
     check_tokens,
     check_trainable,
     has_few_bits,
     steady_positions,
-    steady_positions_told,
 )
 from tether.models.loading import (
     bf16_supported,
@@ -248,7 +248,6 @@ def _check_layers(config: RunConfig, shape: PreTrainedConfig, *, is_fresh: bool)
 
 
 def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:
-    limit = steady_positions(shape)
     longest = max(len(prompt.token_ids) for each in data.prompt_sets for prompt in each.prompts)
     answer, budget = config.sampling.response_length, config.train.max_tokens_per_micro_batch
     if budget is not None and longest + answer > budget:
@@ -256,11 +255,9 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
             f"train.max_tokens_per_micro_batch {budget} is less than one answer may need: the longest query has "
             f"{longest} tokens, sampling.response_length is {answer}. Set it to at least {longest + answer}"
         )
-    if limit is not None and longest + answer > limit:
-        raise ConfigError(
-            f"sampling.response_length {answer} after the longest query of {longest} tokens needs {longest + answer} "
-            f"positions, the model has {steady_positions_told(shape)}: lower it, or data.max_prompt_length"
-        )
+    words = {"key": "sampling.response_length", "way_out": "data.max_prompt_length"}
+    check_positions(shape, longest, answer, **words)
+    limit = steady_positions(shape)
     longest = max((len(each.query_ids) + len(each.response_ids) for each in data.demonstrations), default=0)
     if limit is not None and longest > limit:
         raise ConfigError(

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError, ModelError
+from tether.models import fit
 from tether.models.adapters import (
     Adapter,
     adapter_parameters,
@@ -27,7 +28,6 @@ from tether.models.adapters import (
 from tether.models.bitsandbytes import is_quantized
 from tether.models.build import check_token_ids
 from tether.models.compiled import compile_layers
-from tether.models.fit import steady_positions, steady_positions_told
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead
 from tether.models.loading import TOKENIZER_FILES, half_dtype
@@ -380,13 +380,8 @@ def check_positions(models: Mapping[str, PreTrainedModel], longest: int, respons
         longest: tokens of the longest query.
     """
     for name, model in models.items():
-        limit = steady_positions(model.config)
-        if limit is not None and longest + response_length > limit:
-            raise ConfigError(
-                f"PPOConfig.response_length {response_length} after the longest query of {longest} tokens needs "
-                f"{longest + response_length} positions, {name} has {steady_positions_told(model.config)}: lower it, "
-                "or drop long prompts"
-            )
+        words = {"key": "PPOConfig.response_length", "way_out": "drop long prompts", "model": name}
+        fit.check_positions(model.config, longest, response_length, **words)
 
 
 def _critic(model: PreTrainedModel) -> Role:

@@ -247,6 +247,8 @@ def test_what_columns_hold_is_checked_in_every_row():
     for reward, value, wanted in (
         (exact, 4.5, r"holds 4\.5 \(float\), wanted text or a whole number"),
         (exact, None, r"holds None \(NoneType\), wanted text or a whole number"),
+        (mathematics, "", "holds '', wanted a mathematical expression"),
+        (mathematics, r"\$", r"holds '\\\\\$', wanted a mathematical expression"),
         (mathematics, ["4"], r"holds \['4'\] \(list\), wanted text or a number"),
     ):
         with pytest.raises(DataError, match=rf"^row 1 of the prompts, for rewards\.0: column answer {wanted}"):

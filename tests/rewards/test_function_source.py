@@ -68,7 +68,8 @@ def test_no_opinion_is_an_error_unless_it_has_a_score():
     batch = text_batch("yes", "?", "no", "?")
     with pytest.raises(RewardResponseError, match=r"returned None for answer 1 of 4 .* set the reward's `missing`"):
         scores(judge, batch)
-    assert FunctionSource(judge, "brevity", missing=-0.5).score(batch).scores == [1.0, -0.5, 1.0, -0.5]
+    output = FunctionSource(judge, "brevity", missing=-0.5).score(batch)
+    assert (output.scores, output.components) == ([1.0, -0.5, 1.0, -0.5], {"missing": [0.0, 1.0, 0.0, 1.0]})
     with pytest.raises(RewardResponseError, match=r"returned nan .* for answer 0 of 1"):
         FunctionSource(lambda prompts, completions: [float("nan")], "brevity", missing=0.0).score(text_batch("a"))
     with pytest.raises(RewardResponseError, match="returned 1 scores for 2 answers"):

@@ -282,6 +282,9 @@ class HttpReward(ServiceReward):
     """Columns of the dataset that are sent, protocol tether only. Left out: all."""
     batch_size: PositiveInt = 32
     """Most answers of a request."""
+    missing: float | None = None
+    """Score of an answer for which the service says null. Left out: null is an error. What has no status 200 always
+    is one."""
 
     @model_validator(mode="after")
     def _columns_have_a_place(self) -> HttpReward:
@@ -306,6 +309,9 @@ class JudgeReward(ServiceReward):
     """Lowest and highest number. The score is the number itself."""
     attempts: PositiveInt = 3
     """How often the judge is asked, at most, until a reply holds a number on the scale."""
+    missing: float | None = None
+    """Score of an answer for which no reply holds such a number, or which a content filter of the service refuses by
+    status 400. Left out: both are an error. Time-outs, a wrong key and a service that is down always are one."""
     temperature: NonNegativeFloat | None = 0.0
     """Temperature of the judge; null leaves it to the service, for models that refuse to be told."""
     max_tokens: PositiveInt | None = 16

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tether.errors import ConfigError, RewardError, RewardResponseError
+from tether.errors import ConfigError, RewardError
 from tether.report.text import one_line, prompt_text
 from tether.rewards.base import listed
 from tether.rewards.early import Asked, AtOnce, Begun, InGroups, joined, named
 from tether.rewards.loop import awaited, started
+from tether.rewards.missing import Missing
 from tether.rewards.tokens import judged
 from tether.types import RewardBatch, RewardOutput
 
@@ -49,7 +50,7 @@ class FunctionSource:
     def __init__(self, function: RewardFunction, name: str, *, missing: float | None = None) -> None:
         self.function = function
         self.name = name
-        self.missing = missing
+        self.missing = Missing(missing, name)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The function's scores.
@@ -82,7 +83,7 @@ class FunctionSource:
             except (Exception, SystemExit) as error:
                 raise self._failure(error, batch, rows) from error
             groups.append((rows, self._output(scores, batch, rows)))
-        return joined(groups, batch)
+        return joined(groups, batch, f"reward function {self.name}")
 
     def _check(self, batch: RewardBatch) -> None:
         """Raises ``RewardError`` if the function needs what the batch does not have."""
@@ -103,20 +104,8 @@ class FunctionSource:
         """What the function returned for these rows, checked."""
         asked = f", asked for {named(rows)}," if len(rows) < len(batch) else ""
         source = f"reward function {self.name}{asked}"
-        return judged(self._filled(scores, source), batch, source, by_token=True, rows=rows)
-
-    def _filled(self, scores: Any, source: str) -> Any:
-        """The scores with ``missing`` in place of None; messages name the ``source``."""
-        values = listed(scores)
-        if values is None:
-            return scores
-        row = next((row for row, value in enumerate(values) if value is None), None)
-        if row is not None and self.missing is None:
-            raise RewardResponseError(
-                f"{source} returned None for answer {row} of {len(values)} (counted from 0), which is no "
-                "score; wanted a number, or set the reward's `missing` to the score of such answers"
-            )
-        return [self.missing if value is None else value for value in values]
+        output = judged(self.missing.filled(scores, source), batch, source, by_token=True, rows=rows)
+        return self.missing.marked(output, listed(scores))
 
     def _call(self, batch: RewardBatch, rows: Sequence[int]) -> Any:
         """What the function returns for these rows of the batch; waits for what is to be awaited."""

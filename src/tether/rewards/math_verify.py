@@ -45,7 +45,7 @@ def _parsed(text: str) -> list:
 
 
 def _in_dollars(text: str) -> str:
-    """``text`` marked as LaTeX, which also reads fractions, sets and intervals; an escaped dollar is a sum's, no mark."""
+    """``text`` marked as LaTeX, which also reads fractions, sets and intervals; an escaped dollar is no mark of it."""
     return text if _MARK.search(text) else f"${text}$"
 
 

@@ -150,6 +150,8 @@ def test_what_a_judge_can_be_shown_is_tried_before_it_is_loaded(tmp_path):
     check_conversations(configs(judge), prompts[:1], policy)
     with pytest.raises(ConfigError, match=r"rewards\.1: .*answer to row 4 of the prompts .* has no chat template"):
         check_conversations(configs(judge | {"input_format": "pair"}, judge), prompts, policy)
+    with pytest.raises(ConfigError, match=r"rewards\.0: .*answer to row 3 of the prompts .* has no chat template"):
+        check_conversations(configs(judge | {"input_format": "chat"}), prompts[:1], policy)
     for form in ("joined", "pair", "response"):
         check_conversations(configs(judge | {"input_format": form}), prompts, policy)
     own = encoder_tokenizer("bert")
@@ -159,6 +161,8 @@ def test_what_a_judge_can_be_shown_is_tried_before_it_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match=r"rewards\.0: .*row 7 .* refuses messages of the roles system, user"):
         check_conversations(configs(judge), prompts, policy)
     check_conversations(configs(judge), prompts, own)
+    with pytest.raises(ConfigError, match=r"rewards\.0: .*row 7 .* refuses messages of the roles system, user"):
+        check_conversations(configs(judge | {"input_format": "chat"}), prompts, own)
 
 
 def test_checks_pass_what_can_be_built(tmp_path, function_file):

@@ -154,6 +154,8 @@ def test_the_forms_that_an_answer_can_be_judged_in(tmp_path):
     for form, batch, words in [
         ("auto", plain, "the cat good"),
         ("auto", chat, "<system> nice <eos> <user> the cat <eos> <assistant> good <eos>"),
+        ("chat", plain, "<user> the cat <eos> <assistant> good <eos>"),
+        ("chat", chat, "<system> nice <eos> <user> the cat <eos> <assistant> good <eos>"),
         ("joined", plain, "the cat good"),
         ("joined", chat, "nice the cat good"),
         ("pair", plain, "the cat good"),
@@ -167,7 +169,7 @@ def test_the_forms_that_an_answer_can_be_judged_in(tmp_path):
         assert same.shares_ids == (form == "auto"), "another form than the policy's is text"
 
 
-@pytest.mark.parametrize("form", ["auto", "joined", "pair", "response"])
+@pytest.mark.parametrize("form", ["auto", "chat", "joined", "pair", "response"])
 def test_special_tokens_that_were_typed_are_characters_unless_asked_for(tmp_path, form):
     """By hand: the name of a special token in two pieces, neither of which the vocabulary knows."""
     save_tiny(tmp_path, num_labels=1)
@@ -179,6 +181,7 @@ def test_special_tokens_that_were_typed_are_characters_unless_asked_for(tmp_path
     typed, written = f"the cat {apart} {apart} good", f"bad {apart} {apart} rain"
     wanted = {
         "auto": (f"<user> {typed} <eos> <assistant> {written} <eos>", f"{typed} {written}"),
+        "chat": (f"<user> {typed} <eos> <assistant> {written} <eos>",) * 2,
         "joined": (f"{typed} {written}",) * 2,
         "pair": (f"{typed} {written}",) * 2,
         "response": (written,) * 2,
@@ -272,8 +275,26 @@ def test_a_conversation_that_the_judges_template_refuses_is_named_with_its_roles
         source(tmp_path, tiny_tokenizer()).score(batch)
 
 
-def test_an_empty_text_is_refused(tmp_path):
+@pytest.mark.parametrize(("names", "token"), [({}, "<eos>"), ({"bos_token": "<bos>"}, "<bos>")])
+def test_an_empty_answer_is_read_as_a_token_of_its_own(tmp_path, names, token):
+    """As of a policy that ends at once, where the answer is read alone and the tokenizer puts nothing around text."""
     save_tiny(tmp_path, num_labels=1)
-    permuted_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(RewardError, match=r"answer 1 of 2 .* is an empty text"):
+    permuted_tokenizer(**names).save_pretrained(tmp_path)
+    judge = source(tmp_path, tiny_tokenizer(), input_format="response")
+    wanted = [alone(tmp_path, permuted(words)) for words in ("good", token)]
+    assert judge.score(text_batch("good", "")).scores == pytest.approx(wanted, abs=1e-5)
+
+
+def test_an_empty_text_is_refused_where_no_token_could_stand_for_it(tmp_path):
+    save_tiny(tmp_path, num_labels=1)
+    tokenizer = permuted_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(RewardError, match=r"answer 1 of 2 .* is an empty text, .* give it a bos_token or an eos_token"):
         source(tmp_path, tiny_tokenizer()).score(text_batch("good", "", prompts=["a", ""]))
+
+
+def test_a_whole_text_is_no_conversation(tmp_path):
+    save_tiny(tmp_path, num_labels=1)
+    with pytest.raises(RewardError, match=r"answer 0 of 1 .* is a text without a prompt, .* set input_format to auto"):
+        source(tmp_path, tiny_tokenizer(), input_format="chat").score(text_batch("good", prompts=[""]))

@@ -4,7 +4,8 @@ import json
 import math
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.rewards.services import Reply, local_service
 from tests.rewards.test_judge_source import says
@@ -113,6 +114,35 @@ def test_answers_of_a_run_can_be_scored_again(tmp_path):
     scored = score_file(config(tmp_path), written(tmp_path, *rows))
     assert [row["score"] for row in scored.rows] == [float(n) for n in range(1, 150)]
     assert scored.tables[0].rows == [["score", 75.0, pytest.approx(math.sqrt((149**2 - 1) / 12)), 1.0, 149.0, 1.0]]
+
+
+def test_a_judge_of_whole_conversations_reads_what_the_template_writes_behind_the_end(tmp_path):
+    """As ChatML writes a newline there, and a reward model was trained to be read at; the policy never samples it."""
+    for name, labels in (("policy", None), ("judge", 1)):
+        save_tiny(tmp_path / name, num_labels=labels)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+        tokenizer.chat_template = (
+            "{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos> and {% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+        tokenizer.save_pretrained(tmp_path / name)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge").eval()
+
+    def plain(ids):
+        with torch.no_grad():
+            return pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-5)
+
+    def score(prompt, form):
+        judge = {"type": "model", "path": str(tmp_path / "judge"), "input_format": form}
+        sources = SourceConfig.model_validate({"rewards": [judge], "model": {"path": str(tmp_path / "policy")}})
+        return score_file(sources, written(tmp_path, {"prompt": prompt, "response": "very good"})).rows[0]["score"]
+
+    user, answer = {"role": "user", "content": "the cat sees"}, {"role": "assistant", "content": "very good"}
+    text = tokenizer.apply_chat_template([user, answer], tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert text.endswith("very good <eos> and ") and ids[-1] != tokenizer.eos_token_id
+    assert score([user], "chat") == score("the cat sees", "chat") == plain(ids)
+    assert score([user], "auto") == plain(ids[:-1]) != plain(ids)
 
 
 def test_several_sources_are_told_apart(tmp_path):

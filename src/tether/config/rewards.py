@@ -83,12 +83,13 @@ class OwnModelReward(_Reward):
     """Answers scored in one forward."""
     max_length: PositiveInt | None = None
     """Longest prompt plus answer in the reward model's tokens. Longer ones are an error. Left out: its limit."""
-    input_format: Literal["auto", "joined", "pair", "response"] = "auto"
+    input_format: Literal["auto", "chat", "joined", "pair", "response"] = "auto"
     """What it reads. ``auto``: the policy's token ids where the tokenizers are the same; else conversations in its own
-    chat template, and plain text followed by the answer. ``joined``: a conversation's messages and the answer with
-    blank lines between. ``pair``: prompt and answer as its tokenizer puts two texts together
+    chat template, and plain text followed by the answer. ``chat``: always the whole conversation as text in its own
+    chat template, closed as that closes it; plain text is the user's turn. ``joined``: a conversation's messages and
+    the answer with blank lines between. ``pair``: prompt and answer as its tokenizer puts two texts together
     (``[CLS] prompt [SEP] answer [SEP]``). ``response``: the answer alone. A tokenizer without a chat template needs one
-    of the last three for conversations."""
+    of the last three for conversations. docs/rewards.md says which to choose."""
     special_tokens: bool = False
     """Its special tokens are control tokens where they stand in a prompt or an answer. Left off they are the characters
     that they are written with, so that no answer can end its turn; without effect where it reads the policy's ids."""

@@ -149,7 +149,7 @@ def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Ma
 def check_conversations(
     configs: Sequence[RewardConfig], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Checks that judges with another tokenizer than the policy's can be shown the prompts; loads tokenizers only.
+    """Checks that judges that read text can be shown the prompts; loads tokenizers only.
 
     Args:
         prompts: of these, one conversation is tried for each order of roles.
@@ -160,13 +160,12 @@ def check_conversations(
     """
     shapes: dict[tuple[str, ...], Prompt] = {}
     for prompt in prompts:
-        if prompt.conversation is not None:
-            shapes.setdefault(tuple(message["role"] for message in prompt.conversation), prompt)
+        shapes.setdefault(tuple(message["role"] for message in prompt.conversation or ()), prompt)
     for key, config in sources_of(configs):
-        if not isinstance(config, OwnModelReward) or config.input_format != "auto":
+        if not isinstance(config, OwnModelReward) or config.input_format not in ("auto", "chat"):
             continue
         own = load_tokenizer(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        if same_tokenizer(own, tokenizer):
+        if config.input_format == "auto" and same_tokenizer(own, tokenizer):
             continue
         reader = Reader(own, config.input_format, config.name or config.path)
         for prompt in shapes.values():

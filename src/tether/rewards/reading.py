@@ -17,7 +17,7 @@ from tether.data.typed import TypedTokens
 from tether.errors import RewardError
 from tether.types import Message, RewardBatch
 
-InputFormat = Literal["auto", "joined", "pair", "response"]
+InputFormat = Literal["auto", "chat", "joined", "pair", "response"]
 
 _PROBE = "Hello, World!  It's 1234567.89 — naïve café,\n\n\tdef f(x): return x  # 漢字 🙂 <|end|> ."
 _LETTER = "a"
@@ -50,6 +50,7 @@ class Reader:
     """Puts prompts and answers into the form that a judge was trained on, and encodes them.
 
         auto      a conversation in the judge's chat template; plain text followed by the answer
+        chat      always in the judge's chat template; a plain text is the user's turn
         joined    the contents of a conversation's messages and the answer, blank lines between; plain text as in auto
         pair      two texts: the prompt, a conversation's messages joined as above, and the answer
         response  the answer alone
@@ -92,7 +93,7 @@ class Reader:
             where: names the answer in messages.
 
         Raises:
-            RewardError: the conversation cannot be put into the judge's chat template.
+            RewardError: the conversation cannot be put into the judge's chat template, or there is none.
         """
         turns = [{"role": "user", "content": prompt}] if conversation is None else list(conversation)
         messages = [*turns, {"role": "assistant", "content": response}]
@@ -102,7 +103,12 @@ class Reader:
         *parts, answer = [message["content"] for message in messages]
         if self.input_format == "response":
             return JudgedText(answer, is_marked=is_marked)
-        if self.input_format == "auto" and conversation is not None:
+        if self.input_format == "chat" and conversation is None and not prompt:
+            raise RewardError(
+                f"reward {self.name}: {where} (counted from 0) is a text without a prompt, which input_format chat has "
+                "no turn for; wanted prompts with answers, or set input_format to auto"
+            )
+        if self.input_format == "chat" or (self.input_format == "auto" and conversation is not None):
             return JudgedText(self._rendered(messages, where), is_templated=True, is_marked=is_marked)
         if self.input_format == "pair":
             return JudgedText("\n\n".join(parts), answer, is_marked=is_marked)
@@ -112,12 +118,16 @@ class Reader:
     def token_ids(self, judged: JudgedText) -> list[int]:
         """Token ids for a decoder: the beginning-of-sequence token once, if the tokenizer or the template writes one.
 
-        A template's text gets nothing else; other text gets what the tokenizer puts around text.
+        A template's text gets nothing else; other text gets what the tokenizer puts around text. Where that is nothing,
+        an empty text is read as the beginning-of-sequence token, or the end token of a tokenizer without one.
         """
         if judged.is_templated:
             ids, start = self._bare(judged.text, judged.is_marked), text_start(self.tokenizer)
             return ids if ids[: len(start)] == start else start + ids
         ids = self._whole(judged)["input_ids"]
+        if not ids:
+            alone = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+            return [token for token in alone if token is not None][:1]
         is_doubled = len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id
         return ids[1:] if is_doubled else ids
 
@@ -160,7 +170,7 @@ class Reader:
         """The whole conversation in the judge's chat template."""
         if self.tokenizer.chat_template is None:
             raise RewardError(
-                f"reward {self.name}: {where} (counted from 0) belongs to a conversation, but the reward model's "
+                f"reward {self.name}: {where} (counted from 0) is to be read as a conversation, but the reward model's "
                 "tokenizer has no chat template. Set the reward's input_format to joined, pair or response, whichever "
                 "the model was trained on, or give its tokenizer a chat template"
             )
@@ -183,7 +193,10 @@ def check_lengths(lengths: Sequence[int], limit: int | None, name: str) -> None:
     for row, length in enumerate(lengths):
         where = f"reward {name}: answer {row} of {len(lengths)} (counted from 0)"
         if length == 0:
-            raise RewardError(f"{where} is an empty text")
+            raise RewardError(
+                f"{where} is an empty text, and the reward model's tokenizer has no token that could stand for it: "
+                "give it a bos_token or an eos_token that the model knows, or set input_format to auto, joined or pair"
+            )
         if limit is not None and length > limit:
             raise RewardError(
                 f"{where} has {length} tokens with its prompt, the limit is {limit}; shorten data.max_prompt_length or "

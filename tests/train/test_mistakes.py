@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tiny import save_tiny, tiny_tokenizer
+from tests.tiny import save_tiny, tiny_classifier, tiny_tokenizer
 from tests.train.runs import tiny_run, write_prompts
 from tether.config.load import dump_config
 from tether.errors import USER_ERRORS, ConfigError, DataError
 from tether.machine.claim import claimed
 from tether.models import loading
 from tether.train.display import NullDisplay
+from tether.train.inputs import check_data, load_data, resolved
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path, read_norms, run_config
 
@@ -32,6 +34,16 @@ def loaded(monkeypatch):
 
     monkeypatch.setattr(loading, "_from_pretrained", spy)
     return paths
+
+
+def judge_of(folder, *, own_tokenizer, **keys):
+    """A reward model with few positions, and a tokenizer of its own or the policy's."""
+    tiny_classifier(max_position_embeddings=16).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    if own_tokenizer:
+        tokenizer.chat_template = tokenizer.chat_template.replace("<assistant>", "<bos>")
+    tokenizer.save_pretrained(folder)
+    return [{"type": "model", "path": str(folder)} | keys]
 
 
 def foreign_tokenizer(folder):
@@ -77,6 +89,14 @@ MISTAKES = {
         lambda f: {"value__kind": "model", "value__init": str(save_tiny(f / "critic", num_labels=2))},
         r"^value\.init: .*/critic is a classifier with 2 labels",
     ),
+    "answers too long for a reward model that reads ids": (
+        lambda f: {"rewards": judge_of(f / "judge", own_tokenizer=False), "sampling__response_length": 12},
+        r"^rewards\.0: sampling\.response_length 12 after the longest query of 5 tokens makes 17, .*judge reads 16: l",
+    ),
+    "prompts too long for a reward model that reads text": (
+        lambda f: {"rewards": judge_of(f / "judge", own_tokenizer=True, max_length=6)},
+        r"^rewards\.0: row 0 of the prompts has 7 tokens with .*, .*judge reads 6: .* rewards\.0\.max_length",
+    ),
     "a file in the way": (lambda f: {"output_dir": file_in_the_way(f)}, r"^output_dir: .*/file is a file; name a"),
     "a folder that cannot be made": (lambda f: {"output_dir": "/proc/out"}, r"^output_dir: /proc/out cannot be made"),
     "the policy's own folder": (
@@ -103,6 +123,17 @@ def test_mistake_is_told_before_a_model_is_loaded(tmp_path, loaded, name):
     with pytest.raises(USER_ERRORS, match=message):
         train_policy(config)
     assert loaded == []
+
+
+@pytest.mark.parametrize(("response_length", "is_told"), [(3, False), (4, True)])
+def test_answers_that_may_be_too_long_for_a_reward_model_are_told_once(tmp_path, loaded, response_length, is_told):
+    tiny_run(tmp_path)
+    rewards = judge_of(tmp_path / "judge", own_tokenizer=True)
+    config = tiny_run(tmp_path, rewards=rewards, sampling__response_length=response_length)
+    notes = check_data(resolved(config), load_data(config))
+    assert len(notes) == is_told and loaded == []
+    if is_told:
+        assert re.search(r"^rewards\.0: row 3 of the prompts has 10 .*, which leaves 7 of the 16 that", notes[0]), notes
 
 
 def test_run_never_writes_over_what_it_reads(tmp_path, loaded):

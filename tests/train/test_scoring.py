@@ -145,6 +145,34 @@ def test_a_judge_of_whole_conversations_reads_what_the_template_writes_behind_th
     assert score([user], "auto") == plain(ids[:-1]) != plain(ids)
 
 
+@pytest.mark.parametrize("reads", ["ids", "text"])
+def test_a_row_that_no_model_can_read_is_told_before_any_loads(tmp_path, monkeypatch, reads):
+    monkeypatch.setattr("tether.train.scoring.load_judges", None)
+    save_tiny(tmp_path / "policy")
+    judge = {"type": "model", "path": str(save_tiny(tmp_path / "judge", num_labels=1)), "max_length": 16}
+    keys = {"rewards": [judge | {"input_format": "auto" if reads == "ids" else "joined"}]}
+    sources = SourceConfig.model_validate(keys | {"model": {"path": str(tmp_path / "policy")}})
+    row = {"prompt": "the cat", "chosen": "good", "rejected": "bad " * (11 if reads == "ids" else 15)}
+    file = written(tmp_path, {**row, "rejected": "bad"}, row)
+    message = r"FILE: .*row 1 \(line 2\), for rewards\.0: prompt and answer have 17 tokens, .*judge reads 16: .*"
+    with pytest.raises(DataError, match=rf"{message} raise rewards\.0\.max_length"):
+        score_file(sources, file)
+
+
+def test_services_and_functions_are_tried_before_a_model_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr("tether.train.scoring.load_judges", None)
+    file = written(tmp_path, {"prompt": "p", "response": "a"}, {"prompt": "p", "response": "b"})
+    with local_service(lambda payload: Reply({}, 404)) as local:
+        sources = config(tmp_path, {"type": "http", "url": local.url})
+        with pytest.raises(ConfigError, match=r"rewards\.1: the service did not score a first answer: .*status 404"):
+            score_file(sources, file)
+    assert [payload["responses"] for payload in local.seen] == [["a"]]
+    (tmp_path / "judge.py").write_text("def letters(prompts, completions):\n    return [nothing]\n")
+    broken = {"type": "function", "path": str(tmp_path / "judge.py"), "name": "letters"}
+    with pytest.raises(ConfigError, match=r"rewards\.0: the function did not score a first answer: .*NameError"):
+        score_file(SourceConfig.model_validate({"rewards": [broken]}), file)
+
+
 def test_several_sources_are_told_apart(tmp_path):
     save_tiny(tmp_path / "judge", num_labels=1)
     sources = config(tmp_path, {"type": "model", "path": str(tmp_path / "judge"), "weight": -1.0})
@@ -220,7 +248,7 @@ def test_long_texts_are_shown_by_their_ends(tmp_path):
 
 def test_a_source_that_cannot_score_is_an_error(tmp_path):
     file = written(tmp_path, {"prompt": "p", "response": "a"})
-    with local_service(lambda payload: Reply({})) as local, pytest.raises(RewardError, match=WANTED[:4]):
+    with local_service(lambda payload: Reply({})) as local, pytest.raises(ConfigError, match=WANTED[:4]):
         score_file(config(tmp_path, {"type": "http", "url": local.url}), file)
 
 

@@ -424,13 +424,23 @@ def reads_last_token(model: PreTrainedModel) -> bool:
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
 
 
-def pools_otherwise(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
-    """Whether the classifier in ``path`` is of a family that reads more than the last token; loads no weights."""
+def empty_classifier(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The classifier in ``path``, or on the base of an adapter there, without weights."""
     base, at = own_weights(path, revision)
     config = load_config(base, revision=at, trust_remote_code=trust_remote_code)
     with model_errors(path), torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
-    return not reads_last_token(model)
+        return AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def pools_otherwise(path: str, **origin: Any) -> bool:
+    """Whether the classifier in ``path`` is of a family that reads more than the last token; loads no weights.
+
+    Args:
+        origin: as ``empty_classifier`` takes it.
+    """
+    return not reads_last_token(empty_classifier(path, **origin))
 
 
 def load_value_head_model(

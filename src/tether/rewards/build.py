@@ -275,7 +275,7 @@ def try_sources(
     configs: Sequence[RewardConfig],
     names: Sequence[str],
     batch: RewardBatch,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     under: str = "rewards",
 ) -> None:
@@ -283,6 +283,7 @@ def try_sources(
     shows before a run.
 
     Args:
+        tokenizer: as ``build_rewards`` takes it.
         under: configuration key of the sources.
 
     Raises:

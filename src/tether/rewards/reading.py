@@ -199,8 +199,9 @@ def check_lengths(lengths: Sequence[int], limit: int | None, name: str) -> None:
             )
         if limit is not None and length > limit:
             raise RewardError(
-                f"{where} has {length} tokens with its prompt, the limit is {limit}; shorten data.max_prompt_length or "
-                "sampling.response_length, or raise the reward's max_length if the model can take more"
+                f"{where} has {length} tokens with its prompt, the limit is {limit}; wanted shorter prompts or answers "
+                "(in a run data.max_prompt_length, sampling.response_length), or raise the reward's max_length if the "
+                "model can take more"
             )
 
 

@@ -40,6 +40,7 @@ from tether.models.loading import (
 )
 from tether.models.paths import check_model_path, own_weights
 from tether.rewards.build import check_contents, check_conversations, check_rewards
+from tether.rewards.lengths import check_room
 from tether.train.display import Display
 from tether.train.optim import check_schedule
 from tether.train.rollout import Answers
@@ -168,16 +169,18 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
     )
 
 
-def check_data(config: RunConfig, data: RunData) -> None:
+def check_data(config: RunConfig, data: RunData) -> list[str]:
     """Raises for what only the data and the policy's own configuration show: a column that a reward asks for and that
     is not there, or holds what it cannot use, tokens without an embedding, a stop token that is none, layers that the
-    policy has not, texts that do not fit into its positions, updates that leave the policy none.
+    policy has not, texts that do not fit into its positions or a reward model's, updates that leave the policy none.
+
+    Returns:
+        What may go wrong all the same: warnings.
 
     Raises:
         ConfigError, DataError: says which it is.
     """
-    for prompts in data.prompt_sets:
-        check_judged(config, prompts, data.tokenizer)
+    notes = [note for prompts in data.prompt_sets for note in check_judged(config, prompts, data.tokenizer)]
     model = config.model
     base, revision = own_weights(model.path, model.revision)
     if base != model.path and model.lora is not None:
@@ -189,19 +192,24 @@ def check_data(config: RunConfig, data: RunData) -> None:
     _check_layers(config, shape, is_fresh=base == model.path)
     _check_lengths(config, data, shape)
     _check_updates(config, len(data.prompts.prompts))
+    return notes
 
 
-def check_judged(config: RunConfig, prompts: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_judged(config: RunConfig, prompts: PromptData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Raises for what keeps a run's reward sources from judging answers to these prompts.
 
+    Returns:
+        What may keep them from judging some answers: warnings.
+
     Raises:
-        ConfigError, DataError: a column is not there or holds what a source cannot use, or a judge's chat template
-            refuses a conversation.
+        ConfigError, DataError: a column is not there or holds what a source cannot use, a judge's chat template
+            refuses a conversation, or prompts leave no room for answers.
     """
     check_rewards(config.rewards, columns=prompts.columns)
     check_conversations(config.rewards, prompts.prompts, tokenizer)
     rows = ((prompt.source, prompt.columns, f"row {prompt.row} of the prompts") for prompt in prompts.prompts)
     check_contents(config.rewards, rows)
+    return check_room(config.rewards, prompts.prompts, tokenizer, config.sampling.response_length)
 
 
 def first_answer(data: RunData) -> RewardBatch:

@@ -189,7 +189,8 @@ def open_trainer(
         if (told := told_of_move(saved, record, config, dist, build_engine(dist).name)) is not None:
             display.message(told)
     data = dist.main_first(lambda: load_data(config))
-    dist.each(lambda: check_data(config, data))
+    for note in dist.each(lambda: check_data(config, data)):
+        display.message(f"warning: {note}")
     if checkpoint is not None:
         held_out, models = data.eval_prompts.prompts if data.eval_prompts else [], model_paths(config)
         read = fingerprints(data.prompts.prompts, held_out, data.demonstrations, models)

@@ -144,7 +144,8 @@ def evaluate_path(
         data = load_prompts(prompts, tokenizer, **options, **config.data.chat)
     if data.num_too_long:
         display.message(f"prompts: {data.note}")
-    check_judged(config, data, tokenizer)
+    for note in check_judged(config, data, tokenizer):
+        display.message(f"warning: {note}")
     run_data = RunData(tokenizer, data, data, None)
     try_sources(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
     display.phase("loading models", 0, 1)

@@ -33,7 +33,7 @@ from tether.train import inputs
 from tether.train.checkpoint import list_checkpoints
 from tether.train.display import Display, NullDisplay
 from tether.train.interrupt import StopRequest
-from tether.train.run import CONFIG, CRITIC, check_processes, prepare_folder, train_policy
+from tether.train.run import CONFIG, CRITIC, check_processes, prepare_folder, train_policy, try_outside
 from tether.train.run import check_folder as check_run_folder
 from tether.train.same_run import OF_RESULT, differences, may_change
 
@@ -168,7 +168,10 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> None:
         check_processes(config, dist)
         check_run_folder(ready)
         config = inputs.resolved(config)
-        inputs.check_data(config, inputs.load_data(config))
+        data = inputs.load_data(config)
+        inputs.check_data(config, data)
+        if dist.is_main:
+            try_outside(config, data, with_services=True)
         return
     stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
     running.check_launch(config, name, dist.num_processes)

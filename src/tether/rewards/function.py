@@ -7,7 +7,8 @@ import importlib
 import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
@@ -156,7 +157,8 @@ def load_function(path: str, name: str, key: str) -> RewardFunction:
     """The function ``name`` of a ``.py`` file or of an importable module.
 
     A file is run under a module name made from its full path, so that two files of one name never meet, and once only
-    as long as it does not change.
+    as long as it does not change. It may import what lies beside it, a module what lies in the current folder, however
+    the process was started.
 
     Args:
         key: the configuration key that messages begin with.
@@ -245,7 +247,8 @@ def _run_file(file: Path, source: bytes) -> ModuleType:
     module.__file__ = str(file)
     sys.modules[name] = module  # dataclasses and pickle look modules up by name
     try:
-        exec(compile(source, str(file), "exec"), vars(module))
+        with _imports_from(file.parent):
+            exec(compile(source, str(file), "exec"), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
@@ -254,9 +257,25 @@ def _run_file(file: Path, source: bytes) -> ModuleType:
 
 def _import(path: str, key: str) -> ModuleType:
     try:
-        return importlib.import_module(path)
+        with _imports_from(Path.cwd()):
+            return importlib.import_module(path)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{key}.path: cannot import {path}: {type(error).__name__}: {error}; "
-            "wanted a .py file or the import path of an installed module"
+            "wanted a .py file, or the import path of a module that is installed or in the current folder"
         ) from error
+
+
+@contextmanager
+def _imports_from(folder: Path) -> Iterator[None]:
+    """Has imports look into ``folder`` first, as those of a script look beside it; afterwards in the last place, for what
+    functions import when they are called, so that nothing there hides what the run itself has yet to import."""
+    place = str(folder)
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        if place in sys.path:  # what was imported may have changed it
+            sys.path.remove(place)
+        if place not in sys.path:
+            sys.path.append(place)

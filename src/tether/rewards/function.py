@@ -268,8 +268,8 @@ def _import(path: str, key: str) -> ModuleType:
 
 @contextmanager
 def _imports_from(folder: Path) -> Iterator[None]:
-    """Has imports look into ``folder`` first, as those of a script look beside it; afterwards in the last place, for what
-    functions import when they are called, so that nothing there hides what the run itself has yet to import."""
+    """Has imports look into ``folder`` first, as those of a script look beside it; afterwards in the last place, for
+    what functions import when they are called: nothing there hides what the run itself has yet to import."""
     place = str(folder)
     sys.path.insert(0, place)
     try:

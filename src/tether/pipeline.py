@@ -169,7 +169,7 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> None:
         check_run_folder(ready)
         config = inputs.resolved(config)
         data = inputs.load_data(config)
-        inputs.check_data(config, data)
+        inputs.check_data(config, data, has_policy=config.model.path == ready.model.path)
         if dist.is_main:
             try_outside(config, data, with_services=True)
         return
@@ -192,9 +192,10 @@ def _on_start(config: Any, pipeline: Pipeline, states: Mapping[str, State]) -> A
             changes["data"] = config.data.model_copy(update={"chat_template": made.data.chat_template})
         config = config.model_copy(update=changes)
     if isinstance(config, RunConfig):
-        changes, critic = {"rewards": _there(config.rewards, missing)}, inputs.model_paths(config).get("value.init")
+        changes = {"rewards": _there(config.rewards, missing)}
+        critic = inputs.model_paths(config).get("value.init", getattr(config.rewards[0], "path", None))
         if critic is not None and _place(critic) in missing:
-            changes["value"] = config.value.model_copy(update={"init": None})
+            changes["value"] = config.value.model_copy(update={"init": "policy"})
         config = config.model_copy(update=changes)
     return config
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import try_to_load_from_cache
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -17,7 +18,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from tests.models.build import edit_json, plain_adapted, save_adapter, save_model
+from tests.models.build import edit_json, plain_adapted, save_adapter, save_model, wrapped
 from tests.rewards.encoders import ENCODERS, save_encoder
 from tests.rewards.value_heads import HEAD, plain_value, save_value_head
 from tests.tiny import EOS, KINDS, PAD, save_tiny, tiny_tokenizer
@@ -126,6 +127,47 @@ def test_a_head_is_never_random(tmp_path, change, message):
 def test_a_language_model_is_no_reward_model(tmp_path):
     with pytest.raises(ModelError, match="no head"):
         load_classifier(str(save_model(tmp_path)))
+
+
+@pytest.mark.parametrize("label", [1, "happy"])
+@pytest.mark.parametrize("kind", ["llama", "bert", "roberta", "deberta"])
+def test_one_label_of_several_is_the_score(tmp_path, kind, label):
+    if kind == "llama":
+        save_model(tmp_path, num_labels=3)
+    else:
+        save_encoder(tmp_path, kind, num_labels=3)
+    edit_json(tmp_path / "config.json", lambda c: c.update(id2label={0: "sad", 1: "happy", 2: "neither"}))
+    model, ids = load_reward_model(str(tmp_path), label=label), torch.tensor([[5, 7, 8, 9]])
+    with torch.no_grad():
+        plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()(input_ids=ids).logits
+        got = model(input_ids=ids).logits
+    assert got.shape == (1, 1) and model.config.num_labels == 1 and plain.unique().numel() == 3
+    assert got.item() == pytest.approx(plain[0, 1].item(), abs=1e-6)
+    with pytest.raises(ModelError, match=r"has no label 3; wanted one of 0 \(sad\), 1 \(happy\), 2 \(neither\)"):
+        load_reward_model(str(tmp_path), label=3)
+
+
+def test_one_label_of_an_adapters_several_is_the_score(tmp_path):
+    base = save_model(tmp_path / "base", tied=False)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    adapted = wrapped(model, LoraConfig(task_type="SEQ_CLS", target_modules="all-linear"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.tensor([[5, 7, 8, 9]])
+    with torch.no_grad():
+        wanted = adapted.eval()(input_ids=ids).logits[0]
+        got = [load_reward_model(str(tmp_path / "adapter"), label=n)(input_ids=ids).logits.item() for n in (0, 1)]
+    assert got == pytest.approx(wanted.tolist(), abs=1e-5) and got[0] != got[1]
+
+
+def test_labels_of_a_model_on_the_hub_are_looked_at_too(monkeypatch):
+    two = AutoConfig.for_model("distilbert", architectures=["DistilBertForSequenceClassification"])
+    monkeypatch.setattr(loading, "is_adapter", lambda path, revision: False)
+    monkeypatch.setattr(loading, "load_config", lambda path, **origin: two if origin["revision"] == "v2" else None)
+    with pytest.raises(ModelError, match=r"rewards\.0\.path: lab/judge is a classifier with 2 labels; wanted one"):
+        check_classifier("lab/judge", "rewards.0.path", revision="v2")
+    check_classifier("lab/judge", "rewards.0.path", revision="v2", label="LABEL_1", label_key="rewards.0.label")
+    two.num_labels = 1
+    check_classifier("lab/judge", "rewards.0.path", revision="v2")
 
 
 def test_several_labels_are_refused_by_number(tmp_path):

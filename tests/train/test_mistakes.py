@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from peft import LoHaConfig
+from pydantic import ValidationError
 
+from tests.models.build import save_adapter
 from tests.tiny import save_tiny, tiny_classifier, tiny_tokenizer
 from tests.train.runs import tiny_run, write_prompts
 from tether.config.load import dump_config
@@ -44,6 +47,21 @@ def judge_of(folder, *, own_tokenizer, **keys):
         tokenizer.chat_template = tokenizer.chat_template.replace("<assistant>", "<bos>")
     tokenizer.save_pretrained(folder)
     return [{"type": "model", "path": str(folder)} | keys]
+
+
+def own_model(folder, **keys):
+    return {"type": "model", "path": str(folder)} | keys
+
+
+def reward_adapter(folder, **changes):
+    return {"rewards": [{"type": "adapter", "path": str(folder)}], "model__lora": {}} | changes
+
+
+def loha_adapter(folder, base):
+    """The settings of one; its weights are not looked at."""
+    save_adapter(folder, base)
+    LoHaConfig(task_type="CAUSAL_LM", base_model_name_or_path=str(base)).save_pretrained(folder)
+    return str(folder)
 
 
 def foreign_tokenizer(folder):
@@ -85,6 +103,41 @@ MISTAKES = {
         lambda f: {"value__kind": "model", "value__init": str(save_tiny(f / "critic"))},
         r"^value\.init: .*/critic holds no scalar head",
     ),
+    "a critic from a function": (
+        lambda f: {"value__kind": "model", "value__init": "reward"},
+        r"value\.init reward: the first reward is of type function, a critic of kind model is copied from model or ad",
+    ),
+    "a critic from a judge of another vocabulary": (
+        lambda f: {"value__init": "reward", "rewards": [own_model(save_tiny(f / "judge", "qwen2", num_labels=1))]},
+        r"^value\.init reward: the tokenizer of .*/judge has another vocabulary",
+    ),
+    "a critic adapter from a full model": (
+        lambda f: {"value__init": str(save_tiny(f / "critic", num_labels=1)), "model__lora": {}},
+        r"^value\.init: .*/critic holds no adapter_config\.json",
+    ),
+    "an adapter without a head as reward model": (
+        lambda f: {"rewards": [own_model(save_adapter(f / "sft", f / "llama-tied"))]},
+        r"^rewards\.0\.path: .*/sft is an adapter without a head \(task_type CAUSAL_LM\); wanted the adapter of a seq",
+    ),
+    "a reward adapter of another base": (
+        lambda f: reward_adapter(save_adapter(f / "judge", save_tiny(f / "other", seed=1), reward=True)),
+        r"^rewards\.0\.path: .*/judge: the reward adapter was trained on .*/other, the policy's base is .*/llama-tied",
+    ),
+    "a reward adapter beside one of another method": (
+        lambda f: reward_adapter(
+            save_adapter(f / "judge", f / "llama-tied", reward=True),
+            model__path=loha_adapter(f / "start", f / "llama-tied"),
+        ),
+        r"^rewards\.0\.path: .*/judge: got a LORA adapter; wanted a LOHA adapter, as the policy's is",
+    ),
+    "a reward model of two labels": (
+        lambda f: {"rewards": [own_model(save_tiny(f / "judge", num_labels=2))]},
+        r"^rewards\.0\.path: .*/judge is .* with 2 labels; .*, or by rewards\.0\.label the .*: LABEL_0, LABEL_1$",
+    ),
+    "a label that is none": (
+        lambda f: {"rewards": [own_model(save_tiny(f / "judge", num_labels=2), label="POSITIVE")]},
+        r"^rewards\.0\.label: .*/judge: has no label 'POSITIVE'; wanted one of 0 \(LABEL_0\), 1 \(LABEL_1\)",
+    ),
     "a critic of two labels": (
         lambda f: {"value__kind": "model", "value__init": str(save_tiny(f / "critic", num_labels=2))},
         r"^value\.init: .*/critic is a classifier with 2 labels",
@@ -118,9 +171,9 @@ def test_mistake_is_told_before_a_model_is_loaded(tmp_path, loaded, name):
     rows = changes.pop("rows", ["the cat", "the zebra"])
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     written = (tmp_path / "rewards.py").read_text()
-    config = tiny_run(tmp_path, data__prompts=str(tmp_path / "rows.jsonl"), **changes)
-    (tmp_path / "rewards.py").write_text(written)
-    with pytest.raises(USER_ERRORS, match=message):
+    with pytest.raises((*USER_ERRORS, ValidationError), match=message):
+        config = tiny_run(tmp_path, data__prompts=str(tmp_path / "rows.jsonl"), **changes)
+        (tmp_path / "rewards.py").write_text(written)
         train_policy(config)
     assert loaded == []
 

@@ -11,6 +11,7 @@ from pydantic import (
     AfterValidator,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     field_validator,
@@ -132,6 +133,9 @@ class ModelReward(OwnModelReward):
     """``model``: a sequence classifier with one label."""
     path: str
     """Hub id or folder of the sequence classifier, or of a PEFT adapter of one (loaded on its own base)."""
+    label: NonNegativeInt | str | None = None
+    """Of a classifier with several labels (sentiment, toxicity, …), the one whose logit is the score, by its name in
+    the model's ``id2label`` or its number. Left out: it has one label."""
 
 
 class ValueHeadReward(OwnModelReward):

@@ -29,6 +29,10 @@ HeldOut = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A share that leaves something to train on."""
 
 
+COPIED = {"adapter": ("adapter",), "model": ("model", "adapter")}
+"""Types of a first reward source that a critic of each kind can be copied from."""
+
+
 class LoraConfig(Section):
     """A LoRA adapter, in the words of PEFT."""
 
@@ -663,6 +667,11 @@ class RunConfig(Section):
         if kind == "head" and value.init not in (None, "policy"):
             raise ValueError(
                 f"value.init {value.init}: kind head starts from the policy; set value.kind to model or adapter"
+            )
+        if value.init == "reward" and (first := self.rewards[0].type) not in COPIED[kind]:
+            raise ValueError(
+                f"value.init reward: the first reward is of type {first}, a critic of kind {kind} is copied from "
+                f"{' or '.join(COPIED[kind])}; put such a reward first, or set value.init to policy"
             )
         if value.detach and kind != "head":
             raise ValueError(f"value.detach is for value.kind head; kind {kind} never touches the policy's weights")

@@ -187,24 +187,34 @@ def add_reward(model: PeftModel, name: str, path: str, base_source: str, *, floa
         ModelError: it was trained on another base, does not fit it, or has no scalar head.
     """
     adapter = read_adapter(path)
-    kind, own = adapter.config.peft_type, next(iter(model.peft_config.values())).peft_type
+    check_beside(path, adapter.config, next(iter(model.peft_config.values())).peft_type, base_source)
+    head = head_from(reward_head(adapter), state_size(model.get_base_model()), path)
+    model.add_adapter(name, changed_config(adapter.config, task_type="CAUSAL_LM", inference_mode=False))
+    fill_adapter(model, name, adapter, float32=float32)
+    return head
+
+
+def check_beside(path: str, config: PeftConfig, own: peft.PeftType, base_source: str) -> None:
+    """Raises ``ModelError`` if the reward adapter in ``path`` cannot sit on the policy's base, beside its adapter.
+
+    Args:
+        config: the reward adapter's.
+        own: method of the policy's adapter.
+        base_source: the policy's base.
+    """
+    kind, base = config.peft_type, config.base_model_name_or_path or ""
     if kind != own:
         raise ModelError(
             f"{path}: got a {kind.value} adapter; wanted a {own.value} adapter, as the policy's is: one base carries "
             "adapters of one method. Use it as a reward of type model"
         )
-    check_switched_off(path, adapter.config)
-    base = adapter.config.base_model_name_or_path or ""
+    check_switched_off(path, config)
     if not is_same_model(base, base_source):
         raise ModelError(
             f"{path}: the reward adapter was trained on {base or 'an unnamed model'}, the policy's base is "
             f"{base_source}. Adapters share one base: train the reward adapter on that base, or use it as a reward of "
             f"type model. If both are the same model, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         )
-    head = head_from(reward_head(adapter), state_size(model.get_base_model()), path)
-    model.add_adapter(name, changed_config(adapter.config, task_type="CAUSAL_LM", inference_mode=False))
-    fill_adapter(model, name, adapter, float32=float32)
-    return head
 
 
 def reward_head(adapter: Adapter) -> Mapping[str, Tensor]:

@@ -10,7 +10,7 @@ from peft import PeftModel, PeftType
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tether.config.schema import RunConfig
+from tether.config.schema import COPIED, RunConfig
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import (
     DEFAULT,
@@ -44,6 +44,8 @@ class CriticSource:
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
     """Run Python code that comes with it."""
+    label: int | str | None = None
+    """Of a classifier with several labels, the one whose logit it is copied from."""
 
 
 def build_roles(
@@ -188,6 +190,7 @@ def _model_critic(
             revision=source.revision,
             attn_implementation=config.model.attn_implementation,
             trust_remote_code=source.trust_remote_code,
+            label=source.label,
         )
     elif config.model.lora is None:
         model = copy.deepcopy(policy.model)
@@ -222,12 +225,10 @@ def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Crit
         return None
     if init in (None, "reward"):
         reward = config.rewards[0]
-        wanted = ("adapter",) if kind == "adapter" else ("model", "adapter")
-        if reward.type not in wanted:
-            why_not = f"the first reward is of type {reward.type}, wanted {' or '.join(wanted)}"
-        else:
-            source = CriticSource(reward.path, **reward.model_dump(include={"revision", "trust_remote_code"}))
-            why_not = _no_critic(source, tokenizer) if kind == "model" else None
+        if reward.type not in COPIED[kind]:
+            return None
+        source = CriticSource(reward.path, **reward.model_dump(include={"revision", "trust_remote_code", "label"}))
+        why_not = _no_critic(source, tokenizer) if kind == "model" else None
         if why_not is None:
             return source
         if init is None:

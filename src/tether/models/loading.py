@@ -6,7 +6,6 @@ names and merged into it; adapters that stay adapters are the business of ``role
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
@@ -65,12 +64,10 @@ POOLED_HEADS = ("classifier", "classification_head", "logits_proj")
 """What the heads of classifiers are called whose families pool otherwise than at the last token."""
 HEADS = ("score", *POOLED_HEADS)
 """The same, and that of the others."""
-OUTPUT_LAYERS = (
-    *(f"{name}.weight" for name in (*HEAD_NAMES, "classifier", "logits_proj")),
-    "classifier.out_proj.weight",
-    "classification_head.out_proj.weight",
-)
-"""The last layers of classifiers' heads, with a row for each label."""
+OUTPUT_MODULES = ("classifier", "logits_proj", "classifier.out_proj", "classification_head.out_proj")
+"""The last layers of the heads of such families, with a row for each label."""
+OUTPUT_LAYERS = tuple(f"{name}.weight" for name in (*HEAD_NAMES, *OUTPUT_MODULES))
+"""Their weights, and those of the others."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 # Devices
@@ -289,6 +286,7 @@ def load_reward_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     few_bits: FewBits | None = None,
+    label: int | str | None = None,
 ) -> PreTrainedModel:
     """The sequence classifier with one label in ``path``, in eval mode; an adapter is merged into its base.
 
@@ -298,28 +296,38 @@ def load_reward_model(
     Args:
         dtype: of the weights, a decoder's head aside; None: as saved.
         few_bits: holds the linear layers in 4 or 8 bits, on their device.
+        label: of a classifier with several labels the one to keep alone, by name or number.
 
     Raises:
-        ModelError: it is not there, has more labels than one, no head, several, or weights that are missing or that
-            have no place in the model; or it is an adapter, and ``few_bits`` are asked for.
+        ModelError: it is not there, has more labels than one, or not the one that is asked for, no head, several, or
+            weights that are missing or that have no place in the model; or it is an adapter, and ``few_bits`` are
+            asked for.
     """
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     if few_bits is not None:
         _check_full(path, revision, few_bits)
         options |= few_bits.options(heads=HEADS)
     if is_adapter(path, revision):
-        return _adapted_classifier(read_adapter(path, revision), dtype, options)
+        adapter = read_adapter(path, revision)
+        if label is None:
+            return _adapted_classifier(adapter, dtype, options)
+        whole = _adapted_classifier(adapter, dtype, options, num_labels=_num_labels(adapter))
+        return _with_one_label(whole, label, path)
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
-    if is_classifier(config) and config.num_labels != 1:
+    if label is None and is_classifier(config) and config.num_labels != 1:
         raise ModelError(f"{path}: got a classifier with {config.num_labels} labels; wanted one label (num_labels=1)")
+    labels = 1 if label is None else config.num_labels
     model, info = _from_pretrained(
-        AutoModelForSequenceClassification, path, dtype=dtype or "auto", revision=revision, num_labels=1, **options
+        AutoModelForSequenceClassification, path, dtype=dtype or "auto", revision=revision, num_labels=labels, **options
     )
-    heads = {name for name in info["unexpected_keys"] if is_head_key(name) and reads_last_token(model)}
+    has_known_head = reads_last_token(model) and label is None
+    heads = {name for name in info["unexpected_keys"] if is_head_key(name) and has_known_head}
     foreign = sorted(n for n in set(info["unexpected_keys"]) - heads if not _is_unused(n, model))
     if foreign:
         raise ModelError(f"{path}: holds weights that have no place in {type(model).__name__}: {some_of(foreign)}")
-    _check_complete(info, path, but={"score.weight"} if reads_last_token(model) else ())
+    _check_complete(info, path, but={"score.weight"} if has_known_head else ())
+    if label is not None:
+        return _with_one_label(model, label, path)
     if not reads_last_token(model):
         return model
     tensors = read_tensors(path, heads, revision=revision)
@@ -327,6 +335,39 @@ def load_reward_model(
         tensors["score.weight"] = model.score.weight
     model.score = head_from(tensors, model.score.in_features, path)
     return model
+
+
+def _with_one_label(model: PreTrainedModel, label: int | str, path: str) -> PreTrainedModel:
+    """The classifier with one of its labels alone: the last layer of its head keeps that label's row."""
+    row = label_number(model.config, label, path)
+    layers = dict(model.named_modules())
+    name = next((n for n in ("score", *OUTPUT_MODULES) if isinstance(layers.get(n), torch.nn.Linear)), None)
+    if name is None:
+        raise ModelError(f"{path}: the head of {type(model).__name__} has no last layer with a row for each label")
+    whole = layers[name]
+    head = ScalarHead(whole.in_features, bias=whole.bias is not None)
+    with torch.no_grad():
+        head.weight.copy_(whole.weight[row : row + 1])
+        if whole.bias is not None:
+            head.bias.copy_(whole.bias[row : row + 1])
+    model.set_submodule(name, head.to(whole.weight.device))
+    model.config.num_labels = model.num_labels = 1
+    return model
+
+
+def label_number(config: PreTrainedConfig, label: int | str, path: str) -> int:
+    """Number of a classifier's label.
+
+    Raises:
+        ModelError: it has none of that name or number.
+    """
+    names = config.id2label
+    found = [number for number, name in names.items() if label in (number, name)]
+    if len(found) != 1:
+        raise ModelError(
+            f"{path}: has no label {label!r}; wanted one of {', '.join(f'{n} ({name})' for n, name in names.items())}"
+        )
+    return found[0]
 
 
 def _check_full(path: str, revision: str | None, few_bits: FewBits) -> None:
@@ -355,12 +396,23 @@ def load_merged_classifier(path: str, *, trust_remote_code: bool = False) -> Pre
         ModelError: the adapter does not fit its base, or holds no head.
     """
     adapter = read_adapter(path)
+    options = {"trust_remote_code": trust_remote_code}
+    return _adapted_classifier(adapter, None, options, num_labels=_num_labels(adapter))
+
+
+def _num_labels(adapter: Adapter) -> int:
+    """Labels of the classifier that an adapter makes of its base.
+
+    Raises:
+        ModelError: it holds no head, or several.
+    """
     tensors = {name.removeprefix(MODULE_PREFIX): tensor for name, tensor in adapter.tensors.items()} | adapter.head
     outputs = [tensors[name] for name in OUTPUT_LAYERS if name in tensors]
     if len(outputs) != 1:
-        raise ModelError(f"{path}: wanted an adapter with one head, {' or '.join(OUTPUT_LAYERS)}; got {len(outputs)}")
-    options = {"trust_remote_code": trust_remote_code}
-    return _adapted_classifier(adapter, None, options, num_labels=outputs[0].shape[0])
+        raise ModelError(
+            f"{adapter.path}: wanted an adapter with one head, {' or '.join(OUTPUT_LAYERS)}; got {len(outputs)}"
+        )
+    return outputs[0].shape[0]
 
 
 def _adapted_classifier(
@@ -393,11 +445,23 @@ def _adapted_classifier(
     return model
 
 
-def check_classifier(path: str, key: str) -> None:
-    """Raises ``ModelError`` if a local folder holds a full model that is no classifier with one label.
+def check_classifier(
+    path: str,
+    key: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    label: int | str | None = None,
+    label_key: str | None = None,
+) -> None:
+    """Raises ``ModelError`` if a model is no classifier with one label, or an adapter has no head; loads no weights.
+
+    Of a model on the hub, the configuration is looked at.
 
     Args:
         key: the configuration key that named it, for the message.
+        label: of a classifier with several labels the one that is kept.
+        label_key: the configuration key that ``label`` is given by; None where there is none.
     """
     folder = Path(path)
     if (beside := value_head_file(folder)) is not None:
@@ -405,17 +469,39 @@ def check_classifier(path: str, key: str) -> None:
             f"{key}: {path} keeps its head in {beside.name}, as LLaMA-Factory does; wanted a model with a head of its "
             "own. As a reward it is of type value_head"
         )
-    if not (folder / "config.json").is_file() or is_adapter(path):
+    if is_adapter(path, revision):
+        _check_head_of_adapter(path, key, revision)
         return
-    with model_errors(path):
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    labels = settings.get("num_labels") or len(settings.get("id2label", range(2)))  # 2 is left out
-    if labels != 1 and any(kind.endswith("ForSequenceClassification") for kind in settings.get("architectures") or ()):
-        raise ModelError(f"{key}: {path} is a classifier with {labels} labels; wanted one label (num_labels=1)")
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    if label is not None:
+        label_number(config, label, f"{label_key}: {path}")
+    elif is_classifier(config) and config.num_labels != 1:
+        names = ", ".join(map(str, config.id2label.values()))
+        way_out = "" if label_key is None else f", or by {label_key} the one whose logit is the score: {names}"
+        raise ModelError(
+            f"{key}: {path} is a classifier with {config.num_labels} labels; wanted one label (num_labels=1){way_out}"
+        )
     names = _tensor_names(folder)
     if names and not any(is_head_key(name) or name.partition(".")[0] in POOLED_HEADS for name in names):
         raise ModelError(
             f"{key}: {path} holds no scalar head; wanted a model trained as a sequence classifier with num_labels=1"
+        )
+
+
+def _check_head_of_adapter(path: str, key: str, revision: str | None) -> None:
+    """Raises ``ModelError`` if an adapter has no head by its weights, or by its settings where those are not here."""
+    with model_errors(path):
+        settings = PeftConfig.from_pretrained(path, revision=revision)
+        names: list[str] = []
+        if (file := Path(path) / "adapter_model.safetensors").is_file():
+            with safe_open(file, framework="pt") as tensors:
+                names = [name.removeprefix(MODULE_PREFIX) for name in list(tensors.keys())]
+    kept = names or [f"{name}.weight" for name in getattr(settings, "modules_to_save", None) or ()]
+    is_known = bool(names) or settings.task_type not in ("SEQ_CLS", None)
+    if is_known and not any(is_head_key(name) or name.partition(".")[0] in POOLED_HEADS for name in kept):
+        raise ModelError(
+            f"{key}: {path} is an adapter without a head (task_type {settings.task_type}); wanted the adapter of a "
+            "sequence classifier with one label, which brings its head"
         )
 
 

@@ -82,8 +82,8 @@ alone has it: the source that knows the scores of a whole batch."""
 def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None = None) -> None:
     """Checks everything about reward sources that shows before a model is loaded.
 
-    Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label,
-    keys of services are set, packages are installed.
+    Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label or
+    the one that is named, keys of services are set, packages are installed.
 
     Args:
         configs: the sources.
@@ -105,7 +105,14 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
                 _check_reward_adapter(config.path, f"{key}.path")
             case ModelReward():
                 check_model_path(config.path, f"{key}.path", revision=config.revision)
-                check_classifier(config.path, f"{key}.path")
+                check_classifier(
+                    config.path,
+                    f"{key}.path",
+                    revision=config.revision,
+                    trust_remote_code=config.trust_remote_code,
+                    label=config.label,
+                    label_key=f"{key}.label",
+                )
             case ValueHeadReward():
                 check_model_path(config.path, f"{key}.path", revision=config.revision)
                 check_value_head(config.path, f"{key}.path")
@@ -371,7 +378,7 @@ def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTr
         options["few_bits"] = FewBits(config.quantization, device, compute_dtype)
     if isinstance(config, ValueHeadReward):
         return load_value_head_model(config.path, **options)
-    model = load_reward_model(config.path, **options)
+    model = load_reward_model(config.path, label=config.label, **options)
     return model, model.score if reads_last_token(model) else None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from peft import PeftConfig
+from peft import PeftConfig, PeftType
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.config import launched
@@ -15,10 +15,11 @@ from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.joined import check_datasets
 from tether.data.prompts import PromptData, load_prompts, split_prompts
-from tether.errors import ConfigError, DataError
+from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.trackers import check_report_to
-from tether.models.adapters import check_switched_off, check_targets
+from tether.models.adapters import check_beside, check_switched_off, check_targets
 from tether.models.bitsandbytes import check_bitsandbytes
+from tether.models.build import critic_source
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.compiled import check_compile
 from tether.models.fit import (
@@ -29,6 +30,7 @@ from tether.models.fit import (
     has_few_bits,
     steady_positions,
 )
+from tether.models.gguf import gguf_source
 from tether.models.loading import (
     bf16_supported,
     check_classifier,
@@ -38,7 +40,7 @@ from tether.models.loading import (
     load_tokenizer,
     stop_token_ids,
 )
-from tether.models.paths import check_model_path, own_weights
+from tether.models.paths import absolute_source, check_model_path, is_adapter, model_errors, own_weights
 from tether.rewards.build import check_contents, check_conversations, check_rewards
 from tether.rewards.lengths import check_room
 from tether.train.display import Display
@@ -89,7 +91,9 @@ def check(config: RunConfig) -> None:
     if config.value.init not in (None, "reward", "policy"):
         check_model_path(config.value.init, "value.init")
         if config.value_kind == "model":
-            check_classifier(config.value.init, "value.init")
+            check_classifier(
+                config.value.init, "value.init", trust_remote_code=config.model.trust_remote_code
+            )
 
 
 def check_batches(config: RunConfig, num_processes: int) -> None:
@@ -169,10 +173,14 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
     )
 
 
-def check_data(config: RunConfig, data: RunData) -> list[str]:
+def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> list[str]:
     """Raises for what only the data and the policy's own configuration show: a column that a reward asks for and that
     is not there, or holds what it cannot use, tokens without an embedding, a stop token that is none, layers that the
-    policy has not, texts that do not fit into its positions or a reward model's, updates that leave the policy none.
+    policy has not, texts that do not fit into its positions or a reward model's, updates that leave the policy none,
+    adapters of another base, a start of the critic that cannot be one.
+
+    Args:
+        has_policy: whether ``model.path`` holds the policy, and not what it is yet to be made from.
 
     Returns:
         What may go wrong all the same: warnings.
@@ -184,7 +192,7 @@ def check_data(config: RunConfig, data: RunData) -> list[str]:
     model = config.model
     base, revision = own_weights(model.path, model.revision)
     if base != model.path and model.lora is not None:
-        check_switched_off(model.path, PeftConfig.from_pretrained(model.path, revision=model.revision))
+        check_switched_off(model.path, _peft_config(model.path, model.revision))
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
     check_language_model(base, shape)
     _check_weights(config, shape)
@@ -192,6 +200,9 @@ def check_data(config: RunConfig, data: RunData) -> list[str]:
     _check_layers(config, shape, is_fresh=base == model.path)
     _check_lengths(config, data, shape)
     _check_updates(config, len(data.prompts.prompts))
+    critic_source(config, data.tokenizer)
+    if has_policy:
+        _check_adapters(config)
     return notes
 
 
@@ -274,6 +285,23 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
         )
 
 
+def _check_adapters(config: RunConfig) -> None:
+    """Reward adapters, and one that the critic is copied from, sit on the policy's base beside its own adapter."""
+    model = config.model
+    if model.lora is None or gguf_source(model.path) is not None:  # of a GGUF file the base has yet to be written
+        return
+    own = _peft_config(model.path, model.revision) if is_adapter(model.path, model.revision) else None
+    base, kind = own_weights(model.path, model.revision)[0], PeftType.LORA if own is None else own.peft_type
+    sources = {f"{key}.path": each.path for key, each in sources_of(config.rewards) if isinstance(each, AdapterReward)}
+    if config.value_kind == "adapter" and config.value.init not in (None, "reward", "policy"):
+        sources["value.init"] = config.value.init
+    for key, path in sources.items():
+        try:
+            check_beside(path, _peft_config(path), kind, absolute_source(base))
+        except ModelError as error:
+            raise ModelError(f"{key}: {error}") from error
+
+
 def _check_updates(config: RunConfig, num_prompts: int) -> None:
     updates = config.num_updates(num_prompts)
     if config.value.warmup_steps >= updates:
@@ -282,6 +310,12 @@ def _check_updates(config: RunConfig, num_prompts: int) -> None:
             f"never train. Set it below {updates}"
         )
     check_schedule(config, updates)
+
+
+def _peft_config(path: str, revision: str | None = None) -> PeftConfig:
+    """The settings of the adapter in ``path``."""
+    with model_errors(path):
+        return PeftConfig.from_pretrained(path, revision=revision)
 
 
 def tell_data(config: RunConfig, data: RunData, display: Display) -> None:

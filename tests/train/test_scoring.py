@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.models.build import edit_json
+from tests.rewards.encoders import save_encoder
 from tests.rewards.services import Reply, local_service
 from tests.rewards.test_judge_source import says
 from tests.tiny import save_tiny
@@ -171,6 +173,22 @@ def test_services_and_functions_are_tried_before_a_model_loads(tmp_path, monkeyp
     broken = {"type": "function", "path": str(tmp_path / "judge.py"), "name": "letters"}
     with pytest.raises(ConfigError, match=r"rewards\.0: the function did not score a first answer: .*NameError"):
         score_file(SourceConfig.model_validate({"rewards": [broken]}), file)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_a_label_of_a_sentiment_model_scores_answers(tmp_path, kind):
+    judge = tmp_path / "judge"
+    save_tiny(judge, num_labels=2) if kind == "decoder" else save_encoder(judge, num_labels=2)
+    edit_json(judge / "config.json", lambda saved: saved.update(id2label={0: "NEGATIVE", 1: "POSITIVE"}))
+    section = {"type": "model", "path": str(judge), "label": "POSITIVE", "input_format": "response"}
+    answers = ["very good", "bad"]
+    file = written(tmp_path, *({"prompt": "the cat", "response": answer} for answer in answers))
+    rows = score_file(SourceConfig.model_validate({"rewards": [section]}), file).rows
+    model = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    with torch.no_grad():
+        wanted = [model(**tokenizer(answer, return_tensors="pt")).logits[0, 1].item() for answer in answers]
+    assert [row["score"] for row in rows] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_several_sources_are_told_apart(tmp_path):

@@ -161,10 +161,8 @@ class PPOTrainer:
         if inert := sorted(INERT & args.set_arguments):
             logger.warning("PPOConfig: not read here: %s", ", ".join(inert))
 
-        # From here on the models change.
         set_seed((args.seed + dist.rank) % 2**32)
         device = torch.device("cpu") if engine.spreads_weights else dist.device
-        roles = models.roles(self._config, processing_class, device=device)
         rewards = judges.source(
             processing_class,
             batch_size=args.local_rollout_forward_batch_size,
@@ -172,6 +170,8 @@ class PPOTrainer:
             shards=engine.spreads_weights,
             shared=partial(shared, dist=dist, engine=engine),
         )
+        # From here on the models change.
+        roles = models.roles(self._config, processing_class, device=device)
         before = roles.trained
         engine.place(roles)
         self._rewards = rewards

@@ -378,11 +378,13 @@ class TestModels:
         read(PPO, "--template=deepseek3", "--model_revision=v2")
         assert asked == [(MODEL, {"revision": "v2", "trust_remote_code": True})]
 
-    def test_zephyr_is_the_models_own_template_with_their_system_prompt(self, home):
-        config, translation = read(PPO, "--template=zephyr")
-        assert config.data.chat_template == "auto"
-        assert config.data.system_prompt == "You are Zephyr, a helpful assistant."
-        assert any("no newline after the end token" in note for note in translation.notes)
+    def test_a_template_that_llamafactory_has_not_is_a_slip(self, home):
+        for slip, told in (("lama3", "did you mean llama3?"), ("qwen25_vl", "did you mean qwen2_vl?"), ("xyz", "")):
+            with pytest.raises(ConfigError, match=rf"template: got {slip}; LLaMA-Factory has no such template; {told}"):
+                read(PPO, f"--template={slip}")
+
+    def test_a_system_prompt_of_the_file_stands_in_for_the_templates_own(self, home):
+        assert read(PPO, "--template=zephyr")[0].data.system_prompt is None
         assert read(PPO, "--template=zephyr", "--default_system=x")[0].data.system_prompt == "x"
 
     def test_flash_attention_is_used_where_it_can_be(self, tmp_path, monkeypatch):
@@ -497,11 +499,11 @@ class TestValuesOfOtherKinds:
 
     def test_a_missing_model_is_named_where_its_template_is_looked_for(self, home):
         text = PPO.replace(MODEL, "./nowhere")
-        for odd in (text.replace("template: llama3", "template: odd"), text.replace("type: lora", "type: freeze")):
+        for odd in (text.replace("template: llama3", "template: yi"), text.replace("type: lora", "type: freeze")):
             with pytest.raises(ModelError, match=r"model_name_or_path: \./nowhere does not exist; wanted"):
                 read(odd)
 
     def test_paths_at_home(self, home, monkeypatch):
         monkeypatch.setenv("HOME", str(home))
-        config, _ = read(PPO.replace(MODEL, f"~/{MODEL}").replace("template: llama3", "template: odd"))
+        config, _ = read(PPO.replace(MODEL, f"~/{MODEL}").replace("template: llama3", "template: yi"))
         assert Path(config.model.path) == home / MODEL

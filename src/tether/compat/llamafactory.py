@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,24 @@ STAGES = {"ppo": "ppo", "sft": "sft", "rm": "reward"}
 """Our command of each stage."""
 
 TEMPLATES = {
-    name: name for name in ("alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "qwen", "vicuna")
-} | {"gemma2": "gemma", "phi": "phi3", "empty": "none"}  # fmt: skip
+    name: name for name in ("chatml", "gemma", "llama3", "mistral", "qwen")
+} | {"gemma2": "gemma", "phi": "phi3"} | {
+    name: f"llamafactory/{name}" for name in ("alpaca", "default", "empty", "fewshot", "llama2", "vicuna", "zephyr")
+}  # fmt: skip
 """Our name of a template; a model of another one brings its own with its tokenizer."""
-ZEPHYR = "You are Zephyr, a helpful assistant."
-"""The system prompt that their template zephyr has by itself."""
+OTHER_TEMPLATES = (
+    "aquila atom baichuan baichuan2 bailing bailing_v2 belle bluelm breeze chatglm2 chatglm3 chatml_de codegeex2 "
+    "codegeex4 cohere cpm cpm3 cpm4 dbrx deepseek deepseek3 deepseekcoder deepseekr1 dots_ocr ernie ernie_nothink "
+    "ernie_vl exaone falcon falcon_h1 gemma3 gemma3n glm4 glm4_5v glm4_moe glm4v glmz1 gpt_oss granite3 "
+    "granite3_vision granite4 hunyuan index intern intern2 intern_s1 intern_vl keye_vl kimi_vl llama2_zh llama4 llava "
+    "llava_next llava_next_llama3 llava_next_mistral llava_next_qwen llava_next_video llava_next_video_mistral "
+    "llava_next_video_yi llava_next_yi marco mimo mimo_v2 mimo_vl minicpm_o minicpm_v minimax1 minimax2 ministral "
+    "ministral3 mistral_small mllama moonlight olmo openchat openchat-3.6 opencoder orion paligemma paligemma_chat "
+    "phi4 phi_small pixtral qwen2_audio qwen2_omni qwen2_vl qwen3 qwen3_nothink qwen3_omni qwen3_omni_nothink "
+    "qwen3_vl qwen3_vl_nothink sailor seed_coder seed_oss skywork_o1 smollm smollm2 solar starchat telechat telechat2 "
+    "video_llava xuanyuan xverse yayi yi yi_vl yuan ziya"
+)
+"""The names of theirs that are left, those of later releases among them."""
 ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
 ADAMW = {"adamw_torch": "adamw_torch", "adamw_hf": "adamw_torch", "adamw_torch_fused": "adamw_torch_fused"}
 """Our name of an optimizer of transformers."""
@@ -397,18 +411,22 @@ def _chat(keys: Translator) -> None:
     template = keys.take("template")
     if template in TEMPLATES:
         keys.put("data.chat_template", TEMPLATES[template], "template")
+    elif template in OTHER_TEMPLATES.split():
+        _own_template(keys)
     elif template is not None:
-        _own_template(keys, template)
+        close = difflib.get_close_matches(str(template), [*TEMPLATES, *OTHER_TEMPLATES.split()], n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        keys.refuse(
+            "template", f"LLaMA-Factory has no such template; {hint}Left out, it is the one of the model's tokenizer"
+        )
     if keys.gives("default_system"):
         keys.put("data.system_prompt", keys.take("default_system"), "default_system")
-    elif template == "zephyr":
-        keys.put("data.system_prompt", ZEPHYR, "template", note="theirs of this template")
     if not keys.flag("enable_thinking", True):
         keys.put("data.chat_template_kwargs", {"enable_thinking": False}, "enable_thinking")
     keys.covered("enable_thinking", by="its default, as here")
 
 
-def _own_template(keys: Translator, template: str) -> None:
+def _own_template(keys: Translator) -> None:
     """A template that we have no name for: the model's own stands in, if it has one."""
     from tether.models.loading import load_tokenizer
     from tether.models.paths import check_model_path
@@ -421,8 +439,6 @@ def _own_template(keys: Translator, template: str) -> None:
     origin = {"revision": revision, "trust_remote_code": keys.flag("trust_remote_code")}
     if path and load_tokenizer(str(path), **origin).chat_template:
         keys.put("data.chat_template", "auto", "template", note="the model's own")
-        if template == "zephyr":
-            keys.note("The template is the model's own: LLaMA-Factory's zephyr has no newline after the end token.")
     else:
         keys.refuse("template", f"wanted one of {', '.join(TEMPLATES)}, as the model's tokenizer has no chat template")
 

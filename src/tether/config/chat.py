@@ -23,7 +23,9 @@ class ChatKeys(Section):
     chat_template: str = "auto"
     """``auto``: the tokenizer's own; text for a tokenizer that has one becomes a user turn. ``none``: text is taken as
     it is. Else a template for models without one, which is saved with the tokenizer: alpaca, chatml, gemma, llama2,
-    llama3, mistral, phi3, qwen, vicuna, zephyr, or a file that ends in .jinja."""
+    llama3, mistral, phi3, qwen, vicuna, zephyr, or a file that ends in .jinja. ``llamafactory/NAME``: the text that
+    LLaMA-Factory's template of that name writes, for models that were trained there: alpaca, default, empty, fewshot,
+    llama2, vicuna, zephyr."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template: ``{enable_thinking: false}`` for Qwen3."""
     system_prompt: str | None = None

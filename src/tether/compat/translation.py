@@ -6,9 +6,10 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from tether.compat.launch import Unset
 from tether.compat.scalars import Scalar
 from tether.config import keys, text
 from tether.config.base import Section
@@ -18,6 +19,11 @@ from tether.errors import ConfigError
 S = TypeVar("S", bound=Section)
 
 _WORDS = {"yes": True, "on": True, "no": False, "off": False}
+OF_ONE_PROCESS = (
+    "The batch is that of one process, and ours is that of all: where theirs ran on several, multiply "
+    "train.rollout_batch_size, or train.batch_size, by their number."
+)
+"""A sentence for systems whose batches are of each process, where their number is not known."""
 _SECRET = re.compile(r"hub_token$|api_key$|secret|webhook|^use_wandb$|wandb\.key$")
 
 
@@ -50,6 +56,10 @@ class Translation:
         dropped = [[theirs, f"dropped: {why}"] for theirs, why in self.dropped]
         ignored = [[theirs, f"ignored: {why}"] for theirs, why in self.ignored]
         return [[*row] for row in self.became] + dropped + ignored
+
+    def noting(self, sentence: str) -> Translation:
+        """The same with one more sentence about what is different here."""
+        return replace(self, notes=[*self.notes, sentence])
 
     def checked(self, section: type[S], overrides: Sequence[str] = ()) -> S:
         """The configuration itself.
@@ -104,9 +114,15 @@ class Translator:
         self._problems: list[tuple[str, str]] = []
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Their value, or their default where the file leaves the key out or says null."""
+        """Their value, or their default where the file leaves the key out or says null.
+
+        One that takes a variable which the script does not set is refused.
+        """
         self._seen.add(key)
         value = self.given.get(key)
+        if any(isinstance(each, Unset) for each in (value if isinstance(value, list) else [value])):
+            self.refuse(key, "the script does not set that variable: write its value, or set it in a line above")
+            return default
         return default if value is None else value
 
     def number(self, key: str, default: float) -> Any:
@@ -238,6 +254,12 @@ class Translator:
             if self.gives(key) and key not in self._told:
                 self._told.add(key)
                 self._dropped.append((self._shown(key), why))
+
+    def drop_unless(self, usual: Any, why: str, key: str) -> None:
+        """As ``drop``, for a key that changes nothing where it has the usual value."""
+        if self.take(key, usual) == usual:
+            self.covered(key, by="its default, as here")
+        self.drop(why, key)
 
     def drop_rest(self, why: str) -> None:
         """Leaves out every key that nothing was said of yet."""

@@ -140,6 +140,22 @@ class TestRewards:
         config, _ = read(text, folder=tmp_path)
         assert (config.rewards[0].type, config.rewards[0].path) == ("value_head", "saves/rm")
 
+    def test_the_adapter_is_of_the_model_that_is_named(self, home):
+        save_adapter(home / "rm", Path(MODEL), reward=True)
+        named = [f"--reward_model={MODEL}", "--reward_model_adapters=rm", "--reward_model_type=full"]
+        assert read(PPO, *named)[0].rewards[0].path == "rm"
+        save_tiny(home / "other")
+        with pytest.raises(ConfigError, match=r"reward_model_adapters: .*its base is .*, not other: "):
+            read(PPO, "--reward_model=other", *named[1:])
+
+    @pytest.mark.parametrize("kind", ["lora", "api"])
+    def test_adapters_of_the_other_kinds_are_not_read_as_theirs_are_not(self, tmp_path, kind):
+        path = REWARD if kind == "lora" else "http://host/score"
+        named = [f"--reward_model={path}", f"--reward_model_type={kind}", "--reward_model_adapters=a,b"]
+        config, translation = read(PPO, *named, folder=tmp_path)
+        assert path in (getattr(config.rewards[0], "path", ""), getattr(config.rewards[0], "url", ""))
+        assert ("reward_model_adapters: a,b", "for reward_model_type full only, as theirs") in translation.ignored
+
     @pytest.mark.parametrize(("kind", "ours"), [("lora", "adapter"), ("full", "model")])
     def test_what_tether_reward_saved(self, home, kind, ours):
         if kind == "lora":

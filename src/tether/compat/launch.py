@@ -63,15 +63,16 @@ def launches(script: str, source: str) -> list[Launch]:
 
 
 def processes(launch: Launch) -> int | None:
-    """Processes that accelerate, torchrun or deepspeed is told to start; None where it takes their number from elsewhere.
+    """Processes that a launcher is told to start; None where it takes their number from elsewhere.
 
-    A program that none of them starts is one process.
+    A program that none of accelerate, torchrun and deepspeed starts is one process.
     """
     words = [*launch.program.split(), *launch.words]
     told = _told(words, "num_processes")
     if told is None and (told := _told(words, "nproc_per_node")) is not None:
         told *= _told(words, "nnodes") or 1
-    is_launched = any(Path(word).name in ("accelerate", "torchrun", "torch.distributed.run", "deepspeed") for word in words)
+    launchers = {"accelerate", "torchrun", "torch.distributed.run", "deepspeed"}
+    is_launched = any(Path(word).name in launchers for word in words)
     return told or (None if is_launched else 1)
 
 

@@ -226,7 +226,7 @@ def _model(keys: Translator) -> None:
     elif adapters:
         keys.put("model.path", adapters[0], "adapter_name_or_path")
         keys.covered("model_name_or_path", "create_new_adapter", by="the adapter names its base")
-        _check_base(keys, adapters[0], path)
+        _check_base(keys, "adapter_name_or_path", adapters[0], path)
     else:
         keys.put("model.path", path, "model_name_or_path")
         keys.covered("create_new_adapter", by="model.lora")
@@ -265,13 +265,17 @@ def _has_flash_attention() -> bool:
     return is_flash_attn_2_available()
 
 
-def _check_base(keys: Translator, adapter: str, base: str) -> None:
-    """Refuses a local adapter that was trained on another base than the file names."""
+def _check_base(keys: Translator, key: str, adapter: str, base: str) -> None:
+    """Refuses a local adapter that was trained on another base than the file names.
+
+    Args:
+        key: what names the adapter.
+    """
     from tether.models.paths import adapter_base, is_same_model
 
     if Path(adapter, "adapter_config.json").is_file() and not is_same_model(adapter_base(adapter), base):
         keys.refuse(
-            "adapter_name_or_path",
+            key,
             f"its base is {adapter_base(adapter)}, not {base}: where both are the same model, correct "
             "base_model_name_or_path in its adapter_config.json",
         )
@@ -560,7 +564,7 @@ def _reference(keys: Translator) -> None:
 def _reward_source(keys: Translator) -> None:
     """The one reward model, of the three kinds that they have."""
     kind, path = keys.take("reward_model_type", "lora"), keys.take("reward_model")
-    adapters = _names(keys.take("reward_model_adapters"))
+    adapters = _names(keys.take("reward_model_adapters")) if kind == "full" else []
     if path is None:
         keys.refuse("reward_model", "missing; wanted the folder of a reward model, or with type api an address")
     elif len(adapters) > 1:
@@ -571,6 +575,8 @@ def _reward_source(keys: Translator) -> None:
         source = {"type": "http", "url": str(path), "protocol": "llamafactory"}
     else:
         folder = adapters[0] if adapters else str(path)
+        if adapters:
+            _check_base(keys, "reward_model_adapters", folder, str(path))
         source = {"type": _reward_type(folder, kind), "path": folder}
         if source["type"] != "adapter" and keys.flag("trust_remote_code"):
             source["trust_remote_code"] = True
@@ -578,6 +584,8 @@ def _reward_source(keys: Translator) -> None:
             source["quantization"] = f"{bits}bit"
             keys.covered("reward_model_quantization_bit", by=f"rewards.0.quantization: {bits}bit")
     keys.ignore("the reward shares the policy's base, or is a service", "reward_model_quantization_bit")
+    if kind in ("lora", "api"):
+        keys.ignore("for reward_model_type full only, as theirs", "reward_model_adapters")
     theirs = ("reward_model", "reward_model_type", "reward_model_adapters")
     if path is not None and kind in ("lora", "full", "api") and len(adapters) < 2:
         keys.put("rewards", [source], *theirs)

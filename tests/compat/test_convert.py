@@ -94,7 +94,7 @@ TRL_OURS = """
     sampling: {temperature: 0.7}
     ppo: {missing_eos_penalty: 1, num_mini_batches: 2}
     train: {total_episodes: 1000000, rollout_batch_size: 64, micro_batch_size: 16, learning_rate: 3e-6,
-            adam_epsilon: 1e-8, save_steps: 500}
+            adam_epsilon: 1e-8, gradient_checkpointing: true, save_steps: 500}
     output_dir: models/ppo_tldr
 """
 LAUNCHES = {
@@ -350,6 +350,7 @@ class TestToOurs:
 
         assert [train(more).save_steps for more in ("", "--save_steps 7", "--save_steps 0.1")] == [500, 7, 1563]
         assert train("--save_strategy no").save_steps is None
+        assert train("").gradient_checkpointing and not train("--gradient_checkpointing False").gradient_checkpointing
         assert train("--optim adamw_bnb_8bit").optim == "adamw_8bit"
         made = converted(written(tmp_path, "launch.sh", f"{TRL.strip()} --optim lion_8bit --save_strategy epoch\n"))
         assert "# dropped, optim: lion_8bit: not offered here; adamw_torch_fused stands in" in made

@@ -45,7 +45,7 @@ SCALARS = (
     Scalar("train.max_grad_norm", "max_grad_norm", 1.0),
     Scalar("train.bf16", "bf16"),
     Scalar("train.fp16", "fp16"),
-    Scalar("train.gradient_checkpointing", "gradient_checkpointing"),
+    Scalar("train.gradient_checkpointing", "gradient_checkpointing", True),
     Scalar("train.seed", "seed", 42),
     Scalar("train.logging_steps", "logging_steps"),
     Scalar("train.save_total_limit", "save_total_limit"),

@@ -294,6 +294,15 @@ class TestToOurs:
         assert (config.ppo.advantage_estimator, config.ppo.whiten_advantages) == ("rloo", True)
         assert config.value_kind is None and config.sampling.num_generations == 2
 
+    @pytest.mark.parametrize(
+        "text",
+        [f"{OPENRLHF_OLD.strip()} --load_checkpoint\n", f"{OPENRLHF_NEW.strip()} --ckpt.load_enable\n",
+         VERL.replace(" $@", " trainer.resume_mode=auto")],
+    )  # fmt: skip
+    def test_a_run_that_would_go_on_where_it_can_is_able_to_start(self, tmp_path, text):
+        made = converted(written(tmp_path, "launch.sh", text))
+        assert parse_config(made).resume is False and "# dropped, ckpt" not in made and "resume_mode" not in made
+
     def test_openrlhfs_four_bits_are_those_of_the_frozen_base(self, tmp_path):
         text = f"{OPENRLHF_OLD.strip()} --load_in_4bit"
         model = parse_config(converted(written(tmp_path, "launch.sh", f"{text} --lora_rank 8\n"))).model

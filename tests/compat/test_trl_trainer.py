@@ -340,6 +340,19 @@ def test_frozen_parameters_of_the_policy_stay(tmp_path):
     assert not any(name.startswith("model.layers.0.") for name in changed(before, model))
 
 
+def test_a_judge_with_an_adapter_scores_alike_merged_and_from_its_folder(tmp_path):
+    loaded(tmp_path, "llama", 1)
+    torch.manual_seed(3)
+    judge = get_peft_model(classifier(tmp_path), LoraConfig(task_type="SEQ_CLS", init_lora_weights=False))
+    judge.save_pretrained(tmp_path / "judge")
+    tiny_tokenizer().save_pretrained(tmp_path / "judge")
+    made = trainer(tmp_path, reward_model=[str(tmp_path / "judge"), judge.merge_and_unload(), classifier(tmp_path)])
+    made.train()
+    row = made.state.log_history[0]
+    folder, merged, base = (row[f"rewards/{name}"] for name in ("judge", "llama-1_1", "llama-1_2"))
+    assert folder == pytest.approx(merged, abs=1e-5) and abs(folder - base) > 1e-3
+
+
 def test_rewards_may_be_functions_paths_and_models_which_are_added_up(tmp_path):
     loaded(tmp_path, "llama", 1)
     made = trainer(tmp_path, reward_model=[words, short, str(tmp_path / "llama-1"), classifier(tmp_path)])
@@ -581,6 +594,8 @@ def test_a_run_goes_on_from_a_checkpoint_bitwise(tmp_path):
     whole = trainer(tmp_path, args=args)
     whole.train()
     half = trainer(tmp_path, args=args)
+    kept = {path.name for path in (tmp_path / "out" / "checkpoint-1").iterdir()}
+    assert kept >= {"model.safetensors", "tether_state"} and kept.isdisjoint({"trainer_state.json", "training_args.bin"})
     half.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert [timeless(row) for row in half.state.log_history] == [timeless(row) for row in whole.state.log_history]
     assert not changed(tensors(whole.policy_model), half.policy_model)
@@ -670,6 +685,10 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
         (lambda f: {"reward_model": policy(f)}, "reward_model: got LlamaForCausalLM without .* or a list"),
         (lambda f: {"reward_model": None}, "reward_model: got NoneType, wanted a sequence classifier .* a list"),
         (lambda f: {"reward_model": []}, "reward_model: got an empty list"),
+        (lambda f: {"reward_model": get_peft_model(classifier(f), LoraConfig(task_type="SEQ_CLS"))},
+         r"reward_model: got Peft.*\. Merge its adapter first, reward_model\.merge_and_unload\(\), or give the "),
+        (lambda f: {"value_model": get_peft_model(classifier(f), LoraConfig(task_type="SEQ_CLS"))},
+         r"value_model: got Peft.*value_model\.merge_and_unload\(\), and all its weights train; .*kind: adapter"),
         (lambda f: {"reward_model": torch.nn.Linear(1, 1)}, "reward_model: got Linear, wanted"),
         (lambda f: {"reward_model": lambda texts: texts}, "does not take prompts and completions"),
         (lambda f: {"reward_model": [words, 3]}, "reward_model: got int, wanted"),

@@ -299,8 +299,7 @@ def _lora(keys: Translator) -> None:
 def _output(keys: Translator) -> None:
     if keys.number("ckpt.save_steps", -1) > 0:
         keys.put("train.save_steps", keys.take("ckpt.save_steps"), "ckpt.save_steps")
-    if keys.flag("ckpt.load_enable"):
-        keys.put("resume", True, "ckpt.load_enable")
+    keys.covered("ckpt.load_enable", by="--resume goes on from a checkpoint")
     trackers = [name for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir"))
                 if keys.gives(key)]  # fmt: skip
     if trackers:

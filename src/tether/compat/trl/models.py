@@ -43,6 +43,13 @@ MOST_RENAMED = 0.01
 CAUSAL = "a causal language model (AutoModelForCausalLM.from_pretrained(path))"
 CRITIC = "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))"
 
+MERGE = {
+    "reward_model": "Merge its adapter first, reward_model.merge_and_unload(), or give the adapter's folder as a path",
+    "value_model": "Merge its adapter first, value_model.merge_and_unload(), and all its weights train; a critic that "
+    "trains an adapter is `value: {kind: adapter}` of a configuration file",
+}
+"""What to do with a classifier in PEFT's wrapper, by its argument."""
+
 
 @dataclass(frozen=True)
 class Models:
@@ -271,11 +278,13 @@ def name_of(model: PreTrainedModel) -> str:
 
 def check_classifier(model: Any, name: str, wanted: str) -> None:
     """Raises ``ConfigError`` if ``model`` is no decoder with a scalar head called ``score``."""
+    if isinstance(model, PeftModel):
+        raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}. {MERGE[name]}")
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}")
     score = getattr(model, "score", None)
     if not isinstance(score, nn.Linear):
-        merge = ". Merge its adapter first (merge_and_unload)" if score is not None else ""
+        merge = "" if score is None else f". {MERGE[name]}"
         raise ConfigError(f"{name}: got {type(model).__name__} without a linear head `score`, wanted {wanted}{merge}")
     if score.out_features != 1:
         raise ConfigError(f"{name}: got a classifier with {score.out_features} labels, wanted {wanted}")

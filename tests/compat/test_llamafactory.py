@@ -14,6 +14,7 @@ from tests.rewards.value_heads import save_value_head
 from tests.tiny import save_tiny, tiny_tokenizer
 from tether.cli.main import main
 from tether.compat import llamafactory
+from tether.compat.llamafactory_keys import IGNORED, KNOWN, OFF, TAKEN
 from tether.compat.load import load_any
 from tether.config.launched import planned
 from tether.config.load import load_config, parse_config
@@ -185,15 +186,15 @@ class TestRewards:
 
 class TestKeys:
     def test_every_one_is_known_and_no_other(self):
-        assert set(KEYS) == llamafactory.KNOWN
+        assert set(KEYS) == KNOWN
 
     def test_each_is_in_one_group(self):
-        groups = [*llamafactory.IGNORED.values(), llamafactory.TAKEN]
+        groups = [*IGNORED.values(), TAKEN]
         counts = Counter([key for names in groups for key in names.split()])
-        counts.update(key for off in llamafactory.OFF.values() for key in off)
+        counts.update(key for off in OFF.values() for key in off)
         assert [key for key, count in counts.items() if count > 1] == []
 
-    @pytest.mark.parametrize("key", sorted(key for names in llamafactory.IGNORED.values() for key in names.split()))
+    @pytest.mark.parametrize("key", sorted(key for names in IGNORED.values() for key in names.split()))
     def test_what_changes_nothing_is_named(self, tmp_path, key):
         plain, _ = read(PPO.replace(f"\n{key}:", "\n# "), folder=tmp_path)
         config, translation = read(f"{PPO}{key}: 7\n" if f"\n{key}:" not in PPO else PPO, folder=tmp_path)
@@ -204,13 +205,13 @@ class TestKeys:
     def test_null_leaves_a_key_out(self, stage):
         needed = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "reward_model": "r"}
         given = needed | {"stage": stage, "finetuning_type": "lora"}
-        for key in sorted(llamafactory.KNOWN - needed.keys() - {"stage"}):
+        for key in sorted(KNOWN - needed.keys() - {"stage"}):
             without = {name: value for name, value in given.items() if name != key}
             _, translation = llamafactory.translated("their.yaml", without | {key: None}, {})
             assert translation.config == llamafactory.translated("their.yaml", without, {})[1].config, key
             assert not any(theirs.startswith(f"{key}: ") for theirs, _ in translation.table), key
 
-    @pytest.mark.parametrize("key", sorted(key for off in llamafactory.OFF.values() for key in off))
+    @pytest.mark.parametrize("key", sorted(key for off in OFF.values() for key in off))
     def test_what_would_change_the_result_is_refused_by_name(self, tmp_path, key):
         with pytest.raises(ConfigError, match=rf"their.yaml, --{key}: {key}: got something; "):
             read(PPO, f"--{key}=something", folder=tmp_path)

@@ -7,7 +7,7 @@ from tokenizers.normalizers import Prepend, Replace, Sequence
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerFast
 
-from tether.compat.llamafactory import OTHER_TEMPLATES, TEMPLATES
+from tether.compat.llamafactory_keys import OTHER_TEMPLATES, TEMPLATES
 from tether.models.chat import LLAMAFACTORY, NAMES, TOKENS, templated
 
 ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"

@@ -25,10 +25,10 @@ from transformers import (
 from tests.compat.trl_runs import TEXTS, arguments, classifier, loaded, policy, rows, trainer
 from tests.tiny import EOS, PAD, SPECIAL, WORDS, tiny_tokenizer
 from tether.compat.trl import PPOTrainer, events
+from tether.compat.trl.arguments import check_kinds
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.former import OF_TRANSFORMERS
 from tether.compat.trl.samples import print_table
-from tether.compat.trl.trainer import check_kinds
 from tether.config.load import load_config
 from tether.config.schema import RunConfig
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -595,7 +595,8 @@ def test_a_run_goes_on_from_a_checkpoint_bitwise(tmp_path):
     whole.train()
     half = trainer(tmp_path, args=args)
     kept = {path.name for path in (tmp_path / "out" / "checkpoint-1").iterdir()}
-    assert kept >= {"model.safetensors", "tether_state"} and kept.isdisjoint({"trainer_state.json", "training_args.bin"})
+    assert kept >= {"model.safetensors", "tether_state"}
+    assert kept.isdisjoint({"trainer_state.json", "training_args.bin"})
     half.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert [timeless(row) for row in half.state.log_history] == [timeless(row) for row in whole.state.log_history]
     assert not changed(tensors(whole.policy_model), half.policy_model)

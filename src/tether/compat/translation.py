@@ -186,6 +186,35 @@ class Translator:
         self.refuse(key, f"wanted one of {', '.join(table)}")
         return table[default]
 
+    def estimator(self, key: str, table: Mapping[str, str], baseline: str) -> str:
+        """Sets and returns ppo.advantage_estimator.
+
+        Args:
+            baseline: their name of the one without the prompt's mean, whitened, which is like our rloo: its means
+                differ from theirs by a factor that whitening takes out.
+        """
+        ours = self.one_of(key, "gae", {**table, baseline: "rloo"})
+        self.put("ppo.advantage_estimator", ours, key)
+        if self.take(key) == baseline:
+            self.put("ppo.whiten_advantages", True, key)
+        return ours
+
+    def warmup(self, updates: float, *, length: str) -> None:
+        """Sets train.warmup_ratio from their ``warmup_steps`` or ``warmup_ratio``.
+
+        Args:
+            updates: steps of the whole run; 0 or less where the file does not say how many.
+            length: the key that would say it.
+        """
+        steps, ratio = self.number("warmup_steps", 0), self.number("warmup_ratio", 0.0)
+        if steps >= 1 and updates <= 0:
+            self.refuse("warmup_steps", f"without {length} it cannot be told which share that is: write warmup_ratio")
+        elif steps >= 1:
+            self.put("train.warmup_ratio", warmup_share(steps, updates), "warmup_steps", length)
+        elif steps or ratio:
+            self.put("train.warmup_ratio", steps or ratio, "warmup_steps" if steps else "warmup_ratio")
+        self.covered("warmup_steps", "warmup_ratio", by="train.warmup_ratio")
+
     def single(self, *theirs: str, names: bool = False) -> None:
         """Refuses lists and groups of keys where one value is wanted, and goes on without them.
 
@@ -333,6 +362,11 @@ class Translator:
 
     def _value(self, key: str) -> str:
         return "…" if _SECRET.search(key) else keys.shown(self.given[key])
+
+
+def warmup_share(steps: float, updates: float) -> float:
+    """The share of a run of so many updates over which the learning rate rises; below 1, ``steps`` are that share."""
+    return steps if steps < 1 else min(1.0, steps / max(updates, 1))
 
 
 def _boolean(value: Any) -> Any:

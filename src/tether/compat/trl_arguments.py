@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tether.compat.llamafactory import ADAMW, ADAMW_8BIT
-from tether.compat.scalars import Scalar
+from tether.compat.scalars import ADAMW, ADAMW_8BIT, Scalar
 from tether.compat.translation import OF_ONE_PROCESS, Translation, Translator
 
 SYSTEM = "TRL"
@@ -37,7 +36,6 @@ SCALARS = (
     Scalar("sampling.temperature", "temperature", 0.7),
     Scalar("train.learning_rate", "learning_rate", 3e-6),
     Scalar("train.lr_scheduler_type", "lr_scheduler_type", "linear"),
-    Scalar("train.warmup_ratio", "warmup_ratio", 0.0),
     Scalar("train.weight_decay", "weight_decay", 0.0),
     Scalar("train.adam_beta1", "adam_beta1"),
     Scalar("train.adam_beta2", "adam_beta2"),
@@ -170,14 +168,8 @@ def _prompts(keys: Translator, script: str, processes: int) -> None:
 
 def _steps(keys: Translator, processes: int) -> None:
     """What counts updates: the warm-up and the checkpoints."""
-    warmup, updates = keys.number("warmup_steps", 0), _updates(keys, processes)
-    if warmup >= 1 and updates == 0:
-        keys.refuse("warmup_steps", "without total_episodes it cannot be told which share that is: write warmup_ratio")
-    elif warmup >= 1:
-        keys.put("train.warmup_ratio", min(1.0, warmup / updates), "warmup_steps", "total_episodes")
-    elif warmup:
-        keys.put("train.warmup_ratio", warmup, "warmup_steps")
-    keys.covered("warmup_steps", by="its default, as here")
+    updates = _updates(keys, processes)
+    keys.warmup(updates, length="total_episodes")
     strategy = keys.take("save_strategy", "steps")
     if strategy == "steps":
         keys.put("train.save_steps", keys.steps("save_steps", 500, updates, length="total_episodes"), "save_steps")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tether.compat.launch import Unset, command
-from tether.compat.scalars import Scalar, left_out, reward_settings, scalars_of
+from tether.compat.scalars import GPUS, Scalar, left_out, reward_settings, scalars_of
 from tether.compat.translation import Translation, Translator
 from tether.config.rewards import FunctionReward, ModelReward
 from tether.config.schema import RunConfig
@@ -42,8 +42,6 @@ SCALARS = (
     Scalar("train.save_total_limit", "trainer.max_actor_ckpt_to_keep"),
 )
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
-BASELINE = {"reinforce_plus_plus_baseline": "rloo"}
-"""Without the prompt's mean, whitened: like rloo, whose means differ from it by a factor that whitening takes out."""
 REDUCTIONS = {
     "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "fixed_length",
 }  # fmt: skip
@@ -185,10 +183,7 @@ def _precision(keys: Translator) -> None:
 
 def _critic(keys: Translator) -> None:
     """A model of its own, from the path that they give it."""
-    ours = keys.one_of("algorithm.adv_estimator", "gae", ESTIMATORS | BASELINE)
-    keys.put("ppo.advantage_estimator", ours, "algorithm.adv_estimator")
-    if keys.take("algorithm.adv_estimator") in BASELINE:
-        keys.put("ppo.whiten_advantages", True, "algorithm.adv_estimator")
+    ours = keys.estimator("algorithm.adv_estimator", ESTIMATORS, "reinforce_plus_plus_baseline")
     if ours != "gae":
         keys.config.pop("value", None)
         keys.ignore("there is no critic", *(key for key in keys.given if key.startswith("critic.")))
@@ -324,18 +319,17 @@ def _output(keys: Translator) -> None:
 # From ours to theirs
 
 
-def launch(config: RunConfig, *, source: str, gpus: int = 8) -> str:
+def launch(config: RunConfig, *, source: str) -> str:
     """A script that starts the same run, with comments that name what it cannot say.
 
     Args:
         source: our file, for the head.
-        gpus: devices of the one node that it is written for.
     """
     words = [(f"{name}={_word(value)}",) for name, value in _settings(config)]
     words += [(f"{ROLLOUT}.name=vllm",), (f"{ROLLOUT}.tensor_model_parallel_size=1",)]
-    words += [(f"trainer.n_gpus_per_node={gpus}",), ("trainer.nnodes=1",)]
+    words += [(f"trainer.n_gpus_per_node={GPUS}",), ("trainer.nnodes=1",)]
     taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN)
-    head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {gpus} devices."]
+    head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {GPUS} devices."]
     head += [f"# dropped, {line}" for line in left_out(config, taken)] + [f"# {note}" for note in _notes(config)]
     return "\n".join(head) + "\n\n" + command(["python3", "-m", MODULE], words)
 

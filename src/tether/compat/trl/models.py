@@ -26,9 +26,7 @@ from tether.models.adapters import (
     with_adapter,
 )
 from tether.models.bitsandbytes import is_quantized
-from tether.models.build import check_token_ids
-from tether.models.compiled import compile_layers
-from tether.models.forward import check_causal, head_matches
+from tether.models.build import check_token_ids, finished
 from tether.models.heads import ScalarHead
 from tether.models.loading import TOKENIZER_FILES, half_dtype
 from tether.models.paths import absolute_source, model_errors
@@ -232,14 +230,7 @@ class Models:
             autocast_dtype=half_dtype(config.train, device),
             detach_value=False,
         )
-        if config.train.compile:
-            for model in {role.model for role in models.all}:
-                compile_layers(model)
-        models.gradient_checkpointing(config.train.gradient_checkpointing)
-        with models.use(POLICY) as model:
-            head_matches(model)  # now, and not in the middle of a pass
-            check_causal(model)
-        return models
+        return finished(models, config)
 
     def _adapted(self) -> PeftModel | None:
         if isinstance(self.policy, PeftModel):

@@ -16,14 +16,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EarlyStoppingCallback,
+    Gemma3TextConfig,
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
 
 from tests.compat.trl_runs import TEXTS, arguments, classifier, loaded, policy, rows, trainer
-from tests.tiny import EOS, PAD, SPECIAL, WORDS, tiny_tokenizer
+from tests.tiny import EOS, PAD, SPECIAL, VOCAB_SIZE, WORDS, tiny_tokenizer
 from tether.compat.trl import PPOTrainer, events
 from tether.compat.trl.arguments import check_kinds
 from tether.compat.trl.data import prompts_of
@@ -710,6 +712,14 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
 def test_wrong_kinds_of_argument_name_what_is_accepted(tmp_path, change, message):
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, **change(tmp_path))
+
+
+def test_a_critic_that_reads_what_is_behind_a_token_is_refused(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"head_dim": 8, "vocab_size": VOCAB_SIZE}
+    config = Gemma3TextConfig(use_bidirectional_attention=True, num_labels=1, **sizes)
+    with pytest.raises(ModelError, match="reads what is behind a token, too; wanted a causal language model"):
+        trainer(tmp_path, value_model=AutoModelForSequenceClassification.from_config(config))
 
 
 @pytest.mark.parametrize(

@@ -716,7 +716,7 @@ def test_wrong_kinds_of_argument_name_what_is_accepted(tmp_path, change, message
 
 def test_a_critic_that_reads_what_is_behind_a_token_is_refused(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"head_dim": 8, "vocab_size": VOCAB_SIZE}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB_SIZE}
     config = Gemma3TextConfig(use_bidirectional_attention=True, num_labels=1, **sizes)
     with pytest.raises(ModelError, match="reads what is behind a token, too; wanted a causal language model"):
         trainer(tmp_path, value_model=AutoModelForSequenceClassification.from_config(config))

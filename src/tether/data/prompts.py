@@ -175,26 +175,39 @@ def template_arguments(
     """
     arguments = []
     for row, place in zip(rows, places, strict=True):
-        own, tools = row.get("chat_template_kwargs") or {}, row.get("tools") or None
+        own, tools = row.get("chat_template_kwargs") or {}, _tools(row.get("tools"), tokenizer, f"{place}, tools")
         if not isinstance(own, Mapping):
             raise DataError(f"{place}, chat_template_kwargs: got {own!r}, wanted an object")
-        if tools is not None:
-            own = {**own, "tools": _tools(tools, tokenizer, f"{place}, tools")}
+        if tools:
+            own = {**own, "tools": tools}
         arguments.append({**(given or {}), **{name: value for name, value in own.items() if value is not None}})
     return arguments
 
 
 def _tools(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
-    if isinstance(value, str):
+    """The tools of a row, which it may hold as JSON text; empty where it has none."""
+    if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except ValueError as error:
             raise DataError(f"{where}: not JSON: {error}") from error
+    if value is None or isinstance(value, str) and not value.strip():
+        return []
     if not isinstance(value, list):
         raise DataError(f"{where}: got {type(value).__name__}, wanted a list of tools")
-    if not re.search(r"\btools\b", str(tokenizer.chat_template)):
-        raise DataError(f"{where}: the chat template makes no use of tools; leave the column out, or rename it")
-    return value
+    if value and not re.search(r"\btools\b", str(tokenizer.chat_template)):
+        raise DataError(
+            f"{where}: the chat template makes no use of tools; take one that does (data.chat_template: auto is the "
+            "model's own, if it has one), leave the column out, or rename it"
+        )
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the keys that columnar files fill with nulls, where another row has them."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def checked_prompt(value: Any, where: str) -> str | list[Message]:
@@ -230,7 +243,7 @@ def _message(message: Any, where: str) -> Message:
         if not isinstance(message.get(name), str):
             raise DataError(f"{where}: {name} is {message.get(name)!r}, wanted text")
     _encodable(message["content"], where)
-    return {name: value for name, value in message.items() if value is not None}
+    return _without_nulls(message)
 
 
 def _encodable(text: str, where: str) -> str:
@@ -324,6 +337,13 @@ def _rendered(
         raise DataError(
             f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template. "
             "Set data.chat_template to one by name (chatml, llama3, …) or file, or use prompts that are text"
+        )
+    calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
+    if calling is not None and "tool_calls" not in str(tokenizer.chat_template):
+        raise DataError(
+            f"{where}: message {calling} calls functions (tool_calls), which the chat template does not write, so that "
+            "they would be lost. Take one that does (data.chat_template: auto is the model's own, if it has one), write "
+            "the calls into the content, or leave the row out"
         )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)

@@ -13,7 +13,7 @@ from tether.data.answers import closing_token, encodable, encoded_answers, last_
 from tether.data.collate import collate, plan_micro_batches
 from tether.data.forms import plain_rows
 from tether.data.joined import column_names, read_datasets
-from tether.data.pairs import answer_leads
+from tether.data.pairs import answer_leads, prompt_and_answer
 from tether.data.prompts import before_answer, checked_prompt, encoded_queries, template_arguments, uses_template
 from tether.data.sources import Row, Rows
 from tether.data.stream import PromptStream
@@ -210,14 +210,9 @@ def _split(row: Row, column: str, where: str, every_turn: bool) -> list[tuple[st
     if column == "chosen" and row.get("prompt") is None:
         before, answer = before_answer(value, place)
         return [(checked_prompt(before, where), _checked(answer, place))]
-    prompt = checked_prompt(row.get("prompt"), where)
-    if isinstance(value, str):
-        return [(prompt, _checked(value, place))]
-    before, answer = last_turn(value, place)
-    if before:
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        prompt = before if column == "chosen" else checked_prompt([*turns, *before], where)
-    return [(prompt, _checked(answer, place))]
+    checked_prompt(row.get("prompt"), where)
+    prompt, answer = prompt_and_answer(row, column, place)
+    return [(checked_prompt(prompt, where), _checked(answer, place))]
 
 
 def _earlier_turns(messages: Sequence[Message], place: str) -> list[tuple[list[Message], str]]:

@@ -174,7 +174,8 @@ def pair_texts(row: Row, where: str) -> PairTexts:
 
 
 def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
-    """Prompt and answer in column ``name``. A conversation brings its own prompt, with or without a column for it.
+    """Prompt and answer in column ``name``. Of several messages all but the last belong to the prompt: they go on from
+    the column ``prompt``, or are a whole conversation, which needs none.
 
     Raises:
         DataError: the column holds neither text nor a conversation that ends with the assistant's message.
@@ -185,7 +186,21 @@ def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
     before, answer = last_turn(value, where)
     if not before and prompt is None:
         raise DataError(f"{where}: one message and no column prompt; wanted the whole conversation")
-    return before or prompt, answer
+    if not before or prompt is None:
+        return before or prompt, answer
+    goes_on = name in ("completion", "response") or _role(before[0]) == "assistant"
+    return [*_turns(prompt), *before] if goes_on else before, answer
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _turns(prompt: Any) -> list[Any]:
+    """A prompt as messages, unchecked."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return list(prompt) if isinstance(prompt, Sequence) else [prompt]
 
 
 def encoded_prompts(

@@ -1,6 +1,7 @@
 """``tether chat`` with what is typed piped in."""
 
 import io
+import json
 
 import pytest
 import torch
@@ -11,9 +12,14 @@ from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
 from tether.cli.main import main
 from tether.config.load import dump_config
+from tether.config.source import load_sources
+from tether.data.pairs import load_pairs
 from tether.errors import ModelError
 from tether.models.loading import load_causal_lm
 from tether.train.chat import open_chat
+from tether.train.inputs import load_data
+from tether.train.judges import load_judges, load_reader
+from tether.types import Completion
 
 OPTIONS = {"beside": None, "alone": False, "system": None, "response_length": 6, "temperature": 0.0, "seed": 1}
 
@@ -151,3 +157,33 @@ def test_a_start_model_that_is_gone_is_named_with_the_way_out(models, tmp_path):
     with pytest.raises(ModelError, match=r"model\.path of the run in .* \(--alone leaves it out.*gone does not exist"):
         open_chat(str(out), **OPTIONS)
     assert len(open_chat(str(out), **OPTIONS | {"alone": True}).speakers) == 1
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_typed_special_tokens_are_the_same_tokens_in_a_run_in_score_and_in_chat(tmp_path, monkeypatch, asked):
+    prompts = tmp_path / "rows.jsonl"
+    config = tiny_run(tmp_path, kind="qwen2", data__special_tokens=asked, data__prompts=str(prompts))
+    text = f"the cat {AutoTokenizer.from_pretrained(config.model.path).eos_token} sees"
+    prompts.write_text(json.dumps({"prompt": text, "chosen": "good", "rejected": "bad"}) + "\n", encoding="utf-8")
+    data = load_data(config)
+    wanted = list(data.prompts.prompts[0].token_ids)
+    assert wanted.count(data.tokenizer.eos_token_id) == 1 + asked
+
+    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    source = load_sources(tmp_path / "run.yaml")
+    batch = load_judges(source, load_reader(source)).batch([text], ["good"], {}, ["row 0"])
+    assert batch.query_ids == [wanted]
+
+    same = {"split": "train", "max_length": 64, "end_ids": {data.tokenizer.eos_token_id}, "key": "k"}
+    (pair,) = load_pairs(str(prompts), data.tokenizer, **same, **config.data.chat).pairs
+    assert list(pair.chosen_ids[: pair.query_length]) == wanted
+
+    out = save_tiny(config.output_dir, "qwen2")
+    (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    asked_for = []
+    monkeypatch.setattr(
+        "tether.train.chat.HFGenerator.generate",
+        lambda self, requests, sampling: asked_for.extend(requests) or iter([(0, Completion([1], "stop"))]),
+    )
+    open_chat(str(out), **OPTIONS | {"alone": True}).say(text)
+    assert [list(request.token_ids) for request in asked_for] == [wanted]

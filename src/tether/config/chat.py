@@ -28,6 +28,10 @@ class ChatKeys(Section):
     """Further arguments of the chat template: ``{enable_thinking: false}`` for Qwen3."""
     system_prompt: str | None = None
     """System message put before prompts that bring none; needs a chat template. The same in every stage."""
+    special_tokens: bool = False
+    """Special tokens that are typed into the content of a message (``<|im_end|>``) are control tokens. Left off they
+    are the characters that they are written with, so that no prompt can end its turn. Text that goes through no chat
+    template is taken as it is. The same in every stage."""
 
     @property
     def chat(self) -> dict[str, Any]:

@@ -146,10 +146,6 @@ class DataConfig(DataKeys):
     """Split that is read where the source has several, for ``prompts``."""
     eval_split: str = "train"
     """The same for ``eval_prompts``; left alone where the source has one split only."""
-    special_tokens: bool = False
-    """Special tokens that are typed into the content of a message (``<|im_end|>``) are control tokens. Left off they
-    are the characters that they are written with, so that no prompt can end its turn. Text that goes through no chat
-    template is taken as it is."""
     max_prompt_length: PositiveInt = 512
     """Longest query in tokens, chat template included. Longer prompts are dropped and counted."""
     ptx: Sources | None = None

@@ -65,6 +65,7 @@ def load_pairs(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     dataset_dir: str | None = None,
     max_samples: int | None = None,
+    special_tokens: bool = False,
 ) -> PairData:
     """Preference pairs of ``source`` as token ids.
 
@@ -77,7 +78,7 @@ def load_pairs(
         max_length: tokens of the longest prompt with answer that is kept.
         end_ids: tokens that end an answer of the policy.
         key: the configuration key of ``source``, for messages.
-        chat_template_kwargs, dataset_dir, max_samples: as ``load_prompts``.
+        chat_template_kwargs, dataset_dir, max_samples, special_tokens: as ``load_prompts``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or a tokenizer without an end token.
@@ -93,7 +94,9 @@ def load_pairs(
     prompts = [text.prompt for text in texts]
     check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
     arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-    queries = encoded_prompts(prompts, tokenizer, chat_template, system_prompt, places, arguments)
+    queries = encoded_prompts(
+        prompts, tokenizer, chat_template, system_prompt, places, arguments, special_tokens=special_tokens
+    )
     leads = answer_leads(prompts, tokenizer, chat_template)
     chosen, rejected = (
         encoded_answers([getattr(text, name) for text in texts], leads, tokenizer, closing_id)
@@ -210,6 +213,8 @@ def encoded_prompts(
     system_prompt: str | None,
     places: Sequence[str],
     arguments: Sequence[Mapping[str, Any]],
+    *,
+    special_tokens: bool = False,
 ) -> list[tuple[str, list[int]]]:
     """Queries as text and ids; for a whole text an empty one, or the token that the tokenizer puts before text.
 
@@ -217,6 +222,7 @@ def encoded_prompts(
         prompts: as ``checked_prompt`` returns them; None where answers are whole texts.
         places: the row of each prompt, for messages.
         arguments: further arguments of the chat template for each prompt.
+        special_tokens: as ``encoded_queries``.
 
     Raises:
         ConfigError, DataError: as ``load_prompts``.
@@ -235,6 +241,7 @@ def encoded_prompts(
             system_prompt,
             [places[i] for i in given],
             [arguments[i] for i in given],
+            special_tokens=special_tokens,
         )
         queries = dict(zip(given, zip(texts, ids, strict=True), strict=True))
     start = text_start(tokenizer)

@@ -79,6 +79,7 @@ class Chat:
             None if plain else self.system,
             ["what you typed"],
             [self.keys["chat_template_kwargs"]],
+            special_tokens=self.keys["special_tokens"],
         )
         generator = HFGenerator(lambda: nullcontext(speaker.model), batch_size=1, device=speaker.model.device)
         ((_, answer),) = generator.generate([Request(query, key)], speaker.sampling)

@@ -137,8 +137,7 @@ def load_prompt_sets(
 ) -> tuple[PromptData, PromptData | None]:
     """Prompts to train on and held-out prompts, if there are any."""
     data = config.data
-    kept = {"max_prompt_length": data.max_prompt_length, "special_tokens": data.special_tokens}
-    same = {**kept, **data.chat, **data.origin}
+    same = {"max_prompt_length": data.max_prompt_length, **data.chat, **data.origin}
     prompts = load_prompts(data.prompts, tokenizer, split=data.split, key="data.prompts", **same)
     if data.eval_prompts is not None:
         others = load_prompts(data.eval_prompts, tokenizer, split=data.eval_split, key="data.eval_prompts", **same)
@@ -161,7 +160,6 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
         max_length=data.max_ptx_length,
         end_ids=stop_token_ids(tokenizer, generation, "eos"),
         key="data.ptx",
-        special_tokens=data.special_tokens,
         drops_unanswered=data.dataset_dir is not None,
         **data.chat,
         **data.origin,

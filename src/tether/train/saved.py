@@ -140,7 +140,6 @@ def evaluate_path(
     else:
         length = config.data.max_prompt_length
         options = {"split": config.data.eval_split, "max_prompt_length": length, "key": "--prompts"}
-        options["special_tokens"] = config.data.special_tokens
         data = load_prompts(prompts, tokenizer, **options, **config.data.chat)
     if data.num_too_long:
         display.message(f"prompts: {data.note}")
@@ -208,7 +207,6 @@ def generate_path(
         split="train",
         max_prompt_length=max_prompt_length
         or (run.data.max_prompt_length if run else _room_for_prompts(shape, longest_answer)),
-        special_tokens=run.data.special_tokens if run else False,
         key="--prompts",
         **(run.data.chat if run else ChatKeys().chat),
     )

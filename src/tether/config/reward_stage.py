@@ -31,9 +31,15 @@ class PairsConfig(DataKeys):
     """Share of ``pairs`` that is held out instead, all pairs of a prompt on the same side. Left out: 0.1 without
     ``eval_pairs``; 0 holds out none."""
     split: str = "train"
-    """Split that is read where the source has several, for ``pairs``."""
+    """Split that is read where the source has several, for ``pairs``; parts as ``train[:1000]``, ``train[90%:]`` and
+    ``train+test``."""
+    subset: str | None = None
+    """Subset that is read where a hub dataset or a folder has several (``main`` of ``openai/gsm8k``), for
+    ``pairs``."""
     eval_split: str = "train"
-    """The same for ``eval_pairs``; left alone where the source has one split only."""
+    """The same for ``eval_pairs``. Where the source has one split only, that is read whatever it is called."""
+    eval_subset: str | None = None
+    """The same for ``eval_pairs``."""
     max_length: PositiveInt = 1024
     """Longest prompt plus answer in tokens. Pairs with a longer one are dropped and counted."""
 

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from tether.config.base import Quantization, Section, Seed, check_precision
-from tether.config.chat import DataKeys, Sources
+from tether.config.chat import Columns, DataKeys, Sources
 from tether.config.rewards import RewardConfig, reward_names, sources_of
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -143,9 +143,15 @@ class DataConfig(DataKeys):
     eval_fraction: HeldOut | None = None
     """Share of ``prompts`` that is held out instead, equal prompts on the same side, drawn by ``train.seed``."""
     split: str = "train"
-    """Split that is read where the source has several, for ``prompts``."""
+    """Split that is read where the source has several, for ``prompts``; parts as ``train[:1000]``, ``train[90%:]`` and
+    ``train+test``."""
+    subset: str | None = None
+    """Subset that is read where a hub dataset or a folder has several (``main`` of ``openai/gsm8k``), for
+    ``prompts``."""
     eval_split: str = "train"
-    """The same for ``eval_prompts``; left alone where the source has one split only."""
+    """The same for ``eval_prompts``. Where the source has one split only, that is read whatever it is called."""
+    eval_subset: str | None = None
+    """The same for ``eval_prompts``."""
     max_prompt_length: PositiveInt = 512
     """Longest query in tokens, chat template included. Longer prompts are dropped and counted."""
     ptx: Sources | None = None
@@ -153,6 +159,10 @@ class DataConfig(DataKeys):
     ``messages`` that end with the assistant's, or of plain ``text``."""
     ptx_split: str = "train"
     """Split that is read where the source has several, for ``ptx``."""
+    ptx_subset: str | None = None
+    """Subset that is read where the source has several, for ``ptx``."""
+    ptx_columns: Columns = Field(default_factory=dict)
+    """As ``columns``, for ``ptx``."""
     max_ptx_length: PositiveInt = 1024
     """Longest demonstration in tokens. Longer ones are dropped and counted."""
 

@@ -31,9 +31,15 @@ class DemonstrationsConfig(DataKeys):
     eval_fraction: HeldOut | None = None
     """Share of ``demonstrations`` that is held out instead, equal prompts on the same side. Left out: none."""
     split: str = "train"
-    """Split that is read where the source has several, for ``demonstrations``."""
+    """Split that is read where the source has several, for ``demonstrations``; parts as ``train[:1000]``,
+    ``train[90%:]`` and ``train+test``."""
+    subset: str | None = None
+    """Subset that is read where a hub dataset or a folder has several (``main`` of ``openai/gsm8k``), for
+    ``demonstrations``."""
     eval_split: str = "train"
-    """The same for ``eval_demonstrations``; left alone where the source has one split only."""
+    """The same for ``eval_demonstrations``. Where the source has one split only, that is read whatever it is called."""
+    eval_subset: str | None = None
+    """The same for ``eval_demonstrations``."""
     max_length: PositiveInt = 1024
     """Longest prompt plus answer in tokens. Longer demonstrations are dropped and counted, never cut."""
     turns: Literal["all", "last"] = "all"

@@ -77,29 +77,32 @@ def check_entry(folder: str, name: str, key: str) -> None:
         check_source(_file(folder, entry), f"{entry.where}, file_name")
 
 
-def read_entry(folder: str, name: str, key: str) -> Rows:
+def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None) -> Rows:
     """The rows of a dataset that ``dataset_info.json`` names, with columns as they are read here.
 
     A conversation gives ``prompt``, all of it before the last answer, and ``messages``, all of it. Pairs give
     ``prompt``, ``chosen`` and ``rejected``. Other columns stay.
+
+    Args:
+        max_rows: rows that are read at most.
 
     Raises:
         DataError: as ``check_entry``; a row lacks a column or has one of another type. Names the row.
     """
     entry = _entry(folder, name, key)
     settings, split = entry.settings, entry.settings.get("split", "train")
+    needed = None if "num_samples" in settings else max_rows
     if "file_name" in settings:
-        table = read_rows(_file(folder, entry), split=split, key=f"{entry.where}, file_name")
+        table = read_rows(_file(folder, entry), split=split, key=f"{entry.where}, file_name", max_rows=needed)
     else:
         table = read_hub(
             settings["hf_hub_url"], split=split, subset=settings.get("subset"), folder=settings.get("folder"),
-            key=f"{entry.where}, hf_hub_url",
+            key=f"{entry.where}, hf_hub_url", max_rows=needed,
         )  # fmt: skip
-    chosen = _drawn(len(table.rows), settings.get("num_samples"), name)
-    places = [table.where(i) for i in chosen]
+    table = table.taken(_drawn(len(table.rows), settings.get("num_samples"), name)[:max_rows])
     read = _alpaca if entry.formatting == "alpaca" else _sharegpt
-    rows = [read(table.rows[i], entry, f"{key}: {place}") for i, place in zip(chosen, places, strict=True)]
-    return replace(table, rows=rows, places=places)
+    rows = [read(row, entry, f"{key}: {table.where(i)}") for i, row in enumerate(table.rows)]
+    return replace(table, rows=rows)
 
 
 def _entry(folder: str, name: str, key: str) -> _Entry:

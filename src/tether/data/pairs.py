@@ -65,6 +65,8 @@ def load_pairs(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     dataset_dir: str | None = None,
     max_samples: int | None = None,
+    subset: str | None = None,
+    columns: Mapping[str, str] | None = None,
     special_tokens: bool = False,
 ) -> PairData:
     """Preference pairs of ``source`` as token ids.
@@ -78,7 +80,7 @@ def load_pairs(
         max_length: tokens of the longest prompt with answer that is kept.
         end_ids: tokens that end an answer of the policy.
         key: the configuration key of ``source``, for messages.
-        chat_template_kwargs, dataset_dir, max_samples, special_tokens: as ``load_prompts``.
+        chat_template_kwargs, dataset_dir, max_samples, subset, columns, special_tokens: as ``load_prompts``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or a tokenizer without an end token.
@@ -86,7 +88,9 @@ def load_pairs(
             left. Names the row.
     """
     closing_id = closing_token(tokenizer, end_ids)
-    table = read_datasets(source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples)
+    table = read_datasets(
+        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset, columns=columns
+    )
     _check_columns(table, key)
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
     rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))

@@ -137,10 +137,10 @@ def load_prompt_sets(
 ) -> tuple[PromptData, PromptData | None]:
     """Prompts to train on and held-out prompts, if there are any."""
     data = config.data
-    same = {"max_prompt_length": data.max_prompt_length, **data.chat, **data.origin}
-    prompts = load_prompts(data.prompts, tokenizer, split=data.split, key="data.prompts", **same)
+    same = {"max_prompt_length": data.max_prompt_length, **data.chat}
+    prompts = load_prompts(data.prompts, tokenizer, **data.reading("prompts"), **same)
     if data.eval_prompts is not None:
-        others = load_prompts(data.eval_prompts, tokenizer, split=data.eval_split, key="data.eval_prompts", **same)
+        others = load_prompts(data.eval_prompts, tokenizer, **data.reading("eval_prompts"), **same)
         return prompts, others
     if not data.eval_fraction:
         return prompts, None
@@ -156,13 +156,11 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
     return load_demonstrations(
         data.ptx,
         tokenizer,
-        split=data.ptx_split,
         max_length=data.max_ptx_length,
         end_ids=stop_token_ids(tokenizer, generation, "eos"),
-        key="data.ptx",
         drops_unanswered=data.dataset_dir is not None,
         **data.chat,
-        **data.origin,
+        **data.reading("ptx"),
     )
 
 

@@ -168,6 +168,7 @@ def generate(arguments: Sequence[str]) -> int:
         help="longer prompts are left out; the run's, or what the model's positions leave, at most 2048 tokens",
     )
     parser.add_argument("--temperature", type=_at_least_0, help="0 takes the most likely token; the run's, or 1")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt; the run's if left out, none if empty")
     parser.add_argument("--seed", type=int, default=42, help="seed of sampling (default: %(default)s)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
@@ -186,6 +187,7 @@ def generate(arguments: Sequence[str]) -> int:
             response_length=given.response_length,
             max_prompt_length=given.max_prompt_length,
             temperature=given.temperature,
+            system=given.system,
             seed=given.seed,
             trust_remote_code=given.trust_remote_code,
             display=display,

@@ -251,7 +251,7 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
             f"train.max_tokens_per_micro_batch {budget} is less than one answer may need: the longest query has "
             f"{longest} tokens, sampling.response_length is {answer}. Set it to at least {longest + answer}"
         )
-    words = {"key": "sampling.response_length", "way_out": "data.max_prompt_length"}
+    words = {"key": "sampling.response_length", "way_out": "lower it, or data.max_prompt_length"}
     check_positions(shape, longest, answer, **words)
     limit = steady_positions(shape)
     longest = max((len(each.query_ids) + len(each.response_ids) for each in data.demonstrations), default=0)

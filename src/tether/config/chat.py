@@ -58,7 +58,8 @@ class DataKeys(ChatKeys):
 
     dataset_dir: str | None = None
     """Folder of a LLaMA-Factory ``dataset_info.json``. All sources are then names of its entries, and their splits,
-    subsets and columns are what the entries say."""
+    subsets and columns are what the entries say. ``ONLINE``: all sources are hub ids of datasets in alpaca format,
+    whose rows have ``instruction``, ``input`` and ``output``."""
     max_samples: PositiveInt | None = None
     """Rows of each source that are read at most, the first ones."""
     columns: Columns = Field(default_factory=dict)

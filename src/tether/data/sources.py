@@ -285,7 +285,14 @@ def _saved_rows(path: Path, source: str, split: str, key: str, max_rows: int | N
 
 
 def read_hub(
-    source: str, *, split: str, subset: str | None, folder: str | None, key: str, max_rows: int | None = None
+    source: str,
+    *,
+    split: str,
+    subset: str | None,
+    folder: str | None,
+    revision: str | None,
+    key: str,
+    max_rows: int | None = None,
 ) -> Rows:
     """All rows of a dataset on the hub, or its first.
 
@@ -293,14 +300,15 @@ def read_hub(
         source: its id.
         subset: which of its subsets.
         folder: the folder in it that holds the data.
+        revision: branch, tag or commit.
         key: the configuration key of ``source``, for messages.
         max_rows: rows that are read at most.
 
     Raises:
         DataError: it cannot be loaded, or has no such split or subset.
     """
-    options = {"subset": subset, "subset_key": "its subset", "max_rows": max_rows, "data_dir": folder}
-    return _loaded_rows(source, None, split, key, **options)
+    options = {"subset": subset, "subset_key": "its subset", "max_rows": max_rows}
+    return _loaded_rows(source, None, split, key, **options, data_dir=folder, revision=revision)
 
 
 def _loaded_rows(
@@ -313,11 +321,12 @@ def _loaded_rows(
     subset_key: str | None,
     max_rows: int | None,
     data_dir: str | None = None,
+    revision: str | None = None,
 ) -> Rows:
     import datasets
 
     location = folder or source
-    within = _given(data_dir=data_dir)
+    within = _given(data_dir=data_dir, revision=revision)
     try:
         splits = datasets.get_dataset_split_names(location, **within, **_given(config_name=subset))
         chosen = _written(split_parts(split, splits, source, key))

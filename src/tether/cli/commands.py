@@ -209,6 +209,7 @@ def score(arguments: Sequence[str]) -> int:
     parser.add_argument("source", metavar="SOURCE.yaml", help="reward sources (the key rewards), or a run's file")
     parser.add_argument("file", metavar="FILE", help="chosen and rejected, or response, with prompt in each row")
     parser.add_argument("--split", default="train", help="split to read where FILE has several (default: %(default)s)")
+    parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for the rows with their scores")
     given, overrides = parser.parse_known_args(arguments)
 
@@ -220,7 +221,8 @@ def score(arguments: Sequence[str]) -> int:
     from tether.train.scoring import score_file
 
     with RunDisplay() as display:
-        scored = score_file(config, given.file, split=given.split, output=given.output, display=display)
+        where = {"split": given.split, "subset": given.subset}
+        scored = score_file(config, given.file, **where, output=given.output, display=display)
         for text in scored.seen:
             display.message(text)
         for table in scored.tables:

@@ -35,17 +35,18 @@ class ChatKeys(Section):
     """How conversations become text."""
 
     chat_template: str = "auto"
-    """``auto``: the tokenizer's own; text for a tokenizer that has one becomes a user turn. ``none``: text is taken as
-    it is. Else a template for models without one, which is saved with the tokenizer: alpaca, chatml, gemma, llama2,
-    llama3, mistral, phi3, qwen, vicuna, zephyr, or a file that ends in .jinja."""
+    """``auto``: the tokenizer's own template; if it has one, plain text becomes a user turn. ``none``: text is passed
+    through unchanged. For models without a template: the name of a built-in one (alpaca, chatml, gemma, llama2, llama3,
+    mistral, phi3, qwen, vicuna, zephyr) or a file that ends in .jinja; it is saved with the tokenizer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template: ``{enable_thinking: false}`` for Qwen3."""
     system_prompt: str | None = None
-    """System message put before prompts that bring none; needs a chat template. The same in every stage."""
+    """System message for prompts that have none of their own; needs a chat template. Must be the same in every
+    stage."""
     special_tokens: bool = False
-    """Special tokens that are typed into the content of a message (``<|im_end|>``) are control tokens. Left off they
-    are the characters that they are written with, so that no prompt can end its turn. Text that goes through no chat
-    template is taken as it is. The same in every stage."""
+    """Treat special tokens typed into the content of a message (``<|im_end|>``) as control tokens. If false, they are
+    plain characters, so that no prompt can end its own turn. Text that goes through no chat template is passed through
+    unchanged. Must be the same in every stage."""
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -54,17 +55,17 @@ class ChatKeys(Section):
 
 
 class DataKeys(ChatKeys):
-    """Where data is from, and how its conversations become text."""
+    """Where the data comes from, and how its conversations become text."""
 
     dataset_dir: str | None = None
-    """Folder of a LLaMA-Factory ``dataset_info.json``. All sources are then names of its entries, and their splits,
-    subsets and columns are what the entries say. ``ONLINE``: all sources are hub ids of datasets in alpaca format,
-    whose rows have ``instruction``, ``input`` and ``output``."""
+    """Folder with LLaMA-Factory's ``dataset_info.json``. All sources are then names of its entries, which also define
+    their splits, subsets and columns. ``ONLINE``: all sources are hub ids of datasets in alpaca format, with columns
+    ``instruction``, ``input`` and ``output``."""
     max_samples: PositiveInt | None = None
-    """Rows of each source that are read at most, the first ones."""
+    """Maximum number of rows to read from each source, counted from the first."""
     columns: Columns = Field(default_factory=dict)
-    """Names that the sources have for columns which are called otherwise here: ``{prompt: question}`` takes the column
-    ``question`` as the prompt. A source that has the column under our name is left as it is."""
+    """Names of columns that the sources call something else: ``{prompt: question}`` reads the column ``question`` as
+    the prompt. A source that already has a column with our name is left as it is."""
 
     def reading(self, name: str) -> dict[str, Any]:
         """How the dataset under the key ``name`` is read, as the functions that read data take it."""

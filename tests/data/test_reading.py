@@ -7,12 +7,14 @@ import pytest
 
 from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
-from tether.config.load import parse_config
+from tether.config.load import dump_config, parse_config
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.sft_stage import SftStageConfig
+from tether.data.prompts import load_prompts
 from tether.errors import ConfigError, DataError
 from tether.stages import reward, sft
 from tether.train.inputs import load_data
+from tether.train.saved import evaluate_path, generate_path
 
 WORDS = ("cat", "dog", "sun", "sea", "day")
 
@@ -77,6 +79,27 @@ def test_a_source_that_has_the_column_under_our_name_is_left_as_it_is(folder, tm
     columns = {"prompt": "question"}
     config = tiny_run(tmp_path, data__prompts=sources, data__columns=columns, data__max_samples=1)
     assert [prompt.source for prompt in load_data(config).prompts.prompts] == ["the cat", "you run"]
+
+
+def test_prompts_of_the_command_line_are_whole_and_have_the_runs_columns(folder, tmp_path, monkeypatch):
+    """A part that a run holds out is a part of its own prompts, not of others."""
+    source = str(folder / "main.jsonl")
+    parts = {"data__split": "train[:-1]", "data__eval_split": "train[-1:]", "data__eval_prompts": source}
+    config = tiny_run(tmp_path, data__prompts=source, data__columns={"prompt": "question"}, **parts)
+    save_tiny(config.output_dir)
+    (config.output_dir / "config.yaml").write_text(dump_config(config))
+    (tmp_path / "asked.jsonl").write_text('{"question": "you run"}\n{"question": "you see"}\n')
+    read = []
+
+    def asked(prompts, *given, **options):
+        read.append([prompt.source for prompt in load_prompts(prompts, *given, **options).prompts])
+        raise StopIteration
+
+    monkeypatch.setattr("tether.train.saved.load_prompts", asked)
+    for answer in (evaluate_path, generate_path):
+        with pytest.raises(StopIteration):
+            answer(config.output_dir, tmp_path / "asked.jsonl")
+    assert read == [["you run", "you see"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,11 @@ def read_datasets(
 
 
 def _renamed(table: Rows, columns: Mapping[str, str], key: str) -> Rows:
-    """The rows with our names for columns that the source calls otherwise."""
+    """The rows with our names for columns that the source calls otherwise. What the command line names may lack them:
+    they are those of a run's own sources."""
     names = column_names(table.rows)
     for ours, theirs in columns.items():
-        if table.rows and ours not in names and theirs not in names:
+        if table.rows and ours not in names and theirs not in names and key.startswith("data."):
             raise DataError(
                 f"{key}: {table.name} has no column {theirs}, which is to be its {ours}; its columns are: "
                 f"{', '.join(names)}. Correct it in data.{'ptx_' if key == 'data.ptx' else ''}columns"

@@ -61,11 +61,20 @@ def split_parts(split: str, splits: Collection[str], source: str, key: str) -> l
         return [Part(split)]
     parts = [_part(text.strip(), split, key) for text in split.split("+")]
     names = list(dict.fromkeys(part.name for part in parts))
-    if len(splits) == len(names) == 1:
-        return [replace(part, name=next(iter(splits))) for part in parts]
+    if len(splits) == 1:
+        (only,) = splits
+        if not any(part.bounds for part in parts):
+            return [Part(only)]
+        if len(names) == 1:
+            return [replace(part, name=only) for part in parts]
     if missing := [name for name in names if name not in splits]:
         raise DataError(f"{key}: {source} has no split {missing[0]}; it has {', '.join(splits)}")
     return parts
+
+
+def whole_splits(split: str) -> str:
+    """The splits that ``split`` takes parts of."""
+    return "+".join(dict.fromkeys(re.sub(r"\[.*?\]", "", part).strip() for part in split.split("+")))
 
 
 def _part(text: str, split: str, key: str) -> Part:

@@ -21,6 +21,7 @@ from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.data.prompts import PromptData, load_prompts
 from tether.data.sources import check_source
+from tether.data.splits import whole_splits
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
@@ -149,7 +150,9 @@ def evaluate_path(
         _, data = load_prompt_sets(config, tokenizer)
     else:
         length = config.data.max_prompt_length
-        options = {"split": config.data.eval_split, "max_prompt_length": length, "key": "--prompts"}
+        # parts that are held out are parts of the run's own prompts
+        options = {"split": whole_splits(config.data.eval_split), "max_prompt_length": length, "key": "--prompts"}
+        options["columns"] = config.data.columns
         data = load_prompts(prompts, tokenizer, **options, **config.data.chat)
     if data.num_too_long:
         display.message(f"prompts: {data.note}")
@@ -226,6 +229,7 @@ def generate_path(
         max_prompt_length=max_prompt_length
         or (run.data.max_prompt_length if run else _room_for_prompts(shape, longest_answer)),
         key="--prompts",
+        columns=config.data.columns if config else None,
         **chat,
     )
     if data.num_too_long:

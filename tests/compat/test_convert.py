@@ -42,7 +42,7 @@ OPENRLHF_OURS = """
     model: {path: org/sft-model}
     value: {kind: model, init: policy, learning_rate: 9e-6}
     rewards: [{type: model, path: org/reward-a}]
-    data: {prompts: org/prompts, max_prompt_length: 700}
+    data: {prompts: org/prompts, columns: {prompt: question}, max_prompt_length: 700}
     sampling: {response_length: 300, num_generations: 2}
     ppo: {kl_coef: 0.02, lam: 1, num_ppo_epochs: 1, num_mini_batches: 8, cliprange_value: 0.5, reward_clip: 10}
     train: {num_train_epochs: 1, rollout_batch_size: 1024, micro_batch_size: 8, learning_rate: 5e-7, adam_beta2: 0.95,
@@ -107,7 +107,8 @@ OURS = """\
 model: {path: org/policy, trust_remote_code: true, lora: {r: 8, alpha: 16, target_modules: [q_proj, v_proj]}}
 value: {kind: model, init: org/critic, learning_rate: 2.0e-05, warmup_steps: 3}
 rewards: [{type: model, path: org/judge}]
-data: {prompts: "odd name's.parquet", eval_prompts: held.parquet, max_prompt_length: 300, max_samples: 50}
+data: {prompts: "odd name's.parquet", eval_prompts: held.parquet, max_prompt_length: 300, max_samples: 50,
+       columns: {prompt: question}}
 sampling: {response_length: 200, temperature: 0.9, num_generations: 2, top_p: 0.95, allow_truncated_sampling: true}
 ppo: {kl_coef: 0.03, kl_in: loss, kl_estimator: k3, num_ppo_epochs: 2, num_mini_batches: 4, lam: 0.9, gamma: 0.99,
       cliprange: 0.1, cliprange_high: 0.3, dual_clip: 4, cliprange_value: 0.4, entropy_coef: 0.01,
@@ -172,7 +173,7 @@ class TestToOurs:
         lines = converted(written(tmp_path, "launch.sh", OPENRLHF_OLD)).splitlines()
         comments = [line for line in lines if line.startswith("#")]
         for begin in ("# dropped, reward.normalize_enable: true: ", "# dropped, algo.kl.target: 0.1: theirs is in nats",
-                      "# ignored, zero_stage: 3: ", "# Rename the column question"):  # fmt: skip
+                      "# ignored, zero_stage: 3: "):  # fmt: skip
             assert any(line.startswith(begin) for line in comments), begin
 
     def test_keys_of_trackers_are_written_nowhere(self, tmp_path):
@@ -254,7 +255,6 @@ class TestToOurs:
             (f"{TRL.strip()} --stop_token stop", "stop_token: got stop; wanted eos, or to leave it out"),
             (f"{TRL.strip()} --use_peft perhaps", "use_peft: got perhaps; wanted true or false"),
             (f"{TRL.strip()} --stop_token_id 5", "stop_token_id: got 5; set sampling.stop_token to the token's text"),
-            (f"{TRL.strip()} --dataset_config main", "dataset_config: got main; write that part of the dataset to a"),
             (f"{TRL.strip().replace('--total_episodes 1000000', '')} --warmup_steps 50",
              "warmup_steps: got 50; without total_episodes it cannot be told which share that is: write warmup_ratio"),
             (f"{TRL.strip().replace('--total_episodes 1000000', '')} --save_steps 0.1",
@@ -374,8 +374,8 @@ class TestToOurs:
         assert "hold that message alone" in made("ppo_tldr.py") and "hold that message" not in made("ppo.py")
         assert parse_config(made("my_own.py")).data.chat_template == "auto"
         assert "where the script does without, set data.chat_template: none" in made("my_own.py")
-        assert "# Rename the column query of the prompts to prompt." in made("ppo.py", "--dataset_text_field query")
-        assert "Rename" not in made("ppo.py", "--dataset_text_field prompt")
+        for name, columns in (("query", {"prompt": "query"}), ("prompt", {})):
+            assert parse_config(made("ppo.py", f"--dataset_text_field {name}")).data.columns == columns
 
     def test_trls_test_split_is_held_out_where_it_is_read(self, tmp_path):
         def config(script, more):
@@ -385,6 +385,9 @@ class TestToOurs:
         steps = "--eval_strategy steps --eval_steps 100"
         held_out = config("ppo_tldr.py", steps)
         assert (held_out.data.eval_prompts, held_out.data.eval_split) == ("org/tldr", "validation")
+        assert held_out.data.subset is held_out.data.eval_subset is None
+        of_one = config("ppo_tldr.py", f"{steps} --dataset_config main").data
+        assert (of_one.subset, of_one.eval_subset) == ("main", "main")
         assert held_out.train.eval_steps == 100
         assert config("ppo_tldr.py", "--eval_strategy steps").train.eval_steps == 10  # their logging_steps
         assert config("ppo_tldr.py", "--eval_strategy epoch").train.eval_steps is None

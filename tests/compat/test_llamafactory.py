@@ -104,6 +104,10 @@ class TestTheExample:
         assert (train.learning_rate, train.num_train_epochs, train.lr_scheduler_type) == (5e-5, 3.0, "linear")
         assert train.bf16 is None
 
+    def test_hub_ids_are_in_alpaca_format(self, tmp_path):
+        config, _ = read(PPO, "--dataset_dir=ONLINE", "--dataset=org/a,org/b", folder=tmp_path)
+        assert (config.data.prompts, config.data.dataset_dir) == (["org/a", "org/b"], "ONLINE")
+
     @pytest.mark.parametrize("world", [1, 2])
     def test_the_rollout_batch_is_the_product_of_four(self, tmp_path, monkeypatch, world):
         monkeypatch.setenv("WORLD_SIZE", str(world))

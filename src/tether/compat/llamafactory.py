@@ -323,9 +323,7 @@ def _datasets(keys: Translator, ours: str, held_out: str) -> None:
         keys.refuse("dataset", "missing; wanted names of datasets in dataset_info.json")
     else:
         keys.put(f"data.{ours}", _names(keys.take("dataset")), "dataset")
-    if folder == "ONLINE":
-        keys.covered("dataset_dir", by="hub ids")
-    elif folder.startswith("REMOTE:"):
+    if folder.startswith("REMOTE:"):
         keys.refuse("dataset_dir", "download the repository, and name its folder")
     else:
         keys.put("data.dataset_dir", folder, "dataset_dir")

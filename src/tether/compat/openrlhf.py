@@ -205,8 +205,8 @@ def _data(keys: Translator) -> None:
         keys.put("data.eval_prompts", keys.take("eval.dataset"), "eval.dataset")
         if keys.number("eval.steps", -1) > 0:
             keys.put("train.eval_steps", keys.take("eval.steps"), "eval.steps")
-    if keys.take("data.input_key", "input") not in ("prompt", "messages"):
-        keys.note(f"Rename the column {keys.take('data.input_key', 'input')} of the prompts to prompt or messages.")
+    if (column := keys.take("data.input_key", "input")) not in ("prompt", "messages"):
+        keys.put("data.columns.prompt", column, "data.input_key")
     keys.covered("data.input_key", by="the column prompt or messages")
     keys.covered("data.label_key", by="columns reach reward functions under their own names")
     if not keys.flag("data.apply_chat_template"):
@@ -328,7 +328,8 @@ def launch(config: RunConfig, *, source: str) -> str:
 
 WRITTEN = (
     "rewards", "value.kind", "value.init", "value.warmup_steps", "value.save", "model.lora", "data.prompts",
-    "data.eval_prompts", "data.max_prompt_length", "data.max_samples", "data.chat_template", "sampling.response_length",
+    "data.eval_prompts", "data.columns.prompt", "data.max_prompt_length", "data.max_samples", "data.chat_template",
+    "sampling.response_length",
     "sampling.top_p", "sampling.allow_truncated_sampling", "ppo.cliprange", "ppo.cliprange_high", "ppo.kl_in",
     "ppo.advantage_estimator", "ppo.loss_reduction", "ppo.reward_clip", "ppo.num_mini_batches", "train.adam_beta1",
     "train.adam_beta2", "train.lr_scheduler_kwargs", "train.rollout_batch_size", "train.micro_batch_size",
@@ -373,7 +374,7 @@ def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "eval.dataset", data.eval_prompts if isinstance(data.eval_prompts, str) else ",".join(data.eval_prompts)
     if train.eval_steps is not None:
         yield "eval.steps", train.eval_steps
-    yield "data.input_key", "prompt"
+    yield "data.input_key", data.columns.get("prompt", "prompt")
     if data.chat_template != "none":
         yield "data.apply_chat_template", True
     if data.max_samples is not None:

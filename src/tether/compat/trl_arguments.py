@@ -99,7 +99,7 @@ def translated(source: str, options: Mapping[str, Any], script: str, processes: 
     if keys.gives("stop_token_id"):
         keys.refuse("stop_token_id", "set sampling.stop_token to the token's text, or stop_token to eos")
     if keys.gives("dataset_config"):
-        keys.refuse("dataset_config", "write that part of the dataset to a file and name the file as dataset_name")
+        keys.put("data.subset", keys.take("dataset_config"), "dataset_config")
     _batches(keys, processes)
     _steps(keys, processes or 1)
     if keys.gives("optim"):
@@ -151,7 +151,7 @@ def _prompts(keys: Translator, script: str, processes: int) -> None:
                   "data.chat_template out, and let the column prompt hold that message alone.")  # fmt: skip
     column = keys.take("dataset_text_field", "prompt")
     if column not in ("prompt", "messages"):
-        keys.note(f"Rename the column {column} of the prompts to prompt.")
+        keys.put("data.columns.prompt", column, "dataset_text_field")
     keys.covered("dataset_text_field", by="the column prompt or messages")
     reads_test = script == WITH_TEST_SPLIT or (script != PLAIN and keys.gives("dataset_test_split"))
     strategy = keys.take("eval_strategy", "no")
@@ -159,6 +159,8 @@ def _prompts(keys: Translator, script: str, processes: int) -> None:
         return
     keys.put("data.eval_prompts", keys.take("dataset_name"), "dataset_name")
     keys.put("data.eval_split", keys.take("dataset_test_split", "test"), "dataset_test_split")
+    if keys.gives("dataset_config"):
+        keys.put("data.eval_subset", keys.take("dataset_config"), "dataset_config")
     if strategy == "steps":
         every = "eval_steps" if keys.gives("eval_steps") else "logging_steps"
         steps = keys.steps(every, 10, _updates(keys, processes), length="total_episodes")

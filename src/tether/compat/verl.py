@@ -204,8 +204,8 @@ def _data(keys: Translator) -> None:
         keys.put("data.eval_prompts", keys.take("data.val_files"), "data.val_files")
         if keys.number("trainer.test_freq", -1) > 0:
             keys.put("train.eval_steps", keys.take("trainer.test_freq"), "trainer.test_freq")
-    if keys.take("data.prompt_key", "prompt") not in ("prompt", "messages"):
-        keys.note(f"Rename the column {keys.take('data.prompt_key')} of the prompts to prompt or messages.")
+    if (column := keys.take("data.prompt_key", "prompt")) not in ("prompt", "messages"):
+        keys.put("data.columns.prompt", column, "data.prompt_key")
     keys.covered("data.prompt_key", by="the column prompt or messages")
     keys.covered("data.reward_fn_key", by="columns reach reward functions under their own names")
     keys.covered("data.truncation", "data.filter_overlong_prompts", by="prompts that are too long are dropped")
@@ -336,6 +336,7 @@ def launch(config: RunConfig, *, source: str) -> str:
 
 WRITTEN = (
     "rewards", "value.kind", "value.init", "model.lora", "data.prompts", "data.eval_prompts", "data.max_samples",
+    "data.columns.prompt",
     "data.chat_template_kwargs", "sampling.top_p", "sampling.top_k", "sampling.allow_truncated_sampling",
     "ppo.cliprange", "ppo.cliprange_high", "ppo.kl_in", "ppo.kl_coef", "ppo.kl_estimator", "ppo.advantage_estimator",
     "ppo.loss_reduction", "ppo.num_mini_batches", "train.adam_beta1", "train.adam_beta2", "train.lr_scheduler_type",
@@ -372,6 +373,8 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield "data.train_files", data.prompts
     if data.eval_prompts is not None:
         yield "data.val_files", data.eval_prompts
+    if "prompt" in data.columns:
+        yield "data.prompt_key", data.columns["prompt"]
     if data.max_samples is not None:
         yield "data.train_max_samples", data.max_samples
     for name, value in data.chat_template_kwargs.items():

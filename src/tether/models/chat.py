@@ -34,17 +34,22 @@ def check_template(chat_template: str) -> None:
         _template_text(chat_template)
 
 
-def templated(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> PreTrainedTokenizerBase:
+def templated(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str, text: str | None = None
+) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template that ``data.chat_template`` asks for; itself for auto and none.
 
     Where the template closes an answer by a token of its own, that becomes the tokenizer's end token.
+
+    Args:
+        text: the template itself, which is not looked for then.
 
     Raises:
         ConfigError: the template is not there, or needs tokens that the tokenizer lacks.
     """
     if chat_template in ("auto", "none"):
         return tokenizer
-    text, vocabulary = _template_text(chat_template), tokenizer.get_vocab()
+    text, vocabulary = text or _template_text(chat_template), tokenizer.get_vocab()
     if missing := [token for token in TOKENS.get(chat_template, ()) if token not in vocabulary]:
         raise ConfigError(
             f"data.chat_template: {chat_template} needs {' and '.join(missing)} as tokens, which the tokenizer lacks. "

@@ -112,7 +112,7 @@ def _metadata(run: Run, kind: Kind, base: str | None, adapter: Mapping[str, Any]
         base_model=base if base and _is_hub_id(base) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-classification" if kind in JUDGES else "text-generation",
-        datasets=named if named and run.setting("data.dataset_dir") is None else None,
+        datasets=named if named and run.setting("data.dataset_dir") in (None, "ONLINE") else None,
         tags=["tether", {"ppo": "ppo", "sft": "sft", "reward": "reward-model", "critic": "critic"}[kind]]
         + (["lora"] if adapter else [])
         + (["rlhf"] if kind == "ppo" else []),

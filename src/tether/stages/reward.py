@@ -202,13 +202,12 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
         "max_length": data.max_length,
         "end_ids": stop_token_ids(tokenizer, generation, "eos"),
         **data.chat,
-        **data.origin,
     }
-    pairs = load_pairs(data.pairs, tokenizer, split=data.split, key="data.pairs", **same)
+    pairs = load_pairs(data.pairs, tokenizer, **data.reading("pairs"), **same)
     train, held_out = split_pairs(pairs.pairs, data.held_out_fraction, config.train.seed)
     if data.eval_pairs is None:
         return tokenizer, _Data(train, held_out, pairs.num_too_long, pairs.num_equal)
-    others = load_pairs(data.eval_pairs, tokenizer, split=data.eval_split, key="data.eval_pairs", **same)
+    others = load_pairs(data.eval_pairs, tokenizer, **data.reading("eval_pairs"), **same)
     too_long, equal = pairs.num_too_long + others.num_too_long, pairs.num_equal + others.num_equal
     return tokenizer, _Data(train, others.pairs, too_long, equal)
 

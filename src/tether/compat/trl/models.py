@@ -380,7 +380,7 @@ def check_positions(models: Mapping[str, PreTrainedModel], longest: int, respons
         longest: tokens of the longest query.
     """
     for name, model in models.items():
-        words = {"key": "PPOConfig.response_length", "way_out": "drop long prompts", "model": name}
+        words = {"key": "PPOConfig.response_length", "way_out": "lower it, or drop long prompts", "model": name}
         fit.check_positions(model.config, longest, response_length, **words)
 
 

@@ -81,7 +81,11 @@ def answer(step: int, row: int, score: float | None, /, *, split: str = "eval", 
 
 
 def write(
-    folder: Path, metrics: list[Any] | None = None, samples: list[Any] | None = None, config: str | None = CONFIG
+    folder: Path,
+    metrics: list[Any] | None = None,
+    samples: list[Any] | None = None,
+    config: str | None = CONFIG,
+    finished: dict[str, int] | None = None,
 ):
     """Writes the files of a run; None leaves a file out."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +94,8 @@ def write(
     for name, lines in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
         if lines is not None:
             (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    if finished is not None:
+        (folder / "finished.json").write_text(json.dumps(finished), encoding="utf-8")
     return folder
 
 

@@ -237,6 +237,7 @@ def test_save_total_limit_keeps_the_newest_and_the_best(tmp_path):
     )  # fmt: skip
     result = train_policy(config)
     best = min(result.evaluations, key=lambda row: row["eval_length"])["step"]
+    assert json.loads((config.output_dir / "finished.json").read_text()) == {"step": 4, "kept_step": best}
     assert {p.name for p in config.output_dir.glob("checkpoint-*")} == {"checkpoint-4", f"checkpoint-{best}"}
     assert_same_weights(weights(config.output_dir), weights(config.output_dir / f"checkpoint-{best}"))
 
@@ -358,6 +359,9 @@ def test_early_stopping_of_transformers_works(tmp_path):
     )  # fmt: skip
     result = train_policy(config, callbacks=[EarlyStoppingCallback(early_stopping_patience=2)])
     assert [row["step"] for row in result.updates] == [1, 2]
+    assert json.loads((config.output_dir / "finished.json").read_text()) == {"step": 2, "kept_step": 0}
+    assert "2 of 6" in result.report.read_text() and "still running" not in result.report.read_text()
+    assert "first one, whose policy was kept" in (config.output_dir / "README.md").read_text()
 
 
 def test_missing_eos_rules_are_judged_on_the_answer_alone(tmp_path):

@@ -19,7 +19,7 @@ from huggingface_hub import ModelCardData
 
 from tether.config.secrets import address_without_keys, without_keys
 from tether.report.read import Run, read_run, read_settings
-from tether.report.summary import pairs, verdict
+from tether.report.summary import kl_spent, pairs, verdict
 from tether.report.text import number, one_line
 
 CARD = "README.md"
@@ -149,7 +149,7 @@ def _result(run: Run, kind: Kind, evaluation: Mapping[str, float]) -> str:
     """What came of it."""
     if kind == "ppo":
         found = verdict(run, pairs(run))
-        kl = run.evaluated("eval_kl").late or run.series("objective/kl").late
+        kl = kl_spent(run)
         shown = f"{found.answer} {found.sentence} {found.detail}".strip()
         return f"## Result\n\nIs it better by its judge? {_escaped(shown, 600)}" + (
             f" KL to the start: {number(kl)} nats an answer." if kl is not None else ""

@@ -96,7 +96,11 @@ def _frontier(run: Run) -> Figure | None:
     marks = _frontier_marks(run)
     if not points and not marks:
         return None
-    last_kl, last_score = (marks[-1].x, marks[-1].y) if marks else points[-1]
+    kl_ends, score_ends = run.judged("eval_kl"), run.judged("eval_scores")
+    if kl_ends is not None and score_ends is not None:
+        last_kl, last_score = kl_ends[1][1], score_ends[1][1]
+    else:
+        last_kl, last_score = (marks[-1].x, marks[-1].y) if marks else points[-1]
     legend = [("training", TRAIN), ("held-out", HELD_OUT)] if marks and points else []
     svg = path_chart(points, titles, marks, label="Score against KL to the reference", x_label="KL, nats a sequence")
     return Figure(
@@ -109,14 +113,17 @@ def _frontier(run: Run) -> Figure | None:
 
 
 def _frontier_marks(run: Run) -> list[Mark]:
-    """The evaluations in the plane of KL and score; the first and the last have names."""
+    """The evaluations in the plane of KL and score; the first, the last and that of the policy that was kept have
+    names."""
     kl, points = dict(run.evaluated("eval_kl").points), run.evaluated("eval_scores").points
     placed = [(step, kl[step], score) for step, score in points if step in kl]
     if not placed:
         return []
     first, last = placed[0][0], placed[-1][0]
-    names = {last: "end", first: "start" if first == 0 else f"update {first}"}
+    names = {run.kept_step: "kept", last: "end", first: "start" if first == 0 else f"update {first}"}
     shown = placed if len(placed) <= 12 else [placed[i * (len(placed) - 1) // 11] for i in range(12)]
+    shown += [point for point in placed if point[0] in names and point not in shown]
+    shown.sort()
     return [Mark(x, y, names.get(step, ""), f"update {step}, held-out", HELD_OUT) for step, x, y in shown]
 
 

@@ -216,7 +216,7 @@ def _comparison(run: Run, compared: list[Pair]) -> Html:
     shown = _spaced(compared, MAX_PAIRS)
     lead = f"{len(shown)} of {len(compared)} prompts, evenly spaced through the file: not picked by score."
     if compared[0].after is None:
-        lead += " Only one evaluation was finished."
+        lead += " Only one evaluation was finished." if run.kept_step is None else " The start policy was kept."
     cards = [_pair(pair) for pair in shown]
     return join(title, element("p", lead, class_="lead"), *_folded(cards, OPEN_PAIRS))
 

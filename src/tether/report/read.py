@@ -15,9 +15,15 @@ import yaml
 from tether.report.text import prompt_text
 
 CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
+FINISHED = "finished.json"
+"""How a run ended; not there while it goes on, or where it was interrupted."""
 TEXT_LIMIT = 4_000
 """Characters of a prompt or an answer that are kept; the rest is counted."""
 _LARGEST, _SMALLEST = 1e100, 1e-100  # outside of these, sums and squares overflow or vanish
+
+
+Point = tuple[int, float]
+"""An update, and a metric's value there."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Series:
         return any(math.isfinite(v) for v in self.values)
 
     @property
-    def points(self) -> list[tuple[int, float]]:
+    def points(self) -> list[Point]:
         """(update, value) where the value is finite."""
         return [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
 
@@ -88,6 +94,11 @@ class Run:
     """The same of each evaluation, keyed by the number of updates before it."""
     samples: list[Sample] = field(default_factory=list)
     """Answers, in the order of the file."""
+    finished_step: int | None = None
+    """Updates of a run that came to its end; None while it goes on, or where it was interrupted."""
+    kept_step: int | None = None
+    """Updates before the policy that a finished run left: fewer than ``finished_step`` where an earlier one was put in
+    place of the last."""
     notes: list[str] = field(default_factory=list)
     """What is missing or could not be read."""
 
@@ -98,6 +109,13 @@ class Run:
     def evaluated(self, name: str) -> Series:
         """One metric of the evaluations that have it."""
         return _series(self.evaluations, name)
+
+    def judged(self, name: str) -> tuple[Point, Point] | None:
+        """A metric of the first evaluation and of that of the policy which the run left, or of the last so far; None
+        without two evaluations, or where that policy's has none."""
+        points = self.evaluated(name).points
+        end = points[-1:] if self.kept_step is None else [point for point in points if point[0] == self.kept_step]
+        return (points[0], end[0]) if len(points) >= 2 and end else None
 
     def at_start(self, evaluated: str, trained: str) -> float | None:
         """The start policy's value: of the evaluation before the first update, else of the first updates."""
@@ -147,9 +165,10 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads config.yaml, metrics.jsonl and samples.jsonl of a run."""
+    """Reads config.yaml, metrics.jsonl, samples.jsonl and finished.json of a run."""
     run = Run(folder)
     _read_config(run)
+    _read_end(run)
     _read_metrics(run)
     _read_samples(run)
     return run
@@ -185,6 +204,16 @@ def _read_config(run: Run) -> None:
         run.config = config
     else:
         run.notes.append(f"{CONFIG} is not a YAML mapping: it is not shown, as it may hold keys.")
+
+
+def _read_end(run: Run) -> None:
+    """A file that is not there or damaged says nothing."""
+    try:
+        (_, line), *_ = _json_lines(run.folder / FINISHED)
+    except (OSError, ValueError):
+        return
+    end = line or {}
+    run.finished_step, run.kept_step = _step(end.get("step")), _step(end.get("kept_step"))
 
 
 def _read_metrics(run: Run) -> None:

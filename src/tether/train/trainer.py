@@ -158,13 +158,24 @@ class PPOTrainer:
                 self.save()  # scoring comes before anything of an update changes
                 error.add_note(f"the state after {self.state.step} updates is saved; --resume goes on from there")
             raise
-        if self.config.train.load_best_model_at_end and self.state.best_step is not None:
-            try:
-                self.checkpoints.restore_weights(self.state.best_step)
-            except CheckpointError as error:
-                self.log.message(f"warning: {error}; the policy of the last update is kept in place of the best one")
+        self.log.finished(self.state.step, self.restore_best())
         self.callbacks.train_end()
         return None
+
+    def restore_best(self) -> int:
+        """Puts the best policy in the place of the last one, if that was asked for; returns the updates before the one
+        that is there now."""
+        last, best, name = self.state.step, self.state.best_step, self.config.train.metric_for_best_model
+        if not self.config.train.load_best_model_at_end or best is None:
+            return last
+        try:
+            self.checkpoints.restore_weights(best)
+        except CheckpointError as error:
+            self.log.message(f"warning: {error}; the policy of the last update is kept in place of the best one")
+            return last
+        value = self.state.best_metric
+        self.log.message(f"kept: the policy after update {best} of {last}, whose {name} of {value:.3g} is the best")
+        return best
 
     def train_one_update(self) -> None:
         """One update with everything that may follow it: logging, evaluation, a checkpoint."""

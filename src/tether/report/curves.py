@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tether.report import health
+from tether.report.limits import LIMITS, Limits
 from tether.report.markup import Html
 from tether.report.read import Run, Series
 from tether.report.svg import Guide, Line, Mark, buckets, line_chart, path_chart, stacked_bars
@@ -128,13 +129,13 @@ def _frontier_marks(run: Run) -> list[Mark]:
 
 
 def _kl(run: Run) -> Figure | None:
-    warn, act = health.kl_limits(run)
     lines = [
         _line(run.series("objective/kl"), "training"),
         _line(run.evaluated("eval_kl"), "held-out", HELD_OUT),
         _line(run.series("objective/kl_k3"), "training, k3 estimate", 3),
     ]
-    return _figure("KL to the reference", "nats a sequence", lines, include=(0.0,), guides=_guides(warn, act))
+    guides = _guides(health.kl_limits(run))
+    return _figure("KL to the reference", "nats a sequence", lines, include=(0.0,), guides=guides)
 
 
 def _length(run: Run) -> Figure | None:
@@ -164,14 +165,14 @@ def _objective(run: Run) -> Figure | None:
 
 
 def _approx_kl(run: Run) -> Figure | None:
-    caption, guides = "drift within one update, nats a token", _guides(*health.APPROX_KL)
+    caption, guides = "drift within one update, nats a token", _guides(LIMITS["policy/approxkl_avg"])
     return _plain(run, "policy/approxkl_avg", "Approximate KL", caption, include=(0.0,), guides=guides)
 
 
 def _clip_fraction(run: Run) -> Figure | None:
     lines = [_line(run.series("policy/clipfrac_avg"), "policy"), _line(run.series("val/clipfrac_avg"), "value", 3)]
     caption = "share of tokens where clipping acts"
-    return _figure("Clip fraction", caption, lines, include=(0.0,), guides=_guides(*health.CLIP_FRACTION))
+    return _figure("Clip fraction", caption, lines, include=(0.0,), guides=_guides(LIMITS["policy/clipfrac_avg"]))
 
 
 def _explained_variance(run: Run) -> Figure | None:
@@ -217,5 +218,6 @@ def _seconds(run: Run) -> Figure | None:
     return Figure("Seconds a phase", "wall clock of each update, and shares of all", legend, latest, chart)
 
 
-def _guides(warn: float, act: float) -> list[Guide]:
-    return [Guide(warn, f"warn {number(warn)}", "warn"), Guide(act, f"act {number(act)}", "act")]
+def _guides(limits: Limits) -> list[Guide]:
+    values = {"warn": limits.warn, "act": limits.act}
+    return [Guide(value, f"{level} {number(value)}", level) for level, value in values.items() if value is not None]

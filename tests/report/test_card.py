@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from tests.report.runs import CONFIG, evaluation, update, write
+from tests.report.runs import CONFIG, evaluation, sft_run, update, write
 from tests.stages.test_reward_stage import stage_config
 from tests.train.runs import tiny_run
 from tether.cli.main import main
@@ -84,6 +84,17 @@ class TestText:
         text = card(run, "ppo", adapter={"base_model_name_or_path": "org/base"})
         assert head(text)["base_model"] == "org/base" and head(text)["library_name"] == "peft"
         assert 'AutoModelForCausalLM.from_pretrained("org/base")' in text and "PeftModel.from_pretrained" in text
+
+    @pytest.mark.parametrize(("method", "said"), [("LORA", "A LoRA adapter of"), ("IA3", "An IA3 adapter of")])
+    def test_of_an_adapter_names_its_method(self, tmp_path, method, said):
+        adapter = {"base_model_name_or_path": "org/base", "peft_type": method}
+        text = card(read_run(write_run(tmp_path / "run")), "ppo", adapter=adapter)
+        assert f"{said} `org/base`" in text and head(text)["tags"] == ["tether", "ppo", method.lower(), "rlhf"]
+
+    def test_of_a_stage_shows_the_last_step_also_where_an_evaluation_followed(self, tmp_path):
+        run = read_run(sft_run(tmp_path))
+        table = [line.split("|")[1:-1] for line in card(run, "sft", adapter=None).splitlines() if "| 20 |" in line]
+        assert [[cell.strip() for cell in row] for row in table] == [["20", "2", "0.6"]]
 
     def test_local_models_and_datasets_are_no_hub_ids(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

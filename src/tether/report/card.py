@@ -57,7 +57,7 @@ def write_card(
         command: what made it, if that was no command of Tether's.
     """
     read = read_run(run) if step is None else read_settings(run)
-    kind = role or _kind(read.config)
+    kind = role or read.kind
     if kind is not None:
         text = card(read, kind, adapter=_adapter(folder), evaluation=evaluation, step=step, command=command)
         (folder / CARD).write_text(text, encoding="utf-8")
@@ -85,19 +85,13 @@ def card(
     """
     base = adapter.get("base_model_name_or_path") if adapter else run.setting("model.path")
     base = base if isinstance(base, str) else None
-    parts = [_title(run, kind, step), _summary(run, kind, base, is_adapter=adapter is not None, step=step)]
+    parts = [_title(run, kind, step), _summary(kind, base, adapter, step=step)]
     if step is None and kind != "critic":
         parts += [_result(run, kind, evaluation), _curves(run), _answers(run)]
     parts += [_use(kind, base, is_adapter=adapter is not None), _data(run, kind)]
     if step is None:
         parts += [_command(run, kind, command), _versions()]
     return f"---\n{_metadata(run, kind, base, adapter).to_yaml()}\n---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _kind(config: Mapping[str, Any]) -> Kind | None:
-    data = config.get("data")
-    keys = data.keys() if isinstance(data, dict) else set()
-    return "ppo" if "prompts" in keys else "reward" if "pairs" in keys else "sft" if "demonstrations" in keys else None
 
 
 def _adapter(folder: Path) -> dict[str, Any] | None:
@@ -114,9 +108,15 @@ def _metadata(run: Run, kind: Kind, base: str | None, adapter: Mapping[str, Any]
         pipeline_tag="text-classification" if kind in JUDGES else "text-generation",
         datasets=named if named and run.setting("data.dataset_dir") is None else None,
         tags=["tether", {"ppo": "ppo", "sft": "sft", "reward": "reward-model", "critic": "critic"}[kind]]
-        + (["lora"] if adapter else [])
+        + ([] if adapter is None else [_method(adapter).lower()])
         + (["rlhf"] if kind == "ppo" else []),
     )
+
+
+def _method(adapter: Mapping[str, Any]) -> str:
+    """PEFT's name of an adapter's kind: LoRA, IA3, LoHa."""
+    name = re.sub(r"\W", "", str(adapter.get("peft_type") or "PEFT"))
+    return {"LORA": "LoRA", "LOHA": "LoHa", "LOKR": "LoKr", "ADALORA": "AdaLoRA"}.get(name, name)
 
 
 def _is_hub_id(path: str) -> bool:
@@ -129,10 +129,11 @@ def _title(run: Run, kind: Kind, step: int | None) -> str:
     return f"# {name}{what}" + (f", after {step} updates" if step is not None else "")
 
 
-def _summary(run: Run, kind: Kind, base: str | None, *, is_adapter: bool, step: int | None) -> str:
+def _summary(kind: Kind, base: str | None, adapter: Mapping[str, Any] | None, *, step: int | None) -> str:
     """What this is, in a sentence or two."""
     origin = f"`{_path(base)}`" if base else "a local model"
-    form = "A LoRA adapter of" if is_adapter else "Made from"
+    method = "" if adapter is None else _method(adapter)
+    form = f"{'An' if method[0] in 'AEIO' else 'A'} {method} adapter of" if method else "Made from"
     by = {
         "ppo": "PPO against the rewards below",
         "sft": "supervised fine-tuning",

@@ -10,7 +10,7 @@ from typing import Any
 from tether.report import health
 from tether.report.limits import LIMITS, Limits
 from tether.report.markup import Html
-from tether.report.read import Run, Series
+from tether.report.read import STAGES, Run, Series
 from tether.report.svg import Guide, Line, Mark, buckets, line_chart, path_chart, stacked_bars
 from tether.report.text import number, percent
 
@@ -36,7 +36,7 @@ class Figure:
 
 def groups(run: Run) -> list[tuple[str, list[Figure]]]:
     """The figures under their headings; what was not logged is left out."""
-    sections = [
+    sections = _stage_sections(run) if run.kind in STAGES else [
         ("Result", [_score(run), _frontier(run), _kl(run)]),
         ("Answers", [_length(run), _eos_rate(run), _entropy(run)]),
         ("Rewards", [*_components(run), _objective(run)]),
@@ -48,6 +48,25 @@ def groups(run: Run) -> list[tuple[str, list[Figure]]]:
     ]  # fmt: skip
     found = [(title, [figure for figure in figures if figure is not None]) for title, figures in sections]
     return [(title, figures) for title, figures in found if figures]
+
+
+def _stage_sections(run: Run) -> list[tuple[str, list[Figure | None]]]:
+    """The same of a run before PPO."""
+    loss = "of the tokens of answers" if run.kind == "sft" else "of the pairs"
+    return [
+        ("Result", [
+            _both(run, "Loss", f"mean {loss}", "loss", "eval_loss"),
+            _both(run, "Token accuracy", "share of tokens that the model finds most likely", "mean_token_accuracy",
+                  "eval_mean_token_accuracy", show=percent),
+            _plain(run, "accuracy", "Pair accuracy", "share of the step's pairs whose chosen answer scores higher",
+                   limits=(0.0, 1.0), show=percent),
+            _plain(run, "margin", "Margin", "score of the chosen answer less that of the other", include=(0.0,)),
+        ]),
+        ("Run", [
+            _plain(run, "learning_rate", "Learning rate", "at each step", include=(0.0,)), _gradient_norms(run),
+            _both(run, "Entropy", "nats a token", "entropy", "eval_entropy", include=(0.0,)),
+        ]),
+    ]  # fmt: skip
 
 
 def _line(series: Series, label: str, color: int = TRAIN, *, spread: Series | None = None) -> Line:
@@ -74,11 +93,11 @@ def _figure(
 def _both(run: Run, title: str, caption: str, trained: str, evaluated: str, **chart: Any) -> Figure | None:
     """A metric in training and on held-out prompts."""
     held_out = _line(run.evaluated(evaluated), "held-out", HELD_OUT)
-    return _figure(title, caption, [_line(run.series(trained), "training"), held_out], **chart)
+    return _figure(title, caption, [_line(run.series(trained), "training"), held_out], noun=run.unit, **chart)
 
 
 def _plain(run: Run, name: str, title: str, caption: str, **chart: Any) -> Figure | None:
-    return _figure(title, caption, [_line(run.series(name), title)], **chart)
+    return _figure(title, caption, [_line(run.series(name), title)], noun=run.unit, **chart)
 
 
 def _score(run: Run) -> Figure | None:
@@ -93,7 +112,7 @@ def _frontier(run: Run) -> Figure | None:
     steps = [step for step in kl if step in scores]
     xs, ys = buckets(steps, [kl[s] for s in steps], 60), buckets(steps, [scores[s] for s in steps], 60)
     points = [(x.mean, y.mean) for x, y in zip(xs, ys, strict=True)]
-    titles = [f"{x.updates}\nKL: {number(x.mean)}\nscore: {number(y.mean)}" for x, y in zip(xs, ys, strict=True)]
+    titles = [f"{x.steps()}\nKL: {number(x.mean)}\nscore: {number(y.mean)}" for x, y in zip(xs, ys, strict=True)]
     marks = _frontier_marks(run)
     if not points and not marks:
         return None
@@ -183,7 +202,7 @@ def _explained_variance(run: Run) -> Figure | None:
 def _gradient_norms(run: Run) -> Figure | None:
     names = [name for name in run.names() if name.endswith("grad_norm")][:4]
     lines = [_line(run.series(n), n.removesuffix("grad_norm").strip("/") or n, 1 + 2 * i) for i, n in enumerate(names)]
-    return _figure("Gradient norm", "before clipping", lines, include=(0.0,))
+    return _figure("Gradient norm", "before clipping", lines, include=(0.0,), noun=run.unit)
 
 
 def _kl_coef(run: Run) -> Figure | None:

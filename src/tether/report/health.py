@@ -26,7 +26,7 @@ from tether.report.limits import (
     forward_type,
     scores_alike,
 )
-from tether.report.read import Run
+from tether.report.read import STAGES, Run
 from tether.report.text import counted, number, one_line, percent, signed
 from tether.report.trends import (
     MIN_UPDATES,
@@ -63,7 +63,7 @@ def diagnose(run: Run) -> list[Finding]:
     """The findings of every rule whose metrics were logged, the most urgent first."""
     if not run.updates:
         return []
-    found = [finding for rule in RULES if (finding := rule(run)) is not None]
+    found = [finding for rule in (STAGE_RULES if run.kind in STAGES else RULES) if (finding := rule(run)) is not None]
     return [_told(finding) for finding in sorted(found, key=lambda f: LEVELS.index(f.level))]
 
 
@@ -90,15 +90,16 @@ def not_finite(run: Run) -> Finding | None:
     }
     bad = {name: steps for name, steps in bad.items() if steps}
     if not bad:
-        return Finding("ok", "all metrics", f"Every metric of all {len(run.updates)} updates is a finite number.")
+        return Finding("ok", "all metrics", f"Every metric of all {len(run.updates)} {run.unit}s is a finite number.")
     name = min(bad, key=lambda n: bad[n][0])
+    look = "" if run.kind in STAGES else "Look at the answers and scores of that update in samples.jsonl; "
     serious = [n for n in bad if n.startswith(("loss/", "objective/", "rewards/")) or "grad_norm" in n]
     return Finding(
         "act" if serious else "warn",
         name,
-        f"{len(bad)} metric(s) were not finite numbers at some update, the first was {name} at update {bad[name][0]}.",
-        "Look at the answers and scores of that update in samples.jsonl; a smaller train.learning_rate or "
-        "train.max_grad_norm: 1 helps where losses grew before it."
+        f"{len(bad)} metric(s) were not finite numbers at some {run.unit}, the first was {name} at {run.unit} "
+        f"{bad[name][0]}.",
+        f"{look}a smaller train.learning_rate or train.max_grad_norm: 1 helps where losses grew before it."
         if serious
         else "",
     )
@@ -403,7 +404,7 @@ def gradient_norm(run: Run) -> Finding | None:
     return Finding(
         "warn" if ratio > GRADIENT_SPIKE else "ok",
         name,
-        f"The largest gradient norm was {number(ratio)} times its median {number(median)} (update {step}); up to "
+        f"The largest gradient norm was {number(ratio)} times its median {number(median)} ({run.unit} {step}); up to "
         f"{number(GRADIENT_SPIKE)} times is stable.",
         "Harmless where train.max_grad_norm clips it; if it repeats, lower the learning rate.",
     )
@@ -653,6 +654,8 @@ RULES: tuple[Callable[[Run], Finding | None], ...] = (
     saturated, moving_scale,
 )  # fmt: skip
 """Every rule, in the order in which findings of one level are shown."""
+STAGE_RULES = (gradient_norm, not_finite)
+"""Those of a run before PPO."""
 
 
 # Parts of rules

@@ -15,7 +15,7 @@ def test_the_page_of_demonstrations_has_loss_accuracy_and_rate_and_nothing_of_pp
     text = report(sft_run(tmp_path)).text
     shown = text.partition("Numbers and settings")[0]
     for words in (
-        "Does the model foresee demonstrations that it was not trained on? Yes. The held-out loss fell by 17 %.",
+        "Did the model learn from the demonstrations? Yes. The held-out loss fell by 17 %.",
         "From 3 after 10 steps to 2.5 after 20 steps", "tiny · all weights · mine.jsonl · 8 rows a step",
         "Held-out loss3 → 2.5", "Token accuracy24 % → 57 %", "Learning rate9.5e−5", "Gradient norm", "2 healthy",
     ):  # fmt: skip
@@ -28,7 +28,7 @@ def test_the_page_of_pairs_has_accuracy_on_held_out_ones(tmp_path):
     text = report(reward_run(tmp_path)).text
     shown = text.partition("Numbers and settings")[0]
     for words in (
-        "rank answers that it was not trained on as the pairs do? Yes. Of 100 held-out pairs it ranks 80 % so.",
+        "Does the model rank answers as the pairs do? Yes. Of 100 held-out pairs it ranks 80 % so.",
         "Guesses would be right for 40 % to 60 %.", "tiny · LoRA · org/pairs", "Held-out pair accuracy80 %of 100 pairs",
         "Pair accuracy", "Margin",
     ):  # fmt: skip

@@ -34,8 +34,8 @@ HEAD, TEXT = 480, 2_400
 QUESTIONS = {
     "ppo": "Did the policy get better?",
     None: "Did the policy get better?",
-    "sft": "Does the model foresee demonstrations that it was not trained on?",
-    "reward": "Does the model rank answers that it was not trained on as the pairs do?",
+    "sft": "Did the model learn from the demonstrations?",
+    "reward": "Does the model rank answers as the pairs do?",
 }
 """What the page answers, by the kind of run."""
 WORDS = {"ok": "✓ ok", "warn": "▲ warn", "act": "■ act", "info": "– info"}

@@ -32,7 +32,7 @@ def tiles(run: Run) -> list[Tile]:
         pairs = f"of {run.ranked['pairs']:,.0f} pairs that were held out"
         found.append(Tile("Held-out pair accuracy", percent(run.ranked.get("accuracy")), pairs))
         found.append(Tile("Held-out margin", number(run.ranked.get("margin")), "chosen answer less the other"))
-    detail = f"{number(round(epochs[-1], 2))} passes over the rows" if epochs else "optimizer steps"
+    detail = f"epochs: {number(round(epochs[-1], 2))}" if epochs else "optimizer steps"
     found.append(Tile("Steps", f"{run.num_updates:,}", detail))
     found += [Tile("Learning rate", number(max(rate)), "at its peak")] if rate else []
     return [tile for tile in found if tile is not None]

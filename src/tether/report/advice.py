@@ -82,7 +82,7 @@ def missing_ends(run: Run) -> str:
     """How answers come to end by themselves."""
     if run.setting("ppo.missing_eos_score") is not None:
         rule = "lower ppo.missing_eos_score"
-    elif run.count("ppo.missing_eos_penalty"):
+    elif run.setting("ppo.missing_eos_penalty") is not None:
         rule = "raise ppo.missing_eos_penalty"
     else:
         rule = "set ppo.missing_eos_penalty (or ppo.missing_eos_score)"
@@ -114,16 +114,16 @@ def judge_to_check(run: Run, name: str | None = None) -> str:
     every = _sources(run.setting("rewards"))
     sources = [source for own, source in every if name is None or f"{own}/".startswith(f"{name}/")]
     causes = {
-        "regex": "the pattern",
-        "exact_match": "the column, and what stands in it beside the answer",
-        "math_match": "the column, and what stands in it beside the answer",
-        "function": "what the function reads of its columns, and what it returns",
+        "regex": "its pattern",
+        "exact_match": "its column, and what stands there beside the answer",
+        "math_match": "its column, and what stands there beside the answer",
+        "function": "what the function reads and returns",
     }
-    found = dict.fromkeys(causes.get(str(source.get("type")), "what it is sent") for source in sources)
-    what = "; ".join(found) or "pattern and column"
+    found = dict.fromkeys(causes.get(str(source.get("type")), "what it is sent and answers") for source in sources)
+    what = " or ".join(found) or "its pattern or column"
     return (
-        f"check the judge ({what}), and read answers and scores in samples.jsonl. If they are right, the prompts are "
-        "too hard or too easy for this policy: take others"
+        f"check {what}, and read answers and scores in samples.jsonl. If they are right, the prompts are too hard or "
+        "too easy for this policy: take others"
     )
 
 

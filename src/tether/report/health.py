@@ -505,14 +505,14 @@ def same_scores(run: Run) -> Finding | None:
     if count < min(STRETCH, len(steps)):
         text = f"The scores of one update have a standard deviation of {number(spreads.late)} over the last fifth."
         return Finding("ok", name, text)
-    stretch = f"update {steps[first]} to {steps[first + count - 1]}" if count > 1 else f"update {steps[first]}"
-    text = f"All answers of one update had the same score in {counted(count, 'update')} ({stretch}): no signal"
+    stretch = f"From update {steps[first]} to {steps[first + count - 1]}" if count > 1 else f"In update {steps[first]}"
+    text = f"{stretch} all answers of an update had the same score: there was nothing to learn from."
     if count == len(steps):
-        return Finding("act", name, f"{text}.", f"The judge tells no answers apart: {advice.judge_to_check(run)}")
+        return Finding("act", name, text, f"The judge tells no answers apart: {advice.judge_to_check(run)}")
     return Finding(
         "warn",
         name,
-        f"{text} meanwhile.",
+        text,
         "Read the answers of these updates: either the task is solved, and there is nothing more to learn, or the "
         "policy says one thing, or it never finds what the judge wants.",
     )

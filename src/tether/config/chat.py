@@ -23,7 +23,9 @@ class ChatKeys(Section):
     chat_template: str = "auto"
     """``auto``: the tokenizer's own template; if it has one, plain text becomes a user turn. ``none``: text is passed
     through unchanged. For models without a template: the name of a built-in one (alpaca, chatml, gemma, llama2, llama3,
-    mistral, phi3, qwen, vicuna, zephyr) or a file that ends in .jinja; it is saved with the tokenizer."""
+    mistral, phi3, qwen, vicuna, zephyr) or a file that ends in .jinja; it is saved with the tokenizer. For models that
+    were trained in LLaMA-Factory, ``llamafactory/NAME`` writes what its template of that name writes: alpaca, default,
+    empty, fewshot, llama2, vicuna, zephyr."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template: ``{enable_thinking: false}`` for Qwen3."""
     system_prompt: str | None = None

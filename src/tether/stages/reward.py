@@ -47,12 +47,12 @@ from tether.models.loading import (
 )
 from tether.models.saving import written_into
 from tether.report.card import write_card
+from tether.report.read import REWARD_EVALUATION
 from tether.rewards.base import checked, score_sequences
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
 from tether.stages.start import base_of, check_fit, loading_options, origin, start_adapter, with_lora
 
-EVAL_FILE = "reward_eval.json"
 LENGTH_GROUPS = 4
 
 
@@ -399,7 +399,7 @@ def _write(
     """Writes what the run leaves behind, all of it or nothing."""
     with written_into(output_dir) as folder:
         save(model, tokenizer, folder)
-        (folder / EVAL_FILE).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
+        (folder / REWARD_EVALUATION).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
         write_card(folder, output_dir, evaluation=evaluation["metrics"])
 
 

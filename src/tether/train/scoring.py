@@ -60,6 +60,7 @@ def score_file(
     file: str,
     *,
     split: str = "train",
+    subset: str | None = None,
     output: Path | None = None,
     display: Display | None = None,
 ) -> Scored:
@@ -69,7 +70,7 @@ def score_file(
 
     Args:
         file: as ``load_judged`` reads it.
-        split: split to read where ``file`` has several.
+        split, subset: those to read where ``file`` has several.
         output: JSONL file for the rows.
 
     Raises:
@@ -82,7 +83,7 @@ def score_file(
     check_output(output)
     check_sources(config)
     reader = load_reader(config)
-    data = load_judged(file, split=split, key="FILE", is_chat=reader.is_chat)
+    data = load_judged(file, split=split, subset=subset, key="FILE", is_chat=reader.is_chat)
     check_sources(config, data.columns)
     check_contents(config.rewards, ((row.prompt or "", row.columns, row.place) for row in data.rows))
     answers = [(row, answer) for row in data.rows for answer in row.answers]

@@ -201,7 +201,7 @@ def test_the_first_loss_is_the_definition_on_the_start_model(tmp_path, kind, coe
     (line,) = read_jsonl(config.output_dir / "metrics.jsonl")
 
     set_seed(config.train.seed)
-    model = start_model(config.model, precision=None)
+    model = start_model(config.model, precision=None, device=torch.device("cpu"))
     tokenizer = load_tokenizer(config.model.path)
     options = {"max_length": 64, "chat_template": "auto", "system_prompt": None, "end_ids": {EOS}, "key": "data.pairs"}
     losses, margins = [], []
@@ -299,13 +299,13 @@ def test_trl_is_told_the_type_of_autocast(tmp_path, precision):
 def test_fp16_freezes_a_base_in_float16_beside_a_float32_head_and_adapter(tmp_path):
     """What GradScaler unscales is float32, copies of whole modules too."""
     config = stage_config(tmp_path, lora={"r": 4})
-    model = adapted(start_model(config.model, precision=torch.float16), config.model)
+    model = adapted(start_model(config.model, precision=torch.float16, device=torch.device("cpu")), config.model)
     assert model.get_input_embeddings().weight.dtype == torch.float16
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     base = save_model(tmp_path / "base", tied=False)
     start = save_adapter(tmp_path / "start", base, tokenizer=True, modules_to_save=["lm_head"])
     goes_on = SftModelConfig(path=str(start), lora={})
-    model = start_of_sft(goes_on, precision=torch.float16)
+    model = start_of_sft(goes_on, precision=torch.float16, device=torch.device("cpu"))
     trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     assert set(trained.values()) == {torch.float32} and any("lm_head" in name for name in trained)
 

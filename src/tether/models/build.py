@@ -128,7 +128,7 @@ def _lora_roles(
     dtype = _dtype(config, compute_dtype if bits is None else torch.float32)
     few_bits = None if bits is None else FewBits(bits, torch.device(device), compute_dtype)
     revision = config.model.revision if start is None else start.config.revision
-    base = _load_policy(config, base_source, dtype, revision, few_bits)
+    base = _load_policy(config, base_source, dtype, revision, few_bits, device)
     if start is None:
         settings = changed_config(peft_lora_config(lora, base), base_model_name_or_path=base_source, revision=revision)
     else:
@@ -269,7 +269,12 @@ def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _load_policy(
-    config: RunConfig, path: str, dtype: torch.dtype, revision: str | None, few_bits: FewBits | None = None
+    config: RunConfig,
+    path: str,
+    dtype: torch.dtype,
+    revision: str | None,
+    few_bits: FewBits | None = None,
+    device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """A language model under the options of ``model``."""
     return load_causal_lm(
@@ -279,6 +284,7 @@ def _load_policy(
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,
         few_bits=few_bits,
+        device=device,
     )
 
 

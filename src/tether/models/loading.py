@@ -35,9 +35,9 @@ from tether.config.source import SourceConfig
 from tether.config.stage import StageTrainConfig
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
-from tether.models.bitsandbytes import FewBits, is_quantized, keep_differentiable
+from tether.models.bitsandbytes import FewBits, is_quantized, keep_differentiable, placement, whole
 from tether.models.chat import turn_end
-from tether.models.fit import is_classifier
+from tether.models.fit import has_few_bits, is_classifier
 from tether.models.gguf import gguf_source, own_tokens, plain_config, plain_model
 from tether.models.heads import (
     HEAD_NAMES,
@@ -212,12 +212,14 @@ def load_causal_lm(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     few_bits: FewBits | None = None,
+    device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """The language model in ``path``, in eval mode; an adapter is merged into its base in float32, then cast.
 
     Args:
         dtype: of the weights; None: as saved.
         few_bits: holds the linear layers in 4 or 8 bits, on their device.
+        device: where weights go that are saved in few bits; all others wait on the CPU for the caller.
 
     Raises:
         ModelError: it is not there, is a classifier, or some of its weights are missing; or it is an adapter, and
@@ -233,12 +235,14 @@ def load_causal_lm(
             raise ModelError(f"{path}: got a reward adapter (it holds a head); wanted the adapter of a language model")
         base = adapter_base(path, revision)
         of_base = {"dtype": torch.float32, "revision": adapter.config.revision}
-        model = merged(load_causal_lm(base, **of_base, **options), adapter)
+        model = merged(whole(load_causal_lm(base, device=device, **of_base, **options), base), adapter)
         return _cast(model, dtype or _saved_dtype(adapter, trust_remote_code))
     if gguf_source(path) is not None:
         return _dequantised(path, dtype or torch.float32, revision, options)
-    if is_classifier(load_config(path, revision=revision, trust_remote_code=trust_remote_code)):
+    shape = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    if is_classifier(shape):
         raise ModelError(f"{path}: got a sequence classifier; wanted a causal language model")
+    options = placement(shape, device) | options
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype=dtype or "auto", revision=revision, **options)
     _check_complete(info, path)
     return model
@@ -284,6 +288,7 @@ def load_reward_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     few_bits: FewBits | None = None,
+    device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """The sequence classifier with one label in ``path``, in eval mode; an adapter is merged into its base.
 
@@ -293,6 +298,7 @@ def load_reward_model(
     Args:
         dtype: of the weights, a decoder's head aside; None: as saved.
         few_bits: holds the linear layers in 4 or 8 bits, on their device.
+        device: where weights go that are saved in few bits; all others wait on the CPU for the caller.
 
     Raises:
         ModelError: it is not there, has more labels than one, no head, several, or weights that are missing or that
@@ -303,10 +309,11 @@ def load_reward_model(
         _check_full(path, revision, few_bits)
         options |= few_bits.options(heads=HEADS)
     if is_adapter(path, revision):
-        return _adapted_classifier(read_adapter(path, revision), dtype, options)
+        return _adapted_classifier(read_adapter(path, revision), dtype, options, device=device)
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
     if is_classifier(config) and config.num_labels != 1:
         raise ModelError(f"{path}: got a classifier with {config.num_labels} labels; wanted one label (num_labels=1)")
+    options = placement(config, device) | options
     model, info = _from_pretrained(
         AutoModelForSequenceClassification, path, dtype=dtype or "auto", revision=revision, num_labels=1, **options
     )
@@ -359,19 +366,24 @@ def load_merged_classifier(path: str, *, trust_remote_code: bool = False) -> Pre
 
 
 def _adapted_classifier(
-    adapter: Adapter, dtype: torch.dtype | None, options: Mapping[str, Any], *, num_labels: int = 1
+    adapter: Adapter,
+    dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+    *,
+    num_labels: int = 1,
+    device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """The classifier that an adapter makes of its base; merged in float32, then cast."""
-    base = adapter_base(adapter.path)
+    base, code = adapter_base(adapter.path), {"trust_remote_code": options["trust_remote_code"]}
+    of_base = {"dtype": torch.float32, "revision": adapter.config.revision, **options}
+    dtype = dtype or _saved_dtype(adapter, **code)
+    shape = load_config(base, revision=adapter.config.revision, **code)
+    if num_labels == 1 and _is_headed(adapter, base, shape, **code):
+        model = classifier_on(whole(load_causal_lm(base, device=device, **of_base), base))
+        return _with_head(_cast(merged(model, adapter), dtype), adapter)
     model, info = _from_pretrained(
-        AutoModelForSequenceClassification,
-        base,
-        dtype=torch.float32,
-        revision=adapter.config.revision,
-        num_labels=num_labels,
-        **options,
+        AutoModelForSequenceClassification, base, num_labels=num_labels, **placement(shape, device), **of_base
     )
-    dtype = dtype or _saved_dtype(adapter, options["trust_remote_code"])
     if not reads_last_token(model) or num_labels != 1:
         tensors = adapter.tensors | {f"{MODULE_PREFIX}{name}": tensor for name, tensor in adapter.head.items()}
         mine = {name.removeprefix(MODULE_PREFIX) for name in tensors}
@@ -379,12 +391,29 @@ def _adapted_classifier(
         _check_complete({**info, "mismatched_keys": others}, base, but=mine)
         heads = {name.partition(".")[0] for name in mine} & set(HEADS)
         kept = [*(adapter.config.modules_to_save or ()), *sorted(heads)]
-        whole = changed_config(adapter.config, modules_to_save=kept)
-        return _cast(merged(model, replace(adapter, config=whole, tensors=tensors)), dtype)
+        settings = changed_config(adapter.config, modules_to_save=kept)
+        return _cast(merged(whole(model, base), replace(adapter, config=settings, tensors=tensors)), dtype)
     _check_complete(info, base, but={"score.weight"})
-    head = head_from(adapter.head, model.score.in_features, adapter.path)
-    model = _cast(merged(model, adapter), dtype)
-    model.score = head
+    return _with_head(_cast(merged(whole(model, base), adapter), dtype), adapter)
+
+
+def _is_headed(adapter: Adapter, base: str, shape: PreTrainedConfig, *, trust_remote_code: bool) -> bool:
+    """Whether the adapter's classifier is a head on its base's language model, as ``tether reward`` trains one, and
+    not what transformers makes of the base: that one has another trunk (the model with its eyes and not the text model
+    alone) or would hold its missing head in few bits.
+    """
+    if is_classifier(shape):
+        return False
+    with model_errors(base), torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(shape, trust_remote_code=trust_remote_code)
+    leaves = tuple(f"{name}." for name, module in classifier.named_modules() if next(module.children(), None) is None)
+    has_place = all(name.removeprefix(MODULE_PREFIX).startswith(leaves) for name in adapter.tensors)
+    return reads_last_token(classifier) and (has_few_bits(shape) or not has_place)
+
+
+def _with_head(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
+    """The classifier with the adapter's head, in float32."""
+    model.score = head_from(adapter.head, model.score.in_features, adapter.path)
     return model
 
 
@@ -571,6 +600,7 @@ def _saved_dtype(adapter: Adapter, trust_remote_code: bool) -> torch.dtype:
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """``model`` with its weights in ``dtype``; buffers, such as rotary frequencies, keep their own type."""
     for parameter in model.parameters():
+        assert parameter.is_floating_point() and parameter.itemsize > 1, "a number of few bits is no weight by itself"
         parameter.data = parameter.data.to(dtype)
     return model
 

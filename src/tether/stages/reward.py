@@ -104,7 +104,7 @@ def train_reward_model(
     read = dist.each(lambda: running.fingerprints(config, data.texts))
     dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
-    model = dist.each(lambda: start_model(config.model, precision=precision))
+    model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
     vocab_size = model.config.get_text_config().vocab_size
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
@@ -219,7 +219,7 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
 # The model
 
 
-def start_model(config: RewardModelConfig, *, precision: torch.dtype | None) -> PreTrainedModel:
+def start_model(config: RewardModelConfig, *, precision: torch.dtype | None, device: torch.device) -> PreTrainedModel:
     """The sequence classifier that training starts from; with lora, what the adapter is put on.
 
     A language model gets a head drawn from N(0, 1/(d + 1)), so that rewards of a trunk with states of unit scale start
@@ -231,7 +231,7 @@ def start_model(config: RewardModelConfig, *, precision: torch.dtype | None) -> 
         ModelError: it cannot be loaded, or has no classifier of its kind.
     """
     before = start_adapter(config)
-    (path, of), options = base_of(config, before), loading_options(config, precision=precision)
+    (path, of), options = base_of(config, before), loading_options(config, precision=precision, device=device)
     is_merged = before is not None and config.lora is None
     if before.head if is_merged else is_classifier(load_config(path, **of)):
         return load_classifier(path, **options, **of).requires_grad_(True)  # also where an adapter was merged into it

@@ -90,7 +90,7 @@ def train_sft(
     read = dist.each(lambda: running.fingerprints(config, data.texts))
     dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
-    model = dist.each(lambda: start_model(config.model, precision=precision))
+    model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
     with running.prepared(run, read):
         start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
         with _settings_kept(model), lost_told(dist.num_processes):
@@ -233,7 +233,9 @@ def _read(
 # The model
 
 
-def start_model(config: SftModelConfig, *, precision: torch.dtype | None) -> PreTrainedModel | PeftModel:
+def start_model(
+    config: SftModelConfig, *, precision: torch.dtype | None, device: torch.device
+) -> PreTrainedModel | PeftModel:
     """The language model that training starts from; with lora, an adapter on it, fresh or the one that goes on.
 
     Raises:
@@ -244,7 +246,7 @@ def start_model(config: SftModelConfig, *, precision: torch.dtype | None) -> Pre
     if before is not None and before.head:
         raise ModelError(f"model.path: {config.path} is a reward adapter (it holds a head); wanted a language model's")
     path, of = base_of(config, before)
-    model = load_causal_lm(path, **loading_options(config, precision=precision), **of)
+    model = load_causal_lm(path, **loading_options(config, precision=precision, device=device), **of)
     if config.lora is None:
         return model.requires_grad_(True)  # also where an adapter was merged into it
     adapted = with_lora(model, config, before, task_type="CAUSAL_LM")

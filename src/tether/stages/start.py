@@ -70,16 +70,18 @@ def check_fit(
         check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
 
 
-def loading_options(config: ModelConfig, *, precision: torch.dtype | None) -> dict[str, Any]:
+def loading_options(config: ModelConfig, *, precision: torch.dtype | None, device: torch.device) -> dict[str, Any]:
     """How the model is loaded: float32 where its weights train, in the type of autocast where they are frozen.
 
     Args:
         precision: the type that forwards run in under autocast, None without it.
+        device: where a base goes whose weights are in few bits.
     """
     auto = (precision if config.lora is not None else None) or torch.float32
     return {
         "dtype": auto if config.dtype == "auto" else getattr(torch, config.dtype),
         "attn_implementation": config.attn_implementation,
+        "device": device,
     }
 
 

@@ -24,6 +24,7 @@ from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
 from tether.metrics.writers import JsonlWriter
+from tether.models.bitsandbytes import placed
 from tether.models.fit import steady_positions, steady_positions_told
 from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.loading import load_config as load_shape
@@ -216,7 +217,8 @@ def generate_path(
     _check_lengths(data, shape, longest_answer)
     display.phase("loading the model", 0, 1)
     device = Dist().device
-    policy = load_causal_lm(model, dtype=None, **code).to(device)
+    policy = load_causal_lm(model, dtype=None, device=device, **code)
+    placed(policy, device)
     stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
     sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)
     sampling = replace(sampling, max_new_tokens=longest_answer)

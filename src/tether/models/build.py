@@ -200,15 +200,18 @@ def _model_critic(
         )
     if source is None:
         model = classifier_on(model)
-    if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
-        model.config.pad_token_id = padding_id(model, tokenizer)
+    pad_as(model, tokenizer)
     return Role(VALUE, model, where, "own weights", head=model.score, trained=dict(model.named_parameters()))
 
 
-def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The pad token if the model has a row for it, otherwise the end token."""
-    pad = tokenizer.pad_token_id
-    return pad if pad is not None and pad < _vocabulary_size(model) else tokenizer.eos_token_id
+def pad_as(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Gives a classifier that has no pad token one, which plain transformers wants to score several rows at once: the
+    tokenizer's if the model has a row for it, otherwise the end token. It is read from the text model's settings.
+    """
+    settings, pad = classifier.config.get_text_config(), tokenizer.pad_token_id
+    if getattr(settings, "pad_token_id", None) is None:
+        has_row = pad is not None and pad < _vocabulary_size(classifier)
+        settings.pad_token_id = pad if has_row else tokenizer.eos_token_id
 
 
 def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> CriticSource | None:

@@ -25,7 +25,7 @@ from tether.models.adapters import (
     place_adapter,
     read_adapter,
 )
-from tether.models.build import padding_id
+from tether.models.build import pad_as
 from tether.models.loading import classifier_on, load_causal_lm, load_merged_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
 from tether.models.roles import POLICY, VALUE, ModelRoles
@@ -123,7 +123,8 @@ def save_critic(roles: ModelRoles, folder: Path | str, weights: Mapping[str, Ten
         _save_reward_adapter(roles, folder, **given)
     elif critic.model is roles.role(POLICY).model:
         classifier = classifier_on(critic.model)
-        classifier.score, classifier.config.pad_token_id = critic.head, padding_id(critic.model, roles.tokenizer)
+        classifier.score = critic.head
+        pad_as(classifier, roles.tokenizer)
         classifier.save_pretrained(folder, **given)
     else:
         critic.model.save_pretrained(folder, **given)
@@ -181,8 +182,7 @@ def merge_adapter(
     tokenizer, adapter = load_tokenizer(path, **code), read_adapter(path)
     if adapter.head or adapter.config.task_type == "SEQ_CLS":
         model = load_merged_classifier(path, **code)
-        if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
-            model.config.pad_token_id = padding_id(model, tokenizer)
+        pad_as(model, tokenizer)
     else:
         model = load_causal_lm(path, dtype=None, **code)
     with atomic_folder(folder) as partial:

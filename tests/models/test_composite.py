@@ -1,22 +1,38 @@
 """Models with eyes, whose text model has settings of its own, through every role."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.models.build import QUERIES, micro_batch, plain_adapted, save_adapter, save_seeing, save_two_trunks
+from tests.models.build import (
+    QUERIES,
+    micro_batch,
+    plain_adapted,
+    save_adapter,
+    save_model,
+    save_seeing,
+    save_two_trunks,
+)
+from tests.stages.test_sft import stage as sft_config
 from tests.tiny import PAD
 from tests.train.runs import tiny_run
 from tether.config.reward_stage import RewardModelConfig
 from tether.models.build import build_roles
-from tether.models.loading import load_reward_model, load_tokenizer
-from tether.models.saving import merge_adapter
+from tether.models.loading import load_config, load_reward_model, load_tokenizer
+from tether.models.preprocessing import PROCESSOR_FILES, read_processor
+from tether.models.saving import files_written, merge_adapter, verify_manifest
 from tether.stages import reward as stage
+from tether.stages.sft import train_sft
+from tether.train.hub import model_files
 from tether.train.run import train_policy
 
 
 @pytest.mark.parametrize(
-    "sharing", [{"value__kind": "model"}, {"value__kind": "head"}, {"model__lora": {}}], ids=["model", "head", "adapter"]
+    "sharing",
+    [{"value__kind": "model"}, {"value__kind": "head"}, {"model__lora": {}}],
+    ids=["model", "head", "adapter"],
 )
 def test_a_run_trains_one_and_leaves_a_critic_that_starts_another(tmp_path, sharing):
     options = {"model__path": str(save_seeing(tmp_path / "seeing")), **sharing}
@@ -62,3 +78,49 @@ def test_an_adapter_of_transformers_own_classifier_is_opened_on_that(tmp_path):
     ids = torch.tensor([QUERIES[2]])
     with torch.no_grad():
         torch.testing.assert_close(load_reward_model(str(adapter))(ids).logits, wanted(ids).logits)
+
+
+def with_processor(folder):
+    """What each file of a processor holds, put beside a model."""
+    held = {name: json.dumps({"holds": name}).encode() for name in PROCESSOR_FILES}
+    for name, content in held.items():
+        (folder / name).write_bytes(content)
+    return held
+
+
+def processor_in(folder):
+    """The processor's files in a folder, all of which its manifest must list."""
+    found = {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).exists()}
+    verify_manifest(folder)
+    assert found.keys() <= set(files_written(folder))
+    return found
+
+
+def test_what_the_processor_reads_goes_with_every_model_that_sees(tmp_path):
+    model = save_seeing(tmp_path / "seeing")
+    held = with_processor(model)
+    del held["chat_template.json"]  # would be read before the template that the tokenizer brings, which is the run's
+    config = tiny_run(tmp_path, model__path=str(model), train__max_steps=1, train__save_steps=1)
+    train_policy(config)
+    assert processor_in(config.output_dir) == processor_in(config.output_dir / "checkpoint-1") == held
+    assert held.keys() <= set(model_files(config.output_dir))
+    adapter = save_adapter(tmp_path / "adapter", model, tokenizer=True)
+    merge_adapter(str(adapter), tmp_path / "merged")
+    assert processor_in(tmp_path / "merged") == held
+
+
+def test_a_stage_hands_the_processor_on(tmp_path):
+    model = save_seeing(tmp_path / "model")
+    held = with_processor(model)
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.chat_template = None
+    (model / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(model)
+    config = sft_config(tmp_path, rows=[{"prompt": "the cat", "completion": "sees"}] * 6, max_steps=1)
+    train_sft(config)
+    assert processor_in(config.output_dir) == held
+
+
+def test_a_model_that_reads_text_alone_brings_none(tmp_path):
+    with_processor(save_model(tmp_path / "model"))
+    assert read_processor(str(tmp_path / "model"), load_config(str(tmp_path / "model"))) == {}

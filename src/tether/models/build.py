@@ -31,6 +31,7 @@ from tether.models.heads import ScalarHead, state_size
 from tether.models.layers import parameters_above
 from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer, pools_otherwise
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, adapter_base, is_adapter
+from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
 
 
@@ -90,6 +91,7 @@ def build_roles(
         autocast_dtype=autocast_dtype,
         detach_value=config.value.detach,
         offload_idle=config.train.offload_idle_roles,
+        processor=read_processor(config.model.path, policy.model.config, revision=config.model.revision),
     )
     if config.train.compile:
         for model in {role.model for role in models.all}:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
@@ -53,6 +52,7 @@ from tether.models.heads import (
 from tether.models.paths import (
     MODEL_WEIGHTS,
     adapter_base,
+    downloaded,
     is_adapter,
     model_errors,
     some_of,
@@ -471,7 +471,7 @@ def load_value_head_model(
     Raises:
         ModelError: the model or its head is not there, or does not fit.
     """
-    head = read_value_head(_downloaded(path, revision, VALUE_HEAD_FILES))
+    head = read_value_head(downloaded(path, revision, VALUE_HEAD_FILES))
     model = load_causal_lm(path, revision=revision, **options)
     return model, head_from(head, state_size(model), path)
 
@@ -536,7 +536,7 @@ def read_tensors(path: str, names: Iterable[str], *, revision: str | None = None
     wanted = set(names)
     if not wanted:
         return {}
-    folder = _downloaded(path, revision, MODEL_WEIGHTS)
+    folder = downloaded(path, revision, MODEL_WEIGHTS)
     found: dict[str, Tensor] = {}
     for file in weight_files(folder):
         if file.suffix == ".safetensors":
@@ -546,14 +546,6 @@ def read_tensors(path: str, names: Iterable[str], *, revision: str | None = None
             tensors = torch.load(file, map_location="cpu", weights_only=True)
             found |= {name: tensors[name] for name in wanted & tensors.keys()}
     return found
-
-
-def _downloaded(path: str, revision: str | None, patterns: Iterable[str]) -> Path:
-    """The folder of a model; of one on the hub, with the files that fit the patterns."""
-    if Path(path).is_dir():
-        return Path(path)
-    with model_errors(path):
-        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
 
 
 def _from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -28,6 +28,7 @@ from tether.models.adapters import (
 from tether.models.build import pad_as
 from tether.models.loading import classifier_on, load_causal_lm, load_merged_classifier, load_tokenizer
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
+from tether.models.preprocessing import read_processor, write_processor
 from tether.models.roles import POLICY, VALUE, ModelRoles
 
 MANIFEST = "manifest.json"
@@ -49,7 +50,8 @@ def save_policy(
 ) -> None:
     """Writes the policy as a plain transformers folder, or as a PEFT adapter if it is one, without any value head.
 
-    With it go the tokenizer, its chat template and the generation config. Uses no network.
+    With it go the tokenizer, its chat template and the generation config; with a full model that sees or hears, the
+    files of its processor. Uses no network.
 
     Args:
         weights: values of ``policy_weights``, where an engine has spread them; those of the live model otherwise.
@@ -67,6 +69,8 @@ def save_policy(
     else:
         policy.save_pretrained(folder, **given)
     tokenizer.save_pretrained(folder)
+    if not isinstance(policy, PeftModel):  # an adapter's base has its own
+        write_processor(roles.processor, folder)
 
 
 def load_policy(roles: ModelRoles, folder: Path | str, *, trust_remote_code: bool = False) -> None:
@@ -185,9 +189,11 @@ def merge_adapter(
         pad_as(model, tokenizer)
     else:
         model = load_causal_lm(path, dtype=None, **code)
+    processor = read_processor(path, model.config)
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        write_processor(processor, partial)
         also(partial)
 
 

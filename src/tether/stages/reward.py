@@ -45,12 +45,13 @@ from tether.models.loading import (
     load_tokenizer,
     stop_token_ids,
 )
+from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
 from tether.report.card import write_card
 from tether.rewards.base import checked, score_sequences
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
-from tether.stages.start import base_of, check_fit, loading_options, origin, start_adapter, with_lora
+from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
 
 EVAL_FILE = "reward_eval.json"
 LENGTH_GROUPS = 4
@@ -105,6 +106,7 @@ def train_reward_model(
     dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
+    processor = dist.each(lambda: processor_of(config.model, model))
     vocab_size = model.config.get_text_config().vocab_size
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
@@ -128,7 +130,7 @@ def train_reward_model(
         }
         batch_size = 2 * config.train.micro_batch_size
         evaluation = evaluate(model, data.held_out, batch_size=batch_size, dist=dist, precision=precision)
-        dist.by_main(lambda: _write(model, tokenizer, config.output_dir, evaluation))
+        dist.by_main(lambda: _write(model, tokenizer, processor, config.output_dir, evaluation))
         metrics |= {f"eval_{k}": v for k, v in evaluation["metrics"].items()}
         return RewardStageResult(config.output_dir, metrics, evaluation["accuracy_by_length"])
 
@@ -397,12 +399,14 @@ def _accuracy(rows: Sequence[Mapping[str, Any]]) -> float:
 def _write(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
+    processor: Mapping[str, bytes],
     output_dir: Path,
     evaluation: Mapping[str, Any],
 ) -> None:
     """Writes what the run leaves behind, all of it or nothing."""
     with written_into(output_dir) as folder:
         save(model, tokenizer, folder)
+        write_processor(processor, folder)
         (folder / EVAL_FILE).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
         write_card(folder, output_dir, evaluation=evaluation["metrics"])
 

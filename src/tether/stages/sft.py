@@ -34,11 +34,12 @@ from tether.models.loading import (
     load_tokenizer,
     stop_token_ids,
 )
+from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
 from tether.report.card import write_card
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
-from tether.stages.start import base_of, check_fit, loading_options, origin, start_adapter, with_lora
+from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
 
 IGNORED = -100
 """Label of tokens that are not trained on."""
@@ -91,6 +92,7 @@ def train_sft(
     dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
+    processor = dist.each(lambda: processor_of(config.model, model))
     with running.prepared(run, read):
         start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
         with _settings_kept(model), lost_told(dist.num_processes):
@@ -108,7 +110,7 @@ def train_sft(
             **_last_evaluation(trainer),
         }
         end_at(model, data.end_ids)
-        dist.by_main(lambda: _write(model, data.tokenizer, config.output_dir, _last_evaluation(trainer)))
+        dist.by_main(lambda: _write(model, data.tokenizer, processor, config.output_dir, _last_evaluation(trainer)))
         return SftResult(config.output_dir, metrics)
 
 
@@ -324,12 +326,14 @@ def _last_evaluation(trainer: Trainer) -> Mapping[str, float]:
 def _write(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
+    processor: Mapping[str, bytes],
     output_dir: Path,
     evaluation: Mapping[str, float],
 ) -> None:
     """Writes what the run leaves behind, all of it or nothing."""
     with written_into(output_dir) as folder:
         save(model, tokenizer, folder)
+        write_processor(processor, folder)
         write_card(folder, output_dir, evaluation=evaluation)
 
 

@@ -25,6 +25,7 @@ from tether.models.adapters import (
 from tether.models.fit import check_language_model, check_tokens, check_trainable, is_classifier, positions
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, adapter_base, is_adapter
+from tether.models.preprocessing import read_processor
 
 
 def origin(config: ModelConfig) -> dict[str, Any]:
@@ -88,6 +89,11 @@ def loading_options(config: ModelConfig, *, precision: torch.dtype | None, devic
 def start_adapter(config: ModelConfig) -> Adapter | None:
     """The adapter in ``model.path``, None where it holds a full model."""
     return read_adapter(config.path, config.revision) if is_adapter(config.path, config.revision) else None
+
+
+def processor_of(config: ModelConfig, model: PreTrainedModel) -> dict[str, bytes]:
+    """Files of the start model's processor that are saved with a full model; an adapter's base has its own."""
+    return {} if config.lora is not None else read_processor(config.path, model.config, revision=config.revision)
 
 
 def base_of(config: ModelConfig, start: Adapter | None) -> tuple[str, dict[str, Any]]:

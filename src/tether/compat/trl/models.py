@@ -28,6 +28,7 @@ from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead
 from tether.models.loading import half_dtype
 from tether.models.paths import absolute_source
+from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
 
 IN_MEMORY = "in memory"
@@ -177,6 +178,7 @@ class Models:
             device=device,
             autocast_dtype=half_dtype(config.train, device),
             detach_value=False,
+            processor=None if source == IN_MEMORY else read_processor(source, self.base.config),
         )
         if config.train.compile:
             for model in {role.model for role in models.all}:

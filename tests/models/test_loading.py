@@ -9,12 +9,12 @@ import pytest
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from tests.models.build import edit_json, plain_adapted, save_adapter, save_model
 from tests.rewards.encoders import ENCODERS, save_encoder
 from tests.rewards.value_heads import HEAD, plain_value, save_value_head
-from tests.tiny import EOS, KINDS, PAD, tiny_tokenizer
+from tests.tiny import EOS, KINDS, PAD, save_tiny, tiny_tokenizer
 from tether.config.stage import StageTrainConfig
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
@@ -530,3 +530,39 @@ def test_offline_a_revision_is_looked_for_in_the_cache(tmp_path, monkeypatch):
     for revision, named in ((None, "of that name; "), ("v2.0", "of that name at revision v2.0; ")):
         with pytest.raises(ModelError, match=named):
             check_model_path("org/model", "model.path", revision=revision)
+
+
+class MistralCommonBackend:
+    """Stands for the class of that name, which transformers takes where mistral-common is installed."""
+
+
+def with_mistral_common(monkeypatch, *, can_choose=True):
+    load = AutoTokenizer.from_pretrained
+
+    def from_pretrained(place, *, mistral_format=None, **options):
+        if can_choose and mistral_format is False:
+            return load(place, **options)
+        return MistralCommonBackend()
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+
+
+def test_mistral_common_is_passed_over_for_what_has_a_chat_template(tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(str(save_tiny(tmp_path)))
+    with_mistral_common(monkeypatch)
+    assert load_tokenizer(str(tmp_path)).get_vocab() == tokenizer.get_vocab()
+    assert load_tokenizer(str(tmp_path)).chat_template == tokenizer.chat_template is not None
+
+
+def test_a_tokenizer_that_only_mistral_common_reads_is_named(tmp_path, monkeypatch):
+    save_tiny(tmp_path)
+    with_mistral_common(monkeypatch, can_choose=False)
+    with pytest.raises(ModelError, match=r"without tekken\.json, uninstall mistral-common, or update transformers"):
+        load_tokenizer(str(tmp_path))
+    for file in tmp_path.glob("tokenizer*"):
+        file.unlink()
+    monkeypatch.undo()
+    with_mistral_common(monkeypatch)
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer is in tekken\.json, .* wanted tokenizer.json and"):
+        load_tokenizer(str(tmp_path))

@@ -71,6 +71,8 @@ OUTPUT_LAYERS = (
     "classification_head.out_proj.weight",
 )
 """The last layers of classifiers' heads, with a row for each label."""
+MISTRAL = "MistralCommonBackend"
+"""transformers' class around mistral-common's tokenizers."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 # Devices
@@ -122,13 +124,40 @@ def load_tokenizer(
     if brings_none and is_adapter(path):
         return load_tokenizer(adapter_base(path), trust_remote_code=trust_remote_code)
     place, file = _place(path)
+    options = {"revision": revision, "trust_remote_code": trust_remote_code, **file}
     with model_errors(path):
-        tokenizer = AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=trust_remote_code, **file
-        )
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+    if type(tokenizer).__name__ == MISTRAL:
+        tokenizer = _without_mistral_common(path, options)
     if not file:
         return tokenizer
     return own_tokens(tokenizer, load_config(path, revision=revision).get_text_config().vocab_size)
+
+
+def _without_mistral_common(path: str, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``path`` from the files that transformers reads without mistral-common.
+
+    Where that package is installed, which vLLM brings, transformers takes its tokenizer for every model that has a
+    tekken.json; that one has no chat template, and tells none of its special tokens.
+
+    Raises:
+        ModelError: there are no such files, or this release of transformers does not let one choose.
+    """
+    try:
+        with model_errors(path):
+            tokenizer = AutoTokenizer.from_pretrained(path, mistral_format=False, **options)
+    except ModelError as error:
+        raise ModelError(
+            f"{path}: its tokenizer is in tekken.json, for mistral-common, and cannot be had without it ({error}); "
+            "wanted tokenizer.json and tokenizer_config.json beside it, with a chat template: add those of a copy of "
+            "the model in the format of transformers"
+        ) from error
+    if type(tokenizer).__name__ == MISTRAL:
+        raise ModelError(
+            f"{path}: transformers reads its tokenizer by mistral-common, which has no chat template. Take the model "
+            "from a folder without tekken.json, uninstall mistral-common, or update transformers"
+        )
+    return tokenizer
 
 
 def load_generation_config(path: str, *, revision: str | None = None) -> GenerationConfig | None:

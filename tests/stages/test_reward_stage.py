@@ -292,7 +292,8 @@ def test_bf16_trains_a_frozen_bf16_base_with_a_float32_head_and_adapter(tmp_path
 
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16, None])
 def test_trl_is_told_the_type_of_autocast(tmp_path, precision):
-    given = trainer_arguments(stage_config(tmp_path), 12, precision=precision, num_processes=1, kind=RewardConfig)
+    how = {"evaluates": False, "precision": precision, "num_processes": 1, "kind": RewardConfig}
+    given = trainer_arguments(stage_config(tmp_path), 12, **how)
     assert (given["fp16"], given["bf16"]) == (precision is torch.float16, precision is torch.bfloat16)
 
 

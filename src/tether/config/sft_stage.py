@@ -8,7 +8,7 @@ from pydantic import PositiveInt, model_validator
 
 from tether.config.chat import DataKeys, Sources
 from tether.config.schema import HeldOut, ModelConfig
-from tether.config.stage import StageConfig, StageTrainConfig, check_held_out, held_out_fraction
+from tether.config.stage import StageConfig, check_held_out, held_out_fraction
 
 
 class SftModelConfig(ModelConfig):
@@ -55,13 +55,6 @@ class DemonstrationsConfig(DataKeys):
         return self
 
 
-class SftTrainConfig(StageTrainConfig):
-    """Batches, optimizer, evaluation, saving."""
-
-    eval_steps: PositiveInt | None = None
-    """Optimizer steps between two evaluations on held-out demonstrations. Left out: only after the last."""
-
-
 class SftStageConfig(StageConfig):
     """One run of ``tether sft``: a policy from demonstrations."""
 
@@ -69,9 +62,6 @@ class SftStageConfig(StageConfig):
     """The model that is fine-tuned."""
     data: DemonstrationsConfig
     """The demonstrations."""
-    train: SftTrainConfig = SftTrainConfig()
-    """Batches, optimizer, evaluation, saving."""
-
     @model_validator(mode="after")
     def _check_evaluation(self) -> SftStageConfig:
         if self.train.eval_steps is not None and not self.data.has_eval:

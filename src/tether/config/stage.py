@@ -41,10 +41,16 @@ class StageTrainConfig(Section):
     """Recompute activations in the backward pass to save memory."""
     seed: Seed = 42
     """Seed of new weights, the held-out share and the data order."""
+    eval_steps: PositiveInt | None = None
+    """Optimizer steps between two evaluations on what is held out. Left out: only after the last."""
     save_steps: PositiveInt | None = None
     """Optimizer steps between two checkpoints; left out: one only where the run is stopped by a signal."""
     save_total_limit: PositiveInt | None = 1
     """Checkpoints that are kept, the newest; null keeps all."""
+    report_to: str | list[str] = "none"
+    """Accelerate trackers to log to: none, all, tensorboard, wandb, trackio, …"""
+    run_name: str | None = None
+    """Name of the run in the trackers; ``output_dir`` if left out."""
     ddp_timeout: PositiveInt = 1800
     """Seconds that the processes of a run wait for each other before it ends."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -82,8 +82,8 @@ def train_reward_model(
 
     The folder holds a sequence classifier with one label, or with ``model.lora`` a PEFT adapter of one with its head;
     the tokenizer with its chat template; ``config.yaml``; ``fingerprints.json``, by which ``resume`` knows rows and
-    model again; ``metrics.jsonl`` with one line a step; and ``reward_eval.json`` with the rewards of the held-out
-    pairs.
+    model again; ``metrics.jsonl`` with one line a step and one an evaluation on the way; and ``reward_eval.json`` with
+    the rewards of the held-out pairs.
 
     Several launched processes share the pairs of each optimizer step (DDP); the first one writes and speaks.
 
@@ -111,13 +111,24 @@ def train_reward_model(
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
         model = dist.each(lambda: adapted(model, config.model))
-    with running.prepared(run, read):
+    with running.prepared(run, read), running.watched(config, on_progress, stop, dist) as watch:
         settings = model.config.get_text_config()
         uses_cache = settings.use_cache
-        start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
+        start = time.perf_counter()
+        evaluations: dict[int, dict[str, Any]] = {}
+
+        def evaluation(step: int) -> dict[str, Any]:
+            if step not in evaluations:
+                batch_size = 2 * config.train.micro_batch_size
+                made = evaluate(model, data.held_out, batch_size=batch_size, dist=dist, precision=precision)
+                evaluations.clear()
+                evaluations[step] = made
+            return evaluations[step]
+
         with lost_told(dist.num_processes):
-            running.train(
-                lambda: _trainer(model, tokenizer, data.train, config, precision=precision, watch=watch), run.checkpoint
+            trainer = running.train(
+                lambda: _trainer(model, tokenizer, data, config, evaluation, precision=precision, watch=watch),
+                run.checkpoint,
             )
         if watch.interrupted is not None:
             return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
@@ -128,11 +139,12 @@ def train_reward_model(
             "train_loss": dist.by_main(lambda: running.last_loss(config)),
             "time/train_s": time.perf_counter() - start,
         }
-        batch_size = 2 * config.train.micro_batch_size
-        evaluation = evaluate(model, data.held_out, batch_size=batch_size, dist=dist, precision=precision)
-        dist.by_main(lambda: _write(model, tokenizer, processor, config.output_dir, evaluation))
-        metrics |= {f"eval_{k}": v for k, v in evaluation["metrics"].items()}
-        return RewardStageResult(config.output_dir, metrics, evaluation["accuracy_by_length"])
+        last = trainer.state.global_step
+        is_told, result = last in evaluations, evaluation(last)
+        dist.by_main(lambda: _write(model, tokenizer, processor, config.output_dir, result))
+        if not is_told:
+            watch.trackers.log(_told(result), last)
+        return RewardStageResult(config.output_dir, metrics | _told(result), result["accuracy_by_length"])
 
 
 # Before a model is loaded
@@ -288,30 +300,62 @@ def spare_token(tokenizer: PreTrainedTokenizerBase, used: set[int], vocab_size: 
 def _trainer(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: Sequence[Pair],
+    data: _Data,
     config: RewardStageConfig,
+    evaluation: Callable[[int], Mapping[str, Any]],
     *,
     precision: torch.dtype | None,
     watch: running.Watch,
 ) -> Trainer:
-    """TRL's trainer, which trains the model in place."""
+    """TRL's trainer, which trains the model in place.
+
+    Args:
+        evaluation: what ``evaluate`` says at a step: the trainer's own means are those of batches, however small.
+    """
     from trl import RewardTrainer
 
     from tether.stages.trl import RewardArguments
 
     arguments = running.trainer_arguments(
-        config, len(pairs), precision=precision, num_processes=watch.dist.num_processes, kind=RewardArguments
+        config,
+        len(data.train),
+        evaluates=bool(data.held_out),
+        precision=precision,
+        num_processes=watch.dist.num_processes,
+        kind=RewardArguments,
     )
-    return RewardTrainer(
+    trainer = RewardTrainer(
         model=model,
         args=RewardArguments(
             **arguments, center_rewards_coefficient=config.train.center_rewards_coefficient or None
         ),
-        train_dataset=Dataset.from_dict(
-            {"chosen_ids": [p.chosen_ids for p in pairs], "rejected_ids": [p.rejected_ids for p in pairs]}
-        ),
+        train_dataset=_dataset(data.train),
+        eval_dataset=_dataset(data.held_out) if data.held_out else None,
         processing_class=tokenizer,
         callbacks=[watch],
+    )
+
+    def on_the_way(**_: Any) -> dict[str, float]:
+        model.eval()
+        metrics = _told(evaluation(trainer.state.global_step))
+        trainer.log(metrics)
+        model.train()
+        trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
+        return metrics
+
+    trainer.evaluate = on_the_way
+    return trainer
+
+
+def _told(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of an evaluation under the names that logs have for them."""
+    return {f"eval_{name}": value for name, value in evaluation["metrics"].items()}
+
+
+def _dataset(pairs: Sequence[Pair]) -> Dataset:
+    """Token ids of both answers."""
+    return Dataset.from_dict(
+        {"chosen_ids": [p.chosen_ids for p in pairs], "rejected_ids": [p.rejected_ids for p in pairs]}
     )
 
 

@@ -93,8 +93,8 @@ def train_sft(
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
     processor = dist.each(lambda: processor_of(config.model, model))
-    with running.prepared(run, read):
-        start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
+    with running.prepared(run, read), running.watched(config, on_progress, stop, dist) as watch:
+        start = time.perf_counter()
         with _settings_kept(model), lost_told(dist.num_processes):
             trainer = running.train(
                 lambda: _trainer(model, data, config, precision=precision, watch=watch), run.checkpoint
@@ -285,16 +285,16 @@ def _trainer(
     from tether.stages.trl import SftArguments
 
     arguments = running.trainer_arguments(
-        config, len(data.train), precision=precision, num_processes=watch.dist.num_processes, kind=SftArguments
+        config,
+        len(data.train),
+        evaluates=bool(data.held_out),
+        precision=precision,
+        num_processes=watch.dist.num_processes,
+        kind=SftArguments,
     )
-    evaluates = bool(data.held_out) and config.train.eval_steps is not None
     return SFTTrainer(
         model=model,
-        args=SftArguments(
-            **arguments,
-            eval_strategy="steps" if evaluates else "no",
-            eval_steps=config.train.eval_steps if evaluates else None,
-        ),
+        args=SftArguments(**arguments),
         train_dataset=_dataset(data.train),
         eval_dataset=_dataset(data.held_out) if data.held_out else None,
         processing_class=copy.deepcopy(data.tokenizer),  # it is given a pad token where it has none

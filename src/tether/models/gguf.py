@@ -91,11 +91,14 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return type(config).from_dict(settings)
 
 
-def plain_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with the weights of one that was de-quantised, in their type, that can be saved; in eval mode."""
-    plain = AutoModelForCausalLM.from_config(
-        plain_config(model.config), dtype=model.dtype, attn_implementation=model.config._attn_implementation
-    )
+def plain_model(model: PreTrainedModel, attn_implementation: str | None) -> PreTrainedModel:
+    """A model with the weights of one that was de-quantised, in their type, that can be saved; in eval mode.
+
+    Args:
+        attn_implementation: the attention kernel that it was loaded with; None: the default.
+    """
+    kernel = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    plain = AutoModelForCausalLM.from_config(plain_config(model.config), dtype=model.dtype, **kernel)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config

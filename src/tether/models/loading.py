@@ -289,7 +289,7 @@ def _dequantised(path: str, dtype: torch.dtype, revision: str | None, options: M
         AutoModelForCausalLM, place, dtype=torch.float32, revision=revision, **file, **options
     )
     _check_complete(info, path)
-    return _cast(plain_model(model), dtype)
+    return _cast(plain_model(model, options["attn_implementation"]), dtype)
 
 
 def _place(path: str) -> tuple[str, dict[str, str]]:

@@ -355,7 +355,8 @@ def main() -> int:
             for name, unit, without, with_trick in trick(bench):
                 digits = 0 if unit == "MiB" else 3
                 cells = f"{without:,.{digits}f} {unit} | {with_trick:,.{digits}f} {unit}"
-                print(f"| {name} | {cells} | {without / with_trick:.2f} |", flush=True)
+                ratio = f"{without / with_trick:.2f}" if with_trick else "–"  # memory that was there already
+                print(f"| {name} | {cells} | {ratio} |", flush=True)
     return 0
 
 

@@ -18,7 +18,7 @@ from tether.config.load import dump_config
 from tether.config.source import load_sources
 from tether.errors import ModelError, RewardError
 from tether.rewards.server import RewardServer
-from tether.train.judges import load_judges
+from tether.train.judges import load_judges, load_reader
 
 PROMPTS = ["the cat", [{"role": "system", "content": "be nice"}, {"role": "user", "content": "it is"}], "rain", "you"]
 RESPONSES = ["sees a dog", "good", "", "not very good and not very bad"]
@@ -76,7 +76,8 @@ def through_http(folder, url, **keys):
 
 
 def scored(file):
-    judges = load_judges(load_sources(file))
+    config = load_sources(file)
+    judges = load_judges(config, load_reader(config))
     places = [f"row {i}" for i in range(len(PROMPTS))]
     return judges.rewards.score(judges.batch(PROMPTS, RESPONSES, COLUMNS, places))
 
@@ -189,7 +190,7 @@ def test_mistakes(tmp_path, monkeypatch, capsys, arguments, told):
 def test_an_address_that_is_taken_is_told_before_models_load(tmp_path, monkeypatch, capsys):
     file = tmp_path / "source.yaml"
     file.write_text(json.dumps(several(tmp_path)), encoding="utf-8")
-    monkeypatch.setattr("tether.train.judges.load_judges", lambda config: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("tether.train.judges.load_judges", lambda *given: pytest.fail("a model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["serve-reward", str(file), "--port", str(port)]) == 2
@@ -204,7 +205,7 @@ def test_the_address_is_free_again_when_models_cannot_be_loaded(tmp_path, monkey
             bound.append(self.socket)
             super().server_bind()
 
-    def load(config):
+    def load(config, reader):
         assert not is_up(bound[0].getsockname()[1])  # nobody is kept waiting
         raise ModelError("its weights are gone")
 

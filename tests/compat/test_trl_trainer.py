@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -11,16 +12,20 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithPadding,
     EarlyStoppingCallback,
+    PreTrainedTokenizerFast,
     TrainerCallback,
 )
 
 from tests.compat.trl_runs import TEXTS, arguments, classifier, loaded, policy, rows, trainer
-from tests.tiny import EOS, PAD, tiny_tokenizer
+from tests.tiny import EOS, PAD, SPECIAL, WORDS, tiny_tokenizer
 from tether.compat.trl import PPOTrainer, events
+from tether.compat.trl.data import prompts_of
 from tether.compat.trl.former import OF_TRANSFORMERS
 from tether.compat.trl.samples import print_table
 from tether.compat.trl.trainer import check_kinds
@@ -282,6 +287,30 @@ def test_adapters_by_name_one_trains_and_one_is_the_reference(tmp_path):
     assert torch.equal(again(ids).logits, made.policy_model.eval()(ids).logits)
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_adapter_that_was_trained_before_is_its_own_start(tmp_path, is_whole):
+    whole = {"modules_to_save": ["down_proj"]} if is_whole else {}
+    start = get_peft_model(policy(tmp_path), LoraConfig(r=2, target_modules=["q_proj"], **whole))
+    with torch.no_grad():
+        for name, parameter in start.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.add_(0.05)
+    start.save_pretrained(tmp_path / "sft")
+    model = PeftModel.from_pretrained(policy(tmp_path), tmp_path / "sft", is_trainable=True)
+    ids = torch.tensor([[7, 20, 22]])
+    before = start.eval()(ids).logits
+    made = trainer(tmp_path, model=model)
+    made.train()
+    history = made.state.log_history
+    assert history[0]["objective/kl"] == 0 and history[1]["objective/kl"] != 0
+    made.save_model()
+    again = PeftModel.from_pretrained(policy(tmp_path), tmp_path / "out")
+    trained = made.policy_model.eval()(ids).logits
+    assert torch.equal(again(ids).logits, trained) and not torch.equal(trained, before)
+    made.policy_model.set_adapter("reference")
+    assert torch.equal(made.policy_model(ids).logits, before)
+
+
 def test_a_reference_model_is_what_the_kl_is_to(tmp_path):
     other = policy(tmp_path)
     with torch.no_grad():
@@ -356,6 +385,43 @@ def test_another_stop_token_ends_answers(tmp_path):
     ended = [sample for sample in samples if sample["finish_reason"] == "stop"]
     assert ended
     assert all(sample["response"].endswith("cat") for sample in ended)
+
+
+def test_the_penalty_is_for_answers_that_the_stop_token_did_not_end(tmp_path):
+    args = arguments(tmp_path, stop_token=None, stop_token_id=20, response_length=30, missing_eos_penalty=3.0)
+    trainer(tmp_path, args=args, reward_model=short).train()
+    samples = read_jsonl(tmp_path / "out" / "samples.jsonl")
+    scores = {(sample["finish_reason"], sample["score"]) for sample in samples}
+    assert scores == {("stop", -1.0), ("length", -4.0)}
+
+
+def test_another_end_of_the_models_turns_is_told(tmp_path, caplog):
+    model, tokenizer = policy(tmp_path), tiny_tokenizer(chat_template=False)
+    model.generation_config.eos_token_id = [EOS, 20]
+    trainer(tmp_path, model=model)  # its chat template ends turns by the end token
+    assert "stop_token" not in caplog.text
+    trainer(tmp_path, model=model, processing_class=tokenizer)
+    assert "answers end at <eos> alone, as in TRL, but the model's own end at cat (20) too; set stop_" in caplog.text
+
+
+def test_a_stop_token_that_the_model_does_not_know(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens("<stop>")
+    args = arguments(tmp_path, stop_token=None, stop_token_id=len(tokenizer) - 1)
+    with pytest.raises(ConfigError, match="answers end at token 40, <stop>, but the model knows only 40 tokens"):
+        trainer(tmp_path, args=args, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_padding_by_the_end_token_on_the_left_is_taken_off(tmp_path, starts):
+    tokenizer = tiny_tokenizer(pad="eos")
+    tokenizer.bos_token = "<eos>" if starts else "<bos>"
+    data = [{"input_ids": ids} for ids in ([EOS] * 3 + [7, 20], [EOS, 7, EOS, EOS, 20], [7, 20])]
+    prompts = prompts_of(data, tokenizer, None, "rows").prompts
+    first = (EOS, 7, 20) if starts else (7, 20)
+    assert [prompt.token_ids for prompt in prompts] == [first, (EOS, 7, EOS, EOS, 20), (7, 20)]
+    with pytest.raises(DataError, match="already ends" if starts else "no prompt"):
+        prompts_of([{"input_ids": [EOS] * 3}], tokenizer, None, "rows")
 
 
 def test_padding_in_the_dataset_is_no_part_of_a_prompt(tmp_path):
@@ -492,6 +558,9 @@ def test_an_optimizer_and_its_schedule_from_the_user(tmp_path):
     assert "score.weight" in changed(of_value, value)
     with pytest.raises(ConfigError, match="none of the parameters that the policy trains"):
         trainer(tmp_path, optimizers=(optimizer, None))
+    other = policy(tmp_path)
+    with pytest.raises(ConfigError, match="optimizers: got none of value_model's parameters"):
+        trainer(tmp_path, model=other, optimizers=(torch.optim.SGD(other.parameters(), lr=0.1), None))
     with pytest.raises(ConfigError, match="schedule without its optimizer"):
         trainer(tmp_path, optimizers=(None, schedule))
 
@@ -536,6 +605,42 @@ def test_a_second_run_replaces_the_first(tmp_path):
         trainer(tmp_path, args=arguments(tmp_path, total_episodes=episodes)).train()
     assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1]
     assert not (tmp_path / "out" / "checkpoint-2").exists()
+
+
+@pytest.mark.parametrize(
+    ("role", "place"), [("model", "."), ("ref_model", "checkpoint-2"), ("value_model", "checkpoint-2")]
+)
+def test_a_run_does_not_remove_the_models_that_it_was_given(tmp_path, role, place):
+    first = trainer(tmp_path)
+    first.train()
+    first.save_model()
+    source = tmp_path / "out" / place
+    kept = sorted(path.name for path in (tmp_path / "out").rglob("*"))
+    of = {"model": policy, "ref_model": policy}.get(role, classifier)(tmp_path)
+    of.name_or_path = str(source)
+    with pytest.raises(ConfigError, match=f"would write over .*, which {role}.* names; choose another"):
+        trainer(tmp_path, **{role: of}).train()
+    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == kept
+
+
+def test_a_reward_model_given_by_a_path_is_not_removed(tmp_path):
+    loaded(tmp_path, "llama", 1)
+    (tmp_path / "out").mkdir()
+    judge = (tmp_path / "llama-1").rename(tmp_path / "out" / "checkpoint-7")
+    with pytest.raises(ConfigError, match="checkpoint-7, which reward_model checkpoint-7 names"):
+        trainer(tmp_path, reward_model=str(judge), value_model=classifier(tmp_path)).train()
+    judge.rename(tmp_path / "llama-1")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "samples.jsonl"])
+def test_files_that_no_run_wrote_are_not_written_over(tmp_path, name):
+    made = trainer(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine: 1\n")
+    with pytest.raises(ConfigError, match=r"output_dir: .* holds a .*, which the run would .* or remove it"):
+        made.train()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+    assert (tmp_path / "out" / name).read_text() == "mine: 1\n"
 
 
 def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
@@ -601,6 +706,38 @@ def test_wrong_kinds_of_the_other_arguments(tmp_path, given, message):
         check_kinds(arguments(tmp_path) if args is None else args, tokenizer, collator)
 
 
+def quantized(model):
+    model.is_quantized = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: {"model": quantized(policy(f))}, "model: holds quantised weights, .* give a peft_config"),
+        (lambda f: {"value_model": quantized(classifier(f))}, "value_model: holds weights in few bits"),
+        (lambda f: {"model": policy(f).half()}, "^model: the weights that train are torch.float16, .*=torch.float32"),
+        (lambda f: {"value_model": classifier(f).half()}, "value_model: the weights that train are torch.float16"),
+    ],
+)
+def test_weights_that_cannot_learn_are_refused(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, **change(tmp_path))
+
+
+def test_weights_in_bfloat16_are_told_where_they_train(tmp_path, caplog):
+    trainer(tmp_path, model=policy(tmp_path).bfloat16(), peft_config=lora())
+    assert "bfloat16" not in caplog.text
+    trainer(tmp_path, value_model=classifier(tmp_path).bfloat16())
+    assert "value_model: the weights that train are torch.bfloat16" in caplog.text
+
+
+def test_the_adapter_that_trains_is_not_its_own_reference(tmp_path):
+    model = get_peft_model(policy(tmp_path), lora())
+    with pytest.raises(ConfigError, match="ref_adapter_name: got default, the adapter that trains"):
+        trainer(tmp_path, model=model, args=arguments(tmp_path, ref_adapter_name="default"))
+
+
 def test_two_roles_cannot_be_one_object(tmp_path):
     model, judge = policy(tmp_path), classifier(tmp_path)
     with pytest.raises(ConfigError, match="ref_model: got the same object as model"):
@@ -614,6 +751,65 @@ def test_models_that_cannot_read_the_tokens_are_refused(tmp_path):
     small.resize_token_embeddings(30)
     with pytest.raises(ModelError, match="reward_model llama-1: knows 30 tokens, the tokenizer writes token 39"):
         trainer(tmp_path, reward_model=small)
+
+
+def with_tokenizer(model, folder, tokenizer):
+    """The model as if loaded from a folder with that tokenizer."""
+    tokenizer.save_pretrained(folder)
+    model.name_or_path = str(folder)
+    return model
+
+
+def permuted():
+    """A tokenizer of the same words under other ids."""
+    ids = {word: i for i, word in enumerate((*SPECIAL, *reversed(WORDS)))}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(ids, unk_token="<unk>")), unk_token="<unk>", eos_token="<eos>"
+    )
+
+
+@pytest.mark.parametrize("role", ["reward_model", "value_model", "ref_model"])
+def test_models_to_which_the_ids_are_other_words_are_refused(tmp_path, role):
+    model = policy(tmp_path) if role == "ref_model" else classifier(tmp_path)
+    given = {role: with_tokenizer(model, tmp_path / "other", permuted())}
+    way_out = "give its path, which then reads text" if role == "reward_model" else "load another"
+    told = f"{role}.*: the tokenizer in .*other has 'three' as token 7, processing_class 'the'.*{way_out}"
+    with pytest.raises(ModelError, match=told):
+        trainer(tmp_path, **given)
+
+
+def test_tokenizers_that_differ_in_what_scripts_add_are_one(tmp_path):
+    other = tiny_tokenizer(chat_template=False)
+    other.add_special_tokens({"pad_token": "[PAD]"})
+    own = tiny_tokenizer()
+    own.add_special_tokens({"pad_token": "<padding>"})
+    given = {
+        "reward_model": with_tokenizer(classifier(tmp_path), tmp_path / "other", other),
+        "value_model": with_tokenizer(classifier(tmp_path), tmp_path / "own", own),
+    }
+    made = trainer(tmp_path, processing_class=own, **given)
+    assert made.value_model is given["value_model"] and made.reward_model is given["reward_model"]
+
+
+def test_a_token_that_neither_the_policy_nor_a_prompt_writes_needs_no_embedding(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens("<image>")
+    trainer(tmp_path, processing_class=tokenizer)
+    data = [{"input_ids": [7, 20]}, {"input_ids": [7, len(tokenizer) - 1]}]
+    with pytest.raises(ModelError, match="model: knows 40 tokens, row 1 of the prompts holds token 40, '<image>'"):
+        trainer(tmp_path, processing_class=tokenizer, train_dataset=data)
+
+
+def test_a_judge_of_text_without_a_template_for_conversations_is_refused_at_once(tmp_path):
+    loaded(tmp_path, "llama", 1)
+    judge = shutil.copytree(tmp_path / "llama-1", tmp_path / "judge")
+    for path in [*judge.glob("tokenizer*"), *judge.glob("*.jinja")]:
+        path.unlink()
+    permuted().save_pretrained(judge)
+    trainer(tmp_path, reward_model=str(judge))
+    data = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
+    with pytest.raises(ConfigError, match=r"reward_model: .*judge reads text, .* conversations: .* \(rewards"):
+        trainer(tmp_path, reward_model=str(judge), train_dataset=data)
 
 
 @pytest.mark.parametrize(

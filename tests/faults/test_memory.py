@@ -194,9 +194,10 @@ def test_what_has_changed_weights_is_not_begun_anew(tmp_path, monkeypatch, where
 
 @pytest.mark.parametrize("measure", ["answers", "tokens"])
 def test_demonstrations_are_halved_until_they_fit(tmp_path, monkeypatch, measure):
-    """Also where micro-batches of answers hold one by then: demonstrations may be many more at a time."""
+    """In a later mini-batch, whose update cannot be begun anew; also where answers are alone by then: demonstrations
+    may be many more at a time."""
     (tmp_path / "ptx.jsonl").write_text('{"prompt": "the cat", "completion": " sees the dog"}\n' * 4)
-    widths = small_machine(monkeypatch, Update, "imitate", fits=1)
+    widths = small_machine(monkeypatch, Update, "imitate", fits=1, after={"answers": 2, "tokens": 1}[measure])
     budget = {"train__micro_batch_size": None, "train__max_tokens_per_micro_batch": 34}
     changes = {"answers": {"train__micro_batch_size": 2}, "tokens": budget}[measure]
     train_policy(run(tmp_path, "out", data__ptx=str(tmp_path / "ptx.jsonl"), ppo__ptx_coef=1.0, **changes))

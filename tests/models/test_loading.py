@@ -9,7 +9,13 @@ import pytest
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from tests.models.build import edit_json, plain_adapted, save_adapter, save_model
 from tests.rewards.encoders import ENCODERS, save_encoder
@@ -28,12 +34,14 @@ from tether.models.loading import (
     half_dtype,
     load_causal_lm,
     load_classifier,
+    load_generation_config,
     load_reward_model,
     load_tokenizer,
     load_value_head_model,
+    pools_otherwise,
     stop_token_ids,
 )
-from tether.models.paths import adapter_base, check_model_path, is_adapter, is_same_model
+from tether.models.paths import adapter_base, check_model_path, is_adapter, is_same_model, own_weights
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
 FP32 = {"dtype": torch.float32}
@@ -566,3 +574,50 @@ def test_a_tokenizer_that_only_mistral_common_reads_is_named(tmp_path, monkeypat
     (tmp_path / "tekken.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer is in tekken\.json, .* wanted tokenizer.json and"):
         load_tokenizer(str(tmp_path))
+
+
+def test_the_base_of_an_adapter_is_read_at_the_revision_that_it_names(tmp_path, monkeypatch):
+    """Its configuration, tokenizer and end tokens, too: weights of one revision go with no other's."""
+    base = save_tiny(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    edit_json(
+        adapter / "adapter_config.json", lambda c: c.update(base_model_name_or_path="org/base", revision="v1.0")
+    )
+    assert own_weights(str(adapter)) == ("org/base", "v1.0") and own_weights(str(base), "x") == (str(base), "x")
+    asked = []
+
+    def here(load):
+        def from_base(path, *args, revision=None, **options):
+            asked.append((str(path), revision))
+            return load(str(base) if path == "org/base" else path, *args, **options)
+
+        return from_base
+
+    for auto in (AutoTokenizer, AutoConfig, GenerationConfig):
+        monkeypatch.setattr(auto, "from_pretrained", here(auto.from_pretrained))
+    load_tokenizer(str(adapter))
+    load_generation_config(str(adapter))
+    assert not pools_otherwise(str(adapter))
+    with pytest.raises(ModelError, match=r"no model of that name at revision v1\.0"), monkeypatch.context() as patch:
+        patch.setattr("tether.models.paths.HF_HUB_OFFLINE", True)
+        check_model_path(str(adapter), "model.path")
+    assert {at for path, at in asked if path == "org/base"} == {"v1.0"}
+    assert len([path for path, _ in asked if path == "org/base"]) == 3
+
+
+def test_an_adapter_on_the_hub_that_brings_no_tokenizer_has_its_bases(tmp_path, monkeypatch):
+    base = save_tiny(tmp_path / "base")
+    monkeypatch.setattr(loading, "is_adapter", lambda path, revision=None: path == "org/adapter")
+    monkeypatch.setattr(loading, "own_weights", lambda path, revision=None: (str(base), None))
+    load = AutoTokenizer.from_pretrained
+
+    def offline(path, **options):
+        if path == "org/adapter":
+            raise OSError("We couldn't connect")
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
+    assert load_tokenizer("org/adapter").get_vocab() == load(base).get_vocab()
+    monkeypatch.setattr(loading, "is_adapter", lambda path, revision=None: False)
+    with pytest.raises(ModelError, match="We couldn't connect"):
+        load_tokenizer("org/adapter")

@@ -131,19 +131,21 @@ def test_a_model_keeps_all_but_the_class_of_its_layers(monkeypatch, onednn, few_
 
 
 @pytest.mark.parametrize(
-    ("capability", "intel", "mkl", "faster"),
+    ("capability", "intel", "mkl", "faster", "few_rows"),
     [
-        ("AVX512", False, True, True),
-        ("AVX512", True, True, False),
-        ("AVX2", False, True, False),
-        ("AVX512", False, False, False),
+        ("AVX512", False, True, True, False),
+        ("AVX512", True, True, False, False),
+        ("AVX2", False, True, False, True),
+        ("AVX2", True, True, False, False),
+        ("AVX512", False, False, False, False),
+        ("AVX2", False, False, False, False),
     ],
 )
-def test_where_it_is_faster(monkeypatch, capability, intel, mkl, faster):
+def test_where_it_is_faster(monkeypatch, capability, intel, mkl, faster, few_rows):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(products, "is_intel", lambda: intel)
-    assert onednn_is_faster.__wrapped__() == faster
+    assert (onednn_is_faster.__wrapped__(), few_rows_are_slow.__wrapped__()) == (faster, few_rows)
 
 
 def test_another_or_no_product_is_not_used(monkeypatch):
@@ -212,19 +214,3 @@ def test_all_else_of_few_rows_is_the_plain_layer(turned, case):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "autocast"):
         got, wanted = linear(x), nn.functional.linear(x, linear.weight, linear.bias)
     assert torch.equal(got, wanted) and got.dtype == wanted.dtype and turned == []
-
-
-@pytest.mark.parametrize(
-    ("capability", "intel", "mkl", "slow"),
-    [
-        ("AVX2", False, True, True),
-        ("AVX2", True, True, False),
-        ("AVX512", False, True, False),
-        ("AVX2", False, False, False),
-    ],
-)
-def test_where_few_rows_are_slow(monkeypatch, capability, intel, mkl, slow):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
-    monkeypatch.setattr(products, "is_intel", lambda: intel)
-    assert few_rows_are_slow.__wrapped__() == slow

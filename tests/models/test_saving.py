@@ -21,6 +21,7 @@ from tests.models.build import (
     wrapped,
 )
 from tests.rewards.encoders import ENCODERS, save_encoder
+from tests.rewards.value_heads import plain_value, save_value_head
 from tests.tiny import BOS, EOS, KINDS, PAD, save_tiny
 from tether.data.collate import pad_left
 from tether.errors import CheckpointError, ConfigError, ModelError
@@ -295,6 +296,39 @@ def test_merging_an_adapter_makes_a_plain_folder(tmp_path, reward):
         merge_adapter(str(base), tmp_path / "other")
 
 
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("kept", [True, False], ids=["with the base's rows", "alone"])
+def test_merging_into_one_of_two_tied_embeddings_leaves_the_other(tmp_path, target, kept):
+    base = save_model(tmp_path / "base", tied=True)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj", target])
+    plain = plain_adapted(AutoModelForCausalLM, base, adapter)
+    if kept:  # as PEFT saves it unless it is told otherwise
+        plain.save_pretrained(adapter, save_embedding_layers=True)
+    merge_adapter(str(adapter), tmp_path / "merged")
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert (logits(merged.eval()) - logits(plain)).abs().max() < 1e-5
+    assert (logits(merged) - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.1
+
+
+def test_embeddings_that_came_with_an_adapter_and_differ_from_the_bases_are_told(tmp_path):
+    base = save_model(tmp_path / "base", tied=False)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["lm_head"])
+    plain = plain_adapted(AutoModelForCausalLM, base, adapter)
+    plain.get_output_embeddings().base_layer.weight.data += 1
+    plain.save_pretrained(adapter, save_embedding_layers=True)
+    with pytest.raises(ModelError, match=r"have no place in LlamaForCausalLM: .*lm_head\.base_layer\.weight"):
+        merge_adapter(str(adapter), tmp_path / "merged")
+
+
+def test_a_merged_model_ends_its_answers_as_the_adapter_was_trained_to(tmp_path):
+    base = save_model(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    GenerationConfig(eos_token_id=[EOS, 9]).save_pretrained(adapter)
+    merge_adapter(str(adapter), tmp_path / "merged")
+    assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [EOS, 9]
+
+
 @pytest.mark.parametrize("num_labels", [1, 3])
 @pytest.mark.parametrize("kind", [*ENCODERS, "gpt2", "llama"])
 def test_merging_the_adapter_of_any_classifier_makes_a_classifier(tmp_path, kind, num_labels):
@@ -425,3 +459,11 @@ def test_merging_runs_code_of_a_base_that_is_trusted(tmp_path, monkeypatch, rewa
     merge_adapter(str(adapter), tmp_path / "merged", trust_remote_code=True)
     merge_adapter(str(adapter), tmp_path / "wary")
     assert set(trusted[: len(trusted) // 2]) == {True} and set(trusted[len(trusted) // 2 :]) == {False}
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_merging_a_reward_adapter_of_llamafactory_keeps_its_head(tmp_path, pickled):
+    reward = save_value_head(tmp_path, form="adapter", pickled=pickled)
+    merge_adapter(str(reward), tmp_path / "merged")
+    verify_manifest(tmp_path / "merged")
+    assert plain_value(tmp_path / "merged", [5, 7, 8]) == pytest.approx(plain_value(reward, [5, 7, 8]), abs=1e-5)

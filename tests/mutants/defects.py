@@ -643,7 +643,7 @@ REDUCE = in_file(
     ("a variance is unbiased", "squares[n] / sums[n][0]", "squares[n] / (sums[n][0] - 1)"),
     ("a maximum holds the padding", "x if mask is None else torch.where(mask, x, nothing)", "x"),
     ("a minimum keeps the sign it was turned by", "lambda n: -largest[n]", "lambda n: largest[n]"),
-    ("a minimum is a maximum", "_largest(-_wide(values), mask)", "-_largest(_wide(values), mask)"),
+    ("a minimum is a maximum", "_largest(-wide(values), mask)", "-_largest(wide(values), mask)"),
     ("an empty micro-batch makes a variance NaN", "counts.clamp(min=1)", "counts"),
     tests=("tests/metrics/test_reduce.py",),
 )
@@ -782,6 +782,57 @@ TRAINER = (
             "        return self.finish",
         ),
         tests=(f"{BOOKKEEPING}::test_the_engine_has_the_weights_of_the_last_update",),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "a stop between two updates takes the generators back",
+            "                    self.before = random_states()\n                    self.stop.agree()\n",
+            "                    self.stop.agree()\n",
+        ),
+        tests=("tests/faults/test_state.py::test_the_generators_that_reward_functions_draw_from_go_on",),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "the coefficient falls while the policy stands still",
+            '"objective/kl" in metrics and not is_warming_up',
+            '"objective/kl" in metrics',
+        ),
+        (
+            "the coefficient waits an update too long",
+            "self.state.step < self.config.value.warmup_steps\n        if ppo.kl_target",
+            "self.state.step <= self.config.value.warmup_steps\n        if ppo.kl_target",
+        ),
+        tests=(f"{BOOKKEEPING}::test_the_coefficient_waits_while_the_policy_does",),
+    ),
+    *in_file(
+        "train/experience.py",
+        ("the KL of a batch without signal is ten thousand times it", "variance > WHITEN_EPSILON", "variance >= 0"),
+        ("the KL in the loss is never divided", "variance > WHITEN_EPSILON", "variance < 0"),
+        tests=("tests/train/test_experience.py",),
+    ),
+    *in_file(
+        "train/update.py",
+        (
+            "an update that ran out of memory in a step is begun anew",
+            "                    with self.changing():\n                        self.take_step(optimizer)\n",
+            "                    self.take_step(optimizer)\n",
+        ),
+        (
+            "an update that ran out of memory after a step is begun anew",
+            "                    with self.changing():\n                        raise\n",
+            "                    raise\n",
+        ),
+        (
+            "demonstrations are not halved where answers are alone",
+            "if shows_one and all(len",
+            "if all(len",
+        ),
+        tests=(
+            "tests/faults/test_memory.py::test_what_has_changed_weights_is_not_begun_anew",
+            "tests/faults/test_memory.py::test_demonstrations_are_halved_until_they_fit",
+        ),
     ),
     *in_file(
         "train/trainer.py",
@@ -1049,8 +1100,8 @@ UPDATE = (
         "train/update.py",
         (
             "the step that goes too far is taken",
-            "if gradients is Gradients.FIT:\n                    self.take",
-            "if gradients in (Gradients.FIT, Gradients.TOO_FAR):\n                    self.take",
+            "if gradients is Gradients.FIT:\n                    with self.changing",
+            "if gradients in (Gradients.FIT, Gradients.TOO_FAR):\n                    with self.changing",
         ),
         (
             "a step that is left out leaves its gradient behind",
@@ -1066,8 +1117,8 @@ UPDATE = (
         "train/update.py",
         (
             "a mini-batch that is not finite trains",
-            "if gradients is Gradients.FIT:\n                    self.take",
-            "if gradients is Gradients.FIT or (is_bad and not stopped):\n                    self.take",
+            "if gradients is Gradients.FIT:\n                    with self.changing",
+            "if gradients is Gradients.FIT or (is_bad and not stopped):\n                    with self.changing",
         ),
         ("numbers of a mini-batch that is not finite are logged", "with self.metrics.attempt():", "if True:"),
         ("gradients are not looked at before a step", "self.engine.are_finite([optimizer])", "True"),
@@ -1114,7 +1165,7 @@ UPDATE = (
     ),
     *in_file(
         "train/update.py",
-        ("an update is begun anew after steps were taken", "not alone or is_first or", "True or"),
+        ("an update is begun anew after steps were taken", "not alone or is_first:", "True:"),
         (
             "an update is begun anew where the critic of its first mini-batch does not fit",
             "is_first = number == 0 and optimizer is self.optimizers_in_use()[0]",
@@ -1122,8 +1173,8 @@ UPDATE = (
         ),
         (
             "a first mini-batch that does not fit is halved after it was scored whole",
-            "is_first or all",
-            "all",
+            "not alone or is_first:",
+            "not alone:",
         ),
         (
             "gradients of an attempt that did not fit are kept",
@@ -1149,8 +1200,8 @@ UPDATE = (
         "train/memory.py",
         (
             "the dry step leaves the policy's gradients beside the critic's",
-            "            update.drop_gradients()\n        dist",
-            "        dist",
+            "            update.drop_gradients()\n    finally",
+            "    finally",
         ),
         (
             "the dry step tries the policy alone",
@@ -1319,7 +1370,7 @@ EXPERIENCE = (
         ("the KL is in the reward too where it is in the loss", 'kl_coef if ppo.kl_in == "reward" else 0.0', "kl_coef"),
         (
             "the KL in the loss is scaled by the variance of the advantages",
-            "math.sqrt(float(algo.masked_var(advantages, loss_mask)) + WHITEN_EPSILON)",
+            "math.sqrt(variance + WHITEN_EPSILON)",
             "float(algo.masked_var(advantages, loss_mask)) + WHITEN_EPSILON",
         ),
         (
@@ -1898,8 +1949,8 @@ FLOAT16 = (
         ),
         (
             "float16: a step with an overflow is taken",
-            "if gradients is Gradients.FIT:\n                    self.take",
-            "if gradients in (Gradients.FIT, Gradients.OVERFLOWED):\n                    self.take",
+            "if gradients is Gradients.FIT:\n                    with self.changing",
+            "if gradients in (Gradients.FIT, Gradients.OVERFLOWED):\n                    with self.changing",
         ),
         (
             "float16: a dry step lets the scale fall",

@@ -23,7 +23,7 @@ from tether.rewards.function import FunctionSource
 from tether.rewards.http import http_source
 from tether.rewards.server import asked
 from tether.rewards.tokens import check_token_scores, judged, steps
-from tether.train.judges import load_judges
+from tether.train.judges import load_judges, load_reader
 from tether.types import RewardOutput
 
 TURNS = [("the cat", "good day nice"), ("it is", "bad"), ("rain", "a red sun")]
@@ -272,7 +272,8 @@ def test_served_steps_are_those_in_the_process(tmp_path, batch):
     parts = [[[4, 0.5], [8, 0.25], [13, 1.0]], 0.5, [[1, 2.0]]]
     file.write_text(f"def f(prompts, completions, **columns):\n    return {parts}\n")
     rewards = [{"type": "function", "path": str(file), "name": "f", "weight": 0.5}]
-    judges = load_judges(SourceConfig.model_validate({"rewards": rewards}))
+    config = SourceConfig.model_validate({"rewards": rewards})
+    judges = load_judges(config, load_reader(config))
     request = asked(b'{"prompts": ["a", "b", "c"], "responses": ["good day nice", "bad", "a red sun"]}')
     told = judges.score(request)
     assert told["scores"] == [[[4, 0.25], [8, 0.125], [13, 0.5]], 0.25, [[1, 1.0]]]

@@ -88,6 +88,10 @@ def test_an_answer_is_closed_by_the_end_token_of_the_template(tmp_path):
     assert pair.chosen_ids[-1] == pair.rejected_ids[-1] == turn_end
     (pair,) = load_pairs(str(file), tokenizer, end_ids={EOS}, **options).pairs
     assert pair.chosen_ids[-1] == EOS
+    # Phi's own templates write their turn's end, and the tokenizer's end token behind the whole conversation
+    tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    (pair,) = load_pairs(str(file), tokenizer, end_ids={EOS, turn_end}, **options).pairs
+    assert pair.chosen_ids[-1] == pair.rejected_ids[-1] == turn_end
 
 
 def test_pairs_over_the_limit_and_equal_pairs_are_dropped_and_counted(tmp_path):

@@ -91,8 +91,8 @@ CASES = {
     "warm-up, head": HEAD | {"value__warmup_steps": 1},
     "early stop": MODEL | {"ppo__max_approx_kl": 0.005},
     "average": HEAD | {"train__ema_decay": 0.5},
-    "rloo": RLOO,
-    "grpo without a reference": RLOO | {"ppo__advantage_estimator": "grpo", "ppo__kl_coef": 0.0},
+    "rloo": RLOO | {"ppo__gamma": 1.0},
+    "grpo without a reference": RLOO | {"ppo__gamma": 1.0, "ppo__advantage_estimator": "grpo", "ppo__kl_coef": 0.0},
     "reinforce_pp": RLOO | {"ppo__advantage_estimator": "reinforce_pp", "ppo__whiten_rewards": True},
 }  # fmt: skip
 REACHED = {

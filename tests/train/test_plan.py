@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
-from tests.tiny import KINDS, save_tiny
+from tests.models.build import edit_json
+from tests.tiny import KINDS, VOCAB_SIZE, save_tiny, tiny_classifier, tiny_tokenizer
 from tests.train.runs import tiny_run
 from tests.train.test_run import SHARINGS
+from tether.algo.logprobs import logits_at_once
 from tether.config.load import load_config, parse_config
 from tether.models.build import build_roles
 from tether.train.inputs import load_data
@@ -76,6 +81,29 @@ def test_a_reward_model_counts_whole_or_in_part_by_who_has_it(tmp_path):
     assert kept[None] == kept["sharded"] and kept["all"] == kept["one"]
     spared = {name: kept["all"][name] - kept["sharded"][name] for name in kept["all"]}
     assert spared == {"DDP": 0, "ZeRO-1": 0, "ZeRO-2": 0, "ZeRO-3": size - -(-size // 4), "FSDP2": size - -(-size // 4)}
+
+
+def test_a_critic_that_starts_as_a_judge_of_another_size_is_counted_as_that(tmp_path):
+    judge = tiny_classifier("llama")
+    shape = copy.deepcopy(judge.config)
+    shape.hidden_size, shape.num_hidden_layers, shape.head_dim = 48, 4, 48 // shape.num_attention_heads
+    AutoModelForSequenceClassification.from_config(shape).save_pretrained(tmp_path / "judge")
+    tiny_tokenizer().save_pretrained(tmp_path / "judge")
+    config = tiny_run(tmp_path, rewards=[{"type": "model", "path": str(tmp_path / "judge")}], value__kind="model")
+    (planned,) = [role for role in plan(config).roles if role.role == "value"]
+    roles = build_roles(config, load_data(config).tokenizer, device="cpu", autocast_dtype=None)
+    (built,) = [row for row in roles.table() if row.role == "value"]
+    assert planned.trainable == built.trainable > 2 * sum(p.numel() for p in judge.parameters())
+
+
+def test_logits_that_a_model_changes_afterwards_are_counted_whole(tmp_path):
+    def of_update():
+        memory = plan(tiny_run(tmp_path, sampling__response_length=100)).memory
+        return memory["update"] - memory["weights and optimizer"]
+
+    usual = of_update()
+    edit_json(tmp_path / "llama-tied" / "config.json", lambda config: config.update(final_logit_softcapping=30.0))
+    assert of_update() - usual == 3 * 4 * 100 * VOCAB_SIZE * 4 - 2 * logits_at_once(torch.device("cpu")) * 4
 
 
 def test_a_plan_writes_nothing(tmp_path):

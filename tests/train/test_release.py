@@ -78,19 +78,20 @@ PHASES = """
 import resource, torch
 from tether.machine.distributed import Dist
 dist, faults = Dist(), []
-for phase in range(3):
+for phase in range(5):
     tensors = [torch.empty(2**20).fill_(1.0) for _ in range(60)]
     del tensors
     dist.release_memory()
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-print(faults[-1] - faults[0])
+print(faults[-1] - faults[-3])
 """
 
 
 @pytest.mark.skipif(not GLIBC, reason="the C library is not glibc")
 def test_what_a_phase_took_is_there_for_the_next():
     done = subprocess.run([sys.executable, "-c", PHASES], capture_output=True, text=True, check=True)
-    assert int(done.stdout) <= 6 * 1024  # of 120 tensors of 1,024 pages
+    # of 120 tensors of 1,024 pages, in two phases; the heap finds its size in the two before
+    assert int(done.stdout) <= 1024
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -9,6 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.errors import ConfigError, DataError
 
+_ANSWER = "Xyzzy, said he."
+"""An answer that no chat template writes by itself."""
+
 
 def last_turn(conversation: Any, where: str) -> tuple[list[Any], str]:
     """The messages before a conversation's last one, and the text of that one, the assistant's.
@@ -72,7 +75,7 @@ def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def closing_token(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
-    """The token that ends an answer: the end token that the chat template puts after one, else the tokenizer's.
+    """The token that ends an answer: the first end token that the chat template puts after one, else the tokenizer's.
 
     Args:
         end_ids: tokens that end an answer of the policy.
@@ -84,14 +87,15 @@ def closing_token(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) 
     if tokenizer.eos_token_id is None:
         raise ConfigError("model.path: the tokenizer has no end token (eos_token), which closes every answer; set one")
     if tokenizer.chat_template is not None:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = tokenizer.apply_chat_template(turns, tokenize=False)
         except Exception as error:  # templates raise whatever their authors chose
             raise DataError(f"the chat template refuses a user's turn with its answer: {error}") from error
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if found := [token for token in ids if token in end_ids]:
-            return found[-1]
+        behind = text.rpartition(_ANSWER)[2]
+        ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+        if (found := next((token for token in ids if token in end_ids), None)) is not None:
+            return found
     return tokenizer.eos_token_id
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
-def rows_digest(rows: Iterable[tuple[int, Iterable[int], Mapping[str, Any]]]) -> str:
-    """A hash of number, token ids and other columns of every row, and of their order."""
+def rows_digest(rows: Iterable[tuple[int, Sequence[Iterable[int]], Mapping[str, Any]]]) -> str:
+    """A hash of every row, and of their order.
+
+    Args:
+        rows: number, token ids of each of its texts, and other columns.
+    """
     digest = hashlib.sha256()
-    for row, ids, columns in rows:
+    for row, texts, columns in rows:
+        first, *others = texts
+        ids = [*first, *(token for text in others for token in (-1, *text))]
         digest.update(array("q", [row, *ids, -2]).tobytes())
         digest.update(json.dumps(columns, default=str, sort_keys=True).encode())
     return digest.hexdigest()

@@ -93,6 +93,7 @@ def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     Raises:
         ModelError: the adapter does not fit the model, or is of a kind that cannot be merged.
     """
+    _untie(model, adapter)
     with model_errors(adapter.path):
         adapted = with_adapter(model, changed_config(adapter.config, task_type=None))
     if not hasattr(adapted.base_model, "merge_and_unload"):
@@ -100,6 +101,18 @@ def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         raise ModelError(f"{adapter.path}: a {kind} adapter cannot be merged; wanted a LoRA adapter")
     place_adapter(adapted, DEFAULT, adapter)
     return adapted.merge_and_unload().eval()
+
+
+def _untie(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Gives the output embeddings weights of their own where they share the input's and the adapter changes one of the
+    two."""
+    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
+    if outer is None or outer.weight is not inner.weight:
+        return
+    names = [name for name, module in model.named_modules() if module is inner or module is outer]
+    if any(f".{name}.lora_" in key for key in adapter.tensors for name in names):
+        outer.weight = nn.Parameter(outer.weight.detach().clone(), requires_grad=outer.weight.requires_grad)
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
 def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
@@ -122,19 +135,29 @@ def place_adapter(model: PeftModel, name: str, adapter: Adapter) -> None:
         ModelError: a weight is missing, has no place, or has another shape.
     """
     wanted = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    missing, foreign = sorted(wanted.keys() - adapter.tensors.keys()), sorted(adapter.tensors.keys() - wanted.keys())
+    given = {key: x for key, x in adapter.tensors.items() if key in wanted or not _is_of_base(key, x, model)}
+    missing, foreign = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
     problems = [
         *([f"weights are missing: {some_of(missing)}"] if missing else []),
         *([f"weights have no place in {type(model.get_base_model()).__name__}: {some_of(foreign)}"] if foreign else []),
         *(
-            f"{key} has shape {list(adapter.tensors[key].shape)}, wanted {list(wanted[key].shape)}"
-            for key in sorted(wanted.keys() & adapter.tensors.keys())
-            if adapter.tensors[key].shape != wanted[key].shape
+            f"{key} has shape {list(given[key].shape)}, wanted {list(wanted[key].shape)}"
+            for key in sorted(wanted.keys() & given.keys())
+            if given[key].shape != wanted[key].shape
         ),
     ]
     if problems:
         raise ModelError(f"{adapter.path}: the adapter does not fit its base model: {problems[0]}")
-    set_peft_model_state_dict(model, dict(adapter.tensors), adapter_name=name)
+    set_peft_model_state_dict(model, given, adapter_name=name)
+
+
+def _is_of_base(key: str, tensor: Tensor, model: PeftModel) -> bool:
+    """Whether an adapter's file has a copy of the base's own weights there, as PEFT saves embeddings that it adapts."""
+    try:
+        own = model.get_parameter(key)
+    except AttributeError:
+        return False
+    return ".base_layer." in key and own.shape == tensor.shape and torch.equal(own.cpu(), tensor.to(own.dtype))
 
 
 def peft_lora_config(lora: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:

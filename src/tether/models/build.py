@@ -30,7 +30,7 @@ from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead, state_size
 from tether.models.layers import parameters_above
 from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer, pools_otherwise
-from tether.models.paths import ADAPTER_CONFIG, absolute_source, adapter_base, is_adapter
+from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
 
@@ -299,7 +299,7 @@ def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:
 
 def _base_source(config: RunConfig) -> str:
     path, revision = config.model.path, config.model.revision
-    return absolute_source(adapter_base(path, revision) if is_adapter(path, revision) else path)
+    return absolute_source(own_weights(path, revision)[0])
 
 
 def _vocabulary_size(model: PreTrainedModel) -> int:

@@ -77,3 +77,23 @@ def steady_positions_told(shape: PreTrainedConfig) -> str:
     """``steady_positions`` as messages say it."""
     limit = steady_positions(shape)
     return f"{limit}" if limit == positions(shape) else f"{limit} before longrope changes how all of a batch is read"
+
+
+def check_positions(
+    shape: PreTrainedConfig, longest: int, answer: int, *, key: str, way_out: str, model: str = "the model"
+) -> None:
+    """Raises ``ConfigError`` if the longest query with an answer does not fit into a model's positions.
+
+    Args:
+        longest: tokens of the query.
+        answer: most tokens of an answer.
+        key: what the user calls the latter.
+        way_out: what else to lower, in words.
+        model: how the message names the model.
+    """
+    limit = steady_positions(shape)
+    if limit is not None and longest + answer > limit:
+        raise ConfigError(
+            f"{key} {answer} after the longest query of {longest} tokens needs {longest + answer} positions, {model} "
+            f"has {steady_positions_told(shape)}: lower it, or {way_out}"
+        )

@@ -51,10 +51,10 @@ from tether.models.heads import (
 )
 from tether.models.paths import (
     MODEL_WEIGHTS,
-    adapter_base,
     downloaded,
     is_adapter,
     model_errors,
+    own_weights,
     some_of,
     weight_files,
 )
@@ -120,13 +120,21 @@ def load_tokenizer(
 
     It is left as it is: pads never reach a model here, so a tokenizer needs no pad token.
     """
-    brings_none = Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+    code, is_local = {"trust_remote_code": trust_remote_code}, Path(path).exists()
+    brings_none = is_local and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
     if brings_none and is_adapter(path):
-        return load_tokenizer(adapter_base(path), trust_remote_code=trust_remote_code)
+        base, at = own_weights(path)
+        return load_tokenizer(base, revision=at, **code)
     place, file = _place(path)
-    options = {"revision": revision, "trust_remote_code": trust_remote_code, **file}
+    options = {"revision": revision, **code, **file}
     with model_errors(path):
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        except OSError:
+            if is_local or not is_adapter(path, revision):
+                raise
+            base, at = own_weights(path, revision)
+            return load_tokenizer(base, revision=at, **code)
     if type(tokenizer).__name__ == MISTRAL:
         tokenizer = _without_mistral_common(path, options)
     if not file:
@@ -162,8 +170,7 @@ def _without_mistral_common(path: str, options: Mapping[str, Any]) -> PreTrained
 
 def load_generation_config(path: str, *, revision: str | None = None) -> GenerationConfig | None:
     """What came with the model in ``path`` about generation, or with the base of the adapter there, if anything."""
-    places = [(path, revision)] + ([(adapter_base(path, revision), None)] if is_adapter(path, revision) else [])
-    for place, at in places:
+    for place, at in dict.fromkeys([(path, revision), own_weights(path, revision)]):
         try:
             return GenerationConfig.from_pretrained(_place(place)[0], revision=at)
         except OSError:
@@ -262,8 +269,8 @@ def load_causal_lm(
         adapter = read_adapter(path, revision)
         if adapter.head:
             raise ModelError(f"{path}: got a reward adapter (it holds a head); wanted the adapter of a language model")
-        base = adapter_base(path, revision)
-        of_base = {"dtype": torch.float32, "revision": adapter.config.revision}
+        base, at = own_weights(path, revision)
+        of_base = {"dtype": torch.float32, "revision": at}
         model = merged(whole(load_causal_lm(base, device=device, **of_base, **options), base), adapter)
         return _cast(model, dtype or _saved_dtype(adapter, trust_remote_code))
     if gguf_source(path) is not None:
@@ -403,7 +410,7 @@ def _adapted_classifier(
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """The classifier that an adapter makes of its base; merged in float32, then cast."""
-    base, code = adapter_base(adapter.path), {"trust_remote_code": options["trust_remote_code"]}
+    base, code = adapter.config.base_model_name_or_path, {"trust_remote_code": options["trust_remote_code"]}
     of_base = {"dtype": torch.float32, "revision": adapter.config.revision, **options}
     dtype = dtype or _saved_dtype(adapter, **code)
     shape = load_config(base, revision=adapter.config.revision, **code)
@@ -479,8 +486,8 @@ def reads_last_token(model: PreTrainedModel) -> bool:
 
 def pools_otherwise(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """Whether the classifier in ``path`` is of a family that reads more than the last token; loads no weights."""
-    base = adapter_base(path, revision) if is_adapter(path, revision) else path
-    config = load_config(base, revision=revision if base == path else None, trust_remote_code=trust_remote_code)
+    base, at = own_weights(path, revision)
+    config = load_config(base, revision=at, trust_remote_code=trust_remote_code)
     with model_errors(path), torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
     return not reads_last_token(model)
@@ -537,8 +544,9 @@ def classifier_on(model: PreTrainedModel) -> PreTrainedModel:
         ModelError: transformers has no classifier of this kind of model.
     """
     config = changed_config(model.config, num_labels=1)
+    code = {"trust_remote_code": hasattr(config, "auto_map")}  # it runs already: the model is there
     with model_errors(type(model).__name__), torch.device("meta"):
-        classifier = AutoModelForSequenceClassification.from_config(config)
+        classifier = AutoModelForSequenceClassification.from_config(config, **code)
     _check_decoder(classifier, type(model).__name__)
     if type(classifier.base_model) is not type(model.base_model):
         names = f"{type(model).__name__} and {type(classifier).__name__}"

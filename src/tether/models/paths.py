@@ -53,7 +53,8 @@ def check_model_path(path: str, key: str, *, revision: str | None = None, takes_
         raise ModelError(f"{key}: {path} is a file; wanted the folder of a model")
     if (folder / ADAPTER_CONFIG).is_file():
         _check_weights(folder, ADAPTER_WEIGHTS, key)
-        check_model_path(adapter_base(path), f"{key} (base model of the adapter {path})")
+        base, at = own_weights(path)
+        check_model_path(base, f"{key} (base model of the adapter {path})", revision=at)
     elif (folder / "config.json").is_file():
         _check_weights(folder, MODEL_WEIGHTS, key)
     else:
@@ -81,11 +82,25 @@ def adapter_base(path: str, revision: str | None = None) -> str:
     Raises:
         ModelError: it names none.
     """
+    return _base(path, revision)[0]
+
+
+def own_weights(path: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Where the weights are that a model computes with, and their revision: its own, or of an adapter its base's.
+
+    Raises:
+        ModelError: it is an adapter that names no base.
+    """
+    return _base(path, revision) if is_adapter(path, revision) else (path, revision)
+
+
+def _base(path: str, revision: str | None) -> tuple[str, str | None]:
+    """Path and revision of an adapter's base."""
     with model_errors(path):
-        base = PeftConfig.from_pretrained(path, revision=revision).base_model_name_or_path
-    if not base:
+        config = PeftConfig.from_pretrained(path, revision=revision)
+    if not config.base_model_name_or_path:
         raise ModelError(f"{path}: base_model_name_or_path in {ADAPTER_CONFIG} is empty; wanted the adapter's base")
-    return base
+    return config.base_model_name_or_path, config.revision
 
 
 def absolute_source(path: str) -> str:

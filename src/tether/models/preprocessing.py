@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from peft import PeftConfig
 from transformers import PreTrainedConfig
 
 from tether.models.gguf import gguf_source
-from tether.models.paths import adapter_base, downloaded, is_adapter, model_errors
+from tether.models.paths import downloaded, own_weights
 
 TEMPLATE = "chat_template.json"
 """Where a processor of an older release has its chat template; it is read before the tokenizer's."""
@@ -28,11 +27,7 @@ def read_processor(path: str, shape: PreTrainedConfig, *, revision: str | None =
     """
     if shape.get_text_config() is shape or gguf_source(path) is not None:
         return {}
-    if is_adapter(path, revision):
-        with model_errors(path):
-            at = PeftConfig.from_pretrained(path, revision=revision).revision
-        return read_processor(adapter_base(path, revision), shape, revision=at)
-    folder = downloaded(path, revision, PROCESSOR_FILES)
+    folder = downloaded(*own_weights(path, revision), PROCESSOR_FILES)
     return {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).is_file()}
 
 

@@ -88,11 +88,7 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] → [..., N]."""
-        return self.multiply(input, self.weight, self.bias)
-
-    @staticmethod
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b, [..., K], [N, K], [N] → [..., N]."""
+        x, weight, bias = input, self.weight, self.bias
         is_few = x.numel() <= FEW_ROWS * x.shape[-1] and x.numel() * len(weight) >= LEAST_OF_FEW
         if not is_few or torch.compiler.is_compiling() or not _are_float32_on_cpu(x, weight):
             return nn.functional.linear(x, weight, bias)

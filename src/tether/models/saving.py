@@ -26,7 +26,14 @@ from tether.models.adapters import (
     read_adapter,
 )
 from tether.models.build import pad_as
-from tether.models.loading import classifier_on, load_causal_lm, load_merged_classifier, load_tokenizer
+from tether.models.heads import value_head_file
+from tether.models.loading import (
+    classifier_on,
+    load_causal_lm,
+    load_generation_config,
+    load_merged_classifier,
+    load_tokenizer,
+)
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
 from tether.models.preprocessing import read_processor, write_processor
 from tether.models.roles import POLICY, VALUE, ModelRoles
@@ -167,7 +174,8 @@ def merge_adapter(
 ) -> None:
     """Writes the model that the adapter in ``path`` makes of its base, in the base's type, with the tokenizer.
 
-    The adapter of a sequence classifier, of any family, becomes one with as many labels as it has.
+    The adapter of a sequence classifier, of any family, becomes one with as many labels as it has. A value head in a
+    file beside the adapter stays in a file beside the model.
 
     Args:
         trust_remote_code: whether code that comes with the base is run.
@@ -189,11 +197,14 @@ def merge_adapter(
         pad_as(model, tokenizer)
     else:
         model = load_causal_lm(path, dtype=None, **code)
+        model.generation_config = load_generation_config(path) or model.generation_config  # ends as it was trained to
     processor = read_processor(path, model.config)
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write_processor(processor, partial)
+        if (head := value_head_file(path)) is not None:  # that LLaMA-Factory saves beside its reward adapters
+            shutil.copy2(head, partial / head.name)
         also(partial)
 
 

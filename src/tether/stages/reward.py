@@ -102,7 +102,7 @@ def train_reward_model(
     tokenizer, data = dist.main_first(lambda: load_data(config))
     tell(f"pairs: {data.note}")
     tell(f"the first query and its better answer: {tokenizer.decode(data.train[0].chosen_ids)!r}")
-    read = dist.each(lambda: running.fingerprints(config, data.texts))
+    read = dist.each(lambda: running.fingerprints(config, data.rows))
     dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
@@ -182,13 +182,10 @@ class _Data:
         return f"{len(self.train)} to train on, {len(self.held_out)} held out, {dropped}"
 
     @property
-    def texts(self) -> dict[str, list[tuple[int, list[int]]]]:
-        """Row and token ids of all that is trained on, and of all that is held out; −1 stands between two answers."""
+    def rows(self) -> dict[str, running.Rows]:
+        """All that is trained on, and all that is held out."""
         both = {"data.pairs": self.train, "held-out pairs": self.held_out}
-        return {
-            name: [(pair.row, [*pair.chosen_ids, -1, *pair.rejected_ids]) for pair in pairs]
-            for name, pairs in both.items()
-        }
+        return {name: [(p.row, (p.chosen_ids, p.rejected_ids), {}) for p in pairs] for name, pairs in both.items()}
 
     @property
     def token_ids(self) -> set[int]:

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -267,16 +267,19 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def fingerprints(config: StageConfig, rows: Mapping[str, Iterable[tuple[int, Iterable[int]]]]) -> dict[str, str]:
+Rows = Iterable[tuple[int, Sequence[Iterable[int]], Mapping[str, Any]]]
+"""What ``rows_digest`` takes."""
+
+
+def fingerprints(config: StageConfig, rows: Mapping[str, Rows]) -> dict[str, str]:
     """A hash of the model that a run starts from, unless it is the hub's, and of each of its datasets.
 
     Args:
-        rows: number and token ids of every row, by what messages call the dataset.
+        rows: of each dataset, by what messages call it.
     """
     model = model_digest(config.model.path)
-    return ({} if model is None else {"model.path": model}) | {
-        name: rows_digest((row, ids, {}) for row, ids in each) for name, each in rows.items()
-    }
+    own = {} if model is None else {"model.path": model}
+    return own | {name: rows_digest(each) for name, each in rows.items()}
 
 
 def check_same_data(run: Begun[Any], read: Mapping[str, str]) -> None:

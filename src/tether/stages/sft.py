@@ -88,7 +88,7 @@ def train_sft(
     data = dist.main_first(lambda: load_data(config))
     for line in data.notes:
         tell(line)
-    read = dist.each(lambda: running.fingerprints(config, data.texts))
+    read = dist.each(lambda: running.fingerprints(config, data.rows))
     dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
@@ -147,13 +147,10 @@ class SftData:
         }
 
     @property
-    def texts(self) -> dict[str, list[tuple[int, list[int]]]]:
-        """Row and token ids of all that is trained on, and of all that is held out; −1 stands before an answer."""
+    def rows(self) -> dict[str, running.Rows]:
+        """All that is trained on, and all that is held out."""
         both = {"data.demonstrations": self.train, "held-out demonstrations": self.held_out}
-        return {
-            name: [(each.row, [*each.query_ids, -1, *each.response_ids]) for each in demonstrations]
-            for name, demonstrations in both.items()
-        }
+        return {name: [(d.row, (d.query_ids, d.response_ids), {}) for d in each] for name, each in both.items()}
 
     @property
     def notes(self) -> list[str]:

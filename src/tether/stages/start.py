@@ -24,7 +24,7 @@ from tether.models.adapters import (
 )
 from tether.models.fit import check_language_model, check_tokens, check_trainable, is_classifier, positions
 from tether.models.loading import load_config
-from tether.models.paths import absolute_source, adapter_base, is_adapter
+from tether.models.paths import absolute_source, is_adapter, own_weights
 from tether.models.preprocessing import read_processor
 
 
@@ -54,8 +54,8 @@ def check_fit(
         ModelError: it is a classifier, and a language model is wanted.
     """
     model = config.model
-    base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
-    shape = load_config(base, **origin(model) | ({} if base == model.path else {"revision": None}))
+    base, revision = own_weights(model.path, model.revision)
+    shape = load_config(base, **origin(model) | {"revision": revision})
     if not takes_classifier:
         check_language_model(base, shape)
     check_trainable(model.path, shape, with_lora=model.lora is not None)

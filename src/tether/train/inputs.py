@@ -23,11 +23,11 @@ from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.compiled import check_compile
 from tether.models.fit import (
     check_language_model,
+    check_positions,
     check_tokens,
     check_trainable,
     has_few_bits,
     steady_positions,
-    steady_positions_told,
 )
 from tether.models.loading import (
     bf16_supported,
@@ -38,7 +38,7 @@ from tether.models.loading import (
     load_tokenizer,
     stop_token_ids,
 )
-from tether.models.paths import adapter_base, check_model_path, is_adapter
+from tether.models.paths import check_model_path, own_weights
 from tether.rewards.build import check_contents, check_conversations, check_rewards
 from tether.train.display import Display
 from tether.train.optim import check_schedule
@@ -179,10 +179,9 @@ def check_data(config: RunConfig, data: RunData) -> None:
     for prompts in data.prompt_sets:
         check_judged(config, prompts, data.tokenizer)
     model = config.model
-    base = adapter_base(model.path, model.revision) if is_adapter(model.path, model.revision) else model.path
+    base, revision = own_weights(model.path, model.revision)
     if base != model.path and model.lora is not None:
         check_switched_off(model.path, PeftConfig.from_pretrained(model.path, revision=model.revision))
-    revision = model.revision if base == model.path else None
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
     check_language_model(base, shape)
     _check_weights(config, shape)
@@ -249,7 +248,6 @@ def _check_layers(config: RunConfig, shape: PreTrainedConfig, *, is_fresh: bool)
 
 
 def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:
-    limit = steady_positions(shape)
     longest = max(len(prompt.token_ids) for each in data.prompt_sets for prompt in each.prompts)
     answer, budget = config.sampling.response_length, config.train.max_tokens_per_micro_batch
     if budget is not None and longest + answer > budget:
@@ -257,11 +255,9 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
             f"train.max_tokens_per_micro_batch {budget} is less than one answer may need: the longest query has "
             f"{longest} tokens, sampling.response_length is {answer}. Set it to at least {longest + answer}"
         )
-    if limit is not None and longest + answer > limit:
-        raise ConfigError(
-            f"sampling.response_length {answer} after the longest query of {longest} tokens needs {longest + answer} "
-            f"positions, the model has {steady_positions_told(shape)}: lower it, or data.max_prompt_length"
-        )
+    words = {"key": "sampling.response_length", "way_out": "data.max_prompt_length"}
+    check_positions(shape, longest, answer, **words)
+    limit = steady_positions(shape)
     longest = max((len(each.query_ids) + len(each.response_ids) for each in data.demonstrations), default=0)
     if limit is not None and longest > limit:
         raise ConfigError(

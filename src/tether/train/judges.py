@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -131,29 +131,57 @@ def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) ->
     check_rewards(config.rewards, columns)
 
 
-def reads_chat(config: SourceConfig) -> bool:
-    """Whether prompts become queries through a chat template; loads a tokenizer at most.
+class PolicyReader(NamedTuple):
+    """What reads prompts and answers as a policy would."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    """The policy's, or what stands in for it; None where no source brings one."""
+    closing_id: int | None
+    """The token that ends an answer; None where there is none."""
+    query: QueryConfig
+    """How prompts become queries."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts become queries through a chat template."""
+        return self.tokenizer is not None and uses_template(self.tokenizer, self.query.chat_template)
+
+
+def load_reader(config: SourceConfig) -> PolicyReader:
+    """The policy's tokenizer, or what stands in for it; no model.
 
     Raises:
-        ConfigError, ModelError: the tokenizer cannot be loaded.
+        ConfigError, ModelError: it cannot be loaded.
     """
-    tokenizer, _ = _tokenizer(config)
-    return tokenizer is not None and uses_template(tokenizer, config.data.chat_template)
+    own = next((reward for _, reward in sources_of(config.rewards) if isinstance(reward, OwnModelReward)), None)
+    model = config.model or own
+    if model is None:
+        return PolicyReader(None, None, config.data)
+    tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    tokenizer = templated(tokenizer, config.data.chat_template)
+    check_template_kwargs(tokenizer, config.data.chat_template_kwargs)
+    if config.model is None and tokenizer.eos_token_id is None:  # an encoder's, which reads no ids of the policy
+        return PolicyReader(tokenizer, None, config.data)
+    generation = load_generation_config(model.path, revision=model.revision)
+    closing_id = closing_token(tokenizer, stop_token_ids(tokenizer, generation, "eos"))
+    return PolicyReader(tokenizer, closing_id, config.data)
 
 
-def load_judges(config: SourceConfig) -> Judges:
+def load_judges(config: SourceConfig, reader: PolicyReader) -> Judges:
     """Loads the sources that a file describes.
+
+    Args:
+        reader: as ``load_reader`` gives it.
 
     Raises:
         ConfigError, ModelError: a source cannot be loaded.
     """
-    device = Dist().device
-    tokenizer, closing_id = _tokenizer(config)
+    device, tokenizer = Dist().device, reader.tokenizer
     roles = None
     if any(isinstance(reward, AdapterReward) for _, reward in sources_of(config.rewards)):
         roles = _roles(config, tokenizer, str(device))
     rewards = build_rewards(config.rewards, config.reward_names, roles=roles, tokenizer=tokenizer, device=device)
-    return Judges(rewards, tokenizer, config.data, closing_id, is_stand_in=config.model is None)
+    return Judges(rewards, tokenizer, config.data, reader.closing_id, is_stand_in=config.model is None)
 
 
 def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Display) -> str:
@@ -169,7 +197,7 @@ def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Displa
     check_sources(config)
     with RewardServer(host, port) as server:  # before models are loaded: an address that is taken shows at once
         display.phase("loading models", 0, 1)
-        judges = load_judges(config)
+        judges = load_judges(config, load_reader(config))
         with StopRequest() as stop:
             display.close()
             display.message(f"serving {', '.join(config.reward_names)} at {server.url}; Ctrl-C ends it")
@@ -177,21 +205,6 @@ def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Displa
                 display.message("whoever reaches this address can ask for scores: the service knows no keys")
             server.run(judges.score, lambda: stop.reason is not None)
     return stop.reason
-
-
-def _tokenizer(config: SourceConfig) -> tuple[PreTrainedTokenizerBase | None, int | None]:
-    """The policy's tokenizer, or what stands in for it, and the token that ends an answer."""
-    own = next((reward for _, reward in sources_of(config.rewards) if isinstance(reward, OwnModelReward)), None)
-    model = config.model or own
-    if model is None:
-        return None, None
-    tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    tokenizer = templated(tokenizer, config.data.chat_template)
-    check_template_kwargs(tokenizer, config.data.chat_template_kwargs)
-    if config.model is None and tokenizer.eos_token_id is None:  # an encoder's, which reads no ids of the policy
-        return tokenizer, None
-    generation = load_generation_config(model.path, revision=model.revision)
-    return tokenizer, closing_token(tokenizer, stop_token_ids(tokenizer, generation, "eos"))
 
 
 def _roles(config: SourceConfig, tokenizer: PreTrainedTokenizerBase, device: str) -> ModelRoles:

@@ -46,7 +46,7 @@ from tether.models.fit import has_few_bits
 from tether.models.heads import state_size
 from tether.models.layers import parameters_above
 from tether.models.loading import default_device, half_dtype, load_config
-from tether.models.paths import adapter_base, is_adapter
+from tether.models.paths import is_adapter, own_weights
 from tether.train.inputs import check, check_batches, check_data, load_data, resolved
 from tether.train.optim import MOMENT_BYTES
 
@@ -58,6 +58,8 @@ section 3, https://arxiv.org/abs/2305.14314"""
 ACTIVATION_FACTOR = 34
 """Bytes kept for backward by one transformer layer, for each token and hidden unit, with 16-bit activations and a fused
 attention kernel. Source: Korthikanti et al. 2022, eq. 1 without its attention term, https://arxiv.org/abs/2205.05198"""
+CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Keys of models that change their logits after the head, which are then there of all response tokens at once."""
 
 
 @dataclass(frozen=True)
@@ -170,16 +172,15 @@ def _micro_batches(config: RunConfig, num_processes: int) -> str:
 def model_config(path: str, config: RunConfig) -> PreTrainedConfig:
     """Configuration of the model in ``path``, or of the base of the adapter there."""
     revision = config.model.revision if path == config.model.path else None
-    base = adapter_base(path, revision) if is_adapter(path, revision) else path
-    return load_config(
-        base, revision=revision if base == path else None, trust_remote_code=config.model.trust_remote_code
-    )
+    base, revision = own_weights(path, revision)
+    return load_config(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
 
 
 def plan_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[RolePlan]:
     """The roles of a run with what each adds to memory; ``config`` is resolved."""
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(model_config(config.model.path, config))
+        shape = model_config(config.model.path, config)
+        base = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.model.trust_remote_code)
     policy = _adapted_policy(config, base) if config.model.lora else _full_policy(config, base)
     rewards = _rewards(config.rewards, [f"reward {name}" for name in config.reward_names])
     source = critic_source(config, tokenizer)
@@ -215,7 +216,13 @@ def _critic(config: RunConfig, base: PreTrainedModel, source: str | None) -> Rol
     if config.value_kind == "head":
         return _role("value", "new head", head, head, torch.float32, "head on the policy")
     if config.value_kind == "model":
-        size = _count(base.base_model) + head
+        if source is not None:
+            shape, code = model_config(source, config), {"trust_remote_code": config.model.trust_remote_code}
+            shape.num_labels = 1
+            with torch.device("meta"):
+                size = _count(AutoModelForSequenceClassification.from_config(shape, **code))
+        else:
+            size = _count(base.base_model) + head
         return _role("value", source or config.model.path, size, size, torch.float32, "own weights")
     size = head + (_adapter_size(config, base) if source is None else _saved_adapter_size(source))
     return _role("value", source or "new adapter", size, size, torch.float32, "adapter on the base")
@@ -247,19 +254,19 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
             size = _saved_adapter_size(reward.path) + sum(tensor.numel() for tensor in reward_head(adapter).values())
             return _role(label, reward.path, size, 0, torch.float32, "adapter on the base")
         case OwnModelReward():
-            base = adapter_base(reward.path, reward.revision) if is_adapter(reward.path, reward.revision) else None
-            revision = None if base else reward.revision
-            of = load_config(base or reward.path, revision=revision, trust_remote_code=reward.trust_remote_code)
+            base, revision = own_weights(reward.path, reward.revision)
+            code = {"trust_remote_code": reward.trust_remote_code}
+            of = load_config(base, revision=revision, **code)
             of.num_labels = 1
             is_beside = isinstance(reward, ValueHeadReward)
             with torch.device("meta"):
                 auto = AutoModelForCausalLM if is_beside else AutoModelForSequenceClassification
-                judge = auto.from_config(of)
+                judge = auto.from_config(of, **code)
             saved = getattr(of, "dtype", None) or torch.float32
             dtype = saved if reward.dtype == "auto" else getattr(torch, reward.dtype)
             role = _frozen(label, reward.path, judge, dtype, "own weights", reward.quantization)
             size = role.parameters + (state_size(judge) if is_beside else 0)
-            is_fixed = base is None and has_few_bits(of)  # an adapter is merged into whole weights
+            is_fixed = base == reward.path and has_few_bits(of)  # an adapter is merged into whole weights
             is_whole = reward.processes in ("all", "one") or not reward.can_be_sharded or is_fixed
             return replace(role, parameters=size, is_whole=is_whole)
 
@@ -318,6 +325,8 @@ def estimate_memory(
     tokens = config.train.max_tokens_per_micro_batch or config.train.micro_batch_size * width
     cache = rows * width * text.num_hidden_layers * 2 * heads * head_dim * unit
     chunk = 2 * logits_at_once(default_device()) * 4
+    if any(getattr(text, key, None) not in (None, 1.0) for key in CHANGES_LOGITS):
+        chunk = 3 * -(-tokens // width) * config.sampling.response_length * text.vocab_size * 4
     layers = 2 if config.train.gradient_checkpointing else text.num_hidden_layers
     activations = tokens * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
     one_layer = tokens * text.hidden_size * ACTIVATION_FACTOR * unit // 2

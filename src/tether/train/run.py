@@ -271,20 +271,31 @@ def check_folder(config: RunConfig) -> None:
         )
     if not holds_run and any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"output_dir: {folder} holds a model, which the trained policy would replace; name another")
-    removed = [path.resolve() for path in (*list_checkpoints(folder), folder / CRITIC, folder / BASE)]
-    for key, path in model_paths(config).items():
-        read = Path(path).resolve()
-        if read == folder.resolve() or any(read.is_relative_to(path) for path in removed):
-            raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
-    _check_files(folder, is_new=not holds_run and not config.overwrite_output_dir)
+    check_models_kept(folder, model_paths(config))
+    is_new = not holds_run and not config.overwrite_output_dir
+    check_files(folder, is_new=is_new, way_out="add --overwrite to replace it")
     check_can_be_made(folder, "output_dir")
 
 
-def _check_files(folder: Path, *, is_new: bool) -> None:
+def check_models_kept(folder: Path, read: Mapping[str, str]) -> None:
+    """Raises ``ConfigError`` if a run that writes to ``folder`` would remove or write over a model that it reads.
+
+    Args:
+        read: key and path of every model that the run reads.
+    """
+    removed = [path.resolve() for path in (*list_checkpoints(folder), folder / CRITIC, folder / BASE)]
+    for key, path in read.items():
+        source = Path(path).resolve()
+        if source == folder.resolve() or any(source.is_relative_to(path) for path in removed):
+            raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
+
+
+def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:
     """Raises ``ConfigError`` if a run that writes to ``folder`` would write elsewhere, or over what no run wrote.
 
     Args:
         is_new: whether no earlier run is gone on with or replaced.
+        way_out: what to do but name another folder, for the message.
     """
     written = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM}
     for path in folder.glob("*") if folder.is_dir() else ():
@@ -295,7 +306,7 @@ def _check_files(folder: Path, *, is_new: bool) -> None:
         if is_new and is_others:
             raise ConfigError(
                 f"output_dir: {folder} holds a {path.name}, which the run would write over; name another folder, or "
-                "add --overwrite to replace it"
+                f"{way_out}"
             )
 
 

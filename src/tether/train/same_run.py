@@ -138,9 +138,9 @@ def fingerprints(
     """
     digests = {key: model_digest(path) for key, path in models.items()}
     return {key: digest for key, digest in digests.items() if digest is not None} | {
-        "data.prompts": rows_digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in prompts),
-        "held-out prompts": rows_digest((prompt.row, prompt.token_ids, prompt.columns) for prompt in eval_prompts),
-        "data.ptx": rows_digest((each.row, (*each.query_ids, -1, *each.response_ids), {}) for each in demonstrations),
+        "data.prompts": rows_digest((each.row, (each.token_ids,), each.columns) for each in prompts),
+        "held-out prompts": rows_digest((each.row, (each.token_ids,), each.columns) for each in eval_prompts),
+        "data.ptx": rows_digest((each.row, (each.query_ids, each.response_ids), {}) for each in demonstrations),
     }
 
 

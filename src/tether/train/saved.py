@@ -18,17 +18,17 @@ from tether.config.chat import ChatKeys
 from tether.config.load import load_config, read_file
 from tether.config.rewards import measured_norms
 from tether.config.schema import RunConfig
-from tether.data.prompts import PromptData, load_prompts
+from tether.data.prompts import load_prompts
 from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
 from tether.metrics.writers import JsonlWriter
 from tether.models.bitsandbytes import placed
-from tether.models.fit import steady_positions, steady_positions_told
+from tether.models.fit import check_positions, steady_positions, steady_positions_told
 from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.loading import load_config as load_shape
-from tether.models.paths import adapter_base, check_model_path, is_adapter
+from tether.models.paths import check_model_path, own_weights
 from tether.models.saving import check_can_be_made, load_policy
 from tether.rewards.build import try_sources
 from tether.rewards.norms import normalised
@@ -200,7 +200,8 @@ def generate_path(
     run = run_config(Path(model))
     code = {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(model, **code)
-    shape = load_shape(adapter_base(model) if is_adapter(model) else model, **code)
+    base, revision = own_weights(model)
+    shape = load_shape(base, revision=revision, **code)
     longest_answer = response_length or (run.sampling.response_length if run else 256)
     data = load_prompts(
         prompts,
@@ -214,7 +215,8 @@ def generate_path(
     )
     if data.num_too_long:
         display.message(f"prompts: {data.note}")
-    _check_lengths(data, shape, longest_answer)
+    longest = max(len(prompt.token_ids) for prompt in data.prompts)
+    check_positions(shape, longest, longest_answer, key="--response_length", way_out="--max_prompt_length")
     display.phase("loading the model", 0, 1)
     device = Dist().device
     policy = load_causal_lm(model, dtype=None, device=device, **code)
@@ -249,16 +251,6 @@ def _room_for_prompts(shape: PreTrainedConfig, longest_answer: int) -> int:
             f"{steady_positions_told(shape)}: lower it"
         )
     return 2048 if limit is None else min(2048, limit - longest_answer)
-
-
-def _check_lengths(data: PromptData, shape: PreTrainedConfig, longest_answer: int) -> None:
-    limit, longest = steady_positions(shape), max(len(prompt.token_ids) for prompt in data.prompts)
-    if limit is not None and longest + longest_answer > limit:
-        raise ConfigError(
-            f"--response_length {longest_answer} after the longest query of {longest} tokens needs "
-            f"{longest + longest_answer} positions, the model has {steady_positions_told(shape)}: lower it, or "
-            "--max_prompt_length"
-        )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.ensemble import Ensemble
 from tether.rewards.reading import Reads
 from tether.train.display import Display, NullDisplay
-from tether.train.judges import Judges, check_sources, load_judges, reads_chat
+from tether.train.judges import Judges, check_sources, load_judges, load_reader
 from tether.train.saved import check_output, kept
 from tether.types import RewardBatch, RewardOutput
 
@@ -75,11 +75,12 @@ def score_file(
     check_source(file, "FILE")
     check_output(output)
     check_sources(config)
-    data = load_judged(file, split=split, key="FILE", is_chat=reads_chat(config))
+    reader = load_reader(config)
+    data = load_judged(file, split=split, key="FILE", is_chat=reader.is_chat)
     check_sources(config, data.columns)
     check_contents(config.rewards, ((row.prompt or "", row.columns, row.place) for row in data.rows))
     display.phase("loading models", 0, 1)
-    judges = load_judges(config)
+    judges = load_judges(config, reader)
     outputs: list[RewardOutput] = []
     with kept(output, lambda: _rows(data, outputs), display):
         for scored in _scored(judges, data, display):

@@ -236,7 +236,7 @@ class Update:
         Args:
             number: of the mini-batch within the update.
         """
-        config, ppo, budget = self.config, self.config.ppo, self.config.train.max_tokens_per_micro_batch
+        config, ppo = self.config, self.config.ppo
         step = self.step * ppo.num_ppo_epochs * ppo.num_mini_batches + number
         batches = demonstration_batches(
             self.demonstrations,
@@ -244,7 +244,7 @@ class Update:
             batch_size=config.mini_batch_size,
             seed=config.train.seed,
             max_rows=max(1, (config.train.max_rows_per_micro_batch or config.mini_batch_size) >> self.halvings),
-            max_tokens=None if budget is None else max(1, budget >> self.halvings),
+            max_tokens=config.train.max_tokens_per_micro_batch,
         )
         own, most = list(self.dist.dealt(batches)), len(self.dist.dealt(batches, to=0))
         empty = replace(batches[0], response_mask=torch.zeros_like(batches[0].response_mask), is_idle=True)

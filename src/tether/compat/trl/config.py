@@ -107,7 +107,7 @@ class PPOConfig(TrainingArguments):
     stop_token_id: int | None = field(default=None, metadata={"help": "Or the id of the token that ends an answer."})
     temperature: float = field(default=0.7, metadata={"help": "Temperature of sampling and of log-probabilities."})
     missing_eos_penalty: float | None = field(
-        default=None, metadata={"help": "Subtracted from the score of an answer without an end token."}
+        default=None, metadata={"help": "Subtracted from the score of an answer without an end."}
     )
 
     # The models.
@@ -119,7 +119,7 @@ class PPOConfig(TrainingArguments):
         default=None, metadata={"help": "Adapter of a PEFT model that trains; `default` if left out."}
     )
     ref_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter of a PEFT model that is the reference. Left out: adapters off."}
+        default=None, metadata={"help": "Adapter of a PEFT model that is the reference. Left out: the start policy."}
     )
     ds3_gather_for_generation: bool = field(
         default=True, metadata={"help": "Gather weights that ZeRO-3 or FSDP2 spread for the answers of a batch."}
@@ -307,7 +307,7 @@ def run_config(
     }
     origins = {(part, name): name for part, names in given.items() for name in names}
     origins["sampling", "batch_size"] = "local_rollout_forward_batch_size"
-    given["ppo"] |= {"missing_eos_penalty": args.missing_eos_penalty if stop_token == "eos" else None}
+    given["ppo"] |= {"missing_eos_penalty": args.missing_eos_penalty if stop_token is not None else None}
     given["sampling"] |= {"stop_token": stop_token, "batch_size": args.local_rollout_forward_batch_size}
     given["train"] |= {
         "rollout_batch_size": args.batch_size,

@@ -23,8 +23,9 @@ def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Colla
     """The rows of a dataset as prompts.
 
     Rows with ``input_ids`` are taken as they are, without padding: what ``attention_mask`` masks, or without a mask
-    pad tokens at either end. Other rows have a ``prompt`` or ``messages``, text or chat messages, that become queries
-    as those of a prompt file do. With ``input_ids``, these are what reward sources are shown.
+    pad tokens at either end; where the end token pads, more than one of it at the beginning. Other rows have a
+    ``prompt`` or ``messages``, text or chat messages, that become queries as those of a prompt file do. With
+    ``input_ids``, these are what reward sources are shown.
 
     Args:
         dataset: anything with a length and rows that are mappings.
@@ -104,6 +105,10 @@ def _query(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: st
     elif tokenizer.pad_token_id != tokenizer.eos_token_id:
         real = [i for i, token in enumerate(ids) if token != tokenizer.pad_token_id]
         ids = ids[real[0] : real[-1] + 1] if real else []
+    else:
+        run = next((i for i, token in enumerate(ids) if token != tokenizer.pad_token_id), len(ids))
+        if run > 1:  # a prompt may begin with one
+            ids = ids[run - (tokenizer.bos_token_id == tokenizer.pad_token_id) :]
     if not ids:
         raise DataError(f"{where} has no prompt: got no token but padding in input_ids")
     if ids[-1] == tokenizer.eos_token_id:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError, ModelError
+from tether.models import fit
 from tether.models.adapters import (
     Adapter,
     adapter_parameters,
@@ -21,17 +25,22 @@ from tether.models.adapters import (
     check_shareable,
     with_adapter,
 )
+from tether.models.bitsandbytes import is_quantized
 from tether.models.build import check_token_ids
 from tether.models.compiled import compile_layers
-from tether.models.fit import steady_positions, steady_positions_told
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead
-from tether.models.loading import half_dtype
-from tether.models.paths import absolute_source
+from tether.models.loading import TOKENIZER_FILES, half_dtype
+from tether.models.paths import absolute_source, model_errors
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+from tether.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 IN_MEMORY = "in memory"
+MOST_RENAMED = 0.01
+"""Share of a vocabulary whose words may have other names in another tokenizer of the same ids."""
 CAUSAL = "a causal language model (AutoModelForCausalLM.from_pretrained(path))"
 CRITIC = "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))"
 
@@ -50,7 +59,7 @@ class Models:
     policy_adapter: str
     """PEFT's name of the adapter that trains, where the policy has adapters."""
     reference_adapter: str | None
-    """PEFT's name of the adapter that is the reference; None for all adapters off."""
+    """PEFT's name of the adapter that is the reference; None for the adapter that trains as it was at the start."""
 
     @property
     def base(self) -> PreTrainedModel:
@@ -94,6 +103,11 @@ class Models:
         self._check_policy()
         self._check_reference()
         check_classifier(self.value, "value_model", CRITIC)
+        if is_quantized(self.value):
+            raise ConfigError(
+                "value_model: holds weights in few bits, which a critic cannot train; load it without "
+                "quantization_config"
+            )
         if any(self.value is judge for judge in judges):
             raise ConfigError(
                 "value_model: got the same object as reward_model. The critic trains, which would change the rewards: "
@@ -101,6 +115,7 @@ class Models:
             )
         if not any(parameter.requires_grad for parameter in self.value.parameters()):
             raise ConfigError("value_model: none of its parameters requires a gradient, so that it could not learn")
+        self._check_types()
         for name, model in {"policy": self.base, "ref_model": self.reference, "value_model": self.value}.items():
             _check_placed(model, name)
 
@@ -121,8 +136,35 @@ class Models:
             _check_lora(self.policy.peft_config[self.policy_adapter], "model")
         elif not any(parameter.requires_grad for parameter in self.policy.parameters()):
             raise ConfigError("model: none of its parameters requires a gradient, so that nothing would train")
+        if is_quantized(self.base) and not self.is_adapted:
+            raise ConfigError(
+                "model: holds quantised weights, which cannot be trained themselves; give a peft_config, whose adapter "
+                "then trains"
+            )
         if self.reference_adapter is not None and not isinstance(self.policy, PeftModel):
             raise ConfigError("PPOConfig.ref_adapter_name: the model is no PEFT model, so it has no adapters by name")
+
+    def _check_types(self) -> None:
+        """Raises ``ConfigError`` for float16 weights that train; warns of bfloat16 ones."""
+        for name, parameters in {"model": self._to_train(), "value_model": _trainable(self.value)}.items():
+            types = {parameter.dtype for parameter in parameters.values()}
+            told = "load it with dtype=torch.float32; {}=True computes in {} over float32 weights"
+            if torch.float16 in types:
+                raise ConfigError(
+                    f"{name}: the weights that train are torch.float16, in which small steps are lost and others "
+                    f"overflow: {told.format('fp16', 'float16')}"
+                )
+            if torch.bfloat16 in types:
+                logger.warning(
+                    "%s: the weights that train are torch.bfloat16, in which most steps of a small learning rate are "
+                    "rounded away: %s", name, told.format("bf16", "bfloat16")
+                )  # fmt: skip
+
+    def _to_train(self) -> dict[str, nn.Parameter]:
+        """The policy's parameters that train; those of ``peft_config`` are made later, in float32."""
+        if isinstance(self.policy, PeftModel):
+            return adapter_parameters(self.policy, self.policy_adapter)
+        return {} if self.peft_config is not None else _trainable(self.policy)
 
     def _check_names(self) -> None:
         names = {"model_adapter_name": self.policy_adapter, "ref_adapter_name": self.reference_adapter}
@@ -130,6 +172,11 @@ class Models:
             if name is not None and name not in self.policy.peft_config:
                 has = ", ".join(self.policy.peft_config)
                 raise ConfigError(f"PPOConfig.{key}: the model has no adapter {name}; it has {has}")
+        if self.reference_adapter == self.policy_adapter:
+            raise ConfigError(
+                f"PPOConfig.ref_adapter_name: got {self.reference_adapter}, the adapter that trains, whose KL to "
+                "itself is always 0; wanted another one, or leave it out"
+            )
 
     def _check_reference(self) -> None:
         if self.reference is None:
@@ -160,6 +207,7 @@ class Models:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
             adapted = self._adapted()
+            reference = [self._reference()] if config.ppo.kl_coef > 0 else []
         source = name_of(self.base)
         if adapted is None:
             trained = _trainable(self.policy)
@@ -169,7 +217,6 @@ class Models:
             adapted.set_adapter(adapter)
             trained = adapter_parameters(adapted, adapter)
             policy = Role(POLICY, self.base, source, "adapter on the base", adapter, trained=trained)
-        reference = [self._reference(source)] if config.ppo.kl_coef > 0 else []
         models = ModelRoles(
             [policy, *reference, value],
             adapted=adapted,
@@ -205,11 +252,15 @@ class Models:
         except ValueError as error:
             raise ConfigError(f"peft_config: {error}") from error
 
-    def _reference(self, source: str) -> Role:
+    def _reference(self) -> Role:
+        source = name_of(self.base)
         if self.reference is not None:
             return Role(REFERENCE, self.reference, name_of(self.reference), "own weights")
         if self.reference_adapter is not None:
             return Role(REFERENCE, self.base, source, "frozen adapter on the base", self.reference_adapter)
+        if isinstance(self.policy, PeftModel) and _is_changed(self.policy, self.policy_adapter):
+            name = _copied_adapter(self.policy, self.policy_adapter)
+            return Role(REFERENCE, self.base, source, "frozen adapter on the base", name)
         if self.is_adapted:
             return Role(REFERENCE, self.base, source, "the base, adapters off", OFF)
         return Role(REFERENCE, copy.deepcopy(self.policy), source, "frozen copy")
@@ -242,21 +293,85 @@ def scalar_head(model: PreTrainedModel) -> ScalarHead:
 
 
 def check_vocabularies(models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ``ModelError`` if a model lacks embeddings of tokens that the policy's tokenizer writes.
+    """Raises ``ModelError`` if a model lacks embeddings of tokens that the policy can write, or reads them otherwise.
 
     Args:
-        models: by the argument that each came by. The pad token needs no embedding: pads never reach a model.
+        models: by the argument that each came by, the policy as ``model``. The pad token needs no embedding: pads never
+            reach a model.
     """
-    pads = {tokenizer.pad_token_id}
-    highest = max(token for token in tokenizer.get_vocab().values() if token not in pads)
-    for name, model in models.items():
-        rows = model.get_input_embeddings().weight.shape[0]
-        if highest >= rows:
+    size, pads = num_rows(models["model"]), {tokenizer.pad_token_id}
+    highest = max(token for token in tokenizer.get_vocab().values() if token not in pads and token < size)
+    others = {name: model for name, model in models.items() if name != "model"}
+    sizes = {name: num_rows(model) for name, model in others.items()}
+    _check_rows(sizes, highest, tokenizer, "the tokenizer writes")
+    for name, model in others.items():
+        own = _saved_tokenizer(model.name_or_path)
+        if own is not None and (told := _read_otherwise(own, tokenizer)) is not None:
+            way_out = "give its path, which then reads text" if name.startswith("reward_model") else "load another"
             raise ModelError(
-                f"{name}: knows {rows} tokens, the tokenizer writes token {highest}, "
-                f"{tokenizer.convert_ids_to_tokens(highest)!r}. All models read the policy's token ids: load those of "
+                f"{name}: the tokenizer in {model.name_or_path} has {told}. Models in memory read the policy's token "
+                f"ids, which are other words to this one; wanted a model of the policy's vocabulary: {way_out}"
+            )
+
+
+def check_tokens(sizes: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
+    """Raises ``ModelError`` if a model lacks the embedding of a token in a prompt.
+
+    Args:
+        sizes: ``num_rows`` of each model, by the argument that it came by.
+    """
+    highest, row = max((max(prompt.token_ids), prompt.row) for prompt in prompts)
+    _check_rows(sizes, highest, tokenizer, f"row {row} of the prompts holds")
+
+
+def _check_rows(sizes: Mapping[str, int], token: int, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+    for name, size in sizes.items():
+        if token >= size:
+            raise ModelError(
+                f"{name}: knows {size} tokens, {what} token {token}, "
+                f"{tokenizer.convert_ids_to_tokens(token)!r}. All models read the policy's token ids: load those of "
                 "one vocabulary, or give the path of a reward model, which then reads text"
             )
+
+
+def num_rows(model: PreTrainedModel) -> int:
+    """How many tokens the model has embeddings of, before an engine spreads them."""
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def _saved_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model's files, if there is one that can be loaded without the network."""
+    try:
+        with model_errors(source):
+            if Path(source).exists():
+                is_there = any((Path(source) / name).is_file() for name in TOKENIZER_FILES)
+            else:
+                is_there = any(isinstance(try_to_load_from_cache(source, name), str) for name in TOKENIZER_FILES)
+            if not is_there:
+                return None
+            return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except ModelError:
+        return None
+
+
+def _read_otherwise(own: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A word of one tokenizer that is another to the other under the same id, if many are; None if they share ids.
+
+    Added tokens are left out, and so are a few words more: pad tokens are added, and reserved ones renamed.
+    """
+    mine, theirs = _words(own), _words(tokenizer)
+    common = mine.keys() & theirs.keys()
+    differing = [token for token in common if mine[token] != theirs[token]]
+    if len(differing) <= MOST_RENAMED * len(common):
+        return None
+    token = min(differing)
+    return f"{mine[token]!r} as token {token}, processing_class {theirs[token]!r}"
+
+
+def _words(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The tokens of the vocabulary by id, without those that were added to it."""
+    added = tokenizer.get_added_vocab()
+    return {token: word for word, token in tokenizer.get_vocab().items() if word not in added}
 
 
 def check_positions(models: Mapping[str, PreTrainedModel], longest: int, response_length: int) -> None:
@@ -267,13 +382,8 @@ def check_positions(models: Mapping[str, PreTrainedModel], longest: int, respons
         longest: tokens of the longest query.
     """
     for name, model in models.items():
-        limit = steady_positions(model.config)
-        if limit is not None and longest + response_length > limit:
-            raise ConfigError(
-                f"PPOConfig.response_length {response_length} after the longest query of {longest} tokens needs "
-                f"{longest + response_length} positions, {name} has {steady_positions_told(model.config)}: lower it, "
-                "or drop long prompts"
-            )
+        words = {"key": "PPOConfig.response_length", "way_out": "drop long prompts", "model": name}
+        fit.check_positions(model.config, longest, response_length, **words)
 
 
 def _critic(model: PreTrainedModel) -> Role:
@@ -284,6 +394,27 @@ def _critic(model: PreTrainedModel) -> Role:
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _is_changed(model: PeftModel, adapter: str) -> bool:
+    """Whether the model answers otherwise with the adapter than without, as a fresh one has it not."""
+    if getattr(model.peft_config[adapter], "modules_to_save", None):
+        return True
+    out = [p for name, p in adapter_parameters(model, adapter).items() if "lora_B" in name or "embedding_B" in name]
+    return any(bool(parameter.detach().any()) for parameter in out)
+
+
+def _copied_adapter(model: PeftModel, adapter: str) -> str:
+    """Puts a frozen copy of an adapter beside it; returns its name."""
+    name = REFERENCE
+    while name in model.peft_config:
+        name += "_"
+    model.add_adapter(name, changed_config(model.peft_config[adapter], inference_mode=False))
+    own, copied = (adapter_parameters(model, each) for each in (adapter, name))
+    for parameter, target in zip(own.values(), copied.values(), strict=True):
+        target.data = parameter.detach().clone()
+        target.requires_grad_(False)
+    return name
 
 
 def _is_causal(model: Any) -> bool:

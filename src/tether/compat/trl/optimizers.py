@@ -70,7 +70,7 @@ def optimizers_of(
         before: ``roles.trained`` as the user knows them. What the engine put in their place the optimizer steps.
 
     Raises:
-        ConfigError: the optimizer has none of the policy's parameters, or under ZeRO none of the critic's.
+        ConfigError: the optimizer has none of the policy's parameters, or none of the critic's.
     """
     optimizer, scheduler = given
     if optimizer is None:
@@ -81,12 +81,15 @@ def optimizers_of(
     ids = set(map(id, roles.trained.values()))
     parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ids]
     own = {role: {id(p) for p in roles.role(role).trained.values()} for role in (POLICY, VALUE)}
-    if engine.flattens and own[VALUE].isdisjoint(map(id, parameters)):
-        raise ConfigError("optimizers: got none of value_model's parameters, wanted those of both models")
     if own[POLICY].isdisjoint(map(id, parameters)):
         raise ConfigError(
             "optimizers: the optimizer holds none of the parameters that the policy trains. With peft_config these are "
             "made by the trainer: wrap the model by get_peft_model, and make the optimizer after that"
+        )
+    if own[VALUE].isdisjoint(map(id, parameters)):
+        raise ConfigError(
+            "optimizers: got none of value_model's parameters, so that the critic would never learn; wanted those of "
+            "both models: AdamW([*model.parameters(), *value_model.parameters()])"
         )
     limit, scale = config.train.max_grad_norm, loss_scale(config.train)
     if scheduler is None:

@@ -16,11 +16,11 @@ from tether.compat.trl.models import check_classifier, name_of, scalar_head
 from tether.config.rewards import ModelReward
 from tether.errors import ConfigError
 from tether.models.paths import check_model_path
-from tether.rewards.build import Shared, ToSpread, build_rewards, check_rewards
+from tether.rewards.build import Shared, ToSpread, build_rewards, check_conversations, check_rewards
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.function import FunctionSource, check_columns
 from tether.rewards.model import ModelSource
-from tether.types import RewardBatch, RewardOutput, RewardSource
+from tether.types import Prompt, RewardBatch, RewardOutput, RewardSource
 
 Judge = PreTrainedModel | str | Path | Callable[..., Any]
 
@@ -59,11 +59,30 @@ class Judges:
             if _is_function(member):
                 check_columns(member, columns, name, "reward_model")
 
+    def check_conversations(self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ``ConfigError`` if a judge given by a path, with another tokenizer than the policy's, cannot be shown
+        one of the conversations."""
+        for path in self.paths.values():
+            try:
+                check_conversations([ModelReward(type="model", path=path)], prompts, tokenizer)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"reward_model: {path} reads text, as its tokenizer is not the policy's, but cannot be shown the "
+                    "prompts, which are conversations: its tokenizer has no chat template, or one that refuses them. "
+                    f"Save it with another, or hand over a function that scores with it ({error})"
+                ) from error
+
     @property
     def models(self) -> dict[str, PreTrainedModel]:
         """Those that are models in memory, by name."""
         named = zip(self.names, self.members, strict=True)
         return {name: member for name, member in named if isinstance(member, PreTrainedModel)}
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Those that are given by a path, by the argument that they came by and their name."""
+        named = zip(self.names, self.members, strict=True)
+        return {f"reward_model {name}": str(member) for name, member in named if isinstance(member, str | Path)}
 
     def source(
         self,
@@ -99,7 +118,7 @@ class Judges:
 class WithoutEnd:
     """Takes a penalty off the score of every answer that holds no end token, wherever in it that would be.
 
-    TRL's rule for answers that another token ends, or the length alone.
+    TRL's rule, here for answers that the length alone ends.
     """
 
     def __init__(self, rewards: RewardSource, *, end_id: int | None, penalty: float) -> None:

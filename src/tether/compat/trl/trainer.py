@@ -32,7 +32,7 @@ from tether.compat.trl.config import (
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
 from tether.compat.trl.former import OF_TRAINER, no_attribute, telling
-from tether.compat.trl.models import Models, check_positions, check_vocabularies, name_of
+from tether.compat.trl.models import Models, check_positions, check_tokens, check_vocabularies, name_of, num_rows
 from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
 from tether.compat.trl.samples import print_table, send_table
@@ -45,6 +45,7 @@ from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
 from tether.models.adapters import DEFAULT
+from tether.models.chat import turn_end
 from tether.models.roles import REFERENCE, VALUE
 from tether.models.saving import policy_weights, save_policy, written_into
 from tether.report.card import write_card
@@ -59,7 +60,7 @@ from tether.train.log import METRICS, RunLog
 from tether.train.optim import check_schedule
 from tether.train.parts import Parts
 from tether.train.rollout import answer
-from tether.train.run import CONFIG, check_processes, prepare_folder
+from tether.train.run import CONFIG, check_files, check_models_kept, check_processes, prepare_folder
 from tether.train.same_run import check_same_data, check_same_run, told_of_move
 from tether.train.sharing import shared, shared_generator
 from tether.train.trainer import PPOTrainer as PhaseTrainer
@@ -88,7 +89,7 @@ class PPOTrainer:
         args: what to do.
         processing_class: the policy's tokenizer.
         model: the policy, a causal language model or a PEFT model of one with LoRA.
-        ref_model: the reference; None: the start policy, or with LoRA the model without its adapters.
+        ref_model: the reference; None: the start policy.
         reward_model: a sequence classifier with one label; or the path of one, a function
             ``f(prompts, completions, **columns)``, or a list of these, whose scores are added up.
         train_dataset: rows with ``input_ids``, or with a ``prompt`` or ``messages``.
@@ -131,7 +132,8 @@ class PPOTrainer:
             self._held_out = prompts_of(eval_dataset, processing_class, data_collator, "eval_dataset")
         read = models.read | {f"reward_model {name}": model for name, model in judges.models.items()}
         check_vocabularies(read, processing_class)
-        self._check = partial(self._check_data, read, judges)
+        self._sources = {name: name_of(model) for name, model in read.items()} | judges.paths
+        self._check = partial(self._check_data, read, {name: num_rows(model) for name, model in read.items()}, judges)
         self._check(prompts)
         if self._held_out is not None:
             self._check(self._held_out)
@@ -139,7 +141,7 @@ class PPOTrainer:
         told = check_evaluation(args, has_data=self._held_out is not None)
         for line in told + derive(args, len(prompts.prompts), dist.num_processes):
             logger.warning(line)
-        stop_token, stops = _stop(args, processing_class)
+        stop_token, stops = _stop(args, processing_class, models.base)
         evaluates = self._held_out is not None and args.eval_strategy.value != "no"
         self._config = run_config(
             args,
@@ -214,11 +216,15 @@ class PPOTrainer:
         if args.push_to_hub and args.hub_strategy.value == "every_save":
             self.add_callback(PushedSaves(lambda message: self.push_to_hub(commit_message=message)))
 
-    def _check_data(self, read: Mapping[str, PreTrainedModel], judges: Judges, prompts: PromptData) -> None:
+    def _check_data(
+        self, read: Mapping[str, PreTrainedModel], sizes: Mapping[str, int], judges: Judges, prompts: PromptData
+    ) -> None:
         """What only prompts and models together show."""
         longest = max(len(prompt.token_ids) for prompt in prompts.prompts)
         check_positions(read, longest, self.args.response_length)
+        check_tokens(sizes, self.processing_class, prompts.prompts)
         judges.check_columns(prompts.columns)
+        judges.check_conversations(prompts.prompts, self.processing_class)
 
     # What scripts look at
 
@@ -303,6 +309,7 @@ class PPOTrainer:
             resume_from_checkpoint: a checkpoint to go on from, or True for the newest; ``args``' if left out.
 
         Raises:
+            ConfigError: ``output_dir`` holds something that no run here wrote, or a model that this one was given.
             CheckpointError: there is no such checkpoint, or it is of another run.
             RewardError, GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
             KeyboardInterrupt: the run was stopped, by Ctrl-C, SIGTERM or SIGHUP; its state is saved.
@@ -312,6 +319,7 @@ class PPOTrainer:
         dist = self._dist
         display = LoggedDisplay() if dist.is_main else NullDisplay()
         config = dist.by_main(lambda: self._resumed(resume_from_checkpoint))
+        dist.by_main(lambda: self._check_folder(config.output_dir))
         checkpoint = dist.by_main(lambda: find_checkpoint(config, tell=display.message))
         if checkpoint is not None:
             self._check_resumed(config, checkpoint, display)
@@ -337,6 +345,11 @@ class PPOTrainer:
                 f"{interrupted}: stopped after {phases.state.step} updates, and the state is saved; "
                 f"train(resume_from_checkpoint=True) goes on"
             )
+
+    def _check_folder(self, folder: Path) -> None:
+        """Raises ``ConfigError`` where the run would remove or write over what no earlier run in the folder wrote."""
+        check_models_kept(folder, self._sources)
+        check_files(folder, is_new=not (folder / METRICS).exists(), way_out="remove it")
 
     def _check_resumed(self, config: RunConfig, checkpoint: Path, display: NullDisplay) -> None:
         """Raises ``CheckpointError`` where the checkpoint is of another run; says what is not as it was."""
@@ -567,14 +580,16 @@ def _policy_adapter(args: PPOConfig, model: Any) -> str:
     return model.active_adapter if isinstance(model, PeftModel) else DEFAULT
 
 
-def _stop(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, frozenset[int]]:
+def _stop(
+    args: PPOConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> tuple[str | None, frozenset[int]]:
     """What ends an answer, as ``sampling.stop_token`` has it and as token ids.
 
     Raises:
-        ConfigError: the tokenizer has no such token.
+        ConfigError: the tokenizer has no such token, or the model no row for it.
     """
     end = tokenizer.eos_token_id
-    if end is None and (args.stop_token == "eos" or args.missing_eos_penalty is not None):
+    if end is None and args.stop_token_id is None and (args.stop_token or args.missing_eos_penalty is not None):
         raise ConfigError("PPOConfig: stop_token eos and missing_eos_penalty need a tokenizer with an end token")
     stop = end if args.stop_token == "eos" else args.stop_token_id
     if stop is None:
@@ -582,7 +597,24 @@ def _stop(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str | No
     text = "eos" if stop == end else tokenizer.convert_ids_to_tokens(stop)
     if not isinstance(text, str):
         raise ConfigError(f"PPOConfig.stop_token_id: the tokenizer has no token {stop}; it has {len(tokenizer)}")
+    rows = num_rows(model)
+    if stop >= rows:
+        raise ConfigError(f"PPOConfig: answers end at token {stop}, {text}, but the model knows only {rows} tokens")
+    if text == "eos" and (others := _other_ends(tokenizer, model)):
+        told = ", ".join(f"{tokenizer.convert_ids_to_tokens(other)} ({other})" for other in others)
+        logger.warning(
+            "PPOConfig.stop_token eos: answers end at %s alone, as in TRL, but the model's own end at %s too; set "
+            "stop_token_id to what should end them", tokenizer.eos_token, told
+        )  # fmt: skip
     return text, frozenset({stop})
+
+
+def _other_ends(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
+    """What ends the model's answers by its generation config but the end token; with a chat template, its turns."""
+    configured = model.generation_config.eos_token_id
+    others = ({configured} if isinstance(configured, int) else set(configured or ())) - {tokenizer.eos_token_id}
+    closing = turn_end(tokenizer)
+    return sorted(others if closing is None else others & {closing})
 
 
 def _silent(name: str, done: int, total: int) -> None:

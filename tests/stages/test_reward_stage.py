@@ -24,8 +24,9 @@ from tether.machine.claim import claimed
 from tether.metrics.writers import read_jsonl
 from tether.models.build import build_roles
 from tether.models.loading import load_tokenizer
-from tether.models.saving import verify_manifest
+from tether.models.saving import merge_adapter, verify_manifest
 from tether.rewards.build import build_rewards, check_rewards
+from tether.rewards.reading import READS_TO
 from tether.stages.reward import (
     accuracy_by_length,
     adapted,
@@ -119,6 +120,12 @@ def test_it_learns_and_reports_what_it_learned(trained, request):
     log = read_jsonl(config.output_dir / "metrics.jsonl")
     assert log[-1]["loss"] < 0.3 < log[0]["loss"]
     assert result.metrics["train_loss"] == log[-1]["loss"]
+    assert load_tokenizer(str(result.path)).init_kwargs[READS_TO] == "<eos>"
+
+
+def test_where_it_reads_survives_a_merge(lora, tmp_path):
+    merge_adapter(str(lora[1].path), tmp_path / "merged")
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").init_kwargs[READS_TO] == "<eos>"
 
 
 def test_a_full_model_loads_in_transformers_and_gives_the_rewards_of_the_file(full):

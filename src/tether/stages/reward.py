@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 from tether.config.reward_stage import RewardModelConfig, RewardStageConfig
+from tether.data.answers import closing_token
 from tether.data.joined import check_datasets
 from tether.data.pairs import Pair, load_pairs, split_pairs
 from tether.errors import ModelError
@@ -49,6 +50,7 @@ from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
 from tether.report.card import write_card
 from tether.rewards.base import checked, score_sequences
+from tether.rewards.reading import READS_TO
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
 from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
@@ -81,9 +83,9 @@ def train_reward_model(
     """Trains a reward model and saves it to ``config.output_dir``.
 
     The folder holds a sequence classifier with one label, or with ``model.lora`` a PEFT adapter of one with its head;
-    the tokenizer with its chat template; ``config.yaml``; ``fingerprints.json``, by which ``resume`` knows rows and
-    model again; ``metrics.jsonl`` with one line a step and one an evaluation on the way; and ``reward_eval.json`` with
-    the rewards of the held-out pairs.
+    the tokenizer with its chat template, which says to which token the judge reads (``READS_TO``); ``config.yaml``;
+    ``fingerprints.json``, by which ``resume`` knows rows and model again; ``metrics.jsonl`` with one line a step and
+    one an evaluation on the way; and ``reward_eval.json`` with the rewards of the held-out pairs.
 
     Several launched processes share the pairs of each optimizer step (DDP); the first one writes and speaks.
 
@@ -212,9 +214,11 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
     tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
     check_template_kwargs(tokenizer, data.chat_template_kwargs)
     generation = load_generation_config(config.model.path, revision=config.model.revision)
+    end_ids = stop_token_ids(tokenizer, generation, "eos")
+    tokenizer.init_kwargs[READS_TO] = tokenizer.convert_ids_to_tokens(closing_token(tokenizer, end_ids))
     same = {
         "max_length": data.max_length,
-        "end_ids": stop_token_ids(tokenizer, generation, "eos"),
+        "end_ids": end_ids,
         **data.chat,
         **data.origin,
     }

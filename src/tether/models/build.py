@@ -23,6 +23,7 @@ from tether.models.adapters import (
     peft_lora_config,
     read_adapter,
     with_adapter,
+    with_tokens,
 )
 from tether.models.bitsandbytes import FewBits, is_quantized
 from tether.models.compiled import compile_layers
@@ -135,6 +136,7 @@ def _lora_roles(
         settings = changed_config(peft_lora_config(lora, base), base_model_name_or_path=base_source, revision=revision)
     else:
         check_continued(lora, start, base)
+        with_tokens(base, start)
         settings = changed_config(
             start.config, base_model_name_or_path=base_source, task_type="CAUSAL_LM", inference_mode=False
         )

@@ -18,9 +18,11 @@ from tether.models.adapters import (
     check_continued,
     check_shareable,
     check_targets,
+    grown,
     peft_lora_config,
     read_adapter,
     with_adapter,
+    with_tokens,
 )
 from tether.models.fit import check_language_model, check_tokens, check_trainable, is_classifier, positions
 from tether.models.loading import load_config
@@ -66,6 +68,7 @@ def check_fit(
                 f"data.max_length {config.data.max_length}: the {kind} in row {row} has {len(ids)} tokens, the model "
                 f"has {limit} positions. Set it to at most {limit}"
             )
+    shape = grown(shape, model.path, model.revision)
     check_tokens(model.path, shape, tokenizer, ((kind, row, ids) for row, ids in texts))
     if model.lora is not None and base == model.path and not is_classifier(shape):
         check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
@@ -122,6 +125,7 @@ def with_lora(
     else:
         check_shareable(start)
         check_continued(config.lora, start, model)
+        with_tokens(model, start)
         settings = start.config
     modules = [*(settings.modules_to_save or ()), *([kept] if kept else [])]
     changes = {"base_model_name_or_path": absolute_source(path), "revision": of["revision"], "inference_mode": False}

@@ -17,7 +17,7 @@ from tether.data.joined import check_datasets
 from tether.data.prompts import PromptData, load_prompts, split_prompts
 from tether.errors import ConfigError, DataError
 from tether.metrics.trackers import check_report_to
-from tether.models.adapters import check_switched_off, check_targets
+from tether.models.adapters import check_switched_off, check_targets, grown
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.compiled import check_compile
@@ -185,7 +185,7 @@ def check_data(config: RunConfig, data: RunData) -> None:
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
     check_language_model(base, shape)
     _check_weights(config, shape)
-    _check_tokens(config, data, shape)
+    _check_tokens(config, data, grown(shape, model.path, model.revision))
     _check_layers(config, shape, is_fresh=base == model.path)
     _check_lengths(config, data, shape)
     _check_updates(config, len(data.prompts.prompts))

@@ -374,7 +374,7 @@ class TestModels:
             asked.append((path, origin))
             return tiny_tokenizer()
 
-        monkeypatch.setattr("tether.models.loading.load_tokenizer", load_tokenizer)
+        monkeypatch.setattr("tether.models.tokenizer.load_tokenizer", load_tokenizer)
         read(PPO, "--template=deepseek3", "--model_revision=v2")
         assert asked == [(MODEL, {"revision": "v2", "trust_remote_code": True})]
 

@@ -22,8 +22,8 @@ from tests.tiny import BOS, EOS, PAD, VOCAB_SIZE, Kind, save_tiny, tiny_tokenize
 from tether.config.schema import RunConfig
 from tether.data.collate import collate
 from tether.models.build import build_roles
-from tether.models.loading import load_tokenizer
 from tether.models.roles import ModelRoles
+from tether.models.tokenizer import load_tokenizer
 from tether.types import MicroBatch
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")

@@ -11,8 +11,9 @@ from tests.models.build import roles_of, run_config, wrapped
 from tests.tiny import VOCAB_SIZE, save_tiny, tiny_tokenizer
 from tests.train.runs import tiny_run, write_prompts
 from tether.errors import ModelError
-from tether.models.loading import load_causal_lm, load_tokenizer
+from tether.models.loading import load_causal_lm
 from tether.models.saving import merge_adapter
+from tether.models.tokenizer import load_tokenizer
 from tether.train.run import train_policy
 
 NEW = ["<think>", "</think>"]

@@ -20,9 +20,11 @@ from tests.tiny import PAD
 from tests.train.runs import tiny_run
 from tether.config.reward_stage import RewardModelConfig
 from tether.models.build import build_roles
-from tether.models.loading import load_config, load_reward_model, load_tokenizer
+from tether.models.classifiers import load_reward_model
+from tether.models.loading import load_config
 from tether.models.preprocessing import PROCESSOR_FILES, read_processor
 from tether.models.saving import files_written, merge_adapter, verify_manifest
+from tether.models.tokenizer import load_tokenizer
 from tether.stages import reward as stage
 from tether.stages.sft import train_sft
 from tether.train.hub import model_files

@@ -24,24 +24,21 @@ from tests.tiny import EOS, KINDS, PAD, save_tiny, tiny_tokenizer
 from tether.config.stage import StageTrainConfig
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
-from tether.models import loading
-from tether.models.forward import last_token_scores
-from tether.models.heads import ScalarHead
-from tether.models.loading import (
-    bf16_supported,
+from tether.models import device, tokenizer
+from tether.models.classifiers import (
     check_classifier,
     check_value_head,
-    half_dtype,
-    load_causal_lm,
     load_classifier,
-    load_generation_config,
     load_reward_model,
-    load_tokenizer,
     load_value_head_model,
     pools_otherwise,
-    stop_token_ids,
 )
+from tether.models.device import bf16_supported, half_dtype
+from tether.models.forward import last_token_scores
+from tether.models.heads import ScalarHead
+from tether.models.loading import load_causal_lm
 from tether.models.paths import adapter_base, check_model_path, is_adapter, is_same_model, own_weights
+from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
 FP32 = {"dtype": torch.float32}
@@ -488,7 +485,7 @@ def test_stop_tokens_of_one_s_own():
 )
 def test_bf16_on_the_cpu_depends_on_its_instructions_and_maker(monkeypatch, abilities, intel, wanted):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
-    monkeypatch.setattr(loading, "is_intel", lambda: intel)
+    monkeypatch.setattr(device, "is_intel", lambda: intel)
     assert bf16_supported("cpu") == wanted
     assert not bf16_supported("mps")
 
@@ -505,7 +502,7 @@ def test_the_type_of_autocast_is_what_the_keys_say_or_the_hardware(monkeypatch):
         return StageTrainConfig(**given)
 
     for has_it in (True, False):
-        monkeypatch.setattr(loading, "bf16_supported", lambda device, has_it=has_it: has_it)
+        monkeypatch.setattr(device, "bf16_supported", lambda device, has_it=has_it: has_it)
         assert half_dtype(keys(), "cpu") == (torch.bfloat16 if has_it else None)
         assert half_dtype(keys(bf16=True), "cpu") == torch.bfloat16
         assert half_dtype(keys(bf16=False), "cpu") is None
@@ -607,8 +604,8 @@ def test_the_base_of_an_adapter_is_read_at_the_revision_that_it_names(tmp_path, 
 
 def test_an_adapter_on_the_hub_that_brings_no_tokenizer_has_its_bases(tmp_path, monkeypatch):
     base = save_tiny(tmp_path / "base")
-    monkeypatch.setattr(loading, "is_adapter", lambda path, revision=None: path == "org/adapter")
-    monkeypatch.setattr(loading, "own_weights", lambda path, revision=None: (str(base), None))
+    monkeypatch.setattr(tokenizer, "is_adapter", lambda path, revision=None: path == "org/adapter")
+    monkeypatch.setattr(tokenizer, "own_weights", lambda path, revision=None: (str(base), None))
     load = AutoTokenizer.from_pretrained
 
     def offline(path, **options):
@@ -618,6 +615,6 @@ def test_an_adapter_on_the_hub_that_brings_no_tokenizer_has_its_bases(tmp_path, 
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
     assert load_tokenizer("org/adapter").get_vocab() == load(base).get_vocab()
-    monkeypatch.setattr(loading, "is_adapter", lambda path, revision=None: False)
+    monkeypatch.setattr(tokenizer, "is_adapter", lambda path, revision=None: False)
     with pytest.raises(ModelError, match="We couldn't connect"):
         load_tokenizer("org/adapter")

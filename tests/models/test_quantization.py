@@ -19,8 +19,10 @@ from tether.errors import ConfigError, ModelError
 from tether.models import bitsandbytes as few
 from tether.models.bitsandbytes import FewBits, check_bitsandbytes, keep_differentiable
 from tether.models.build import build_roles
-from tether.models.loading import load_causal_lm, load_reward_model, load_tokenizer
+from tether.models.classifiers import load_reward_model
+from tether.models.loading import load_causal_lm
 from tether.models.saving import merge_adapter
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.build import _model_and_head
 
 installed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.rewards.batches import chat_batch, text_batch
 from tests.tiny import KINDS, VOCABULARY, save_tiny, tiny_bpe_tokenizer, tiny_tokenizer
 from tether.errors import RewardError
-from tether.models.loading import load_classifier, load_tokenizer
+from tether.models.classifiers import load_classifier
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.model import ModelSource
 from tether.rewards.reading import READS_TO, same_tokenizer
 

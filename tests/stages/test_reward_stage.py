@@ -23,8 +23,8 @@ from tether.errors import CheckpointError, ConfigError, DataError, ModelError, T
 from tether.machine.claim import claimed
 from tether.metrics.writers import read_jsonl
 from tether.models.build import build_roles
-from tether.models.loading import load_tokenizer
 from tether.models.saving import merge_adapter, verify_manifest
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.build import build_rewards, check_rewards
 from tether.rewards.reading import READS_TO
 from tether.stages.reward import (

@@ -410,8 +410,8 @@ def _chat(keys: Translator) -> None:
 
 def _own_template(keys: Translator, template: str) -> None:
     """A template that we have no name for: the model's own stands in, if it has one."""
-    from tether.models.loading import load_tokenizer
     from tether.models.paths import check_model_path
+    from tether.models.tokenizer import load_tokenizer
 
     adapters = _names(keys.take("adapter_name_or_path"))
     key = "adapter_name_or_path" if adapters else "model_name_or_path"

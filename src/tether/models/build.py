@@ -26,14 +26,16 @@ from tether.models.adapters import (
     with_tokens,
 )
 from tether.models.bitsandbytes import FewBits, is_quantized
+from tether.models.classifiers import classifier_on, load_classifier, pools_otherwise
 from tether.models.compiled import compile_layers
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead, state_size
 from tether.models.layers import parameters_above
-from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer, pools_otherwise
+from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+from tether.models.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,12 @@ def gguf_source(path: str) -> GgufSource | None:
     return GgufSource(named[1], named[2]) if named else None
 
 
+def place_of(path: str) -> tuple[str, dict[str, str]]:
+    """What ``from_pretrained`` is given for ``path``: the folder or hub id, and the file there if it is in GGUF."""
+    source = gguf_source(path)
+    return (path, {}) if source is None else (source.folder, {"gguf_file": source.file})
+
+
 def check_gguf(source: GgufSource, key: str) -> None:
     """Raises ``ModelError`` if a GGUF model cannot be read.
 

@@ -26,17 +26,13 @@ from tether.models.adapters import (
     read_adapter,
 )
 from tether.models.build import pad_as
+from tether.models.classifiers import classifier_on, load_merged_classifier
 from tether.models.heads import value_head_file
-from tether.models.loading import (
-    classifier_on,
-    load_causal_lm,
-    load_generation_config,
-    load_merged_classifier,
-    load_tokenizer,
-)
+from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
 from tether.models.preprocessing import read_processor, write_processor
 from tether.models.roles import POLICY, VALUE, ModelRoles
+from tether.models.tokenizer import load_generation_config, load_tokenizer
 
 MANIFEST = "manifest.json"
 

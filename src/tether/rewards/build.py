@@ -31,22 +31,21 @@ from tether.config.rewards import (
 )
 from tether.errors import ConfigError, DataError, ModelError, RewardError
 from tether.models.bitsandbytes import FewBits, check_bitsandbytes, is_quantized, placed
-from tether.models.fit import has_few_bits
-from tether.models.heads import value_head_file
-from tether.models.loading import (
-    bf16_supported,
+from tether.models.classifiers import (
     check_classifier,
     check_value_head,
-    default_device,
-    load_config,
     load_reward_model,
-    load_tokenizer,
     load_value_head_model,
     reads_last_token,
 )
+from tether.models.device import bf16_supported, default_device
+from tether.models.fit import has_few_bits
+from tether.models.heads import value_head_file
+from tether.models.loading import load_config
 from tether.models.offload import Offloaded, has_own_memory
 from tether.models.paths import ADAPTER_CONFIG, check_model_path, is_adapter
 from tether.models.roles import ModelRoles
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource

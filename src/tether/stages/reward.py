@@ -35,19 +35,13 @@ from tether.errors import ModelError
 from tether.machine.distributed import Dist, lost_told
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, place_adapter
 from tether.models.chat import check_template_kwargs, templated
+from tether.models.classifiers import classifier_on, load_classifier
 from tether.models.fit import is_classifier
 from tether.models.forward import is_causal, last_token_scores
-from tether.models.loading import (
-    classifier_on,
-    load_causal_lm,
-    load_classifier,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-    stop_token_ids,
-)
+from tether.models.loading import load_causal_lm, load_config
 from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
+from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 from tether.report.card import write_card
 from tether.rewards.base import checked, score_sequences
 from tether.rewards.reading import READS_TO

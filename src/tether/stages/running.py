@@ -44,7 +44,7 @@ from tether.machine.precision import check_precision
 from tether.metrics.trackers import Trackers, check_report_to
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
 from tether.models.chat import check_template
-from tether.models.loading import half_dtype
+from tether.models.device import half_dtype
 from tether.models.paths import check_model_path, model_digest
 from tether.models.saving import MANIFEST, check_can_be_made, files_written
 

@@ -27,15 +27,10 @@ from tether.errors import DataError, ModelError
 from tether.machine.distributed import lost_told
 from tether.models.adapters import DEFAULT, place_adapter
 from tether.models.chat import check_template_kwargs, templated
-from tether.models.loading import (
-    end_at,
-    load_causal_lm,
-    load_generation_config,
-    load_tokenizer,
-    stop_token_ids,
-)
+from tether.models.loading import load_causal_lm
 from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
+from tether.models.tokenizer import end_at, load_generation_config, load_tokenizer, stop_token_ids
 from tether.report.card import write_card
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell

@@ -19,8 +19,9 @@ from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
 from tether.models.bitsandbytes import placed
 from tether.models.chat import templated
-from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.loading import load_causal_lm
 from tether.models.paths import check_model_path
+from tether.models.tokenizer import load_tokenizer, stop_token_ids
 from tether.train.run import sampling_of
 from tether.train.saved import run_config
 from tether.types import Message, Request, Sampling, noise_key

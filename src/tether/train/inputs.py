@@ -20,7 +20,9 @@ from tether.metrics.trackers import check_report_to
 from tether.models.adapters import check_switched_off, check_targets, grown
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.chat import check_template, check_template_kwargs, templated
+from tether.models.classifiers import check_classifier
 from tether.models.compiled import check_compile
+from tether.models.device import bf16_supported, default_device
 from tether.models.fit import (
     check_language_model,
     check_positions,
@@ -29,16 +31,9 @@ from tether.models.fit import (
     has_few_bits,
     steady_positions,
 )
-from tether.models.loading import (
-    bf16_supported,
-    check_classifier,
-    default_device,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-    stop_token_ids,
-)
+from tether.models.loading import load_config
 from tether.models.paths import check_model_path, own_weights
+from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 from tether.rewards.build import check_contents, check_conversations, check_rewards
 from tether.train.display import Display
 from tether.train.optim import check_schedule

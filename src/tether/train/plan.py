@@ -42,10 +42,11 @@ from tether.models.adapters import (
     with_adapter,
 )
 from tether.models.build import critic_source
+from tether.models.device import default_device, half_dtype
 from tether.models.fit import has_few_bits
 from tether.models.heads import state_size
 from tether.models.layers import parameters_above
-from tether.models.loading import default_device, half_dtype, load_config
+from tether.models.loading import load_config
 from tether.models.paths import is_adapter, own_weights
 from tether.train.inputs import check, check_batches, check_data, load_data, resolved
 from tether.train.optim import MOMENT_BYTES

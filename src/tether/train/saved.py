@@ -26,10 +26,11 @@ from tether.machine.distributed import Dist
 from tether.metrics.writers import JsonlWriter
 from tether.models.bitsandbytes import placed
 from tether.models.fit import check_positions, steady_positions, steady_positions_told
-from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.loading import load_causal_lm
 from tether.models.loading import load_config as load_shape
 from tether.models.paths import check_model_path, own_weights
 from tether.models.saving import check_can_be_made, load_policy
+from tether.models.tokenizer import load_tokenizer, stop_token_ids
 from tether.rewards.build import try_sources
 from tether.rewards.norms import normalised
 from tether.train.checkpoint import STATE, STATE_DIR, is_checkpoint_name

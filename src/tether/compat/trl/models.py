@@ -28,12 +28,13 @@ from tether.models.adapters import (
 from tether.models.bitsandbytes import is_quantized
 from tether.models.build import check_token_ids
 from tether.models.compiled import compile_layers
+from tether.models.device import half_dtype
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead
-from tether.models.loading import TOKENIZER_FILES, half_dtype
 from tether.models.paths import absolute_source, model_errors
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+from tether.models.tokenizer import TOKENIZER_FILES
 from tether.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -96,6 +96,15 @@ def build_roles(
         offload_idle=config.train.offload_idle_roles,
         processor=read_processor(config.model.path, policy.model.config, revision=config.model.revision),
     )
+    return finished(models, config)
+
+
+def finished(models: ModelRoles, config: RunConfig) -> ModelRoles:
+    """The roles with compiled layers and recomputed activations as ``train`` says.
+
+    Raises:
+        ModelError: one of the models reads what is behind a token, too.
+    """
     if config.train.compile:
         for model in {role.model for role in models.all}:
             compile_layers(model)

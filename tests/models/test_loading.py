@@ -25,24 +25,21 @@ from tests.tiny import EOS, KINDS, PAD, save_tiny, tiny_tokenizer
 from tether.config.stage import StageTrainConfig
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
-from tether.models import loading
-from tether.models.forward import last_token_scores
-from tether.models.heads import ScalarHead
-from tether.models.loading import (
-    bf16_supported,
+from tether.models import classifiers, device, tokenizer
+from tether.models.classifiers import (
     check_classifier,
     check_value_head,
-    half_dtype,
-    load_causal_lm,
     load_classifier,
-    load_generation_config,
     load_reward_model,
-    load_tokenizer,
     load_value_head_model,
     pools_otherwise,
-    stop_token_ids,
 )
+from tether.models.device import bf16_supported, half_dtype
+from tether.models.forward import last_token_scores
+from tether.models.heads import ScalarHead
+from tether.models.loading import load_causal_lm
 from tether.models.paths import adapter_base, check_model_path, is_adapter, is_same_model, own_weights
+from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
 FP32 = {"dtype": torch.float32}
@@ -161,8 +158,8 @@ def test_one_label_of_an_adapters_several_is_the_score(tmp_path):
 
 def test_labels_of_a_model_on_the_hub_are_looked_at_too(monkeypatch):
     two = AutoConfig.for_model("distilbert", architectures=["DistilBertForSequenceClassification"])
-    monkeypatch.setattr(loading, "is_adapter", lambda path, revision: False)
-    monkeypatch.setattr(loading, "load_config", lambda path, **origin: two if origin["revision"] == "v2" else None)
+    monkeypatch.setattr(classifiers, "is_adapter", lambda path, revision: False)
+    monkeypatch.setattr(classifiers, "load_config", lambda path, **origin: two if origin["revision"] == "v2" else None)
     with pytest.raises(ModelError, match=r"rewards\.0\.path: lab/judge is a classifier with 2 labels; wanted one"):
         check_classifier("lab/judge", "rewards.0.path", revision="v2")
     check_classifier("lab/judge", "rewards.0.path", revision="v2", label="LABEL_1", label_key="rewards.0.label")
@@ -530,7 +527,7 @@ def test_stop_tokens_of_one_s_own():
 )
 def test_bf16_on_the_cpu_depends_on_its_instructions_and_maker(monkeypatch, abilities, intel, wanted):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
-    monkeypatch.setattr(loading, "is_intel", lambda: intel)
+    monkeypatch.setattr(device, "is_intel", lambda: intel)
     assert bf16_supported("cpu") == wanted
     assert not bf16_supported("mps")
 
@@ -547,7 +544,7 @@ def test_the_type_of_autocast_is_what_the_keys_say_or_the_hardware(monkeypatch):
         return StageTrainConfig(**given)
 
     for has_it in (True, False):
-        monkeypatch.setattr(loading, "bf16_supported", lambda device, has_it=has_it: has_it)
+        monkeypatch.setattr(device, "bf16_supported", lambda device, has_it=has_it: has_it)
         assert half_dtype(keys(), "cpu") == (torch.bfloat16 if has_it else None)
         assert half_dtype(keys(bf16=True), "cpu") == torch.bfloat16
         assert half_dtype(keys(bf16=False), "cpu") is None
@@ -582,6 +579,42 @@ def test_offline_a_revision_is_looked_for_in_the_cache(tmp_path, monkeypatch):
             check_model_path("org/model", "model.path", revision=revision)
 
 
+class MistralCommonBackend:
+    """Stands for the class of that name, which transformers takes where mistral-common is installed."""
+
+
+def with_mistral_common(monkeypatch, *, can_choose=True):
+    load = AutoTokenizer.from_pretrained
+
+    def from_pretrained(place, *, mistral_format=None, **options):
+        if can_choose and mistral_format is False:
+            return load(place, **options)
+        return MistralCommonBackend()
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+
+
+def test_mistral_common_is_passed_over_for_what_has_a_chat_template(tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(str(save_tiny(tmp_path)))
+    with_mistral_common(monkeypatch)
+    assert load_tokenizer(str(tmp_path)).get_vocab() == tokenizer.get_vocab()
+    assert load_tokenizer(str(tmp_path)).chat_template == tokenizer.chat_template is not None
+
+
+def test_a_tokenizer_that_only_mistral_common_reads_is_named(tmp_path, monkeypatch):
+    save_tiny(tmp_path)
+    with_mistral_common(monkeypatch, can_choose=False)
+    with pytest.raises(ModelError, match=r"without tekken\.json, uninstall mistral-common, or update transformers"):
+        load_tokenizer(str(tmp_path))
+    for file in tmp_path.glob("tokenizer*"):
+        file.unlink()
+    monkeypatch.undo()
+    with_mistral_common(monkeypatch)
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer is in tekken\.json, .* wanted tokenizer.json and"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_the_base_of_an_adapter_is_read_at_the_revision_that_it_names(tmp_path, monkeypatch):
     """Its configuration, tokenizer and end tokens, too: weights of one revision go with no other's."""
     base = save_tiny(tmp_path / "base")
@@ -613,8 +646,8 @@ def test_the_base_of_an_adapter_is_read_at_the_revision_that_it_names(tmp_path, 
 
 def test_an_adapter_on_the_hub_that_brings_no_tokenizer_has_its_bases(tmp_path, monkeypatch):
     base = save_tiny(tmp_path / "base")
-    monkeypatch.setattr(loading, "is_adapter", lambda path, revision=None: path == "org/adapter")
-    monkeypatch.setattr(loading, "own_weights", lambda path, revision=None: (str(base), None))
+    monkeypatch.setattr(tokenizer, "is_adapter", lambda path, revision=None: path == "org/adapter")
+    monkeypatch.setattr(tokenizer, "own_weights", lambda path, revision=None: (str(base), None))
     load = AutoTokenizer.from_pretrained
 
     def offline(path, **options):
@@ -624,6 +657,6 @@ def test_an_adapter_on_the_hub_that_brings_no_tokenizer_has_its_bases(tmp_path, 
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
     assert load_tokenizer("org/adapter").get_vocab() == load(base).get_vocab()
-    monkeypatch.setattr(loading, "is_adapter", lambda path, revision=None: False)
+    monkeypatch.setattr(tokenizer, "is_adapter", lambda path, revision=None: False)
     with pytest.raises(ModelError, match="We couldn't connect"):
         load_tokenizer("org/adapter")

@@ -24,7 +24,7 @@ from tests.models.build import (
 from tests.tiny import EOS, KINDS, VOCAB_SIZE, tiny_tokenizer
 from tether.errors import CheckpointError, ConfigError, ModelError
 from tether.models.build import build_roles
-from tether.models.loading import load_tokenizer
+from tether.models.tokenizer import load_tokenizer
 
 STARTS = ("full", "fresh", "loaded")
 

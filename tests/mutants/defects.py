@@ -1978,7 +1978,7 @@ FLOAT16 = (
         tests=(FP16,),
     ),
     *in_file(
-        "models/loading.py",
+        "models/device.py",
         (
             "float16: a GPU that emulates bfloat16 counts as one that has it",
             "is_bf16_supported(including_emulation=False)",

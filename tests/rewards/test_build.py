@@ -18,8 +18,10 @@ from tether.config.schema import RunConfig
 from tether.errors import ConfigError, DataError, ModelError
 from tether.models.adapters import with_adapter
 from tether.models.build import build_roles
-from tether.models.loading import classifier_on, load_causal_lm, load_tokenizer
+from tether.models.classifiers import classifier_on
+from tether.models.loading import load_causal_lm
 from tether.models.roles import ModelRoles
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.build import build_rewards, check_contents, check_conversations, check_rewards, try_sources
 from tether.types import Prompt, RewardSource
 

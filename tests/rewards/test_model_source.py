@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from tests.rewards.batches import chat_batch, text_batch
 from tests.tiny import KINDS, VOCABULARY, save_tiny, tiny_bpe_tokenizer, tiny_tokenizer
 from tether.errors import RewardError
-from tether.models.loading import load_classifier, load_tokenizer
+from tether.models.classifiers import load_classifier
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.model import ModelSource
-from tether.rewards.reading import same_tokenizer
+from tether.rewards.reading import READS_TO, same_tokenizer
 
 TURNS = [("the cat sees", "good"), ("it is a very nice day", "the sun and the blue night"), ("rain", "bad bad bad")]
 
@@ -298,3 +299,37 @@ def test_a_whole_text_is_no_conversation(tmp_path):
     save_tiny(tmp_path, num_labels=1)
     with pytest.raises(RewardError, match=r"answer 0 of 1 .* is a text without a prompt, .* set input_format to auto"):
         source(tmp_path, tiny_tokenizer(), input_format="chat").score(text_batch("good", prompts=[""]))
+
+
+def closing_judge(folder, *, chat):
+    """A judge that was trained to read to the end token, after which its template writes a blank that is a token."""
+    save_tiny(folder, "qwen2", num_labels=1, chat_template=chat)
+    tokenizer = tiny_bpe_tokenizer(chat_template=chat)
+    if chat:
+        tokenizer.chat_template = (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos> {% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+    tokenizer.init_kwargs[READS_TO] = "<eos>"
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_judge_of_the_stage_gives_one_score_whichever_tokenizer_the_policy_has(tmp_path, chat):
+    own = closing_judge(tmp_path, chat=chat)
+    turns = [(f" {query}", f" {answer}") for query, answer in TURNS]
+    if chat:
+        same, other = (chat_batch(tokenizer, turns) for tokenizer in (own, permuted_tokenizer()))
+    else:
+        other = text_batch(*(answer for _, answer in turns), prompts=[query for query, _ in turns])
+        ids = [[own(text)["input_ids"] for text in turn] for turn in turns]
+        same = replace(other, query_ids=[q for q, _ in ids], response_ids=[[*a, own.eos_token_id] for _, a in ids])
+    read = source(tmp_path, own)
+    assert read.shares_ids and not source(tmp_path, permuted_tokenizer()).shares_ids
+    assert source(tmp_path, permuted_tokenizer()).read(other) == read.read(same)
+    assert source(tmp_path, permuted_tokenizer()).score(other).scores == read.score(same).scores
+    (tmp_path / "tokenizer_config.json").write_text(
+        (tmp_path / "tokenizer_config.json").read_text().replace(READS_TO, "something_else")
+    )
+    assert source(tmp_path, permuted_tokenizer()).read(other) != read.read(same)

@@ -18,8 +18,9 @@ from tether.config.schema import LoraConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from tether.metrics.writers import read_jsonl
-from tether.models.loading import load_causal_lm, load_tokenizer
+from tether.models.loading import load_causal_lm
 from tether.models.saving import verify_manifest
+from tether.models.tokenizer import load_tokenizer
 from tether.stages.sft import IGNORED, _dataset, load_data, train_sft
 from tether.train.saved import generate_path, run_config
 

@@ -19,7 +19,7 @@ from tests.train.runs import tiny_run, write_prompts
 from tether.config.load import dump_config
 from tether.errors import USER_ERRORS, ConfigError, DataError
 from tether.machine.claim import claimed
-from tether.models import loading
+from tether.models import classifiers, loading
 from tether.train.display import NullDisplay
 from tether.train.inputs import check_data, load_data, resolved
 from tether.train.run import train_policy
@@ -29,13 +29,14 @@ from tether.train.saved import evaluate_path, generate_path, read_norms, run_con
 @pytest.fixture
 def loaded(monkeypatch):
     """Paths of the models that were loaded."""
-    paths, load = [], loading._from_pretrained
+    paths, load = [], loading.from_pretrained
 
     def spy(kind, path, **options):
         paths.append(path)
         return load(kind, path, **options)
 
-    monkeypatch.setattr(loading, "_from_pretrained", spy)
+    for module in (loading, classifiers):
+        monkeypatch.setattr(module, "from_pretrained", spy)
     return paths
 
 

@@ -24,7 +24,7 @@ from tether.config.schema import RunConfig, TrainConfig
 from tether.data.collate import collate
 from tether.errors import ConfigError
 from tether.models.build import build_roles
-from tether.models.loading import load_tokenizer
+from tether.models.tokenizer import load_tokenizer
 from tether.train.optim import MOMENT_BYTES, all_finite, build_optimizer, build_optimizers, check_schedule
 
 RATE = 0.01

@@ -564,7 +564,8 @@ def test_mistake_that_only_the_data_show_is_told_before_a_model_is_loaded(run, m
     def loaded(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("tether.models.loading._from_pretrained", loaded)
+    for module in ("loading", "classifiers"):
+        monkeypatch.setattr(f"tether.models.{module}.from_pretrained", loaded)
     changes, message = MISTAKES[mistake]
     with pytest.raises(USER_ERRORS, match=message):
         train_policy(run(**changes))

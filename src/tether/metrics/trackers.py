@@ -18,7 +18,11 @@ logger = logging.getLogger(__name__)
 KEY = "train.report_to"
 DEFAULT_PROJECT = "tether"
 RUN_NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name"}
-"""Trackers that sort runs into projects: their argument for the name of the run, which the others take first."""
+"""Trackers that take a project first: their argument for the name of the run, which the others take first."""
+COMET, CLEARML = "comet_ml", "clearml"
+"""Trackers that have projects as well, and would otherwise make one for every run."""
+PROJECT_VARIABLES = {COMET: "COMET_PROJECT_NAME"}
+"""Where the environment names the project, if not in NAME_PROJECT."""
 
 Tracker = str | GeneralTracker
 """A tracker by its name, or one that the caller made."""
@@ -32,8 +36,9 @@ class Trackers:
 
     Args:
         report_to: ``none``, ``all`` (every installed one), a name or a list of names; a list may hold tracker objects.
-        run_name: name of the run. Its project is ``WANDB_PROJECT``, ``TRACKIO_PROJECT`` or ``SWANLAB_PROJECT`` of the
-            environment where a tracker has projects, ``tether`` without it.
+        run_name: name of the run. Its project is ``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``SWANLAB_PROJECT``,
+            ``CLEARML_PROJECT`` or ``COMET_PROJECT_NAME`` of the environment where a tracker has projects, ``tether``
+            without it.
         logging_dir: where trackers that write files put them.
         config: the run's configuration, stored under dotted names.
 
@@ -73,6 +78,8 @@ class Trackers:
         started = _made(tracker, run_name, logging_dir) if isinstance(tracker, str) else tracker
         started.start()
         self._trackers.append(started)
+        if tracker == COMET:  # Accelerate's class takes the project alone
+            started.tracker.set_name(run_name)
         started.store_init_configuration(config)
 
     def _attempt(self, tracker: GeneralTracker, action: Callable[[], None]) -> None:
@@ -120,8 +127,12 @@ def _chosen(report_to: Tracker | Sequence[Tracker]) -> list[Tracker]:
 
 def _made(name: str, run_name: str, logging_dir: Path) -> GeneralTracker:
     tracker_class = LOGGER_TYPE_TO_CLASS[name]
+    project = os.environ.get(PROJECT_VARIABLES.get(name, f"{name.upper()}_PROJECT")) or DEFAULT_PROJECT
+    if name == COMET:
+        return tracker_class(project)
+    if name == CLEARML:
+        return tracker_class(run_name, project_name=project)
     if name in RUN_NAME_ARGUMENTS:
-        project = os.environ.get(f"{name.upper()}_PROJECT", DEFAULT_PROJECT)
         return tracker_class(project, **{RUN_NAME_ARGUMENTS[name]: run_name})
     if tracker_class.requires_logging_directory:
         # The name becomes a folder in logging_dir: a run named by the path of its output must not lead out of it.

@@ -23,15 +23,19 @@ from tether.models.adapters import (
     peft_lora_config,
     read_adapter,
     with_adapter,
+    with_tokens,
 )
 from tether.models.bitsandbytes import FewBits, is_quantized
+from tether.models.classifiers import classifier_on, load_classifier, pools_otherwise
 from tether.models.compiled import compile_layers
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead, state_size
 from tether.models.layers import parameters_above
-from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer, pools_otherwise
+from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
+from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+from tether.models.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ def build_roles(
         autocast_dtype=autocast_dtype,
         detach_value=config.value.detach,
         offload_idle=config.train.offload_idle_roles,
+        processor=read_processor(config.model.path, policy.model.config, revision=config.model.revision),
     )
     return finished(models, config)
 
@@ -139,11 +144,12 @@ def _lora_roles(
     dtype = _dtype(config, compute_dtype if bits is None else torch.float32)
     few_bits = None if bits is None else FewBits(bits, torch.device(device), compute_dtype)
     revision = config.model.revision if start is None else start.config.revision
-    base = _load_policy(config, base_source, dtype, revision, few_bits)
+    base = _load_policy(config, base_source, dtype, revision, few_bits, device)
     if start is None:
         settings = changed_config(peft_lora_config(lora, base), base_model_name_or_path=base_source, revision=revision)
     else:
         check_continued(lora, start, base)
+        with_tokens(base, start)
         settings = changed_config(
             start.config, base_model_name_or_path=base_source, task_type="CAUSAL_LM", inference_mode=False
         )
@@ -212,15 +218,18 @@ def _model_critic(
         )
     if source is None:
         model = classifier_on(model)
-    if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
-        model.config.pad_token_id = padding_id(model, tokenizer)
+    pad_as(model, tokenizer)
     return Role(VALUE, model, where, "own weights", head=model.score, trained=dict(model.named_parameters()))
 
 
-def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The pad token if the model has a row for it, otherwise the end token."""
-    pad = tokenizer.pad_token_id
-    return pad if pad is not None and pad < _vocabulary_size(model) else tokenizer.eos_token_id
+def pad_as(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Gives a classifier that has no pad token one, which plain transformers wants to score several rows at once: the
+    tokenizer's if the model has a row for it, otherwise the end token. It is read from the text model's settings.
+    """
+    settings, pad = classifier.config.get_text_config(), tokenizer.pad_token_id
+    if getattr(settings, "pad_token_id", None) is None:
+        has_row = pad is not None and pad < _vocabulary_size(classifier)
+        settings.pad_token_id = pad if has_row else tokenizer.eos_token_id
 
 
 def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> CriticSource | None:
@@ -279,7 +288,12 @@ def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _load_policy(
-    config: RunConfig, path: str, dtype: torch.dtype, revision: str | None, few_bits: FewBits | None = None
+    config: RunConfig,
+    path: str,
+    dtype: torch.dtype,
+    revision: str | None,
+    few_bits: FewBits | None = None,
+    device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """A language model under the options of ``model``."""
     return load_causal_lm(
@@ -289,6 +303,7 @@ def _load_policy(
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,
         few_bits=few_bits,
+        device=device,
     )
 
 

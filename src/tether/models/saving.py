@@ -25,17 +25,14 @@ from tether.models.adapters import (
     place_adapter,
     read_adapter,
 )
-from tether.models.build import padding_id
+from tether.models.build import pad_as
+from tether.models.classifiers import classifier_on, load_merged_classifier
 from tether.models.heads import value_head_file
-from tether.models.loading import (
-    classifier_on,
-    load_causal_lm,
-    load_generation_config,
-    load_merged_classifier,
-    load_tokenizer,
-)
+from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
+from tether.models.preprocessing import read_processor, write_processor
 from tether.models.roles import POLICY, VALUE, ModelRoles
+from tether.models.tokenizer import load_generation_config, load_tokenizer
 
 MANIFEST = "manifest.json"
 
@@ -56,7 +53,8 @@ def save_policy(
 ) -> None:
     """Writes the policy as a plain transformers folder, or as a PEFT adapter if it is one, without any value head.
 
-    With it go the tokenizer, its chat template and the generation config. Uses no network.
+    With it go the tokenizer, its chat template and the generation config; with a full model that sees or hears, the
+    files of its processor. Uses no network.
 
     Args:
         weights: values of ``policy_weights``, where an engine has spread them; those of the live model otherwise.
@@ -74,6 +72,8 @@ def save_policy(
     else:
         policy.save_pretrained(folder, **given)
     tokenizer.save_pretrained(folder)
+    if not isinstance(policy, PeftModel):  # an adapter's base has its own
+        write_processor(roles.processor, folder)
 
 
 def load_policy(roles: ModelRoles, folder: Path | str, *, trust_remote_code: bool = False) -> None:
@@ -130,7 +130,8 @@ def save_critic(roles: ModelRoles, folder: Path | str, weights: Mapping[str, Ten
         _save_reward_adapter(roles, folder, **given)
     elif critic.model is roles.role(POLICY).model:
         classifier = classifier_on(critic.model)
-        classifier.score, classifier.config.pad_token_id = critic.head, padding_id(critic.model, roles.tokenizer)
+        classifier.score = critic.head
+        pad_as(classifier, roles.tokenizer)
         classifier.save_pretrained(folder, **given)
     else:
         critic.model.save_pretrained(folder, **given)
@@ -189,14 +190,15 @@ def merge_adapter(
     tokenizer, adapter = load_tokenizer(path, **code), read_adapter(path)
     if adapter.head or adapter.config.task_type == "SEQ_CLS":
         model = load_merged_classifier(path, **code)
-        if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
-            model.config.pad_token_id = padding_id(model, tokenizer)
+        pad_as(model, tokenizer)
     else:
         model = load_causal_lm(path, dtype=None, **code)
         model.generation_config = load_generation_config(path) or model.generation_config  # ends as it was trained to
+    processor = read_processor(path, model.config)
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        write_processor(processor, partial)
         if (head := value_head_file(path)) is not None:  # that LLaMA-Factory saves beside its reward adapters
             shutil.copy2(head, partial / head.name)
         also(partial)

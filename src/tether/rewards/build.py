@@ -31,21 +31,21 @@ from tether.config.rewards import (
 )
 from tether.errors import ConfigError, DataError, ModelError, RewardError
 from tether.models.bitsandbytes import FewBits, check_bitsandbytes, is_quantized, placed
-from tether.models.heads import value_head_file
-from tether.models.loading import (
-    bf16_supported,
+from tether.models.classifiers import (
     check_classifier,
     check_value_head,
-    default_device,
-    load_config,
     load_reward_model,
-    load_tokenizer,
     load_value_head_model,
     reads_last_token,
 )
+from tether.models.device import bf16_supported, default_device
+from tether.models.fit import has_few_bits
+from tether.models.heads import value_head_file
+from tether.models.loading import load_config
 from tether.models.offload import Offloaded, has_own_memory
-from tether.models.paths import ADAPTER_CONFIG, check_model_path, own_weights
+from tether.models.paths import ADAPTER_CONFIG, check_model_path, is_adapter
 from tether.models.roles import ModelRoles
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource
@@ -360,10 +360,11 @@ def _is_sharded(config: OwnModelReward) -> bool:
 
 
 def _has_few_bits(config: OwnModelReward) -> bool:
-    """Whether the checkpoint itself, or the base of an adapter, holds weights in few bits."""
-    base, revision = own_weights(config.path, config.revision)
-    saved = load_config(base, revision=revision, trust_remote_code=config.trust_remote_code)
-    return getattr(saved, "quantization_config", None) is not None
+    """Whether the checkpoint itself holds weights in few bits; an adapter is merged into whole ones."""
+    if is_adapter(config.path, config.revision):
+        return False
+    origin = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    return has_few_bits(load_config(config.path, **origin))
 
 
 def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTrainedModel, nn.Module | None]:
@@ -372,6 +373,7 @@ def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTr
         "dtype": None if config.dtype == "auto" else getattr(torch, config.dtype),
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
+        "device": device,
     }
     if config.quantization is not None:
         compute_dtype = torch.bfloat16 if bf16_supported(device) else torch.float32

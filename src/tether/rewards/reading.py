@@ -19,6 +19,9 @@ from tether.types import Message, RewardBatch
 
 InputFormat = Literal["auto", "chat", "joined", "pair", "response"]
 
+READS_TO = "judge_reads_to"
+"""What ``tether reward`` adds to the judge's tokenizer_config.json: the token that closed every answer in training, at
+which the judge's score is that of the answer."""
 _PROBE = "Hello, World!  It's 1234567.89 — naïve café,\n\n\tdef f(x): return x  # 漢字 🙂 <|end|> ."
 _LETTER = "a"
 
@@ -68,6 +71,8 @@ class Reader:
         self.input_format = input_format
         self.name = name
         self.typed = None if special_tokens else TypedTokens(tokenizer)
+        closing = tokenizer.init_kwargs.get(READS_TO)
+        self._closing_id = None if closing is None else tokenizer.convert_tokens_to_ids(closing)
 
     def texts(self, batch: RewardBatch) -> list[JudgedText]:
         """What the judge reads of each answer.
@@ -120,7 +125,19 @@ class Reader:
 
         A template's text gets nothing else; other text gets what the tokenizer puts around text. Where that is nothing,
         an empty text is read as the beginning-of-sequence token, or the end token of a tokenizer without one.
+
+        A judge that was trained to read to a closing token (``READS_TO``) reads to that, whatever blanks its template
+        writes after it.
         """
+        ids = self._opened(judged)
+        if self._closing_id is None:
+            return ids
+        end = len(ids) - ids[::-1].index(self._closing_id) if self._closing_id in ids else 0
+        is_closed = end > 0 and not self.tokenizer.decode(ids[end:]).strip()
+        return ids[:end] if is_closed else [*ids, self._closing_id]
+
+    def _opened(self, judged: JudgedText) -> list[int]:
+        """Token ids for a decoder, with what stands before the text."""
         if judged.is_templated:
             ids, start = self._bare(judged.text, judged.is_marked), text_start(self.tokenizer)
             return ids if ids[: len(start)] == start else start + ids

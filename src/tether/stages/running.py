@@ -34,15 +34,17 @@ from transformers import (
 
 from tether.config import launched
 from tether.config.load import dump_config, parse_config
+from tether.config.secrets import without_keys
 from tether.config.stage import StageConfig
 from tether.data.digest import rows_digest
 from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, met_by_all
 from tether.machine.precision import check_precision
+from tether.metrics.trackers import Trackers, check_report_to
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
 from tether.models.chat import check_template
-from tether.models.loading import half_dtype
+from tether.models.device import half_dtype
 from tether.models.paths import check_model_path, model_digest
 from tether.models.saving import MANIFEST, check_can_be_made, files_written
 
@@ -58,7 +60,7 @@ SCHEDULES = tuple(
 """Schedules of transformers that need no arguments of their own, and follow no metric."""
 MAY_CHANGE = frozenset({
     "resume", "overwrite_output_dir", "output_dir", "train.eval_steps", "train.save_steps", "train.save_total_limit",
-    "train.ddp_timeout",
+    "train.ddp_timeout", "train.report_to", "train.run_name",
 })  # fmt: skip
 """Keys that a resumed run may change."""
 _NOT_LOGGED = frozenset({"num_tokens", "eval_num_tokens"})
@@ -91,6 +93,7 @@ def check_stage(config: StageConfig, command: str) -> None:
         raise ConfigError(
             f"train.lr_scheduler_type: got {config.train.lr_scheduler_type}, wanted one of {', '.join(SCHEDULES)}"
         )
+    check_report_to(config.train.report_to)
 
 
 def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
@@ -354,16 +357,24 @@ def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
 
 
 def trainer_arguments(
-    config: StageConfig, num_rows: int, *, precision: torch.dtype | None, num_processes: int, kind: type
+    config: StageConfig,
+    num_rows: int,
+    *,
+    evaluates: bool,
+    precision: torch.dtype | None,
+    num_processes: int,
+    kind: type,
 ) -> dict[str, Any]:
     """Arguments of TRL's trainers that both stages set.
 
     Args:
         num_rows: rows that are trained on.
+        evaluates: whether there are held-out rows, which are evaluated on every ``train.eval_steps`` then.
         precision: the type that forwards run in under autocast, None without it.
         kind: class of the arguments.
     """
     train = config.train
+    eval_steps = train.eval_steps if evaluates else None
     at_once = train.micro_batch_size * num_processes
     accumulation = train.batch_size // at_once
     steps_an_epoch = math.ceil(math.ceil(num_rows / at_once) / accumulation)
@@ -389,6 +400,8 @@ def trainer_arguments(
         "max_length": None,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
+        "eval_strategy": "no" if eval_steps is None else "steps",
+        "eval_steps": eval_steps,
         "save_strategy": "steps" if train.save_steps else "no",
         "save_steps": train.save_steps or num_steps,
         "save_total_limit": train.save_total_limit,
@@ -402,7 +415,7 @@ def trainer_arguments(
 
 @dataclass
 class Watch(TrainerCallback):
-    """Writes what TRL logs to metrics.jsonl, passes it on, and ends a run that is to stop or whose loss diverged.
+    """Writes what TRL logs to metrics.jsonl, tells trackers and callers, and ends a run that is to stop or diverged.
 
     Every process has one.
     """
@@ -412,6 +425,8 @@ class Watch(TrainerCallback):
     on_progress: OnProgress | None
     stop: Stop | None
     dist: Dist
+    trackers: Trackers
+    """Those of the main process; elsewhere none."""
     interrupted: str | None = None
     """Why the run was asked to stop, if it was."""
 
@@ -423,7 +438,7 @@ class Watch(TrainerCallback):
         logs: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if logs is None or not {"loss", "eval_loss"} & logs.keys():
+        if logs is None or not {"loss", "eval_loss", "eval_accuracy"} & logs.keys():
             return
         numbers = {name: float(value) for name, value in logs.items() if name not in _NOT_LOGGED}
         if not math.isfinite(numbers.get("loss", 0.0)):
@@ -435,6 +450,7 @@ class Watch(TrainerCallback):
         if self.writer is None:
             return
         self.writer.write({"step": state.global_step, **numbers})
+        self.trackers.log(numbers, state.global_step)
         if self.on_progress is not None and "loss" in numbers:
             self.on_progress(state.global_step, state.max_steps, numbers)
 
@@ -448,9 +464,27 @@ class Watch(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def watch(config: StageConfig, on_progress: OnProgress | None, stop: Stop | None, dist: Dist) -> Watch:
-    """A callback that keeps the run's log."""
-    return Watch(JsonlWriter(config.output_dir / METRICS_FILE) if dist.is_main else None, on_progress, stop, dist)
+@contextmanager
+def watched(config: StageConfig, on_progress: OnProgress | None, stop: Stop | None, dist: Dist) -> Iterator[Watch]:
+    """A callback that keeps the run's log and tells its trackers, which end with the ``with``.
+
+    Raises:
+        ConfigError: a tracker did not start.
+    """
+    folder, train = config.output_dir, config.train
+    writer = JsonlWriter(folder / METRICS_FILE) if dist.is_main else None
+    trackers = dist.each(
+        lambda: Trackers(
+            train.report_to if dist.is_main else "none",
+            run_name=train.run_name or folder.name,
+            logging_dir=folder / "logs",
+            config=without_keys(config.model_dump(mode="json")),
+        )
+    )
+    try:
+        yield Watch(writer, on_progress, stop, dist, trackers)
+    finally:
+        trackers.close()
 
 
 def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Trainer:

@@ -17,11 +17,13 @@ from tether.data.joined import check_datasets
 from tether.data.prompts import PromptData, load_prompts, split_prompts
 from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.trackers import check_report_to
-from tether.models.adapters import check_beside, check_switched_off, check_targets
+from tether.models.adapters import check_beside, check_switched_off, check_targets, grown
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.build import critic_source
 from tether.models.chat import check_template, check_template_kwargs, templated
+from tether.models.classifiers import check_classifier
 from tether.models.compiled import check_compile
+from tether.models.device import bf16_supported, default_device
 from tether.models.fit import (
     check_language_model,
     check_positions,
@@ -31,16 +33,9 @@ from tether.models.fit import (
     steady_positions,
 )
 from tether.models.gguf import gguf_source
-from tether.models.loading import (
-    bf16_supported,
-    check_classifier,
-    default_device,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-    stop_token_ids,
-)
+from tether.models.loading import load_config
 from tether.models.paths import absolute_source, check_model_path, is_adapter, model_errors, own_weights
+from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 from tether.rewards.build import check_contents, check_conversations, check_rewards
 from tether.rewards.lengths import check_room
 from tether.train.display import Display
@@ -192,7 +187,7 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
     check_language_model(base, shape)
     _check_weights(config, shape)
-    _check_tokens(config, data, shape)
+    _check_tokens(config, data, grown(shape, model.path, model.revision))
     _check_layers(config, shape, is_fresh=base == model.path)
     _check_lengths(config, data, shape)
     _check_updates(config, len(data.prompts.prompts))

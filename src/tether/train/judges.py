@@ -19,9 +19,10 @@ from tether.errors import ConfigError, DataError
 from tether.machine.distributed import Dist
 from tether.models.build import build_roles
 from tether.models.chat import check_template, check_template_kwargs, templated
-from tether.models.loading import half_dtype, load_generation_config, load_tokenizer, stop_token_ids
+from tether.models.device import half_dtype
 from tether.models.paths import check_model_path
 from tether.models.roles import ModelRoles
+from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 from tether.report.text import prompt_text
 from tether.rewards.build import build_rewards, check_rewards
 from tether.rewards.server import Asked, RewardServer

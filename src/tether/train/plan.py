@@ -42,9 +42,11 @@ from tether.models.adapters import (
     with_adapter,
 )
 from tether.models.build import critic_source
+from tether.models.device import default_device, half_dtype
+from tether.models.fit import has_few_bits
 from tether.models.heads import state_size
 from tether.models.layers import parameters_above
-from tether.models.loading import default_device, half_dtype, load_config
+from tether.models.loading import load_config
 from tether.models.paths import is_adapter, own_weights
 from tether.train.inputs import check, check_batches, check_data, load_data, resolved
 from tether.train.optim import MOMENT_BYTES
@@ -265,8 +267,8 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
             dtype = saved if reward.dtype == "auto" else getattr(torch, reward.dtype)
             role = _frozen(label, reward.path, judge, dtype, "own weights", reward.quantization)
             size = role.parameters + (state_size(judge) if is_beside else 0)
-            has_few_bits = getattr(of, "quantization_config", None) is not None
-            is_whole = reward.processes in ("all", "one") or not reward.can_be_sharded or has_few_bits
+            is_fixed = base == reward.path and has_few_bits(of)  # an adapter is merged into whole weights
+            is_whole = reward.processes in ("all", "one") or not reward.can_be_sharded or is_fixed
             return replace(role, parameters=size, is_whole=is_whole)
 
 

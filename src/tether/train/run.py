@@ -25,8 +25,9 @@ from tether.machine.precision import check_precision
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import truncate_after, write_whole
 from tether.models.build import build_roles
+from tether.models.device import half_dtype
 from tether.models.gguf import gguf_source
-from tether.models.loading import end_at, half_dtype, load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.loading import load_causal_lm
 from tether.models.offload import has_own_memory
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles
@@ -40,6 +41,7 @@ from tether.models.saving import (
     save_policy,
     written_into,
 )
+from tether.models.tokenizer import end_at, load_tokenizer, stop_token_ids
 from tether.report.card import CARD, write_card
 from tether.report.html import REPORT, write_report
 from tether.report.read import FINISHED

@@ -26,11 +26,13 @@ from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
 from tether.metrics.writers import JsonlWriter
+from tether.models.bitsandbytes import placed
 from tether.models.fit import check_positions, steady_positions, steady_positions_told
-from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.loading import load_causal_lm
 from tether.models.loading import load_config as load_shape
 from tether.models.paths import check_model_path, own_weights
 from tether.models.saving import check_can_be_made, load_policy
+from tether.models.tokenizer import load_tokenizer, stop_token_ids
 from tether.rewards.build import try_sources
 from tether.rewards.norms import normalised
 from tether.train.checkpoint import STATE, STATE_DIR, is_checkpoint_name
@@ -239,7 +241,8 @@ def generate_path(
     check_positions(shape, _longest(data), longest_answer, **words)
     display.phase("loading the model", 0, 1)
     device = Dist().device
-    policy = load_causal_lm(model, dtype=None, **code).to(device)
+    policy = load_causal_lm(model, dtype=None, device=device, **code)
+    placed(policy, device)
     stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
     sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)
     sampling = replace(sampling, max_new_tokens=longest_answer)

@@ -23,7 +23,7 @@ from tether.errors import ConfigError
 from tether.machine.distributed import Dist
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.compiled import check_compile
-from tether.models.loading import bf16_supported, default_device
+from tether.models.device import bf16_supported, default_device
 from tether.train.engines.deepspeed import load_whole
 from tether.train.run import OF_SCRIPT
 

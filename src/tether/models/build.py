@@ -27,7 +27,7 @@ from tether.models.adapters import (
 from tether.models.bitsandbytes import FewBits, is_quantized
 from tether.models.compiled import compile_layers
 from tether.models.forward import check_causal, head_matches
-from tether.models.heads import ScalarHead, state_size
+from tether.models.heads import ScalarHead, state_size, with_bias
 from tether.models.layers import parameters_above
 from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer, pools_otherwise
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
@@ -44,6 +44,8 @@ class CriticSource:
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
     """Run Python code that comes with it."""
+    is_reward: bool = False
+    """Whether it is the first reward source, and not a path of ``value.init``."""
 
 
 def build_roles(
@@ -170,9 +172,10 @@ def _adapter_critic(
         head = ScalarHead(state_size(policy.model))
     else:
         head = add_reward(adapted, VALUE, source.path, _base_source(config), float32=autocast_dtype is not None)
+        head = _critic_head(config, source, head)
     trained = adapter_parameters(adapted, VALUE) | _head_parameters(head)
-    where = "new adapter" if source is None else source.path
-    return Role(VALUE, policy.model, where, "adapter on the policy's base", VALUE, head, trained)
+    where, is_copy = ("new adapter", False) if source is None else (source.path, source.is_reward)
+    return Role(VALUE, policy.model, where, "adapter on the policy's base", VALUE, head, trained, is_copy)
 
 
 def _model_critic(
@@ -200,9 +203,19 @@ def _model_critic(
         )
     if source is None:
         model = classifier_on(model)
+    else:
+        model.score = _critic_head(config, source, model.score)
     if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
         model.config.pad_token_id = padding_id(model, tokenizer)
-    return Role(VALUE, model, where, "own weights", head=model.score, trained=dict(model.named_parameters()))
+    trained, is_copy = dict(model.named_parameters()), source is not None and source.is_reward
+    return Role(VALUE, model, where, "own weights", head=model.score, trained=trained, copies_reward=is_copy)
+
+
+def _critic_head(config: RunConfig, source: CriticSource, head: ScalarHead) -> ScalarHead:
+    """The head of a copied critic, with a bias where what its source counts is shifted; 0 until it is known by how
+    much."""
+    shifts = config.ppo.score_norm is not None or config.rewards[0].norm is not None or len(config.rewards) > 1
+    return with_bias(head) if source.is_reward and shifts else head
 
 
 def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -226,7 +239,8 @@ def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Crit
         if reward.type not in wanted:
             why_not = f"the first reward is of type {reward.type}, wanted {' or '.join(wanted)}"
         else:
-            source = CriticSource(reward.path, **reward.model_dump(include={"revision", "trust_remote_code"}))
+            origin = reward.model_dump(include={"revision", "trust_remote_code"})
+            source = CriticSource(reward.path, **origin, is_reward=True)
             why_not = _no_critic(source, tokenizer) if kind == "model" else None
         if why_not is None:
             return source

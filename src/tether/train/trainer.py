@@ -32,11 +32,13 @@ from tether.errors import (
 )
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
-from tether.models.roles import POLICY, Pass
+from tether.models.roles import POLICY, VALUE, Pass
+from tether.rewards.combine import WeightedSum
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState, last_complete
 from tether.train.costs import PassCosts, num_read, phase, product_rate, timed, with_rates
+from tether.train.critic_scale import rescale, score_scale
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import out_of_step
 from tether.train.evaluate import evaluate
@@ -302,6 +304,7 @@ class PPOTrainer:
         with timed(metrics, "step"):
             answers = self.rollout(metrics, ask=True)
             judged, moments = self.score(answers, metrics)
+            self.scale_critic(judged, moments)
             self.release_memory()
             optimizers = self.learn(answers, judged, metrics)
             self.release_memory()
@@ -384,6 +387,22 @@ class PPOTrainer:
         self.log.samples(self.state.step + 1, "train", answers, judged, limit=self.config.train.log_samples)
         self.stop.agree()
         return judged, moments
+
+    def scale_critic(self, judged: Judged, moments: algo.ScoreMoments) -> None:
+        """Puts a critic that is a copy of the first reward source on the scale of what is trained on, once, before its
+        first values are asked for."""
+        if self.state.is_critic_scaled:
+            return
+        self.state.is_critic_scaled, rewards = True, self.parts.rewards
+        is_copy = self.roles.has_critic and self.roles.role(VALUE).copies_reward
+        if not is_copy or not isinstance(rewards, WeightedSum):  # of a judge of the caller's nothing is known
+            return
+        norm = None if self.config.ppo.score_norm is None else moments
+        slope, shift = score_scale(rewards.parts, judged.components, norm)
+        if (slope, shift) != (1.0, 0.0):
+            rescale(self.roles, self.engine, self.dist, slope, shift)
+            name = rewards.parts[0].name
+            self.log.message(f"the critic starts at {slope:.3g} times the score of {name} plus {shift:.3g}")
 
     @torch.no_grad()
     def experience(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[Experience]:

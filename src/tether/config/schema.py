@@ -118,7 +118,9 @@ class ValueConfig(Section):
     init: str | None = None
     """Where the critic starts: ``reward`` (the reward model or reward adapter), ``policy``, or the path of a sequence
     classifier (kind model) or of a reward adapter (kind adapter). Left out: reward where the first reward source can be
-    copied, policy otherwise. A head that starts from the policy starts at zero."""
+    copied, policy otherwise. A copy of the reward starts on the scale of what is trained on: the source's weight and
+    norm, the mean of what other sources count, and ``ppo.score_norm``, all as they are at the first update, go into its
+    head. A path starts as it is. A head that starts from the policy starts at zero."""
     learning_rate: PositiveFloat | None = None
     """Learning rate of the critic; the policy's if left out. Not for kind head, which shares the policy's optimizer."""
     warmup_steps: NonNegativeInt = 0
@@ -128,7 +130,9 @@ class ValueConfig(Section):
     """Kind head only: keep the value loss out of the policy's weights."""
     save: bool = False
     """At the end also write the critic, to ``critic`` in ``output_dir``: a sequence classifier, or with LoRA an adapter
-    of one, that scores texts by its values and can start the critic of another run (``value.init``)."""
+    of one, that scores texts by its values and can start the critic of another run (``value.init``). Classifiers of
+    transformers have no bias: that of a critic which is a copy of a normalised reward is beside the other weights, and
+    without Tether scores are off by it."""
 
 
 class DataConfig(DataKeys):

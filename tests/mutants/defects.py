@@ -111,6 +111,9 @@ ADVANTAGES = in_file(
     ("GRPO divides by the variance", "/ (num_generations - 1)).sqrt()", "/ (num_generations - 1))"),
     ("GRPO's standard deviation is biased", "keepdim=True) / (num_generations - 1)", "keepdim=True) / num_generations"),
     ("GRPO's ε is missing", "(std + GROUP_EPSILON)", "std"),
+    ("GRPO's penalty keeps its mean", "_return_gaps(penalties, mask, num_generations).sum(dim=2) / num_generations",
+     "masked_sum(wide(penalties), mask, dim=1).reshape(-1, num_generations)"),
+    ("one equal pair is an equal group", "(groups == groups[:, :1]).all(", "(groups[:, 1:] == groups[:, :1]).any("),
     ("the return to go is cut short by λ", "gamma=gamma, lam=1.0", "gamma=gamma, lam=0.95"),
     ("returns are one-step targets", "advantages, advantages + values", "advantages, rewards + gamma * next_values"),
     tests=("tests/algo/test_advantages.py", "tests/algo/test_critic_free.py", "tests/algo/test_padding.py"),
@@ -1425,6 +1428,13 @@ EXPERIENCE = (
             'mask, num_generations=len(mask))\n        case "grpo"',
         ),
         tests=whole_step("rloo, pairs"),
+    ),
+    *in_file(
+        "train/experience.py",
+        ("GRPO lacks the KL", "num_generations, penalties=penalties)", "num_generations)"),
+        ("GRPO normalises the KL with the score", "algo.grpo(judged, mask", "algo.grpo(rewards, mask"),
+        ("GRPO has the KL twice", "scores, kl, mask, kl_coef=0.0)", "scores, kl, mask, kl_coef=coef)"),
+        tests=whole_step("grpo, KL in the reward"),
     ),
     *in_file(
         "train/experience.py",

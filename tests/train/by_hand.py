@@ -120,6 +120,10 @@ class Run(reference.Run):
             kl = {name: [sum(token_kl(*pair, name) for pair in row) for row in pairs] for name in ("k1", "k2", "k3")}
             self.metrics |= {"objective/kl": mean(kl["k1"]), "objective/kl_k3": mean(kl["k3"])}
             penalties = [-self.kl_coef * x for x in kl[s.kl_estimator]]
+        if s.advantage_estimator in ("rloo", "grpo"):
+            n = s.num_generations
+            groups = [set(shaped[first : first + n]) for first in range(0, len(shaped), n)]
+            self.metrics["objective/equal_scores"] = mean([len(group) == 1 for group in groups])
         distributions = [row_distributions(self.policy, r.query, r.response, s.temperature) for r in rollouts]
         self.metrics |= {
             "objective/non_score_reward": mean(penalties),

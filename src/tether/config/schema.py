@@ -280,9 +280,10 @@ class PPOConfig(Section):
     """Discount a token."""
     advantage_estimator: Literal["gae", "rloo", "grpo", "reinforce_pp"] = "gae"
     """``gae``: generalized advantage estimation with a critic. The others have no critic. ``rloo``: return minus the
-    mean return of the prompt's other answers. ``grpo``: return minus the mean of the prompt's answers, over their
-    standard deviation. ``reinforce_pp``: return to go. Sources: https://arxiv.org/abs/1506.02438,
-    https://arxiv.org/abs/2402.14740, https://arxiv.org/abs/2402.03300, https://arxiv.org/abs/2501.03262."""
+    mean return of the prompt's other answers. ``grpo``: score minus the mean of the prompt's answers, over their
+    standard deviation; the KL penalty, less its own mean, is added to that as it is. ``reinforce_pp``: return to go.
+    Sources: https://arxiv.org/abs/1506.02438, https://arxiv.org/abs/2402.14740, https://arxiv.org/abs/2402.03300,
+    https://arxiv.org/abs/2501.03262."""
     lam: Fraction = 0.95
     """λ of generalized advantage estimation. Use 1 for answers much longer than 128 tokens."""
     value_lam: Fraction | None = None
@@ -323,11 +324,16 @@ class PPOConfig(Section):
         return self.advantage_estimator == "gae"
 
     @property
+    def compares_answers(self) -> bool:
+        """Whether advantages come from a comparison with the prompt's other answers."""
+        return self.advantage_estimator in ("rloo", "grpo")
+
+    @property
     def whitens_advantages(self) -> bool:
         """Whether advantages are whitened, the default resolved."""
         if self.whiten_advantages is not None:
             return self.whiten_advantages
-        return self.advantage_estimator in ("gae", "reinforce_pp")
+        return not self.compares_answers
 
     @model_validator(mode="after")
     def _needs_a_critic(self) -> PPOConfig:
@@ -346,7 +352,7 @@ class PPOConfig(Section):
                 f"kl_target {self.kl_target:g}: kl_coef 0 runs no reference, and no factor moves it: set kl_coef to "
                 "what the coefficient is to start from, or leave kl_target out"
             )
-        if self.gamma != 1 and self.advantage_estimator in ("rloo", "grpo"):
+        if self.gamma != 1 and self.compares_answers:
             raise ValueError(
                 f"gamma {self.gamma:g}: {self.advantage_estimator} takes the whole return of an answer, without "
                 "discount; leave it out, or set advantage_estimator to gae or reinforce_pp"
@@ -616,7 +622,7 @@ class RunConfig(Section):
             raise ValueError(_divide("train.micro_batch_size", micro, "the mini-batch size", self.mini_batch_size))
         if rollout % answers:
             raise ValueError(_divide("sampling.num_generations", answers, "train.rollout_batch_size", rollout))
-        if self.ppo.advantage_estimator in ("rloo", "grpo") and answers < 2:
+        if self.ppo.compares_answers and answers < 2:
             raise ValueError(
                 f"ppo.advantage_estimator {self.ppo.advantage_estimator} compares answers to the same prompt: set "
                 f"sampling.num_generations to 2 or more, got {answers}"

@@ -407,7 +407,7 @@ class PPOTrainer:
     @torch.no_grad()
     def experience(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[Experience]:
         """Everything the update needs, a record for each of this process's micro-batches."""
-        ppo, kl_coef = self.config.ppo, self.state.kl_coef
+        ppo, kl_coef, each = self.config.ppo, self.state.kl_coef, self.config.sampling.num_generations
         batches = self.micro_batches(answers)
         with self.roles.fetched():
             outputs = self.outputs(batches, answers, metrics)
@@ -419,11 +419,11 @@ class PPOTrainer:
             kept,
             ppo,
             kl_coef=kl_coef,
-            num_generations=self.config.sampling.num_generations,
+            num_generations=each,
             early_scores=judged.early_scores,
         )
         with metrics.known():
-            measure_objective(metrics, outputs, scores, answers, ppo, kl_coef=kl_coef)
+            measure_objective(metrics, outputs, scores, answers, ppo, kl_coef=kl_coef, num_generations=each)
             measure_critic(metrics, outputs, learned)
         in_loss = kl_coef if ppo.kl_in == "loss" else 0.0
         return experience(batches, outputs, learned, kept, kl_loss_coef=in_loss, dist=self.dist)

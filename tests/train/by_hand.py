@@ -86,6 +86,7 @@ class Run(reference.Run):
         self.rewards, self.sampled = rewards, sampled
         taken = super().update(rollouts, scores, steps, demonstrations)
         self.metrics |= {"update/num_steps": taken, "update/num_bad": 0, "episode": self.updates * len(rollouts)}
+        self.metrics |= {"update/num_empty": self.empty} if self.s.mask_truncated else {}
         self.metrics |= {name: mean(numbers) for name, numbers in (self.tokens | self.norms).items()}
         if "val/ratio" in self.tokens:
             ratios = self.tokens["val/ratio"]

@@ -338,10 +338,12 @@ class Run:
         """
         learned = self.learn(rollouts, scores)
         used = {name: optimizer for name, optimizer in self.optimizers.items() if not self.warms_up or name != "policy"}
-        taken, stopped = 0, False
+        taken, stopped, self.empty = 0, False, 0
         for number, rows in enumerate(steps):
+            kept = [i for i in rows if learned.kept[i]]
+            is_empty = not kept and (not demonstrations or self.warms_up)
             if not stopped:
-                gaps = self.add_gradients([i for i in rows if learned.kept[i]], rollouts, learned)
+                gaps = self.add_gradients(kept, rollouts, learned)
                 if demonstrations and not self.warms_up:
                     self.imitate(demonstrations[number])
                 stopped = self.went_too_far(gaps)
@@ -349,11 +351,12 @@ class Run:
                 for p in self.policy.parameters():
                     p.grad = None
             for optimizer in used.values():
-                if stopped:
+                if stopped or is_empty:
                     optimizer.skip()
                 else:
                     optimizer.step()
-            taken += not stopped
+            taken += not (stopped or is_empty)
+            self.empty += is_empty and not stopped
         self.steer_kl(learned)
         if self.s.ema_decay is not None and not self.warms_up:
             for name, p in self.policy.named_parameters():

@@ -75,6 +75,8 @@ class RunState:
     """Best value of ``metric_for_best_model`` so far."""
     best_step: int | None = None
     """Update that it belongs to."""
+    had_tokens: bool = False
+    """Whether a token took part in the losses of any update so far."""
     bad_batches: int = 0
     """Batches in a row that were left out because something in them was not finite."""
     halvings: int = 0

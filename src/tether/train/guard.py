@@ -132,8 +132,8 @@ def _not_finite(batch: MicroBatch, tensors: Mapping[str, Tensor | None]) -> Iter
 
 
 def suspicions(metrics: Mapping[str, float]) -> list[str]:
-    """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on, or
-    it says nothing but one token or one answer."""
+    """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on, it
+    says nothing but one token or one answer, or nothing was trained."""
     found = []
     if metrics.get("val/first_ratio_error", 0.0) > MOST_FIRST_RATIO_ERROR:
         found.append(
@@ -150,6 +150,12 @@ def suspicions(metrics: Mapping[str, float]) -> list[str]:
         found.append(
             "no step of this update was taken: scaled gradients are not finite in float16 (policy/num_overflows). The "
             "scale is halved each time; if it goes on, set train.fp16: false"
+        )
+    if metrics.get("update/num_empty", 0.0) > 0 and metrics.get("update/num_steps") == 0:
+        found.append(
+            "no step of this update was taken: none of its answers ended within sampling.response_length, and "
+            "ppo.mask_truncated leaves such answers out (update/num_empty). If it goes on, set a larger "
+            "sampling.response_length, or ppo.mask_truncated: false"
         )
     if metrics.get("rollout/top_token_share", 0.0) > MOST_OF_ONE_TOKEN and _could_say_more(metrics):
         found.append(

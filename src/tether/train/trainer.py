@@ -30,6 +30,7 @@ from tether.errors import (
     RewardResponseError,
     TrainingError,
 )
+from tether.machine.distributed import met_by_all
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import POLICY, VALUE, Pass
@@ -115,12 +116,13 @@ class PPOTrainer:
             RewardError: answers could not be scored; the state after the last finished update is saved.
             ConfigError: a checkpoint cannot be written, or there will be no room for it.
             CheckpointError: the disk takes no more; checkpoints that were finished are whole.
-            GenerationError, TrainingError: too much was not finite, or not even one answer fits into memory.
+            GenerationError, TrainingError: too much was not finite, not even one answer fits into memory, or no token
+                took part in a loss.
             LostProcess, OutOfStep: one of several processes could not go on, and so none can.
         """
         try:
             with self.stop, self.checkpoints.may_run_out():  # while something is saved, too: no signal takes it away
-                return self._fit()
+                interrupted = self._fit()
         except (GenerationError, TrainingError) as error:
             if self.state.step > 0:
                 error.add_note(self.guard.marked(last_complete(self.config.output_dir)))
@@ -129,6 +131,16 @@ class PPOTrainer:
             if self.dist.is_main:
                 error.add_note(f"{self.checkpoints.way_on()}.")
             raise
+        if interrupted is None and self.state.step > 0 and not self.state.had_tokens:
+            raise met_by_all(
+                TrainingError(
+                    f"nothing was trained: none of the answers of {self.state.step} updates ended within "
+                    f"sampling.response_length {self.config.sampling.response_length}, and ppo.mask_truncated leaves "
+                    "such answers out of all losses. Set a larger sampling.response_length, or ppo.mask_truncated: "
+                    "false. No policy is written"
+                )
+            )
+        return interrupted
 
     def _fit(self) -> str | None:
         if self.state.saved_step is None:
@@ -505,6 +517,7 @@ class PPOTrainer:
     def record(self, metrics: dict[str, float]) -> None:
         """Counts an update and logs its metrics."""
         self.state.step += 1
+        self.state.had_tokens |= metrics["update/num_steps"] > 0 or metrics.get("update/num_empty", 0.0) == 0
         self.state.bad_batches, self.guard.step = self.guard.in_a_row, self.state.step + 1
         for text in suspicions(metrics):
             self.log.warn_once(text)

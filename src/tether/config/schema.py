@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +24,8 @@ from pydantic import (
 
 from tether.config.base import Quantization, Section, Seed, check_precision
 from tether.config.chat import DataKeys, Sources
+from tether.config.idle import idle
+from tether.config.keys import shown
 from tether.config.rewards import RewardConfig, reward_names, sources_of
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -334,30 +338,6 @@ class PPOConfig(Section):
         if self.whiten_advantages is not None:
             return self.whiten_advantages
         return not self.compares_answers
-
-    @model_validator(mode="after")
-    def _needs_a_critic(self) -> PPOConfig:
-        given = [key for key in ("value_lam", "lam_alpha") if getattr(self, key) is not None]
-        if given and not self.has_critic:
-            raise ValueError(
-                f"{given[0]} is a setting of generalized advantage estimation; advantage_estimator is "
-                f"{self.advantage_estimator}: leave it out, or set advantage_estimator to gae"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> PPOConfig:
-        if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError(
-                f"kl_target {self.kl_target:g}: kl_coef 0 runs no reference, and no factor moves it: set kl_coef to "
-                "what the coefficient is to start from, or leave kl_target out"
-            )
-        if self.gamma != 1 and self.compares_answers:
-            raise ValueError(
-                f"gamma {self.gamma:g}: {self.advantage_estimator} takes the whole return of an answer, without "
-                "discount; leave it out, or set advantage_estimator to gae or reinforce_pp"
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_eos_rule(self) -> PPOConfig:
@@ -716,6 +696,43 @@ class RunConfig(Section):
                 f"to at most {longest}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _every_key_is_read(self) -> RunConfig:
+        def value(key: str) -> Any:
+            return reduce(getattr, key.split("."), self)
+
+        for key, why in idle(value, default_of):
+            raise ValueError(f"{key} {shown(value(key))}: {why}")
+        return self
+
+
+def default_of(key: str) -> Any:
+    """The value that a key of one of a run's sections, ``SECTION.KEY``, has where it is left out."""
+    section, name = key.split(".")
+    return RunConfig.model_fields[section].annotation.model_fields[name].default
+
+
+def without_idle(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The keys of a run without those that are set to something and would not be read; and why these would not, by key.
+
+    For configurations of other systems, whose defaults are not ours.
+    """
+
+    def value(key: str) -> Any:
+        if "." not in key:
+            return config[key]
+        section, name = key.split(".")
+        return config.get(section, {}).get(name, default_of(key))
+
+    left_out = dict(idle(value, default_of))
+    kept = {
+        section: {name: x for name, x in inner.items() if f"{section}.{name}" not in left_out}
+        if isinstance(inner, Mapping)
+        else inner
+        for section, inner in config.items()
+    }
+    return kept, left_out
 
 
 def _divide(small: str, value: int, large: str, total: int) -> str:

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from tether.config.base import Quantization, Section, Seed, check_precision
+from tether.config.base import Quantization, Section, Seed, check_precision, passes_over
 from tether.config.chat import DataKeys, Sources
 from tether.config.idle import idle
 from tether.config.keys import shown
@@ -589,7 +589,7 @@ class RunConfig(Section):
         if self.train.max_steps is not None:
             return self.train.max_steps
         answers = num_prompts * self.sampling.num_generations
-        episodes = self.train.total_episodes or self.train.num_train_epochs * answers
+        episodes = self.train.total_episodes or passes_over(answers, self.train.num_train_epochs)
         return math.ceil(episodes / self.train.rollout_batch_size)
 
     @model_validator(mode="after")

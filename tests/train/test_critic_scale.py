@@ -17,6 +17,7 @@ from tether.models.roles import VALUE
 from tether.train import trainer as trainer_module
 from tether.train.rollout import Judged
 from tether.train.run import open_trainer, train_policy
+from tether.types import RewardOutput
 
 BIAS = -5.0
 
@@ -93,8 +94,7 @@ def test_the_copy_is_moved_as_the_scores_are(tmp_path, lora, changes):
         trainer.freeze_norms()
         before = trainer.roles.score_pass(micro_batch(), 1.0).values
         answers = trainer.rollout(trainer_module.Metrics())
-        judged, moments = trainer.score(answers, trainer_module.Metrics())
-        trainer.scale_critic(judged, moments)
+        judged, _ = trainer.score(answers, trainer_module.Metrics())
         after = trainer.roles.score_pass(micro_batch(), 1.0).values
         raw, trained = torch.tensor(judged.components["judge"]), judged.scores
         low, high = int(raw.argmin()), int(raw.argmax())
@@ -103,7 +103,7 @@ def test_the_copy_is_moved_as_the_scores_are(tmp_path, lora, changes):
         mask = micro_batch().response_mask
         assert slope != pytest.approx(1.0, abs=0.1)
         assert torch.allclose(after[mask], slope * before[mask] + shift, rtol=1e-3, atol=1e-3)
-        trainer.scale_critic(judged, moments)
+        trainer.score(answers, trainer_module.Metrics())
         assert torch.equal(trainer.roles.score_pass(micro_batch(), 1.0).values, after)
 
 
@@ -117,6 +117,14 @@ def test_other_sources_count_at_their_mean(tmp_path):
         after = trainer.roles.score_pass(micro_batch(), 1.0).values
         mask = micro_batch().response_mask
         assert torch.allclose(after[mask], 0.5 * before[mask] + 10 * 0.3, atol=1e-5)
+
+
+def test_scores_of_the_callers_own_say_nothing_of_the_source(tmp_path):
+    with open_trainer(scaled_run(tmp_path, weight=-1.0)) as trainer:
+        before = trainer.roles.score_pass(micro_batch(), 1.0).values
+        answers = trainer.rollout(trainer_module.Metrics())
+        trainer.score(answers, trainer_module.Metrics(), RewardOutput([1.0] * len(answers.texts)))
+        assert torch.equal(trainer.roles.score_pass(micro_batch(), 1.0).values, before)
 
 
 def test_a_copy_of_the_one_source_as_it_is_stays_and_has_no_other_head(tmp_path):

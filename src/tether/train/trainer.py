@@ -316,7 +316,6 @@ class PPOTrainer:
         with timed(metrics, "step"):
             answers = self.rollout(metrics, ask=True)
             judged, moments = self.score(answers, metrics)
-            self.scale_critic(judged, moments)
             self.release_memory()
             optimizers = self.learn(answers, judged, metrics)
             self.release_memory()
@@ -373,7 +372,8 @@ class PPOTrainer:
     def score(
         self, answers: Answers, metrics: Metrics, output: RewardOutput | None = None
     ) -> tuple[Judged, algo.ScoreMoments]:
-        """What is trained on, and the moments that it was normalised by.
+        """What is trained on, and the moments that it was normalised by. The first time a critic that is a copy of the
+        first reward source is put on their scale.
 
         Args:
             output: scores of the answers, for callers that scored them; the reward sources are asked otherwise.
@@ -397,6 +397,7 @@ class PPOTrainer:
                 metrics.mean(f"rewards/{name}", values)
         judged = Judged(scores, output.components, early_scores(output, answers, self.config, moments))
         self.log.samples(self.state.step + 1, "train", answers, judged, limit=self.config.train.log_samples)
+        self.scale_critic(judged, moments)
         self.stop.agree()
         return judged, moments
 
@@ -407,8 +408,8 @@ class PPOTrainer:
             return
         self.state.is_critic_scaled, rewards = True, self.parts.rewards
         is_copy = self.roles.has_critic and self.roles.role(VALUE).copies_reward
-        if not is_copy or not isinstance(rewards, WeightedSum):  # of a judge of the caller's nothing is known
-            return
+        if not is_copy or not isinstance(rewards, WeightedSum) or not judged.components:
+            return  # of a judge of the caller's, or scores, nothing is known
         norm = None if self.config.ppo.score_norm is None else moments
         slope, shift = score_scale(rewards.parts, judged.components, norm)
         if (slope, shift) != (1.0, 0.0):

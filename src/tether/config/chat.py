@@ -21,13 +21,14 @@ class ChatKeys(Section):
     """How conversations become text."""
 
     chat_template: str = "auto"
-    """``auto``: the tokenizer's own; text for a tokenizer that has one becomes a user turn. ``none``: text is taken as
-    it is. Else a template for models without one, which is saved with the tokenizer: alpaca, chatml, gemma, llama2,
-    llama3, mistral, phi3, qwen, vicuna, zephyr, or a file that ends in .jinja."""
+    """``auto``: the tokenizer's own template; if it has one, plain text becomes a user turn. ``none``: text is passed
+    through unchanged. For models without a template: the name of a built-in one (alpaca, chatml, gemma, llama2, llama3,
+    mistral, phi3, qwen, vicuna, zephyr) or a file that ends in .jinja; it is saved with the tokenizer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template: ``{enable_thinking: false}`` for Qwen3."""
     system_prompt: str | None = None
-    """System message put before prompts that bring none; needs a chat template. The same in every stage."""
+    """System message for prompts that have none of their own; needs a chat template. Must be the same in every
+    stage."""
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -36,13 +37,13 @@ class ChatKeys(Section):
 
 
 class DataKeys(ChatKeys):
-    """Where data is from, and how its conversations become text."""
+    """Where the data comes from, and how its conversations become text."""
 
     dataset_dir: str | None = None
-    """Folder of a LLaMA-Factory ``dataset_info.json``. All sources are then names of its entries, and their splits are
-    what the entries say."""
+    """Folder with LLaMA-Factory's ``dataset_info.json``. All sources are then names of its entries, which also define
+    their splits."""
     max_samples: PositiveInt | None = None
-    """Rows of each source that are used at most, the first ones."""
+    """Maximum number of rows to use from each source, counted from the first."""
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ CHANGES = {
         "value__kind": "model", "value__warmup_steps": 1, "ppo__kl_in": "loss", "ppo__kl_target": 1.0,
         "ppo__entropy_coef": 0.01, "ppo__dual_clip": 3.0, "ppo__ptx_coef": 0.1, "ppo__max_approx_kl": 0.1,
         "ppo__score_norm": "frozen", "ppo__score_norm_samples": 8, "ppo__overlong_buffer": 3,
-        "train__ema_decay": 0.9,
+        "ppo__mask_truncated": True, "train__ema_decay": 0.9,
     },
     "fp16": {"train__fp16": True},
     "shared trunk, no reference": {"value__kind": "head", "ppo__kl_coef": 0.0},

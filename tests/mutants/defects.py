@@ -99,8 +99,8 @@ ADVANTAGES = in_file(
     ),
     (
         "the rows of a prompt are taken for interleaved",
-        "reshape(-1, num_generations)",
-        "reshape(num_generations, -1).T",
+        "dim=1).reshape(-1, num_generations)",
+        "dim=1).reshape(num_generations, -1).T",
     ),
     (
         "group advantages have the wrong sign",
@@ -111,9 +111,12 @@ ADVANTAGES = in_file(
     ("GRPO divides by the variance", "/ (num_generations - 1)).sqrt()", "/ (num_generations - 1))"),
     ("GRPO's standard deviation is biased", "keepdim=True) / (num_generations - 1)", "keepdim=True) / num_generations"),
     ("GRPO's ε is missing", "(std + GROUP_EPSILON)", "std"),
-    ("GRPO's penalty keeps its mean", "_return_gaps(penalties, mask, num_generations).sum(dim=2) / num_generations",
-     "masked_sum(wide(penalties), mask, dim=1).reshape(-1, num_generations)"),
-    ("one equal pair is an equal group", "(groups == groups[:, :1]).all(", "(groups[:, 1:] == groups[:, :1]).any("),
+    (
+        "GRPO's penalty keeps its mean",
+        "_return_gaps(penalties, mask, num_generations).sum(dim=2) / num_generations",
+        "masked_sum(wide(penalties), mask, dim=1).reshape(-1, num_generations)",
+    ),
+    ("GRPO: one equal pair is a group of equal scores", "(groups == groups[:, :1]).all(", "(groups[:, 1:] == groups[:, :1]).any("),
     ("the return to go is cut short by λ", "gamma=gamma, lam=1.0", "gamma=gamma, lam=0.95"),
     ("returns are one-step targets", "advantages, advantages + values", "advantages, rewards + gamma * next_values"),
     tests=("tests/algo/test_advantages.py", "tests/algo/test_critic_free.py", "tests/algo/test_padding.py"),

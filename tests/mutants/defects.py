@@ -116,7 +116,11 @@ ADVANTAGES = in_file(
         "_return_gaps(penalties, mask, num_generations).sum(dim=2) / num_generations",
         "masked_sum(wide(penalties), mask, dim=1).reshape(-1, num_generations)",
     ),
-    ("GRPO: one equal pair is a group of equal scores", "(groups == groups[:, :1]).all(", "(groups[:, 1:] == groups[:, :1]).any("),
+    (
+        "GRPO: one equal pair is a group of equal scores",
+        "(groups == groups[:, :1]).all(",
+        "(groups[:, 1:] == groups[:, :1]).any(",
+    ),
     ("the return to go is cut short by λ", "gamma=gamma, lam=1.0", "gamma=gamma, lam=0.95"),
     ("returns are one-step targets", "advantages, advantages + values", "advantages, rewards + gamma * next_values"),
     tests=("tests/algo/test_advantages.py", "tests/algo/test_critic_free.py", "tests/algo/test_padding.py"),

@@ -434,7 +434,7 @@ def row(chosen, rejected, chosen_tokens, rejected_tokens):
 def test_metrics_of_pairs_by_hand():
     rows = [row(2.0, 1.0, 5, 3), row(0.0, 1.0, 4, 6), row(1.0, 1.0, 4, 4), row(3.0, -1.0, 9, 2)]
     metrics = pair_metrics(rows)
-    assert metrics["accuracy"] == 0.5, "a tie is no win"
+    assert metrics["accuracy"] == 0.625, "a tie is half a win, as in tether score"
     assert metrics["margin"] == 1.0
     assert metrics["reward_mean"] == 1.0
     assert metrics["reward_std"] == pytest.approx(math.sqrt((1 + 0 + 1 + 0 + 0 + 0 + 4 + 4) / 8))

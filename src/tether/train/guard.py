@@ -12,17 +12,11 @@ from torch import Tensor
 from tether.errors import TrainingError
 from tether.machine.distributed import Dist, met_by_all
 from tether.metrics.writers import JsonlWriter
+from tether.report.health import LOGPROB_GAP, RATIO_ERROR, TOP_ANSWER_SHARE, TOP_TOKEN_SHARE
 from tether.train.rollout import Answers
 from tether.types import Experience, MicroBatch
 
 BAD_BATCHES = "bad_batches.jsonl"
-MOST_FIRST_RATIO_ERROR = 1e-3
-MOST_LOGPROB_GAP = 0.2
-"""Nats a token; bfloat16 decoding differs from its forward by less."""
-MOST_OF_ONE_TOKEN = 0.9
-"""Share of the answers' tokens."""
-MOST_OF_ONE_ANSWER = 0.9
-"""Share of the answers."""
 
 
 class NotFinite(TrainingError):
@@ -135,12 +129,12 @@ def suspicions(metrics: Mapping[str, float]) -> list[str]:
     """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on, it
     says nothing but one token or one answer, or nothing was trained."""
     found = []
-    if metrics.get("val/first_ratio_error", 0.0) > MOST_FIRST_RATIO_ERROR:
+    if metrics.get("val/first_ratio_error", 0.0) > RATIO_ERROR[0]:
         found.append(
             "the policy ratio is not 1 before the first optimizer step of an update (val/first_ratio_error): scoring "
             "and training compute the same weights differently"
         )
-    if metrics.get("rollout/logprob_gap", 0.0) > MOST_LOGPROB_GAP:
+    if metrics.get("rollout/logprob_gap", 0.0) > LOGPROB_GAP[1]:
         found.append(
             "answers are not sampled from the distribution that they are trained under (rollout/logprob_gap): this "
             "model's cached decoding differs from its forward. Another model.attn_implementation may bring them "
@@ -157,12 +151,12 @@ def suspicions(metrics: Mapping[str, float]) -> list[str]:
             "ppo.mask_truncated leaves such answers out (update/num_empty). If it goes on, set a larger "
             "sampling.response_length, or ppo.mask_truncated: false"
         )
-    if metrics.get("rollout/top_token_share", 0.0) > MOST_OF_ONE_TOKEN and _could_say_more(metrics):
+    if metrics.get("rollout/top_token_share", 0.0) > TOP_TOKEN_SHARE and _could_say_more(metrics):
         found.append(
             "one token makes up nearly all that the policy says (rollout/top_token_share): it has collapsed. Go back "
             "to a checkpoint from before, and raise ppo.kl_coef or lower train.learning_rate"
         )
-    elif metrics.get("rollout/top_answer_share", 0.0) > MOST_OF_ONE_ANSWER and _could_say_more(metrics):
+    elif metrics.get("rollout/top_answer_share", 0.0) > TOP_ANSWER_SHARE and _could_say_more(metrics):
         found.append(
             "the policy gives nearly always the same answer (rollout/top_answer_share): unless the prompts leave no "
             "other, it has collapsed. Raise ppo.kl_coef, or set ppo.kl_target"

@@ -10,6 +10,7 @@ from typing import Any
 
 from tether.config.source import SourceConfig
 from tether.data.judged import JudgedData, load_judged
+from tether.data.pairs import pair_accuracy
 from tether.data.sources import check_source
 from tether.rewards.build import check_contents
 from tether.rewards.combine import Part, WeightedSum
@@ -153,8 +154,8 @@ def answer_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int],
 
 
 def accuracy(margins: Sequence[float]) -> tuple[float, float]:
-    """Share of margins above 0, those of 0 counted half, and its standard error √(p(1 − p)/n)."""
-    share = sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
+    """``pair_accuracy`` and its standard error √(p(1 − p)/n)."""
+    share = pair_accuracy(margins)
     return share, (share * (1 - share) / len(margins)) ** 0.5
 
 

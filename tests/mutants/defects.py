@@ -938,8 +938,8 @@ TRAINER = (
         ("the KL coefficient is never steered", "        self.steer_kl(values)\n", ""),
         (
             "the KL coefficient that is steered is not used",
-            "self.config.ppo, self.state.kl_coef\n        batches",
-            "self.config.ppo, self.config.ppo.kl_coef\n        batches",
+            "self.config.ppo, self.state.kl_coef, self.config.sampling",
+            "self.config.ppo, self.config.ppo.kl_coef, self.config.sampling",
         ),
         ("the controller looks at k3", 'metrics["objective/kl"],', 'metrics["objective/kl_k3"],'),
         (
@@ -1139,8 +1139,8 @@ UPDATE = (
         ),
         (
             "the critic steps where the policy's gradient is not finite",
-            "            is_bad = overflowed = False\n            for optimizer in self.optimizers_in_use():\n",
-            "            overflowed = False\n            for optimizer in self.optimizers_in_use():\n"
+            "            is_bad = overflowed = has_tokens = False\n            for optimizer in self.optimizers_in_use():\n",
+            "            overflowed = has_tokens = False\n            for optimizer in self.optimizers_in_use():\n"
             "                is_bad = False\n",
         ),
         (
@@ -1961,8 +1961,8 @@ FLOAT16 = (
         ),
         (
             "float16: a step with an overflow is counted",
-            "is_whole = not (stopped or is_bad or overflowed)",
-            "is_whole = not (stopped or is_bad)",
+            "is_whole = has_tokens and not (stopped or is_bad or overflowed)",
+            "is_whole = has_tokens and not (stopped or is_bad)",
         ),
         (
             "float16: a step with an overflow is taken",

@@ -448,8 +448,8 @@ def test_accuracy_by_length_is_over_groups_of_equal_size_by_the_longer_answer():
     rows = [row(float(n % 3 > 0), 0.0, n, 1) for n in range(8, 0, -1)]
     assert accuracy_by_length(rows) == [
         {"tokens": [1, 2], "pairs": 2, "accuracy": 1.0},
-        {"tokens": [3, 4], "pairs": 2, "accuracy": 0.5},
-        {"tokens": [5, 6], "pairs": 2, "accuracy": 0.5},
+        {"tokens": [3, 4], "pairs": 2, "accuracy": 0.75},
+        {"tokens": [5, 6], "pairs": 2, "accuracy": 0.75},
         {"tokens": [7, 8], "pairs": 2, "accuracy": 1.0},
     ]
     assert [group["pairs"] for group in accuracy_by_length(rows[:2])] == [1, 1]

@@ -1139,7 +1139,8 @@ UPDATE = (
         ),
         (
             "the critic steps where the policy's gradient is not finite",
-            "            is_bad = overflowed = has_tokens = False\n            for optimizer in self.optimizers_in_use():\n",
+            "            is_bad = overflowed = has_tokens = False\n"
+            "            for optimizer in self.optimizers_in_use():\n",
             "            overflowed = has_tokens = False\n            for optimizer in self.optimizers_in_use():\n"
             "                is_bad = False\n",
         ),

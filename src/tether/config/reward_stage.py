@@ -31,9 +31,14 @@ class PairsConfig(DataKeys):
     """Share of ``pairs`` to hold out instead. All pairs of a prompt stay on the same side. Default: 0.1 without
     ``eval_pairs``; 0 holds out none."""
     split: str = "train"
-    """Split of ``pairs`` to read if the source has several."""
+    """Split of ``pairs`` to read if the source has several; parts as ``train[:1000]``, ``train[90%:]`` and
+    ``train+test``."""
+    subset: str | None = None
+    """Subset of ``pairs`` to read if the hub dataset or folder has several (``main`` of ``openai/gsm8k``)."""
     eval_split: str = "train"
-    """The same for ``eval_pairs``; ignored if the source has only one split."""
+    """The same for ``eval_pairs``. If the source has only one split, that is read, whatever its name."""
+    eval_subset: str | None = None
+    """The same for ``eval_pairs``."""
     max_length: PositiveInt = 1024
     """Maximum length of prompt plus answer in tokens. Pairs with a longer text are dropped and counted."""
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from tether.config.base import Quantization, Section, Seed, check_precision, passes_over
-from tether.config.chat import DataKeys, Sources
+from tether.config.chat import Columns, DataKeys, Sources
 from tether.config.idle import idle
 from tether.config.keys import shown
 from tether.config.rewards import RewardConfig, reward_names, sources_of
@@ -153,13 +153,14 @@ class DataConfig(DataKeys):
     eval_fraction: HeldOut | None = None
     """Share of ``prompts`` to hold out instead, drawn by ``train.seed``. Equal prompts stay on the same side."""
     split: str = "train"
-    """Split of ``prompts`` to read if the source has several."""
+    """Split of ``prompts`` to read if the source has several; parts as ``train[:1000]``, ``train[90%:]`` and
+    ``train+test``."""
+    subset: str | None = None
+    """Subset of ``prompts`` to read if the hub dataset or folder has several (``main`` of ``openai/gsm8k``)."""
     eval_split: str = "train"
-    """The same for ``eval_prompts``; ignored if the source has only one split."""
-    special_tokens: bool = False
-    """Treat special tokens typed into the content of a message (``<|im_end|>``) as control tokens. If false, they are
-    plain characters, so that no prompt can end its own turn. Text that goes through no chat template is passed through
-    unchanged."""
+    """The same for ``eval_prompts``. If the source has only one split, that is read, whatever its name."""
+    eval_subset: str | None = None
+    """The same for ``eval_prompts``."""
     max_prompt_length: PositiveInt = 512
     """Maximum length of a prompt in tokens, chat template included. Longer prompts are dropped and counted."""
     ptx: Sources | None = None
@@ -167,6 +168,10 @@ class DataConfig(DataKeys):
     ``completion``, with ``messages`` that end with an assistant turn, or with plain ``text``."""
     ptx_split: str = "train"
     """Split of ``ptx`` to read if the source has several."""
+    ptx_subset: str | None = None
+    """Subset of ``ptx`` to read if the source has several."""
+    ptx_columns: Columns = Field(default_factory=dict)
+    """``columns`` for ``ptx``."""
     max_ptx_length: PositiveInt = 1024
     """Maximum length of a demonstration in tokens. Longer ones are dropped and counted."""
 

@@ -31,9 +31,14 @@ class DemonstrationsConfig(DataKeys):
     eval_fraction: HeldOut | None = None
     """Share of ``demonstrations`` to hold out instead. Equal prompts stay on the same side. Default: none."""
     split: str = "train"
-    """Split of ``demonstrations`` to read if the source has several."""
+    """Split of ``demonstrations`` to read if the source has several; parts as ``train[:1000]``,
+    ``train[90%:]`` and ``train+test``."""
+    subset: str | None = None
+    """Subset of ``demonstrations`` to read if the hub dataset or folder has several (``main`` of ``openai/gsm8k``)."""
     eval_split: str = "train"
-    """The same for ``eval_demonstrations``; ignored if the source has only one split."""
+    """The same for ``eval_demonstrations``. If the source has only one split, that is read, whatever its name."""
+    eval_subset: str | None = None
+    """The same for ``eval_demonstrations``."""
     max_length: PositiveInt = 1024
     """Maximum length of prompt plus answer in tokens. Longer demonstrations are dropped and counted, never
     truncated."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from tether.errors import TrainingError
 from tether.machine.distributed import Dist, met_by_all
 from tether.metrics.writers import JsonlWriter
-from tether.report.health import LOGPROB_GAP, RATIO_ERROR, TOP_ANSWER_SHARE, TOP_TOKEN_SHARE
+from tether.report.limits import LIMITS, LOGPROB_GAP, MOST_SHARE, STRETCH
 from tether.train.rollout import Answers
 from tether.types import Experience, MicroBatch
 
@@ -125,16 +125,27 @@ def _not_finite(batch: MicroBatch, tensors: Mapping[str, Tensor | None]) -> Iter
             yield name.replace("_", " "), [row for row, is_bad in zip(batch.rows, bad.tolist(), strict=True) if is_bad]
 
 
-def suspicions(metrics: Mapping[str, float]) -> list[str]:
+def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: int = 0) -> list[str]:
     """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on, it
-    says nothing but one token or one answer, or nothing was trained."""
+    says nothing but one token or one answer, its answers are not told apart, or nothing was
+    trained.
+
+    Args:
+        forward_type: key of ``LOGPROB_GAP``.
+        num_alike: updates in a row, this one the last, of which each gave all its answers the same score.
+    """
     found = []
-    if metrics.get("val/first_ratio_error", 0.0) > RATIO_ERROR[0]:
+    if num_alike >= STRETCH:
+        found.append(
+            f"all answers of an update had the same score, {STRETCH} updates in a row (objective/scores_std): nothing "
+            "is learned from that. Check the judge, its pattern or its column, by the answers in samples.jsonl"
+        )
+    if metrics.get("val/first_ratio_error", 0.0) > LIMITS["val/first_ratio_error"].warn:
         found.append(
             "the policy ratio is not 1 before the first optimizer step of an update (val/first_ratio_error): scoring "
             "and training compute the same weights differently"
         )
-    if metrics.get("rollout/logprob_gap", 0.0) > LOGPROB_GAP[1]:
+    if metrics.get("rollout/logprob_gap", 0.0) > LOGPROB_GAP[forward_type].act:
         found.append(
             "answers are not sampled from the distribution that they are trained under (rollout/logprob_gap): this "
             "model's cached decoding differs from its forward. Another model.attn_implementation may bring them "
@@ -151,15 +162,15 @@ def suspicions(metrics: Mapping[str, float]) -> list[str]:
             "ppo.mask_truncated leaves such answers out (update/num_empty). If it goes on, set a larger "
             "sampling.response_length, or ppo.mask_truncated: false"
         )
-    if metrics.get("rollout/top_token_share", 0.0) > TOP_TOKEN_SHARE and _could_say_more(metrics):
+    if metrics.get("rollout/top_token_share", 0.0) > MOST_SHARE and _could_say_more(metrics):
         found.append(
             "one token makes up nearly all that the policy says (rollout/top_token_share): it has collapsed. Go back "
             "to a checkpoint from before, and raise ppo.kl_coef or lower train.learning_rate"
         )
-    elif metrics.get("rollout/top_answer_share", 0.0) > TOP_ANSWER_SHARE and _could_say_more(metrics):
+    elif metrics.get("rollout/top_answer_share", 0.0) > MOST_SHARE and _could_say_more(metrics):
         found.append(
             "the policy gives nearly always the same answer (rollout/top_answer_share): unless the prompts leave no "
-            "other, it has collapsed. Raise ppo.kl_coef, or set ppo.kl_target"
+            "other, it has collapsed. Raise ppo.kl_coef"
         )
     return found
 

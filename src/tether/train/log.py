@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tether.metrics.history import History
 from tether.metrics.trackers import Trackers
-from tether.metrics.writers import JsonlWriter
+from tether.metrics.writers import JsonlWriter, write_whole
+from tether.report.read import FINISHED
 from tether.train.display import Display
 from tether.train.rollout import Answers, Judged
 
@@ -29,6 +31,9 @@ class RunLog:
     def __init__(self, folder: Path | None, display: Display, trackers: Trackers, *, logging_steps: int) -> None:
         self.display, self.trackers, self.logging_steps = display, trackers, logging_steps
         self._metrics, self._samples = (folder and JsonlWriter(folder / name) for name in (METRICS, SAMPLES))
+        self._end = folder and folder / FINISHED
+        if self._end is not None:
+            self._end.unlink(missing_ok=True)  # of an earlier run that this one goes on with
         self._warned: set[str] = set()
         self._updates = History()
         self.evaluations: list[dict[str, float]] = []
@@ -70,6 +75,16 @@ class RunLog:
             return
         rows = range(min(limit, len(answers.texts)))
         self._samples.write_all({"step": step, "split": split, **judged.sample(i, answers), "kl": None} for i in rows)
+
+    def finished(self, step: int, kept_step: int) -> None:
+        """Records that the run came to its end.
+
+        Args:
+            step: updates that it made.
+            kept_step: updates before the policy that it leaves.
+        """
+        if self._end is not None:
+            write_whole(self._end, json.dumps({"step": step, "kept_step": kept_step}).encode() + b"\n")
 
     def message(self, text: str) -> None:
         """Shows one line."""

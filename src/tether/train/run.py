@@ -42,6 +42,7 @@ from tether.models.saving import (
 )
 from tether.report.card import CARD, write_card
 from tether.report.html import REPORT, write_report
+from tether.report.read import FINISHED
 from tether.rewards.build import build_rewards, check_sharded, try_sources
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import (
@@ -297,7 +298,7 @@ def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:
         is_new: whether no earlier run is gone on with or replaced.
         way_out: what to do but name another folder, for the message.
     """
-    written = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM}
+    written = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM, FINISHED}
     for path in folder.glob("*") if folder.is_dir() else ():
         if path.name.removeprefix(".").removesuffix(".tmp") in written and (path.is_symlink() or not path.is_file()):
             kind = "a link" if path.is_symlink() else "no file"
@@ -427,7 +428,7 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
         for path in (*list_checkpoints(folder), folder / CRITIC, folder / BASE):
             shutil.rmtree(path, ignore_errors=not path.exists())
         # the policy too: an adapter beside another run's full model would be loaded together with it
-        for name in (METRICS, SAMPLES, BAD_BATCHES, REPORT, SCORE_NORM, *files_written(folder)):
+        for name in (METRICS, SAMPLES, BAD_BATCHES, FINISHED, REPORT, SCORE_NORM, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
     write_whole(folder / CONFIG, dump_config(config).encode())
 

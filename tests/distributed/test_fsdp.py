@@ -48,6 +48,9 @@ MORE = {
         "value__kind": "head", "train__gradient_checkpointing": True, "ppo__num_mini_batches": 2,
         "ppo__kl_in": "loss", "ppo__ptx_coef": 0.5, "data__ptx": "ptx.jsonl", "tied": False,
     },
+    "a critic copied from the judge, put on the scale of scores": {
+        "rewards": [{"type": "model", "path": "judge", "weight": -2.0}], "ppo__score_norm": "running",
+    },
     "adapter and a critic model, layers that stay gathered, decoded in step": {
         "model__lora": {"r": 3}, "value__kind": "model", "train__ds3_gather_for_generation": False,
         "FSDP_RESHARD_AFTER_FORWARD": "false",

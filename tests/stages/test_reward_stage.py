@@ -442,7 +442,7 @@ def row(chosen, rejected, chosen_tokens, rejected_tokens):
 def test_metrics_of_pairs_by_hand():
     rows = [row(2.0, 1.0, 5, 3), row(0.0, 1.0, 4, 6), row(1.0, 1.0, 4, 4), row(3.0, -1.0, 9, 2)]
     metrics = pair_metrics(rows)
-    assert metrics["accuracy"] == 0.5, "a tie is no win"
+    assert metrics["accuracy"] == 0.625, "a tie is half a win, as in tether score"
     assert metrics["margin"] == 1.0
     assert metrics["reward_mean"] == 1.0
     assert metrics["reward_std"] == pytest.approx(math.sqrt((1 + 0 + 1 + 0 + 0 + 0 + 4 + 4) / 8))
@@ -456,8 +456,8 @@ def test_accuracy_by_length_is_over_groups_of_equal_size_by_the_longer_answer():
     rows = [row(float(n % 3 > 0), 0.0, n, 1) for n in range(8, 0, -1)]
     assert accuracy_by_length(rows) == [
         {"tokens": [1, 2], "pairs": 2, "accuracy": 1.0},
-        {"tokens": [3, 4], "pairs": 2, "accuracy": 0.5},
-        {"tokens": [5, 6], "pairs": 2, "accuracy": 0.5},
+        {"tokens": [3, 4], "pairs": 2, "accuracy": 0.75},
+        {"tokens": [5, 6], "pairs": 2, "accuracy": 0.75},
         {"tokens": [7, 8], "pairs": 2, "accuracy": 1.0},
     ]
     assert [group["pairs"] for group in accuracy_by_length(rows[:2])] == [1, 1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
@@ -334,7 +336,7 @@ def test_callbacks_stop_save_and_are_told_everything(tmp_path):
             return control
 
         def on_log(self, args, state, control, logs, **kwargs):
-            self.events.append(("log", logs["lr"] > 0))
+            self.events.append(("log", sorted(logs.keys() & {"lr", "eval_scores"})))
 
         def on_evaluate(self, args, state, control, metrics, **kwargs):
             self.events.append(("evaluate", "eval_scores" in metrics))
@@ -349,10 +351,62 @@ def test_callbacks_stop_save_and_are_told_everything(tmp_path):
     config = tiny_run(tmp_path, train__max_steps=5, data__eval_prompts=str(tmp_path / "prompts.jsonl"))
     result = train_policy(config, callbacks=[recorder])
     assert recorder.events == [
-        "train_begin", ("evaluate", True), "step_end", ("log", True), "save", "step_end", ("log", True),
-        ("evaluate", True), "train_end",
+        "train_begin", ("log", ["eval_scores"]), ("evaluate", True), "step_end", ("log", ["lr"]), "save", "step_end",
+        ("log", ["lr"]), ("log", ["eval_scores"]), ("evaluate", True), "train_end",
     ]  # fmt: skip
     assert len(result.updates) == 2 and result.interrupted is None
+
+
+def test_the_last_update_is_told_where_trackers_have_it(tmp_path):
+    told = []
+
+    class Steps(TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            told.append(state.global_step)
+
+    train_policy(tiny_run(tmp_path, train__max_steps=5, train__logging_steps=2), callbacks=[Steps()])
+    assert told == [2, 4, 5]
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_callbacks_know_the_best_checkpoint(tmp_path, caplog, loads):
+    """Also those of a run that goes on; and early stopping warns where it is not loaded in the end, and only there."""
+
+    class Best(TrainerCallback):
+        def __init__(self):
+            self.begun, self.saved = None, []
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.begun = state.best_model_checkpoint
+            assert args.load_best_model_at_end == loads
+
+        def on_save(self, args, state, control, **kwargs):
+            self.saved.append(state.best_model_checkpoint)
+
+    changes = {
+        "train__eval_steps": 1, "train__save_steps": 1, "train__learning_rate": 1e-12, "train__load_best_model_at_end":
+        loads, "train__metric_for_best_model": "eval_scores", "data__eval_prompts": str(tmp_path / "prompts.jsonl"),
+    }  # fmt: skip
+    best, stopping = Best(), EarlyStoppingCallback(early_stopping_patience=9)
+    with caplog.at_level("WARNING", "transformers"), propagated("transformers"):
+        train_policy(tiny_run(tmp_path, **changes), callbacks=[best, stopping])
+    assert any("load_best_model_at_end" in record.message for record in caplog.records) == (not loads)
+    first = str(tmp_path / "out" / "checkpoint-0")
+    assert best.begun is None and best.saved == [first] * 3
+    again = Best()
+    train_policy(tiny_run(tmp_path, **changes | {"train__max_steps": 3, "resume": True}), callbacks=[again])
+    assert again.begun == first
+
+
+@contextmanager
+def propagated(name):
+    """Inside, what a logger says reaches those above it."""
+    logger = logging.getLogger(name)
+    before, logger.propagate = logger.propagate, True
+    try:
+        yield
+    finally:
+        logger.propagate = before
 
 
 def test_early_stopping_of_transformers_works(tmp_path):

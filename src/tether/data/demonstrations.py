@@ -35,6 +35,11 @@ class Demonstration:
     response_ids: tuple[int, ...]
     """The part that is trained on, an answer's end token included; at least one token."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole text."""
+        return len(self.query_ids) + len(self.response_ids)
+
 
 @dataclass(frozen=True)
 class DemonstrationData:

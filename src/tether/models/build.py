@@ -29,7 +29,7 @@ from tether.models.bitsandbytes import FewBits, is_quantized
 from tether.models.classifiers import classifier_on, load_classifier, pools_otherwise
 from tether.models.compiled import compile_layers
 from tether.models.forward import check_causal, head_matches
-from tether.models.heads import ScalarHead, state_size
+from tether.models.heads import ScalarHead, state_size, with_bias
 from tether.models.layers import parameters_above
 from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
@@ -50,6 +50,8 @@ class CriticSource:
     """Run Python code that comes with it."""
     label: int | str | None = None
     """Of a classifier with several labels, the one whose logit it is copied from."""
+    is_reward: bool = False
+    """Whether it is the first reward source, and not a path of ``value.init``."""
 
 
 def build_roles(
@@ -187,9 +189,10 @@ def _adapter_critic(
         head = ScalarHead(state_size(policy.model))
     else:
         head = add_reward(adapted, VALUE, source.path, _base_source(config), float32=autocast_dtype is not None)
+        head = _critic_head(config, source, head)
     trained = adapter_parameters(adapted, VALUE) | _head_parameters(head)
-    where = "new adapter" if source is None else source.path
-    return Role(VALUE, policy.model, where, "adapter on the policy's base", VALUE, head, trained)
+    where, is_copy = ("new adapter", False) if source is None else (source.path, source.is_reward)
+    return Role(VALUE, policy.model, where, "adapter on the policy's base", VALUE, head, trained, is_copy)
 
 
 def _model_critic(
@@ -218,8 +221,18 @@ def _model_critic(
         )
     if source is None:
         model = classifier_on(model)
+    else:
+        model.score = _critic_head(config, source, model.score)
     pad_as(model, tokenizer)
-    return Role(VALUE, model, where, "own weights", head=model.score, trained=dict(model.named_parameters()))
+    trained, is_copy = dict(model.named_parameters()), source is not None and source.is_reward
+    return Role(VALUE, model, where, "own weights", head=model.score, trained=trained, copies_reward=is_copy)
+
+
+def _critic_head(config: RunConfig, source: CriticSource, head: ScalarHead) -> ScalarHead:
+    """The head of a copied critic, with a bias where what its source counts is shifted; 0 until it is known by how
+    much."""
+    shifts = config.ppo.score_norm is not None or config.rewards[0].norm is not None or len(config.rewards) > 1
+    return with_bias(head) if source.is_reward and shifts else head
 
 
 def pad_as(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -245,7 +258,8 @@ def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Crit
         reward = config.rewards[0]
         if reward.type not in COPIED[kind]:
             return None
-        source = CriticSource(reward.path, **reward.model_dump(include={"revision", "trust_remote_code", "label"}))
+        origin = reward.model_dump(include={"revision", "trust_remote_code", "label"})
+        source = CriticSource(reward.path, **origin, is_reward=True)
         why_not = _no_critic(source, tokenizer) if kind == "model" else None
         if why_not is None:
             return source

@@ -74,6 +74,13 @@ def head_from(tensors: Mapping[str, Tensor], hidden_size: int, source: str) -> S
     return head
 
 
+def with_bias(head: ScalarHead) -> ScalarHead:
+    """A head that says the same and has a bias."""
+    if head.bias is not None:
+        return head
+    return head_from({"score.weight": head.weight, "score.bias": torch.zeros(1)}, head.in_features, "the head")
+
+
 def is_head_key(name: str) -> bool:
     """Whether ``name`` is that of a head's weight or bias."""
     return name.rpartition(".")[0] in HEAD_NAMES

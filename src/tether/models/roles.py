@@ -68,6 +68,8 @@ class Role:
     """Makes numbers of its hidden states."""
     trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
     """What of it trains, by name."""
+    copies_reward: bool = False
+    """Whether it says at the start what the first reward source says: a critic's, before what that counts is known."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_
 from tether.config.reward_stage import RewardModelConfig, RewardStageConfig
 from tether.data.answers import closing_token
 from tether.data.joined import check_datasets
-from tether.data.pairs import Pair, load_pairs, split_pairs
+from tether.data.pairs import Pair, load_pairs, pair_accuracy, split_pairs
 from tether.errors import ModelError
 from tether.machine.distributed import Dist, lost_told
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, place_adapter
@@ -431,7 +431,7 @@ def accuracy_by_length(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _accuracy(rows: Sequence[Mapping[str, Any]]) -> float:
-    return fmean(row["chosen"] > row["rejected"] for row in rows)
+    return pair_accuracy([row["chosen"] - row["rejected"] for row in rows])
 
 
 def _write(

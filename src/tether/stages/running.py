@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from tether.config import launched
+from tether.config.base import passes_over
 from tether.config.load import dump_config, parse_config
 from tether.config.secrets import without_keys
 from tether.config.stage import StageConfig
@@ -378,7 +379,7 @@ def trainer_arguments(
     at_once = train.micro_batch_size * num_processes
     accumulation = train.batch_size // at_once
     steps_an_epoch = math.ceil(math.ceil(num_rows / at_once) / accumulation)
-    num_steps = train.max_steps or math.ceil((train.num_train_epochs or 1.0) * steps_an_epoch)
+    num_steps = train.max_steps or math.ceil(passes_over(steps_an_epoch, train.num_train_epochs or 1.0))
     has_accelerator = torch.accelerator.is_available()
     names = {argument.name for argument in fields(kind)}  # transformers is renaming this one
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"

@@ -75,6 +75,8 @@ class RunState:
     """Best value of ``metric_for_best_model`` so far."""
     best_step: int | None = None
     """Update that it belongs to."""
+    had_tokens: bool = False
+    """Whether a token took part in the losses of any update so far."""
     bad_batches: int = 0
     """Batches in a row that were left out because something in them was not finite."""
     halvings: int = 0
@@ -82,6 +84,8 @@ class RunState:
     decode_batch_size: int | None = None
     """Answers decoded side by side, fewer than ``sampling.batch_size`` where so many did not fit into memory; None in
     the start's trial."""
+    is_critic_scaled: bool = False
+    """Whether a critic that is a copy of the first reward source was put on the scale of what is trained on."""
     callbacks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """By class, what callbacks that have a state remember, in the form of ``transformers``."""
 

@@ -268,7 +268,7 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
     words = {"key": "sampling.response_length", "way_out": "lower it, or data.max_prompt_length"}
     check_positions(shape, longest, answer, **words)
     limit = steady_positions(shape)
-    longest = max((len(each.query_ids) + len(each.response_ids) for each in data.demonstrations), default=0)
+    longest = max((each.num_tokens for each in data.demonstrations), default=0)
     if limit is not None and longest > limit:
         raise ConfigError(
             f"data.max_ptx_length {config.data.max_ptx_length}: the longest demonstration in {config.data.ptx} has "

@@ -147,10 +147,11 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     ]
     roles = plan_roles(config, data.tokenizer)
     shape = model_config(config.model.path, config)
-    memory = estimate_memory(config, roles, shape, longest)
+    demonstration = max((each.num_tokens for each in data.demonstrations), default=0)
+    memory = estimate_memory(config, roles, shape, longest, demonstration=demonstration)
     engines = {} if num_processes == 1 else ENGINES
     each = {
-        name: estimate_memory(config, roles, shape, longest, num_processes, spreading)
+        name: estimate_memory(config, roles, shape, longest, num_processes, spreading, demonstration=demonstration)
         for name, spreading in engines.items()
     }
     return Plan(dump_config(config), arithmetic, updates, roles, memory, each)
@@ -296,12 +297,15 @@ def estimate_memory(
     longest: int,
     num_processes: int = 1,
     spreading: Spreading | None = None,
+    *,
+    demonstration: int = 0,
 ) -> dict[str, int]:
     """Estimated peak bytes while answering, scoring and updating, for queries of at most ``longest`` tokens.
 
     Args:
         num_processes: of which one is estimated.
         spreading: what an engine spreads over them.
+        demonstration: tokens of the longest demonstration; 0 without any.
     """
     spreading = spreading or Spreading()
 
@@ -323,13 +327,16 @@ def estimate_memory(
     answers = sum(role.weight_bytes for role in roles if role.role in ("policy", "base"))
     gathered = answers if spreading.weights and config.train.ds3_gather_for_generation else 0
     rows = min(config.sampling.batch_size, -(-config.train.rollout_batch_size // num_processes))
-    tokens = config.train.max_tokens_per_micro_batch or config.train.micro_batch_size * width
+    budget, micro = config.train.max_tokens_per_micro_batch, config.train.micro_batch_size
+    tokens = budget or micro * width
+    shown = max(budget, demonstration) if budget and demonstration else (micro or 0) * demonstration
     cache = rows * width * text.num_hidden_layers * 2 * heads * head_dim * unit
     chunk = 2 * logits_at_once(default_device()) * 4
     if any(getattr(text, key, None) not in (None, 1.0) for key in CHANGES_LOGITS):
-        chunk = 3 * -(-tokens // width) * config.sampling.response_length * text.vocab_size * 4
+        responses = max(-(-tokens // width) * config.sampling.response_length, shown)
+        chunk = 3 * responses * text.vocab_size * 4
     layers = 2 if config.train.gradient_checkpointing else text.num_hidden_layers
-    activations = tokens * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
+    activations = max(tokens, shown) * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
     one_layer = tokens * text.hidden_size * ACTIVATION_FACTOR * unit // 2
     return {
         "weights and optimizer": kept,

@@ -11,6 +11,7 @@ from typing import Any
 from tether.config.rewards import OwnModelReward, sources_of
 from tether.config.source import SourceConfig
 from tether.data.judged import JudgedData, JudgedRow, load_judged
+from tether.data.pairs import pair_accuracy
 from tether.data.sources import check_source
 from tether.errors import DataError
 from tether.rewards.build import check_contents, try_sources
@@ -165,8 +166,8 @@ def answer_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int],
 
 
 def accuracy(margins: Sequence[float]) -> tuple[float, float]:
-    """Share of margins above 0, those of 0 counted half, and its standard error √(p(1 − p)/n)."""
-    share = sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
+    """``pair_accuracy`` and its standard error √(p(1 − p)/n)."""
+    share = pair_accuracy(margins)
     return share, (share * (1 - share) / len(margins)) ** 0.5
 
 

@@ -18,7 +18,7 @@ from tether.compat.translation import warmup_share
 from tether.compat.trl.former import OF_CONFIG, telling
 from tether.config import launched
 from tether.config.load import checked_config
-from tether.config.schema import RunConfig
+from tether.config.schema import RunConfig, without_idle
 from tether.errors import ConfigError
 from tether.machine.distributed import Dist
 from tether.models.bitsandbytes import check_bitsandbytes
@@ -332,7 +332,7 @@ def run_config(
         "run_name": args.run_name,
     }
     data = {"prompts": OF_SCRIPT} | ({"eval_prompts": "eval_dataset"} if evaluates else {})
-    return checked_config(
+    config, _ = without_idle(
         {
             "model": {"path": model_path, "lora": lora},
             "value": {"kind": "model"},
@@ -341,11 +341,9 @@ def run_config(
             "output_dir": args.output_dir,
             "overwrite_output_dir": (Path(args.output_dir) / "metrics.jsonl").exists(),
             **given,
-        },
-        RunConfig,
-        source="PPOConfig",
-        origins=origins,
+        }
     )
+    return checked_config(config, RunConfig, source="PPOConfig", origins=origins)
 
 
 def warmup_ratio(args: PPOConfig, num_updates: int) -> float:

@@ -290,6 +290,24 @@ def test_what_a_run_says_too_is_no_contradiction(folder):
     assert "auto" not in json.dumps(told).replace("Infinity", "0")
 
 
+def room(folder: Path, changes: Mapping[str, Any]) -> float:
+    """How large a checkpoint was taken to be before training, over what it is then."""
+    sizes: list[int] = []
+    with open_trainer(tiny_run(folder, **changes)) as trainer:
+        trainer.checkpoints._check_room = lambda size, *others: sizes.append(size)
+        trainer.fit()
+        files = (trainer.config.output_dir / "checkpoint-1").rglob("*")
+        return sizes[0] / sum(file.stat().st_size for file in files) if trainer.dist.is_main else 1.0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_room_for_checkpoints_is_that_of_whole_moments(folder, stage):
+    case = {"value__kind": "model", "train__save_steps": 1, "train__max_steps": 1}
+    changes = settings(folder, case, f"room {stage}", 2)
+    share, _ = together(room, folder, changes, folder=folder, environment=launch(folder, stage))
+    assert share == pytest.approx(1, abs=0.03)
+
+
 def test_a_process_that_is_gone_is_told_where_a_checkpoint_is_put_together(folder):
     changes = settings(folder, {"value__kind": "head", "train__max_steps": 1}, "gone", 2)
     assert_lost_is_told(folder, changes, launch(folder, 3))

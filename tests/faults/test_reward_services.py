@@ -261,7 +261,7 @@ def test_49_a_failure_in_an_evaluation_saves_the_update_before_it(tmp_path):
 
 
 def test_a_service_that_does_not_work_is_told_before_a_model_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr("tether.train.run.build_parts", None)  # what would load models
+    monkeypatch.setattr("tether.train.build.build_parts", None)  # what would load models
     with local_service(lambda payload: Reply({"error": "columns: no answer"}, 400)) as local:
         config = service_run(tmp_path, local.url)
         with pytest.raises(ConfigError, match=r"rewards\.0: the service did not score a first answer: .*no answer"):

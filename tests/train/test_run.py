@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
@@ -22,8 +23,8 @@ from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
 from tether.models import saving
+from tether.models.checkpoints import list_checkpoints
 from tether.train import optim, run
-from tether.train.checkpoint import list_checkpoints
 from tether.train.display import NullDisplay
 from tether.train.interrupt import StopRequest
 from tether.train.run import train_policy
@@ -154,7 +155,7 @@ class Signal(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signal_ends_the_run_with_its_state_saved(tmp_path, number):
     changes = {"train__max_steps": 4}
     straight = tiny_run(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
@@ -185,6 +186,17 @@ def test_a_terminal_that_goes_away_stops_a_run_but_under_nohup(under_nohup):
         assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_somebody_else_waits_for_stays_theirs():
+    faulthandler.register(signal.SIGUSR1)  # a handler that Python knows nothing of
+    try:
+        with StopRequest():
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+    with StopRequest():
+        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
 
 
 def test_time_limit_ends_the_run_with_its_state_saved(tmp_path):

@@ -527,7 +527,8 @@ class RunConfig(Section):
     overwrite_output_dir: bool = False
     """Start anew in a folder that holds an earlier run, whose files are then replaced."""
     resume: bool | str = False
-    """true: go on from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint."""
+    """true: go on from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as true,
+    and start where no update was recorded yet, for launchers that start a run again by themselves."""
 
     @property
     def reward_names(self) -> list[str]:

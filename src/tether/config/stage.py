@@ -76,7 +76,8 @@ class StageConfig(Section):
     overwrite_output_dir: bool = False
     """Start anew in a folder that holds an earlier run, whose files are then replaced."""
     resume: bool | str = False
-    """true: go on from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint."""
+    """true: go on from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as true,
+    and start where no step was recorded yet, for launchers that start a run again by themselves."""
 
     @property
     def learning_rate(self) -> float:

@@ -20,7 +20,7 @@ from tether.machine.distributed import Dist
 from tether.models.chat import templated
 from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
-from tether.train.run import sampling_of
+from tether.train.build import sampling_of
 from tether.train.saved import run_config
 from tether.types import Message, Request, Sampling, noise_key
 

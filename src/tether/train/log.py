@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,19 @@ class RunLog:
 
     def __init__(self, folder: Path | None, display: Display, trackers: Trackers, *, logging_steps: int) -> None:
         self.display, self.trackers, self.logging_steps = display, trackers, logging_steps
-        self._metrics, self._samples = (folder and JsonlWriter(folder / name) for name in (METRICS, SAMPLES))
+        self._folder = folder
         self._warned: set[str] = set()
         self._updates = History()
         self.evaluations: list[dict[str, float]] = []
+
+    @cached_property
+    def _metrics(self) -> JsonlWriter | None:
+        """Made with the first line: until then the files of an earlier run may lie there."""
+        return self._folder and JsonlWriter(self._folder / METRICS)
+
+    @cached_property
+    def _samples(self) -> JsonlWriter | None:
+        return self._folder and JsonlWriter(self._folder / SAMPLES)
 
     @property
     def updates(self) -> list[dict[str, float]]:

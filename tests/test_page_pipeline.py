@@ -76,5 +76,5 @@ def test_every_command_of_the_page_runs(folder, capsys):
 
 
 def test_the_page_names_every_template():
-    listed = re.search(r"gets a template by name \((.*?)\)", PAGE, flags=re.DOTALL).group(1)
+    listed = re.search(r"a built-in\s+template\s+\((.*?)\)", PAGE, flags=re.DOTALL).group(1)
     assert tuple(listed.replace("\n", " ").split(", ")) == NAMES

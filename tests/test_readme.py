@@ -1,4 +1,4 @@
-"""Every command and every program in README.md runs, in a folder with tiny models under the paths that it names."""
+"""Every file, command and program in README.md works, in a folder with tiny models under the paths that it names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ from tether.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BY_CI = {"make demo", "make test", "pip install -e .", "pip install -e '.[trl]'"}
-"""Commands that install: continuous integration runs the second, the first is the same set-up and a slow test."""
+BY_CI = {
+    "make demo", "make test",
+    "python3 -m venv .venv", ". .venv/bin/activate", "pip install -e .", "pip install -e '.[trl]'",
+}  # fmt: skip
+"""Commands that install: continuous integration runs the second, the others are what it does."""
+HUB, MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct", "path/or/hub-id"
 REWARD_YAML = """
 model: {path: path/or/hub-id, lora: {r: 4}}
 data: {pairs: pairs.jsonl, eval_fraction: 0.25}
@@ -44,24 +48,28 @@ ppo:
 
 
 def commands() -> list[str]:
-    """Indented lines of README.md, their comments left out."""
-    return [line.split("  #")[0].strip() for line in README.splitlines() if re.match(r" {4}[a-z]", line)
-            and not in_fence(line)]  # fmt: skip
+    """Indented lines of README.md, their comments left out, and the commands in its table; each once."""
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    indented = [line.split("  #")[0].strip() for line in re.findall(r"^ {4}([a-z.].*)", prose, flags=re.MULTILINE)]
+    table = README.split("## Commands")[1].split("\n## ")[0]
+    return list(dict.fromkeys(indented + re.findall(r"^\|.*\| `(tether .*)` \|$", table, flags=re.MULTILINE)))
 
 
-def in_fence(line: str) -> bool:
-    return any(line in block for block in re.findall(r"```.*?```", README, flags=re.DOTALL))
+def files() -> dict[str, str]:
+    """Contents of the files that README.md names at the beginning of the line before their block."""
+    return dict(re.findall(r"^`([a-z]+\.[a-z]+)`[^\n]*:\n\n```[a-z]+\n(.*?)```", README, flags=re.DOTALL | re.MULTILINE))
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def programs() -> list[str]:
+    """Blocks of Python that are no file: they are run, not saved."""
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    return [block for block in blocks if block not in files().values()]
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    save_tiny(tmp_path / "path/or/hub-id")
+    save_tiny(tmp_path / MODEL)
     save_tiny(tmp_path / "path/to/sequence-classifier", num_labels=1)
-    write_prompts(tmp_path / "prompts.jsonl")
     write_prompts(tmp_path / "held_out.jsonl")
     pairs = [{"prompt": f"the cat {w}", "chosen": "good nice day", "rejected": "bad night"} for w in ("sees", "runs")]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs * 4), encoding="utf-8")
@@ -69,15 +77,23 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "reward.yaml").write_text(REWARD_YAML, encoding="utf-8")
     (tmp_path / "sft.yaml").write_text(SFT_YAML, encoding="utf-8")
     (tmp_path / "pipeline.yaml").write_text(PIPELINE_YAML, encoding="utf-8")
-    (tmp_path / "run.yaml").write_text(smaller(blocks("yaml")[0]), encoding="utf-8")
+    for name, text in files().items():
+        (tmp_path / name).write_text(smaller(text) if name.endswith(".yaml") else text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def smaller(text: str) -> str:
-    """The same run or program, short."""
-    assert "10000" in text
-    return text.replace("10000", "128").replace("save_steps: 50", "save_steps: 1")
+    """The same run or program, short, on a tiny model."""
+    length = re.search(r"total_episodes\W+(640|10000)", text)
+    assert length is not None
+    text = text.replace(length[1], "128").replace(HUB, MODEL)
+    return re.sub(r"save_steps: \d+", "save_steps: 1", text)
+
+
+def test_files_of_the_readme_are_found(folder):
+    assert files().keys() == {"prompts.jsonl", "rewards.py", "run.yaml", "full.yaml"}
+    assert HUB in README and HUB not in (folder / "run.yaml").read_text(encoding="utf-8")
 
 
 def test_commands_of_the_readme_run(folder, capsys, monkeypatch):
@@ -90,7 +106,7 @@ def test_commands_of_the_readme_run(folder, capsys, monkeypatch):
 def run_commands(folder, capsys, monkeypatch):
     told = [command for command in commands() if command not in BY_CI]
     assert {command.split()[0] for command in told} == {"tether"}
-    assert len(told) >= 9
+    assert len(told) >= 15
     for command in told:
         arguments = command.split()[1:]
         if "--ppo.kl_coef=0.02" in arguments:
@@ -101,15 +117,21 @@ def run_commands(folder, capsys, monkeypatch):
     assert (folder / "runs/first/report.html").exists()
 
 
+def test_the_full_configuration_runs(folder):
+    assert main(["ppo", "full.yaml"]) == 0
+    assert list((folder / "runs/full").glob("checkpoint-*"))
+
+
 def test_programs_of_the_readme_run(folder):
-    train, load = blocks("python")
-    exec(compile(smaller(train), "README.md", "exec"), {})
+    load, train = programs()
+    assert main(["ppo", "run.yaml"]) == 0
     loaded: dict[str, object] = {}
     exec(compile(load, "README.md", "exec"), loaded)
     assert "lora_" in " ".join(name for name, _ in loaded["model"].named_parameters())
-    assert (folder / "runs/first/report.html").is_file()
+    exec(compile(smaller(train), "README.md", "exec"), {})
+    assert (folder / "runs/python/report.html").is_file()
 
 
 def test_paths_that_the_readme_links_to_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target

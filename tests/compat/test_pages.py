@@ -59,7 +59,7 @@ def test_commands_that_convert_run(home):
 
 
 def test_keys_of_the_page_are_keys():
-    table = FROM.split("## What becomes")[1].split("## What is different")[0]
+    table = FROM.split("## What becomes")[1].split("## Differences")[0]
     words = {word.split(":")[0] for word in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:: [\w.]+)?)`", table)}
     ours = {doc.key for doc in describe(RunConfig)} | {"model.lora"}
     theirs = {word for word in words - ours if "." not in word}

@@ -89,10 +89,10 @@ def test_names_on_the_page_exist():
     for name in re.findall(r"`(?:\w+ = |\w+, \w+ = )?trainer\.(\w+)\(", PAGE):
         assert hasattr(PPOTrainer, name), name
     taken = inspect.signature(tether.compat.trl.PPOTrainer).parameters
-    table = PAGE.split("## What it takes")[1].split("\n\n")[1]
+    table = PAGE.split("## Arguments of PPOTrainer")[1].split("\n\n")[1]
     for name in re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table.splitlines()[2:])):
         assert name in taken, name
-    listed = PAGE.split("names of metrics are TRL's.")[1].split("are there.")[0]
+    (listed,) = re.findall(r"has these methods and attributes: (.*?)\n\n", PAGE, flags=re.DOTALL)
     source = inspect.getsource(tether.compat.trl.PPOTrainer)
     for name in re.findall(r"`(\w+)`", listed):
         assert re.search(rf"def {name}\(|self\.{name}\b", source), name

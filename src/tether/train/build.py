@@ -105,8 +105,14 @@ def with_base(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(base), "revision": None})})
 
 
-def write_base(model: ModelConfig, folder: Path) -> None:
-    """Writes a GGUF model as a plain folder in float32: the base that a saved adapter names."""
+def write_base(model: ModelConfig, folder: Path, *, is_kept: bool) -> None:
+    """Writes a GGUF model as a plain folder in float32: the base that a saved adapter names.
+
+    Args:
+        is_kept: whether one that is there is this run's already.
+    """
+    if is_kept and folder.is_dir():
+        return
     options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     with atomic_folder(folder) as partial:
         load_causal_lm(model.path, dtype=torch.float32, **options).save_pretrained(partial)

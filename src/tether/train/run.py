@@ -166,10 +166,10 @@ def open_trainer(
         try:
             engine = build_engine(dist).name
             log.message(f"on {dist.described('tether ppo', None if engine == Alone.name else engine)}")
-            base = config.output_dir / BASE
-            if is_from_gguf(config) and not (base.is_dir() and goes_on_in(config.output_dir, checkpoint)):
+            if is_from_gguf(config):
                 log.phase("de-quantising the model", 0, 1)
-                dist.by_main(lambda: write_base(config.model, base))
+                is_kept = goes_on_in(config.output_dir, checkpoint)
+                dist.by_main(lambda: write_base(config.model, config.output_dir / BASE, is_kept=is_kept))
             with lost_told(dist.num_processes):  # engines talk to each other while they take models over
                 trainer = build_trainer(config, data, rewards, log, callbacks, dist)
             dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))

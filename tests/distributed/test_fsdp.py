@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +34,7 @@ from tests.distributed.spread import (
 )
 from tests.train.runs import tiny_run
 from tether.generation.build import build_generator
+from tether.machine.distributed import Dist
 from tether.models.roles import VALUE
 from tether.train.engines.fsdp import FullySharded
 from tether.train.run import open_trainer
@@ -243,10 +243,9 @@ def test_a_process_that_is_gone_is_told_where_a_checkpoint_is_put_together(folde
 
 @pytest.mark.parametrize("asked", ["true", "false"])
 def test_what_a_launch_asks_for_in_vain_is_told(monkeypatch, caplog, asked):
+    dist = Dist()
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", asked)
-    accelerator = SimpleNamespace(parallelism_config=None)
-    dist = SimpleNamespace(accelerator=accelerator, device=torch.device("cpu"), is_main=True, num_processes=2)
     FullySharded(dist)
     told = [record.message for record in caplog.records if "fsdp_cpu_ram_efficient_loading" in record.message]
     assert len(told) == (asked == "true")

@@ -85,11 +85,15 @@ def test_a_reward_model_counts_whole_or_in_part_by_who_has_it(tmp_path):
 
 def test_every_process_loads_every_model_whole_where_weights_are_spread(tmp_path):
     save_tiny(tmp_path / "judge", num_labels=1)
-    judges = [{"type": "model", "path": str(tmp_path / "judge"), "processes": how} for how in ("sharded", "all")]
-    planned = plan(tiny_run(tmp_path, rewards=judges, train__micro_batch_size=2), num_processes=4)
+    loading = {}
+    for processes in ("sharded", "all"):
+        judge = [{"type": "model", "path": str(tmp_path / "judge"), "processes": processes}]
+        planned = plan(tiny_run(tmp_path, rewards=judge, train__micro_batch_size=2), num_processes=4)
+        loading[processes] = planned.loading
     weights = {role.role: role.weight_bytes for role in planned.roles}
-    together = weights["policy"] + weights["reference"] + weights["value"] + weights["reward model"]
-    assert planned.loading == {"ZeRO-3": together, "FSDP2": together}
+    roles = weights["policy"] + weights["reference"] + weights["value"]
+    assert loading["all"] == {"ZeRO-3": roles, "FSDP2": roles}
+    assert loading["sharded"] == {name: roles + weights["reward model"] for name in ("ZeRO-3", "FSDP2")}
     assert plan(tiny_run(tmp_path)).loading == {}
 
 

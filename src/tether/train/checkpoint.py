@@ -170,8 +170,8 @@ class Checkpoints:
                 with atomic_folder(trial) as folder:
                     self._write(folder, contents)
                 verify_manifest(trial)
-                size = sum(file.stat().st_size for file in trial.rglob("*"))
-                policy = sum(file.stat().st_size for file in trial.iterdir())
+                size = sum(file.stat().st_size for file in trial.rglob("*") if file.is_file())
+                policy = sum(file.stat().st_size for file in trial.iterdir() if file.is_file())
             except (OSError, RuntimeError, SafetensorError) as error:
                 raise ConfigError(f"output_dir: no checkpoint can be written to {self._where()}: {error}") from error
             finally:

@@ -305,7 +305,7 @@ def test_room_for_checkpoints_is_that_of_whole_moments(folder, stage):
     case = {"value__kind": "model", "train__save_steps": 1, "train__max_steps": 1}
     changes = settings(folder, case, f"room {stage}", 2)
     share, _ = together(room, folder, changes, folder=folder, environment=launch(folder, stage))
-    assert share == pytest.approx(1, abs=0.03)
+    assert share == pytest.approx(1, abs=0.2)  # files have some hundred bytes around each of these tiny tensors
 
 
 def test_a_process_that_is_gone_is_told_where_a_checkpoint_is_put_together(folder):

@@ -21,7 +21,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, 
 }
 """Of the models of Qwen2.5 that are called so."""
 TRAINED = {
-    "full, critic of its own": {"value": {"kind": "model"}},
+    "full, separate critic": {"value": {"kind": "model"}},
     "LoRA, four roles on one base": {"model": {"lora": {}}},
 }
 LONGEST = 512

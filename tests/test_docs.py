@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.train.runs import tiny_run
+from tether.report.limits import GRADIENT_SPIKE, KL_LENGTH, LIMITS, LOGPROB_GAP, LOW_EOS_RATE, MOST_SHARE, STRETCH
 from tether.train.run import train_policy
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "metrics.md"
 CHANGES = {
     "defaults": {},
     "everything": {
@@ -26,7 +28,7 @@ CHANGES = {
 
 def defined():
     """Names of metrics that the page defines: in the first column of its tables, and in the section on evaluation."""
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     tables, evaluation = page.split("## Patterns")[0].split("## Evaluation")
     cells = [line.split("|")[1] for line in tables.splitlines() if line.startswith("|")]
     return {name for text in (*cells, evaluation) for name in re.findall(r"`([a-z_]+(?:/[A-Za-z_0-9]+)?)`", text)}
@@ -51,6 +53,26 @@ def logged(tmp_path_factory):
 @pytest.mark.parametrize("case", CHANGES)
 def test_every_metric_of_a_run_is_defined_in_the_docs(logged, case):
     assert logged[case] - defined() == set()
+
+
+def healthy(metric):
+    """What the page says of a metric's healthy range."""
+    rows = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    (cell,) = [row[2] for row in rows if len(row) == 3 and f"`{metric}`" in row[0]]
+    return cell
+
+
+def test_the_ranges_of_the_docs_are_those_of_the_report():
+    for metric, limits in LIMITS.items():
+        assert limits.text() in healthy(metric), metric
+    for name, limits in LOGPROB_GAP.items():
+        assert f"{name} {limits.text()}" in healthy("rollout/logprob_gap")
+    assert f"up to {KL_LENGTH} tokens" in healthy("objective/kl")
+    assert f"below {MOST_SHARE}" in healthy("rollout/top_token_share")
+    assert f"below {MOST_SHARE}" in healthy("rollout/top_answer_share")
+    assert f"below {LOW_EOS_RATE}" in healthy("rollout/eos_rate")
+    assert f"above {GRADIENT_SPIKE:g} times its median" in healthy("policy/grad_norm")
+    assert STRETCH == 5 and "worst five updates in a row" in PAGE.read_text(encoding="utf-8")
 
 
 def test_every_metric_in_the_docs_is_logged_by_a_run(logged):

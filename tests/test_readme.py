@@ -57,7 +57,8 @@ def commands() -> list[str]:
 
 def files() -> dict[str, str]:
     """Contents of the files that README.md names at the beginning of the line before their block."""
-    return dict(re.findall(r"^`([a-z]+\.[a-z]+)`[^\n]*:\n\n```[a-z]+\n(.*?)```", README, flags=re.DOTALL | re.MULTILINE))
+    named = r"^`([a-z]+\.[a-z]+)`[^\n]*:\n\n```[a-z]+\n(.*?)```"
+    return dict(re.findall(named, README, flags=re.DOTALL | re.MULTILINE))
 
 
 def programs() -> list[str]:

@@ -1,6 +1,7 @@
 """``tether chat`` with what is typed piped in."""
 
 import io
+import json
 
 import pytest
 import torch
@@ -10,10 +11,17 @@ from tests.models.build import save_adapter
 from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
 from tether.cli.main import main
-from tether.config.load import dump_config
+from tether.config.load import dump_config, parse_config
+from tether.config.sft_stage import SftStageConfig
+from tether.config.source import load_sources
+from tether.data.pairs import load_pairs
 from tether.errors import ModelError
 from tether.models.loading import load_causal_lm
 from tether.train.chat import open_chat
+from tether.train.inputs import load_data
+from tether.train.judges import load_judges, load_reader
+from tether.train.saved import generate_path
+from tether.types import Completion
 
 OPTIONS = {"beside": None, "alone": False, "system": None, "response_length": 6, "temperature": 0.0, "seed": 1}
 
@@ -151,3 +159,79 @@ def test_a_start_model_that_is_gone_is_named_with_the_way_out(models, tmp_path):
     with pytest.raises(ModelError, match=r"model\.path of the run in .* \(--alone leaves it out.*gone does not exist"):
         open_chat(str(out), **OPTIONS)
     assert len(open_chat(str(out), **OPTIONS | {"alone": True}).speakers) == 1
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_typed_special_tokens_are_the_same_tokens_in_a_run_in_score_and_in_chat(tmp_path, monkeypatch, asked):
+    prompts = tmp_path / "rows.jsonl"
+    config = tiny_run(tmp_path, kind="qwen2", data__special_tokens=asked, data__prompts=str(prompts))
+    text = f"the cat {AutoTokenizer.from_pretrained(config.model.path).eos_token} sees"
+    prompts.write_text(json.dumps({"prompt": text, "chosen": "good", "rejected": "bad"}) + "\n", encoding="utf-8")
+    data = load_data(config)
+    wanted = list(data.prompts.prompts[0].token_ids)
+    assert wanted.count(data.tokenizer.eos_token_id) == 1 + asked
+
+    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    source = load_sources(tmp_path / "run.yaml")
+    batch = load_judges(source, load_reader(source)).batch([text], ["good"], {}, ["row 0"])
+    assert batch.query_ids == [wanted]
+
+    same = {"split": "train", "max_length": 64, "end_ids": {data.tokenizer.eos_token_id}, "key": "k"}
+    (pair,) = load_pairs(str(prompts), data.tokenizer, **same, **config.data.chat).pairs
+    assert list(pair.chosen_ids[: pair.query_length]) == wanted
+
+    out = save_tiny(config.output_dir, "qwen2")
+    (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    asked_for = noted(monkeypatch)
+    open_chat(str(out), **OPTIONS | {"alone": True}).say(text)
+    assert asked_for == [wanted]
+
+
+def noted(monkeypatch):
+    """Queries that are answered from now on, each with one token."""
+    queries = []
+
+    def generate(self, requests, sampling):
+        queries.extend(list(request.token_ids) for request in requests)
+        return iter([(i, Completion([1], "stop")) for i in range(len(requests))])
+
+    monkeypatch.setattr("tether.generation.hf.HFGenerator.generate", generate)
+    return queries
+
+
+def test_what_sft_made_is_asked_as_it_was_trained(tmp_path, monkeypatch):
+    template = "{% for m in messages %}{{ shout }} <{{ m.role }}> {{ m.content }} {% endfor %}"
+    data = {"demonstrations": "d", "system_prompt": "be nice", "chat_template_kwargs": {"shout": "you"}}
+    config = parse_config(
+        json.dumps({"model": {"path": "start"}, "data": data, "output_dir": str(tmp_path / "sft")}), SftStageConfig
+    )
+    out = save_tiny(tmp_path / "sft")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(out)
+    (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "the cat"}) + "\n", encoding="utf-8")
+    asked = noted(monkeypatch)
+    wanted = tokenizer("you <system> be nice you <user> the cat", add_special_tokens=False)["input_ids"]
+    generate_path(out, tmp_path / "prompts.jsonl", output=str(tmp_path / "answers.jsonl"), response_length=4)
+    open_chat(str(out), **OPTIONS).say("the cat")
+    assert asked == [wanted, wanted]
+    del asked[:]
+    for system, words in (("you run", "you <system> you run you <user> the cat"), ("", "you <user> the cat")):
+        generate_path(str(out), str(tmp_path / "prompts.jsonl"), system=system, response_length=4)
+        open_chat(str(out), **OPTIONS | {"system": system}).say("the cat")
+        assert asked == [tokenizer(words, add_special_tokens=False)["input_ids"]] * 2
+        del asked[:]
+
+
+def test_a_template_of_a_file_that_is_not_here_is_that_of_the_saved_tokenizer(models, tmp_path, monkeypatch):
+    start, _ = models
+    config = tiny_run(tmp_path, model__path=str(start), data__chat_template="own.jinja")
+    out = save_tiny(config.output_dir, tied=False)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer.chat_template = "{% for m in messages %}you {{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(out)
+    (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    asked = noted(monkeypatch)
+    open_chat(str(out), **OPTIONS).say("the cat")
+    assert asked == [tokenizer("you the cat", add_special_tokens=False)["input_ids"]] * 2, "the start is asked alike"

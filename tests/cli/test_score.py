@@ -69,3 +69,16 @@ def test_a_runs_own_file_will_do_and_the_models_text_is_shown(folder, capsys):
 def test_mistakes(folder, capsys, arguments, told):
     assert main(["score", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_subset_of_a_folder_is_read_by_its_name(folder, monkeypatch, capsys):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+    entries = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("first", "second"))
+    (folder / "data").mkdir()
+    (folder / "data" / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
+    for name, pairs in (("first", PAIRS), ("second", PAIRS[:1])):
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    assert main(["score", "source.yaml", "data", "--subset", "second"]) == 0
+    assert "1 pairs of data" in capsys.readouterr().out
+    assert main(["score", "source.yaml", "data"]) == 2
+    assert "has the subsets first, second: name one by --subset" in " ".join(capsys.readouterr().err.split())

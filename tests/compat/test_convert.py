@@ -42,7 +42,7 @@ OPENRLHF_OURS = """
     model: {path: org/sft-model}
     value: {kind: model, init: policy, learning_rate: 9e-6}
     rewards: [{type: model, path: org/reward-a}]
-    data: {prompts: org/prompts, max_prompt_length: 700}
+    data: {prompts: org/prompts, columns: {prompt: question}, max_prompt_length: 700}
     sampling: {response_length: 300, num_generations: 2}
     ppo: {kl_coef: 0.02, lam: 1, num_ppo_epochs: 1, num_mini_batches: 8, cliprange_value: 0.5, reward_clip: 10}
     train: {num_train_epochs: 1, rollout_batch_size: 1024, micro_batch_size: 8, learning_rate: 5e-7, adam_beta2: 0.95,
@@ -94,7 +94,7 @@ TRL_OURS = """
     sampling: {temperature: 0.7}
     ppo: {missing_eos_penalty: 1, num_mini_batches: 2}
     train: {total_episodes: 1000000, rollout_batch_size: 64, micro_batch_size: 16, learning_rate: 3e-6,
-            adam_epsilon: 1e-8, save_steps: 500}
+            adam_epsilon: 1e-8, gradient_checkpointing: true, save_steps: 500}
     output_dir: models/ppo_tldr
 """
 LAUNCHES = {
@@ -107,7 +107,8 @@ OURS = """\
 model: {path: org/policy, trust_remote_code: true, lora: {r: 8, alpha: 16, target_modules: [q_proj, v_proj]}}
 value: {kind: model, init: org/critic, learning_rate: 2.0e-05, warmup_steps: 3}
 rewards: [{type: model, path: org/judge}]
-data: {prompts: "odd name's.parquet", eval_prompts: held.parquet, max_prompt_length: 300, max_samples: 50}
+data: {prompts: "odd name's.parquet", eval_prompts: held.parquet, max_prompt_length: 300, max_samples: 50,
+       columns: {prompt: question}}
 sampling: {response_length: 200, temperature: 0.9, num_generations: 2, top_p: 0.95, allow_truncated_sampling: true}
 ppo: {kl_coef: 0.03, kl_in: loss, kl_estimator: k3, num_ppo_epochs: 2, num_mini_batches: 4, lam: 0.9, gamma: 0.99,
       cliprange: 0.1, cliprange_high: 0.3, dual_clip: 4, cliprange_value: 0.4, entropy_coef: 0.01,
@@ -172,7 +173,7 @@ class TestToOurs:
         lines = converted(written(tmp_path, "launch.sh", OPENRLHF_OLD)).splitlines()
         comments = [line for line in lines if line.startswith("#")]
         for begin in ("# dropped, reward.normalize_enable: true: ", "# dropped, algo.kl.target: 0.1: theirs is in nats",
-                      "# ignored, zero_stage: 3: ", "# Rename the column question"):  # fmt: skip
+                      "# ignored, zero_stage: 3: "):  # fmt: skip
             assert any(line.startswith(begin) for line in comments), begin
 
     def test_keys_of_trackers_are_written_nowhere(self, tmp_path):
@@ -193,6 +194,48 @@ class TestToOurs:
         path = written(tmp_path, "ppo.yaml", json.dumps(tree))
         assert parse_config(converted(path)) == parse_config(VERL_OURS)
 
+    @pytest.mark.parametrize(
+        ("manager", "prefix"),
+        [
+            ("reward_model.reward_manager", "+reward_model.reward_kwargs.overlong_buffer_cfg"),
+            ("reward.reward_manager.name", "+reward.reward_kwargs.overlong_buffer_cfg"),
+            ("reward_model.reward_manager", "reward_model.overlong_buffer"),
+        ],
+    )
+    def test_verls_penalty_on_long_answers(self, tmp_path, manager, prefix):
+        def made(**settings):
+            words = " ".join(f"{prefix}.{name}={value}" for name, value in settings.items())
+            return converted(written(tmp_path, "l.sh", VERL.replace(" $@", f" {manager}=dapo {words}")))
+
+        text = made(enable=True, len=128, penalty_factor=0.5, log=False)
+        ppo = parse_config(text).ppo
+        assert (ppo.overlong_buffer, ppo.overlong_penalty) == (128, 0.5)
+        assert "# dropped" not in text and "reward_manager" not in text
+        text = made(enable=False, len=128, penalty_factor=0.5)
+        assert parse_config(text).ppo.overlong_buffer is None
+        assert "overlong_buffer_cfg.len: 128: this penalty is off" in text
+
+    def test_verls_keys_that_change_a_result_are_never_ignored(self, tmp_path):
+        changed = {
+            "actor_rollout_ref.rollout.do_sample": (True, False), "actor_rollout_ref.rollout.ignore_eos": (False, True),
+            "actor_rollout_ref.rollout.repetition_penalty": (1.0, 1.2), "critic.model.lora_rank": (0, 8),
+            "actor_rollout_ref.rollout.multi_turn.enable": (False, True),
+            "reward.reward_kwargs.max_resp_len": (600, 500), "reward.reward_manager.name": ("naive", "mine"),
+            "actor_rollout_ref.rollout.val_kwargs.n": (None, 4), "actor_rollout_ref.ref.model.path": (None, "other"),
+            "actor_rollout_ref.rollout.min_p": (None, 0.1), "reward_model.max_length": (None, 512),
+        }  # fmt: skip
+        for column, wanted in ((0, []), (1, list(changed))):
+            given = {key: values[column] for key, values in changed.items() if values[column] is not None}
+            words = " ".join(f"{key}={value}" for key, value in given.items())
+            lines = converted(written(tmp_path, "l.sh", VERL.replace(" $@", f" {words}"))).splitlines()
+            dropped = [line.removeprefix("# dropped, ").split(": ")[0] for line in lines if line.startswith("# drop")]
+            assert sorted(dropped) == sorted(wanted)
+            assert not any(key in line for line in lines if line.startswith("# ignored") for key in changed)
+
+    def test_variables_of_keys_that_change_nothing_may_be_unset(self, tmp_path):
+        made = converted(written(tmp_path, "l.sh", VERL.replace("n_gpus_per_node=8", "n_gpus_per_node=$GPUS")))
+        assert parse_config(made) == parse_config(VERL_OURS) and "# ignored, trainer.n_gpus_per_node: $GPUS: " in made
+
     @pytest.mark.parametrize(("stage", "text"), [("ppo", PPO), ("reward", RM), ("sft", SFT)])
     def test_llamafactorys_stages(self, tmp_path, stage, text):
         ours = written(tmp_path, "ours.yaml", converted(written(tmp_path, "their.yaml", text)))
@@ -212,7 +255,6 @@ class TestToOurs:
             (f"{TRL.strip()} --stop_token stop", "stop_token: got stop; wanted eos, or to leave it out"),
             (f"{TRL.strip()} --use_peft perhaps", "use_peft: got perhaps; wanted true or false"),
             (f"{TRL.strip()} --stop_token_id 5", "stop_token_id: got 5; set sampling.stop_token to the token's text"),
-            (f"{TRL.strip()} --dataset_config main", "dataset_config: got main; write that part of the dataset to a"),
             (f"{TRL.strip().replace('--total_episodes 1000000', '')} --warmup_steps 50",
              "warmup_steps: got 50; without total_episodes it cannot be told which share that is: write warmup_ratio"),
             (f"{TRL.strip().replace('--total_episodes 1000000', '')} --save_steps 0.1",
@@ -226,6 +268,14 @@ class TestToOurs:
             (f"{OPENRLHF_OLD.strip()} --adam_betas 0.9", "actor.adam.betas: got 0.9; wanted two numbers"),
             (VERL.replace("adv_estimator=gae", "adv_estimator=gae actor_rollout_ref.actor.optim.betas=[a,b]"),
              r"optim.betas: got \[a, b\]; wanted two numbers"),
+            (VERL.replace("critic.model.path=org/critic", "critic.model.path=${CRITIC}"),
+             r"critic.model.path: got \$\{CRITIC\}; the script does not set that variable: write its value, or set it"),
+            (VERL.replace("data.train_batch_size=64", "data.train_batch_size=$BATCH"), r"size: got \$BATCH; the "),
+            (VERL.replace("test.parquet", "'$DIR/test.parquet'"), r"data.val_files: got .*\$DIR/test.parquet'?; the "),
+            (OPENRLHF_OLD.replace("org/prompts", "$PROMPTS"), r"prompt_dataset: got \$PROMPTS; the script does"),
+            (TRL.replace("org/tldr-rm", "${JUDGE}"), r"reward_model_path: got \$\{JUDGE\}; the script does not set"),
+            (f"{VERL.strip()[:-3]} reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+             "overlong_buffer_cfg.len: missing"),
             ("python -m openrlhf.cli.train_ppo_ray x.yaml --seed 1\n", "actor.model_name_or_path: missing"),
         ],
     )
@@ -243,6 +293,15 @@ class TestToOurs:
         config = parse_config(converted(written(tmp_path, "launch.sh", text)))
         assert (config.ppo.advantage_estimator, config.ppo.whiten_advantages) == ("rloo", True)
         assert config.value_kind is None and config.sampling.num_generations == 2
+
+    @pytest.mark.parametrize(
+        "text",
+        [f"{OPENRLHF_OLD.strip()} --load_checkpoint\n", f"{OPENRLHF_NEW.strip()} --ckpt.load_enable\n",
+         VERL.replace(" $@", " trainer.resume_mode=auto")],
+    )  # fmt: skip
+    def test_a_run_that_would_go_on_where_it_can_is_able_to_start(self, tmp_path, text):
+        made = converted(written(tmp_path, "launch.sh", text))
+        assert parse_config(made).resume is False and "# dropped, ckpt" not in made and "resume_mode" not in made
 
     def test_openrlhfs_four_bits_are_those_of_the_frozen_base(self, tmp_path):
         text = f"{OPENRLHF_OLD.strip()} --load_in_4bit"
@@ -267,12 +326,40 @@ class TestToOurs:
         launch = written(tmp_path, "launch.sh", f"{TRL.strip()} --warmup_steps {given}\n")
         assert parse_config(converted(launch)).train.warmup_ratio == ratio  # of 1000000 / 64 updates
 
+    @pytest.mark.parametrize(
+        ("launcher", "processes"),
+        [
+            ("accelerate launch --num_processes 8", 8), ("accelerate launch --num_processes=8 --machine_rank 0", 8),
+            ("torchrun --nproc_per_node 4", 4), ("torchrun --nproc-per-node=4 --nnodes=2", 8),
+            ("python -m torch.distributed.run --nproc_per_node 2", 2), ("python", 1),
+            ("accelerate launch --config_file zero3.yaml", None), ("accelerate launch", None), ("torchrun", None),
+            ("deepspeed --num_gpus 2", None),
+        ],
+    )  # fmt: skip
+    def test_trls_batch_is_of_each_process(self, tmp_path, launcher, processes):
+        words = TRL.strip().replace("accelerate launch --config_file deepspeed_zero3.yaml", launcher)
+        text = converted(written(tmp_path, "launch.sh", f"{words} --warmup_steps 125\n"))
+        train = parse_config(text).train
+        assert (train.rollout_batch_size, train.micro_batch_size) == (64 * (processes or 1), 16)
+        assert train.warmup_ratio == pytest.approx(0.008 * (processes or 1), rel=1e-2)  # of 1000000 / the batch
+        assert ("# The batch is that of one process" in text) is (processes is None)
+        assert "num_processes" not in text and "nproc" not in text
+
+    def test_llamafactorys_batch_is_of_each_process(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        for text in (PPO, SFT):
+            assert "# The batch is that of one process" in converted(written(tmp_path, "their.yaml", text))
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        text = converted(written(tmp_path, "their.yaml", PPO))
+        assert parse_config(text).train.rollout_batch_size == 32 and "of one process" not in text
+
     def test_trls_checkpoints_and_optimizer(self, tmp_path):
         def train(more):
             return parse_config(converted(written(tmp_path, "launch.sh", f"{TRL.strip()} {more}\n"))).train
 
         assert [train(more).save_steps for more in ("", "--save_steps 7", "--save_steps 0.1")] == [500, 7, 1563]
         assert train("--save_strategy no").save_steps is None
+        assert train("").gradient_checkpointing and not train("--gradient_checkpointing False").gradient_checkpointing
         assert train("--optim adamw_bnb_8bit").optim == "adamw_8bit"
         made = converted(written(tmp_path, "launch.sh", f"{TRL.strip()} --optim lion_8bit --save_strategy epoch\n"))
         assert "# dropped, optim: lion_8bit: not offered here; adamw_torch_fused stands in" in made
@@ -287,8 +374,8 @@ class TestToOurs:
         assert "hold that message alone" in made("ppo_tldr.py") and "hold that message" not in made("ppo.py")
         assert parse_config(made("my_own.py")).data.chat_template == "auto"
         assert "where the script does without, set data.chat_template: none" in made("my_own.py")
-        assert "# Rename the column query of the prompts to prompt." in made("ppo.py", "--dataset_text_field query")
-        assert "Rename" not in made("ppo.py", "--dataset_text_field prompt")
+        for name, columns in (("query", {"prompt": "query"}), ("prompt", {})):
+            assert parse_config(made("ppo.py", f"--dataset_text_field {name}")).data.columns == columns
 
     def test_trls_test_split_is_held_out_where_it_is_read(self, tmp_path):
         def config(script, more):
@@ -298,6 +385,9 @@ class TestToOurs:
         steps = "--eval_strategy steps --eval_steps 100"
         held_out = config("ppo_tldr.py", steps)
         assert (held_out.data.eval_prompts, held_out.data.eval_split) == ("org/tldr", "validation")
+        assert held_out.data.subset is held_out.data.eval_subset is None
+        of_one = config("ppo_tldr.py", f"{steps} --dataset_config main").data
+        assert (of_one.subset, of_one.eval_subset) == ("main", "main")
         assert held_out.train.eval_steps == 100
         assert config("ppo_tldr.py", "--eval_strategy steps").train.eval_steps == 10  # their logging_steps
         assert config("ppo_tldr.py", "--eval_strategy epoch").train.eval_steps is None

@@ -14,6 +14,7 @@ from tests.rewards.value_heads import save_value_head
 from tests.tiny import save_tiny, tiny_tokenizer
 from tether.cli.main import main
 from tether.compat import llamafactory
+from tether.compat.llamafactory_keys import IGNORED, KNOWN, OFF, TAKEN
 from tether.compat.load import load_any
 from tether.config.launched import planned
 from tether.config.load import load_config, parse_config
@@ -103,6 +104,10 @@ class TestTheExample:
         assert (train.learning_rate, train.num_train_epochs, train.lr_scheduler_type) == (5e-5, 3.0, "linear")
         assert train.bf16 is None
 
+    def test_hub_ids_are_in_alpaca_format(self, tmp_path):
+        config, _ = read(PPO, "--dataset_dir=ONLINE", "--dataset=org/a,org/b", folder=tmp_path)
+        assert (config.data.prompts, config.data.dataset_dir) == (["org/a", "org/b"], "ONLINE")
+
     @pytest.mark.parametrize("world", [1, 2])
     def test_the_rollout_batch_is_the_product_of_four(self, tmp_path, monkeypatch, world):
         monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -140,6 +145,22 @@ class TestRewards:
         config, _ = read(text, folder=tmp_path)
         assert (config.rewards[0].type, config.rewards[0].path) == ("value_head", "saves/rm")
 
+    def test_the_adapter_is_of_the_model_that_is_named(self, home):
+        save_adapter(home / "rm", Path(MODEL), reward=True)
+        named = [f"--reward_model={MODEL}", "--reward_model_adapters=rm", "--reward_model_type=full"]
+        assert read(PPO, *named)[0].rewards[0].path == "rm"
+        save_tiny(home / "other")
+        with pytest.raises(ConfigError, match=r"reward_model_adapters: .*its base is .*, not other: "):
+            read(PPO, "--reward_model=other", *named[1:])
+
+    @pytest.mark.parametrize("kind", ["lora", "api"])
+    def test_adapters_of_the_other_kinds_are_not_read_as_theirs_are_not(self, tmp_path, kind):
+        path = REWARD if kind == "lora" else "http://host/score"
+        named = [f"--reward_model={path}", f"--reward_model_type={kind}", "--reward_model_adapters=a,b"]
+        config, translation = read(PPO, *named, folder=tmp_path)
+        assert path in (getattr(config.rewards[0], "path", ""), getattr(config.rewards[0], "url", ""))
+        assert ("reward_model_adapters: a,b", "for reward_model_type full only, as theirs") in translation.ignored
+
     @pytest.mark.parametrize(("kind", "ours"), [("lora", "adapter"), ("full", "model")])
     def test_what_tether_reward_saved(self, home, kind, ours):
         if kind == "lora":
@@ -169,15 +190,15 @@ class TestRewards:
 
 class TestKeys:
     def test_every_one_is_known_and_no_other(self):
-        assert set(KEYS) == llamafactory.KNOWN
+        assert set(KEYS) == KNOWN
 
     def test_each_is_in_one_group(self):
-        groups = [*llamafactory.IGNORED.values(), llamafactory.TAKEN]
+        groups = [*IGNORED.values(), TAKEN]
         counts = Counter([key for names in groups for key in names.split()])
-        counts.update(key for off in llamafactory.OFF.values() for key in off)
+        counts.update(key for off in OFF.values() for key in off)
         assert [key for key, count in counts.items() if count > 1] == []
 
-    @pytest.mark.parametrize("key", sorted(key for names in llamafactory.IGNORED.values() for key in names.split()))
+    @pytest.mark.parametrize("key", sorted(key for names in IGNORED.values() for key in names.split()))
     def test_what_changes_nothing_is_named(self, tmp_path, key):
         plain, _ = read(PPO.replace(f"\n{key}:", "\n# "), folder=tmp_path)
         config, translation = read(f"{PPO}{key}: 7\n" if f"\n{key}:" not in PPO else PPO, folder=tmp_path)
@@ -188,13 +209,13 @@ class TestKeys:
     def test_null_leaves_a_key_out(self, stage):
         needed = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "reward_model": "r"}
         given = needed | {"stage": stage, "finetuning_type": "lora"}
-        for key in sorted(llamafactory.KNOWN - needed.keys() - {"stage"}):
+        for key in sorted(KNOWN - needed.keys() - {"stage"}):
             without = {name: value for name, value in given.items() if name != key}
             _, translation = llamafactory.translated("their.yaml", without | {key: None}, {})
             assert translation.config == llamafactory.translated("their.yaml", without, {})[1].config, key
             assert not any(theirs.startswith(f"{key}: ") for theirs, _ in translation.table), key
 
-    @pytest.mark.parametrize("key", sorted(key for off in llamafactory.OFF.values() for key in off))
+    @pytest.mark.parametrize("key", sorted(key for off in OFF.values() for key in off))
     def test_what_would_change_the_result_is_refused_by_name(self, tmp_path, key):
         with pytest.raises(ConfigError, match=rf"their.yaml, --{key}: {key}: got something; "):
             read(PPO, f"--{key}=something", folder=tmp_path)
@@ -378,11 +399,13 @@ class TestModels:
         read(PPO, "--template=deepseek3", "--model_revision=v2")
         assert asked == [(MODEL, {"revision": "v2", "trust_remote_code": True})]
 
-    def test_zephyr_is_the_models_own_template_with_their_system_prompt(self, home):
-        config, translation = read(PPO, "--template=zephyr")
-        assert config.data.chat_template == "auto"
-        assert config.data.system_prompt == "You are Zephyr, a helpful assistant."
-        assert any("no newline after the end token" in note for note in translation.notes)
+    def test_a_template_that_llamafactory_has_not_is_a_slip(self, home):
+        for slip, told in (("lama3", "did you mean llama3?"), ("qwen25_vl", "did you mean qwen2_vl?"), ("xyz", "")):
+            with pytest.raises(ConfigError, match=rf"template: got {slip}; LLaMA-Factory has no such template; {told}"):
+                read(PPO, f"--template={slip}")
+
+    def test_a_system_prompt_of_the_file_stands_in_for_the_templates_own(self, home):
+        assert read(PPO, "--template=zephyr")[0].data.system_prompt is None
         assert read(PPO, "--template=zephyr", "--default_system=x")[0].data.system_prompt == "x"
 
     def test_flash_attention_is_used_where_it_can_be(self, tmp_path, monkeypatch):
@@ -497,11 +520,11 @@ class TestValuesOfOtherKinds:
 
     def test_a_missing_model_is_named_where_its_template_is_looked_for(self, home):
         text = PPO.replace(MODEL, "./nowhere")
-        for odd in (text.replace("template: llama3", "template: odd"), text.replace("type: lora", "type: freeze")):
+        for odd in (text.replace("template: llama3", "template: yi"), text.replace("type: lora", "type: freeze")):
             with pytest.raises(ModelError, match=r"model_name_or_path: \./nowhere does not exist; wanted"):
                 read(odd)
 
     def test_paths_at_home(self, home, monkeypatch):
         monkeypatch.setenv("HOME", str(home))
-        config, _ = read(PPO.replace(MODEL, f"~/{MODEL}").replace("template: llama3", "template: odd"))
+        config, _ = read(PPO.replace(MODEL, f"~/{MODEL}").replace("template: llama3", "template: yi"))
         assert Path(config.model.path) == home / MODEL

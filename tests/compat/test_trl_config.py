@@ -13,7 +13,7 @@ from transformers import HfArgumentParser, TrainingArguments
 import tether.compat.trl
 from tests.compat.trl_runs import arguments, trainer
 from tether.compat.trl import PPOConfig, PPOTrainer
-from tether.compat.trl.config import DERIVED, IN_SCRIPTS, INERT, REFUSED, check_arguments, derive, run_config
+from tether.compat.trl.config import DERIVED, INERT, REFUSED, check_arguments, derive, run_config
 from tether.compat.trl.former import NAMES, OF_CONFIG, OF_TRAINER
 from tether.errors import ConfigError
 from tether.machine.precision import check_precision
@@ -58,11 +58,12 @@ def test_the_parser_of_transformers_takes_them(tmp_path):
 def test_every_argument_is_read_refused_or_said_to_be_inert():
     folder = Path(tether.compat.trl.__file__).parent
     source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
-    source = source.replace(source[source.index("INERT = frozenset") : source.index("IN_SCRIPTS = ")], "")
+    source = source.replace(source[source.index("INERT = frozenset") : source.index("DERIVED = ")], "")
     named = {name for pattern in (r"args\.(\w+)", r"self\.(\w+)", r'"(\w+)"') for name in re.findall(pattern, source)}
     read = {"log_level", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"}  # by callbacks
+    by_scripts = {"sft_model_path", "reward_model_path"}
     names = {field.name for field in dataclasses.fields(PPOConfig) if not field.name.startswith("_")}
-    assert names - named - INERT - IN_SCRIPTS - read == set()
+    assert names - named - INERT - by_scripts - read == set()
     assert not INERT & (set(REFUSED) | DERIVED)
 
 
@@ -82,6 +83,8 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path, name):
         ({"stop_token_id": 5}, "got stop_token eos and stop_token_id 5"),
         ({"stop_token": "stop"}, "stop_token: got 'stop', wanted eos or None"),
         ({"kl_estimator": "k2"}, "kl_estimator: got 'k2', wanted k1 or k3"),
+        ({"missing_eos_penalty": -1.0}, r"PPOConfig.missing_eos_penalty: got -1.0, wanted .* taken off"),
+        ({"missing_eos_penalty": -1.0, "stop_token": None}, r"PPOConfig.missing_eos_penalty: got -1.0, wanted"),
         ({"max_steps": 3}, "got max_steps 3 and total_episodes 16"),
         ({"hub_strategy": "checkpoint"}, "hub_strategy: got checkpoint, wanted end or every_save"),
         ({"save_strategy": "best"}, "save_strategy best needs metric_for_best_model"),
@@ -219,6 +222,43 @@ def test_arguments_of_older_releases_are_told_what_they_are_called(tmp_path):
         PPOConfig(output_dir=str(tmp_path), no_such=4)
     names = {field.name for field in dataclasses.fields(PPOConfig)}
     assert not names & OF_CONFIG.keys() and not inspect.signature(PPOTrainer).parameters.keys() & OF_TRAINER.keys()
+
+
+OF_TRL_0_11 = """
+    exp_name seed log_with task_name model_name query_dataset reward_model remove_unused_columns tracker_kwargs
+    accelerator_kwargs project_kwargs tracker_project_name push_to_hub_if_best_kwargs steps learning_rate
+    adap_kl_ctrl init_kl_coef kl_penalty target horizon gamma lam cliprange cliprange_value vf_coef batch_size
+    forward_batch_size mini_batch_size gradient_accumulation_steps world_size ppo_epochs max_grad_norm
+    optimize_cuda_cache optimize_device_cache early_stopping target_kl compare_steps ratio_threshold
+    use_score_scaling use_score_norm score_clip whiten_rewards gradient_checkpointing is_encoder_decoder
+    is_peft_model backward_batch_size global_backward_batch_size global_batch_size dataset_num_proc
+"""
+"""Every field of its PPOConfig."""
+
+
+@pytest.mark.parametrize("name", OF_TRL_0_11.split())
+def test_every_argument_of_the_old_loop_is_one_or_is_told_what_stands_in_its_place(tmp_path, name):
+    if name in {field.name for field in dataclasses.fields(PPOConfig)}:
+        assert name not in OF_CONFIG
+        return
+    told = rf"^PPOConfig takes the arguments of TRL 1\.12: {name} → \w.*docs/from_trl\.md"
+    with pytest.raises(ConfigError, match=told):
+        PPOConfig(output_dir=str(tmp_path), **{name: 1})
+
+
+def test_a_limit_of_the_ratio_and_a_project_are_sent_to_their_own_places():
+    assert OF_CONFIG["ratio_threshold"].startswith("ppo.max_ratio ")
+    assert OF_CONFIG["tracker_project_name"].startswith("project,")
+
+
+@pytest.mark.parametrize("name", ["step", "generate", "log_stats", "save_pretrained", "dataloader"])
+def test_what_the_old_loop_calls_is_sent_to_its_section(name):
+    told = rf"^PPOTrainer has no {name}, which TRL ≤ 0\.11 had: .*; see docs/from_trl\.md, (.*)$"
+    with pytest.raises(AttributeError, match=told) as raised:
+        getattr(PPOTrainer.__new__(PPOTrainer), name)
+    section = re.match(told, str(raised.value))[1]
+    page = Path(__file__).parents[2] / "docs" / "from_trl.md"
+    assert f"## {section}" in page.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("name", NAMES)

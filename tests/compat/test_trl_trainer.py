@@ -16,19 +16,21 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EarlyStoppingCallback,
+    Gemma3TextConfig,
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
 
 from tests.compat.trl_runs import TEXTS, arguments, classifier, loaded, policy, rows, trainer
-from tests.tiny import EOS, PAD, SPECIAL, WORDS, tiny_tokenizer
+from tests.tiny import EOS, PAD, SPECIAL, VOCAB_SIZE, WORDS, tiny_tokenizer
 from tether.compat.trl import PPOTrainer, events
+from tether.compat.trl.arguments import check_kinds
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.former import OF_TRANSFORMERS
 from tether.compat.trl.samples import print_table
-from tether.compat.trl.trainer import check_kinds
 from tether.config.load import load_config
 from tether.config.schema import RunConfig
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -340,6 +342,19 @@ def test_frozen_parameters_of_the_policy_stay(tmp_path):
     assert not any(name.startswith("model.layers.0.") for name in changed(before, model))
 
 
+def test_a_judge_with_an_adapter_scores_alike_merged_and_from_its_folder(tmp_path):
+    loaded(tmp_path, "llama", 1)
+    torch.manual_seed(3)
+    judge = get_peft_model(classifier(tmp_path), LoraConfig(task_type="SEQ_CLS", init_lora_weights=False))
+    judge.save_pretrained(tmp_path / "judge")
+    tiny_tokenizer().save_pretrained(tmp_path / "judge")
+    made = trainer(tmp_path, reward_model=[str(tmp_path / "judge"), judge.merge_and_unload(), classifier(tmp_path)])
+    made.train()
+    row = made.state.log_history[0]
+    folder, merged, base = (row[f"rewards/{name}"] for name in ("judge", "llama-1_1", "llama-1_2"))
+    assert folder == pytest.approx(merged, abs=1e-5) and abs(folder - base) > 1e-3
+
+
 def test_rewards_may_be_functions_paths_and_models_which_are_added_up(tmp_path):
     loaded(tmp_path, "llama", 1)
     made = trainer(tmp_path, reward_model=[words, short, str(tmp_path / "llama-1"), classifier(tmp_path)])
@@ -581,6 +596,9 @@ def test_a_run_goes_on_from_a_checkpoint_bitwise(tmp_path):
     whole = trainer(tmp_path, args=args)
     whole.train()
     half = trainer(tmp_path, args=args)
+    kept = {path.name for path in (tmp_path / "out" / "checkpoint-1").iterdir()}
+    assert kept >= {"model.safetensors", "tether_state"}
+    assert kept.isdisjoint({"trainer_state.json", "training_args.bin"})
     half.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert [timeless(row) for row in half.state.log_history] == [timeless(row) for row in whole.state.log_history]
     assert not changed(tensors(whole.policy_model), half.policy_model)
@@ -670,6 +688,10 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
         (lambda f: {"reward_model": policy(f)}, "reward_model: got LlamaForCausalLM without .* or a list"),
         (lambda f: {"reward_model": None}, "reward_model: got NoneType, wanted a sequence classifier .* a list"),
         (lambda f: {"reward_model": []}, "reward_model: got an empty list"),
+        (lambda f: {"reward_model": get_peft_model(classifier(f), LoraConfig(task_type="SEQ_CLS"))},
+         r"reward_model: got Peft.*\. Merge its adapter first, reward_model\.merge_and_unload\(\), or give the "),
+        (lambda f: {"value_model": get_peft_model(classifier(f), LoraConfig(task_type="SEQ_CLS"))},
+         r"value_model: got Peft.*value_model\.merge_and_unload\(\), and all its weights train; .*kind: adapter"),
         (lambda f: {"reward_model": torch.nn.Linear(1, 1)}, "reward_model: got Linear, wanted"),
         (lambda f: {"reward_model": lambda texts: texts}, "does not take prompts and completions"),
         (lambda f: {"reward_model": [words, 3]}, "reward_model: got int, wanted"),
@@ -690,6 +712,14 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
 def test_wrong_kinds_of_argument_name_what_is_accepted(tmp_path, change, message):
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, **change(tmp_path))
+
+
+def test_a_critic_that_reads_what_is_behind_a_token_is_refused(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB_SIZE}
+    config = Gemma3TextConfig(use_bidirectional_attention=True, num_labels=1, **sizes)
+    with pytest.raises(ModelError, match="reads what is behind a token, too; wanted a causal language model"):
+        trainer(tmp_path, value_model=AutoModelForSequenceClassification.from_config(config))
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,46 @@ def test_sharegpt_pairs_and_a_column_for_the_system_message(entry):
     assert row == {"prompt": [system("you"), user("the cat")], "chosen": "is good", "rejected": "is bad"}
 
 
+def test_the_turns_own_system_message_goes_before_that_of_a_column(entry):
+    rows = [{"conversations": [{"from": "system", "value": "be nice"}, *TURNS], "s": "you"}, {"conversations": TURNS}]
+    columns = {"messages": "conversations", "system": "s"}
+    table = read_entry(entry([*rows, rows[1] | {"s": "you"}], formatting="sharegpt", columns=columns), "d", "k")
+    assert [row["prompt"] for row in table.rows] == [
+        [system("be nice"), user("the cat")], [user("the cat")], [system("you"), user("the cat")],
+    ]  # fmt: skip
+
+
+def test_broken_conversations_are_left_out_with_one_warning(entry, caplog):
+    good, bad = {"conversations": TURNS}, {"conversations": [*TURNS, {"from": "bot", "value": "x"}]}
+    folder = entry([good, bad, {"conversations": []}, good, bad], formatting="sharegpt")
+    table = read_entry(folder, "d", "data.prompts")
+    assert [table.where(i).rpartition(", ")[2] for i in range(len(table.rows))] == ["row 0", "row 3"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.getMessage().startswith("3 of 5 rows are left out; the first: ")
+    assert record.getMessage().endswith(
+        "row 1, conversations, turn 2: from is 'bot', wanted one of human, gpt, observation, system"
+    )
+    with pytest.raises(DataError, match=r"row 0, conversations, turn 0: role is 'user', wanted one of human, gpt"):
+        tags = {"role_tag": "role", "content_tag": "content"}
+        read_entry(entry([{"conversations": [user("x")]}] * 2, formatting="sharegpt", tags=tags), "d", "k")
+
+
+def test_messages_of_the_api(entry):
+    called = {"function": {"name": "look", "arguments": '{"at": "cat"}'}, "type": "function", "id": "1"}
+    turns = [
+        system("be nice"), user("the cat"), {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "content": "red"}, {"role": "tool", "content": "blue"}, assistant("it is red"),
+    ]  # fmt: skip
+    (row,) = read_entry(entry([{"talk": turns}], formatting="openai", columns={"messages": "talk"}), "d", "k").rows
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "cat"}}}
+    assert row["messages"] == [*turns[:2], {"role": "assistant", "content": "", "tool_calls": [call]}, *turns[3:]]
+    assert row["prompt"] == row["messages"][:-1]
+    tags = {"role_tag": "who", "content_tag": "text", "user_tag": "person"}
+    rows = [{"talk": [{"who": "person", "text": "the cat"}, {"who": "assistant", "text": "is good"}]}]
+    folder = entry(rows, formatting="openai", columns={"messages": "talk"}, tags=tags)
+    assert read_entry(folder, "d", "k").rows[0]["messages"] == [user("the cat"), assistant("is good")]
+
+
 def test_calls_of_functions_are_handed_to_the_template(entry):
     call = {"name": "look", "arguments": {"at": "cat"}}
     turns = [
@@ -172,6 +212,26 @@ def test_a_number_of_samples_is_drawn_and_keeps_the_rows_own_numbers(entry):
     assert len(more) == 50 and set(more) == {str(i) for i in range(20)}
 
 
+def test_no_more_rows_are_read_than_are_asked_for(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "a"}\n{"instruction": "b"}\n{broken\n')
+    info = {"d": {"file_name": "rows.jsonl", "file_sha1": "0a1b"}, "e": {"file_name": "rows.jsonl", "num_samples": 1}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    assert len(read_datasets("d", split="train", key="k", dataset_dir=str(tmp_path), max_samples=2).rows) == 2
+    with pytest.raises(DataError, match="line 3"):  # a share of all rows is drawn, so all are read
+        read_datasets("e", split="train", key="k", dataset_dir=str(tmp_path), max_samples=1)
+
+
+def test_hub_ids_without_a_file_are_in_alpaca_format(monkeypatch):
+    import datasets
+
+    rows = [{"instruction": "the cat", "input": "sees", "output": "a dog"}]
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path: ["train"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, split: datasets.Dataset.from_list(rows))
+    check_datasets("org/alpaca", "data.prompts", dataset_dir="ONLINE")
+    (row,) = read_datasets("org/alpaca", split="train", key="data.prompts", dataset_dir="ONLINE").rows
+    assert row == {"prompt": [user("the cat\nsees")], "messages": [user("the cat\nsees"), assistant("a dog")]}
+
+
 def test_a_hub_dataset_with_its_subset_and_split(entry, monkeypatch, tmp_path):
     import datasets
 
@@ -181,19 +241,20 @@ def test_a_hub_dataset_with_its_subset_and_split(entry, monkeypatch, tmp_path):
         asked.append((path, options))
         return datasets.Dataset.from_list([{"instruction": "a", "input": "", "output": "b"}])
 
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, config_name, data_dir: ["train", "test"])
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, config_name, **within: ["train", "test"])
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    info = {"d": {"hf_hub_url": "org/data", "subset": "en", "folder": "v2", "split": "test"}}
+    settings = {"hf_hub_url": "org/data", "subset": "en", "folder": "v2", "split": "test", "revision": "main"}
+    info = {"d": settings | {"file_name": "a copy that the hub goes before.json"}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     check_entry(str(tmp_path), "d", "k")
     assert read_entry(str(tmp_path), "d", "k").rows[0]["prompt"] == [user("a")]
-    assert asked == [("org/data", {"split": "test", "name": "en", "data_dir": "v2"})]
+    assert asked == [("org/data", {"split": "test", "name": "en", "data_dir": "v2", "revision": "main"})]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"formatting": "openai"}, "formatting is 'openai', wanted alpaca or sharegpt"),
+        ({"formatting": "chatml"}, "formatting is 'chatml', wanted alpaca, sharegpt or openai"),
         ({"columns": {"kto_tag": "label"}}, r"columns\.kto_tag: single answers with a verdict are for KTO"),
         ({"columns": {"images": "images"}}, r"columns\.images: the models here read text only"),
         ({"columns": {"answer": "a"}}, r"unknown key columns\.answer; allowed are chosen, history"),
@@ -240,12 +301,7 @@ ALPACA = {"instruction": "a", "output": "b"}
             {"columns": {"prompt": "instruction", "history": "h"}},
             r"h, entry 0: got \['a'\], wanted a question and its answer",
         ),
-        ({"conversations": []}, {"formatting": "sharegpt"}, "conversations: got .*, wanted a list of turns"),
-        (
-            {"conversations": [{"from": "bot", "value": "x"}]},
-            {"formatting": "sharegpt"},
-            "turn 0: from is 'bot', wanted one of human, gpt, observation, system",
-        ),
+        ({"conversations": None}, {"formatting": "sharegpt"}, "conversations: got None, wanted a list of turns"),
         (
             {"conversations": [{"role": "user", "content": "x"}]},
             {"formatting": "sharegpt"},

@@ -79,8 +79,10 @@ TURNS = [user("the cat"), assistant("a dog"), user("very good"), assistant("is i
         {"prompt": TURNS[:1], "completion": TURNS[1:]},
         {"prompt": TURNS[:3], "completion": TURNS[3:]},
         {"prompt": "the cat", "completion": TURNS[1:]},
+        {"prompt": "the cat", "chosen": TURNS[1:], "rejected": "x"},
+        {"prompt": "the cat", "chosen": TURNS, "rejected": "x"},
     ],
-    ids=["messages", "three to come", "one to come", "three to come after text"],
+    ids=["messages", "three to come", "one to come", "three to come after text", "chosen", "chosen, the whole"],
 )
 def test_of_a_conversation_the_last_turn_is_trained_on(load, row):
     (demonstration,) = load([row]).demonstrations

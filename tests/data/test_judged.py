@@ -38,12 +38,28 @@ PAIRS = {
         [user("p")],
         ("a", "b"),
     ),
+    "several messages that go on": (
+        {"prompt": "p", **{side: [says("x"), user("y"), says(side[0])] for side in ("chosen", "rejected")}},
+        [user("p"), says("x"), user("y")],
+        ("c", "r"),
+    ),
+    "conversations beside their prompt": (
+        {"prompt": "p", "chosen": [user("p"), says("a")], "rejected": [user("p"), says("b")]}, [user("p")], ("a", "b"),
+    ),
     "the same twice": ({"prompt": "p", "chosen": "a", "rejected": "a"}, "p", ("a", "a")),
     "beside an answer": ({"prompt": "p", "chosen": "a", "rejected": "b", "response": "c"}, "p", ("a", "b")),
 }
 ANSWERS = {
     "response": ({"prompt": "p", "response": "a"}, "p", ("a",)),
     "completion": ({"prompt": [user("p")], "completion": [says("a")]}, [user("p")], ("a",)),
+    "a completion of several messages": (
+        {"prompt": [user("p")], "completion": [says("x"), user("y"), says("a")]},
+        [user("p"), says("x"), user("y")],
+        ("a",),
+    ),
+    "a completion that begins with the user": (
+        {"prompt": [user("p")], "completion": [user("y"), says("a")]}, [user("p"), user("y")], ("a",),
+    ),
     "messages": ({"messages": [user("p"), says("a")]}, [user("p")], ("a",)),
     "a transcript": ({"prompt": "\n\nHuman: p\n\nAssistant:", "response": "a"}, [user("p")], ("a",)),
     "conversations": (

@@ -221,6 +221,55 @@ def test_nulls_that_parquet_fills_in_are_no_part_of_a_message(tmp_path):
     assert [prompt.source for prompt in data.prompts] == [rows[0]["messages"], rows[1]["messages"]]
 
 
+TOOLS_TEMPLATE = (
+    "{% if tools is not none %}{{ tools | tojson }} {% endif %}{% for m in messages %}<{{ m.role }}> "
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ m.content }} {% endfor %}"
+)
+
+
+def call(arguments):
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": arguments}}]}
+
+
+def test_nulls_that_parquet_fills_in_are_no_part_of_tools_and_calls(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    tokenizer, rows = tiny_tokenizer(), []
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    for name, other in (("cat", "dog"), ("sea", "sun")):
+        tools = [{"name": name, "parameters": {name: {"type": other, "enum": [name, other]}}}]
+        rows.append({"messages": [user(name), call({name: other}), {"role": "tool", "content": "red"}], "tools": tools})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "calls.parquet")
+    options = {"split": "train", "max_prompt_length": 256, "chat_template": "auto", "system_prompt": None, "key": "k"}
+    first, second = load_prompts(str(tmp_path / "calls.parquet"), tokenizer, **options).prompts
+    assert first.text == (
+        '[{"name": "cat", "parameters": {"cat": {"type": "dog", "enum": ["cat", "dog"]}}}] <user> cat '
+        '<assistant> {"arguments": {"cat": "dog"}} <tool> red '
+    )
+    assert "null" not in second.text and '{"arguments": {"sea": "sun"}}' in second.text
+
+
+def test_no_tools_are_none_however_they_are_written(load):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    given = [None, [], "[]", "", " ", "null", '[{"name": "cat"}]']
+    *none, some = load([{"prompt": "the cat", "tools": tools} for tools in given], tokenizer).prompts
+    assert {prompt.text for prompt in none} == {"<user> the cat "}
+    assert some.text == '[{"name": "cat"}] <user> the cat '
+    without = r"row 0 \(line 1\), tools: the chat template makes no use of tools; .*data\.chat_template: auto"
+    with pytest.raises(DataError, match=without):
+        load([{"prompt": "the cat", "tools": given[-1]}])
+    assert load([{"prompt": "the cat", "tools": "[]"}]).prompts
+
+
+def test_calls_that_the_template_does_not_write_are_refused_not_lost(load):
+    messages = [user("cat"), call({"at": "dog"}), {"role": "tool", "content": "red"}]
+    lost = r"^data\.prompts: .*row 1 \(line 2\): message 1 calls functions .*data\.chat_template: auto.*the row out"
+    with pytest.raises(DataError, match=lost):
+        load([{"prompt": "cat"}, {"messages": messages}])
+
+
 def test_the_conversation_that_the_policy_is_shown_goes_with_the_prompt(load):
     """What a judge with a template of its own is to be shown: with the run's system message, as the query is."""
     system = {"role": "system", "content": "be nice"}

@@ -1,7 +1,10 @@
 """Every form a dataset comes in, and what is said of those that cannot be read."""
 
 import csv
+import gzip
 import json
+import subprocess
+import sys
 
 import datasets
 import pyarrow
@@ -41,12 +44,29 @@ def write_folder(path):
     (path / "data" / "test.jsonl").write_text(json.dumps({"prompt": "night", "answer": "z"}) + "\n")
 
 
+def write_gz(path):
+    write_csv(path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+def write_configurations(path):
+    """A folder as it is on the hub, with two subsets."""
+    names = ("main", "socratic")
+    entries = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in names)
+    path.mkdir()
+    (path / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
+    for name in names:
+        (path / f"{name}.jsonl").write_text(json.dumps({"question": f"the {name}", "answer": "4"}) + "\n")
+
+
 WRITERS = {
     "rows.jsonl": write_jsonl,
     "rows.json": lambda path: path.write_text(json.dumps(ROWS, indent=2), encoding="utf-8"),
     "lines.json": write_jsonl,
     "bom.jsonl": lambda path: path.write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8-sig"),
     "rows.csv": write_csv,
+    "zipped.csv.gz": write_gz,
+    "zipped.jsonl.gz": lambda path: path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode())),
     "rows.PARQUET": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path),
     "saved": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(path),
     "saved_splits": lambda path: datasets.DatasetDict(
@@ -94,7 +114,170 @@ def test_splits(tmp_path, name):
 
 def test_a_single_split_is_read_whatever_it_is_called(tmp_path):
     datasets.DatasetDict(held_out=datasets.Dataset.from_list(ROWS)).save_to_disk(tmp_path / "one")
-    assert read_rows(str(tmp_path / "one"), split="train", key="k").rows == ROWS
+    for split in ("train", "train+test"):
+        assert read_rows(str(tmp_path / "one"), split=split, key="k").rows == ROWS
+
+
+MANY = [{"prompt": f"text {i}"} for i in range(11)]
+SPLITS = {
+    "train": MANY,
+    "train[:3]": MANY[:3],
+    "train[2:4]": MANY[2:4],
+    "train[-3:]": MANY[-3:],
+    "train[:-9]": MANY[:-9],
+    "train[:90%]": MANY[:10],
+    "train[90%:]": MANY[10:],
+    "train[-20%:]": MANY[-2:],
+    "train[5:1000]": MANY[5:],
+    "train[:2] + train[9:]": MANY[:2] + MANY[9:],
+}
+MANY_WRITERS = {
+    "rows.jsonl": lambda path: path.write_text("\n".join(map(json.dumps, MANY))),
+    "rows.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(MANY), path),
+    "saved": lambda path: datasets.Dataset.from_list(MANY).save_to_disk(path),
+    "folder": lambda path: (path.mkdir(), (path / "train.jsonl").write_text("\n".join(map(json.dumps, MANY)))),
+}
+
+
+@pytest.mark.parametrize("form", MANY_WRITERS)
+def test_parts_of_a_split_are_those_that_datasets_reads(tmp_path, form):
+    MANY_WRITERS[form](tmp_path / form)
+    for split, wanted in SPLITS.items():
+        read = read_rows(str(tmp_path / form), split=split, key="k")
+        assert read.rows == wanted, split
+        assert read_rows(str(tmp_path / form), split=split, key="k", max_rows=2).rows == wanted[:2], split
+    assert read_rows(str(tmp_path / form), split="validation[1:2]", key="k").rows == MANY[1:2], "the only split"
+    datasets.Dataset.from_list(MANY).to_json(tmp_path / "all.jsonl")
+    for split, wanted in SPLITS.items():
+        files = {"train": str(tmp_path / "all.jsonl")}
+        assert list(datasets.load_dataset("json", data_files=files, split=split.replace(" ", ""))) == wanted, split
+
+
+@pytest.mark.parametrize("name", ["saved_splits", "folder"])
+def test_several_splits_are_joined(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    rows = read_rows(str(tmp_path / name), split="train[1:]+test", key="k").rows
+    assert rows[:2] == ROWS[1:] and len(rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("train[:10", r"the split train\[:10 cannot be read at 'train\[:10'; wanted NAME, NAME\[FROM:TO\]"),
+        ("train[5]", r"the split train\[5\] cannot be read"),
+        ("train[0.5:]", "cannot be read"),
+        ("train+", "cannot be read at ''"),
+        ("train[10:50%]", "in rows and in percent"),
+        ("train[:101%]", "asks for 101% of the rows, wanted at most 100%"),
+        ("train[:1]+test", "has no split test; it has train"),
+    ],
+)
+def test_splits_that_cannot_be_read(tmp_path, split, message):
+    write_jsonl(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=rf"^data\.prompts: .*{message}"):
+        read_rows(str(tmp_path / "rows.jsonl"), split=split, key="data.prompts")
+
+
+def test_rows_of_a_part_keep_their_own_numbers(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl")
+    table = read_rows(str(tmp_path / "rows.jsonl"), split="train[1:]", key="k")
+    assert [table.where(i).rpartition("jsonl")[2] for i in (0, 1)] == [", row 1 (line 2)", ", row 2 (line 3)"]
+    MANY_WRITERS["saved"](tmp_path / "saved")
+    assert read_rows(str(tmp_path / "saved"), split="train[5:]", key="k").where(1).endswith("(split train[5:]), row 1")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_rows_that_are_not_asked_for_are_not_read(tmp_path, name):
+    lines = ["prompt", "a", "b", "c,d"] if name == "rows.csv" else ['{"prompt": "a"}', '{"prompt": "b"}', "{broken"]
+    (tmp_path / name).write_text("\n".join(lines))
+    for options in ({"split": "train", "max_rows": 2}, {"split": "train[:2]"}, {"split": "train[1:]", "max_rows": 1}):
+        assert read_rows(str(tmp_path / name), key="k", **options).rows[-1] == {"prompt": "b"}
+    with pytest.raises(DataError, match=rf"{name}, line "):
+        read_rows(str(tmp_path / name), split="train", key="k", max_rows=3)
+
+
+@pytest.mark.parametrize("name", ["folder", "saved"])
+def test_of_datasets_no_more_rows_are_made_than_are_asked_for(tmp_path, monkeypatch, name):
+    MANY_WRITERS[name](tmp_path / name)
+    made = []
+    as_row = datasets.formatting.formatting.PythonFormatter.format_row
+    monkeypatch.setattr(
+        datasets.formatting.formatting.PythonFormatter, "format_row",
+        lambda self, table: made.append(1) or as_row(self, table),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        datasets.formatting.formatting.PythonFormatter, "format_batch",
+        lambda self, table: pytest.fail("read in batches: count those"),
+    )  # fmt: skip
+    assert read_rows(str(tmp_path / name), split="train", key="k", max_rows=2).rows == MANY[:2]
+    assert len(made) == 2
+
+
+def test_subsets_are_named_by_their_key(tmp_path):
+    write_configurations(tmp_path / "data")
+    folder = str(tmp_path / "data")
+    rows = read_rows(folder, split="train", subset="socratic", key="data.prompts", subset_key="data.subset").rows
+    assert rows == [{"question": "the socratic", "answer": "4"}]
+    asked = {"split": "train", "key": "data.prompts", "subset_key": "data.subset"}
+    with pytest.raises(DataError, match=r"^data\.prompts: .* the subsets main, socratic: name one by data\.subset$"):
+        read_rows(folder, **asked)
+    with pytest.raises(DataError, match=r"main, socratic, and none called other: name one by data\.subset$"):
+        read_rows(folder, subset="other", **asked)
+    with pytest.raises(DataError, match=r"main, socratic: save one of them, and name its file$"):
+        read_rows(folder, split="train", key="--prompts")
+    write_jsonl(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"^data\.subset: got main, but .*rows\.jsonl is a file, which has no subsets"):
+        read_rows(str(tmp_path / "rows.jsonl"), subset="main", **asked)
+
+
+def test_all_columns_are_read_whatever_a_saved_dataset_shows(tmp_path):
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.set_format("numpy", columns=["answer"])
+    saved.save_to_disk(tmp_path / "saved")
+    assert read_rows(str(tmp_path / "saved"), split="train", key="k").rows == ROWS
+
+
+IMAGES = """
+import sys
+from tether.data.digest import rows_digest
+from tether.data.sources import read_rows
+rows = read_rows(sys.argv[1], split="train", key="k").rows
+print(rows_digest([(i, ([1],), row) for i, row in enumerate(rows)]))
+"""
+
+
+def test_images_are_left_as_they_are_stored_so_that_a_run_knows_its_rows_again(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pictures = [image.new("RGB", (2, 2), (i, 0, 0)) for i in range(2)]
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "image": datasets.Image(), "more": datasets.List(datasets.Image())}
+    )
+    rows = [{"prompt": "the cat", "image": picture, "more": [picture]} for picture in pictures]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
+    read = read_rows(str(tmp_path / "saved"), split="train", key="k").rows
+    assert read[0]["image"]["bytes"] == read[0]["more"][0]["bytes"] != read[1]["image"]["bytes"]
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", IMAGES, str(tmp_path / "saved")], check=True, capture_output=True, text=True
+        ).stdout
+        for _ in range(2)
+    }
+    assert len(digests) == 1 and len(digests.pop().strip()) == 64
+
+
+def test_what_datasets_cannot_do_is_told_under_the_key(tmp_path, monkeypatch):
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "script.py").write_text("import datasets\n")
+    with pytest.raises(DataError, match=r"^data\.prompts: cannot read folder .*Dataset scripts are no longer"):
+        read_rows(str(tmp_path / "script"), split="train", key="data.prompts")
+
+    def no_pillow(*given, **options):
+        raise ImportError("To support decoding images, please install 'Pillow'.")
+
+    monkeypatch.setattr(datasets, "load_from_disk", no_pillow)
+    WRITERS["saved"](tmp_path / "saved")
+    with pytest.raises(DataError, match=r"^data\.prompts: .*saved was saved by datasets but .*install 'Pillow'"):
+        read_rows(str(tmp_path / "saved"), split="train", key="data.prompts")
 
 
 BROKEN = {
@@ -109,6 +292,8 @@ BROKEN = {
     "open.csv": ('prompt,answer\n"a\nb,c\nd\n', "line 2: not CSV: "),
     "rows.parquet": ("prompt", "not a parquet file: "),
     "empty.jsonl": ("", "is empty"),
+    "plain.jsonl.gz": ('{"prompt": "a"}', "cannot be read: Not a gzipped file"),
+    "rows.parquet.gz": ("x", "is of an unknown form"),
     "rows.txt": ("the cat", "is of an unknown form; wanted a .jsonl, .json, .csv or .parquet file"),
 }
 

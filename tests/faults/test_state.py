@@ -254,6 +254,7 @@ def test_where_the_best_checkpoint_is_damaged_at_the_end_the_last_policy_is_kept
     assert len(result.updates) == 3 and (config.output_dir / "model.safetensors").is_file()
     (told,) = [text for text in display.said if "in place of the best one" in text]
     assert "roles.safetensors is damaged" in told
+    assert json.loads((config.output_dir / "finished.json").read_text()) == {"step": 3, "kept_step": 3}
 
 
 def test_a_state_of_another_version_is_named(again):

@@ -81,7 +81,11 @@ def answer(step: int, row: int, score: float | None, /, *, split: str = "eval", 
 
 
 def write(
-    folder: Path, metrics: list[Any] | None = None, samples: list[Any] | None = None, config: str | None = CONFIG
+    folder: Path,
+    metrics: list[Any] | None = None,
+    samples: list[Any] | None = None,
+    config: str | None = CONFIG,
+    finished: dict[str, int] | None = None,
 ):
     """Writes the files of a run; None leaves a file out."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +94,8 @@ def write(
     for name, lines in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
         if lines is not None:
             (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    if finished is not None:
+        (folder / "finished.json").write_text(json.dumps(finished), encoding="utf-8")
     return folder
 
 
@@ -101,3 +107,32 @@ def healthy(folder: Path, updates: int = 25) -> Path:
     samples = [answer(step, row, 2.0 * (step > 0) + 0.1 * (row % 3)) for step in (0, updates) for row in range(16)]
     samples += [answer(step, 0, 1.0, split="train") for step in range(1, updates + 1)]
     return write(folder, metrics, samples)
+
+
+def sft_run(folder: Path, held_out: tuple[float, ...] = (3.0, 2.5)) -> Path:
+    """A run of demonstrations with evaluations, as ``tether sft`` logs it."""
+    steps = [
+        {"step": i, "loss": 4 - 0.1 * i, "grad_norm": 1.0, "learning_rate": 1e-4 * (1 - i / 20),
+         "mean_token_accuracy": 0.2 + 0.02 * i, "entropy": 3.0, "epoch": i / 10}
+        for i in range(1, 21)
+    ]  # fmt: skip
+    evals = [
+        {"step": 20 * (i + 1) // len(held_out), "eval_loss": loss, "eval_mean_token_accuracy": 0.5, "epoch": 2.0}
+        for i, loss in enumerate(held_out)
+    ]
+    config = "model: {path: tiny, lora: null}\ndata: {demonstrations: [mine.jsonl]}\ntrain: {batch_size: 8}\n"
+    return write(folder, steps + evals, config=config)
+
+
+def reward_run(folder: Path, accuracy: float | None = 0.8, pairs: int = 100) -> Path:
+    """A run of pairs, as ``tether reward`` logs it; without a result on held-out ones at accuracy None."""
+    steps = [
+        {"step": i, "loss": 0.7 - 0.02 * i, "grad_norm": 1.0, "learning_rate": 1e-4, "accuracy": 0.5 + 0.02 * i,
+         "margin": 0.1 * i, "epoch": i / 20}
+        for i in range(1, 21)
+    ]  # fmt: skip
+    write(folder, steps, config="model: {path: tiny, lora: {r: 8}}\ndata: {pairs: [org/pairs]}\ntrain: {}\n")
+    if accuracy is not None:
+        evaluation = {"metrics": {"accuracy": accuracy, "margin": 1.5}, "pairs": [{"row": i} for i in range(pairs)]}
+        (folder / "reward_eval.json").write_text(json.dumps(evaluation), encoding="utf-8")
+    return folder

@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from tests.report.runs import CONFIG, evaluation, update
+from tests.report.runs import CONFIG, evaluation, sft_run, update, write
 from tests.stages.test_reward_stage import stage_config
 from tests.train.runs import tiny_run
 from tether.cli.main import main
@@ -40,6 +40,9 @@ CONFIGURED = CONFIG.replace("sampling:", "data: {prompts: [org/prompts, mine.jso
 )
 
 
+KEPT_SCORES = {0: 0.0, 5: 2.0, 10: -1.0}
+
+
 class TestText:
     def test_holds_data_rewards_kl_curves_and_the_command(self, tmp_path):
         run = read_run(write_run(tmp_path / "run", config=CONFIGURED))
@@ -57,11 +60,41 @@ class TestText:
         assert [cell.strip() for cell in table[-1][1:3]] == ["1.99", "4.01"]  # score and KL of the last update
         assert re.search(r"tether [\d.]+, torch [\d.]+", text)
 
+    @pytest.mark.parametrize(("kl", "shown"), [([0.0, 4.0], "4"), ([3.0, 0.0], "0"), ([2.5], "2.5")])
+    def test_kl_is_that_of_the_policy_which_the_run_left(self, tmp_path, kl, shown):
+        lines = [evaluation(i, i / 2, eval_kl=value) for i, value in enumerate(kl)]
+        run = read_run(write(tmp_path, [*lines, update(1, 1.0, objective__kl=9.0)], config=CONFIGURED))
+        assert f"KL to the start: {shown} nats an answer." in card(run, "ppo", adapter=None)
+
+    def test_of_a_run_that_kept_its_best_policy_speaks_of_that_one(self, tmp_path):
+        config = CONFIGURED.replace(
+            "train: {", "train: {metric_for_best_model: eval_scores, load_best_model_at_end: true, "
+        )
+        lines = [evaluation(step, 0.0, eval_scores=score, eval_kl=step / 10) for step, score in KEPT_SCORES.items()]
+        lines += [update(step, step / 10) for step in range(1, 11)]
+        samples = [sample(step, f"said at {step}") for step in KEPT_SCORES]
+        folder = write(tmp_path, lines, samples, config=config, finished={"step": 10, "kept_step": 5})
+        text = card(read_run(folder), "ppo", adapter=None)
+        assert "The held-out score rose by 2 standard deviations" in text
+        assert r"the policy after update 5 of 10, the best by eval\_scores" in text and "0.5 nats an answer" in text
+        assert "said at 5" in text and "said at 10" not in text
+
     def test_of_an_adapter_names_its_base_and_loads_by_peft(self, tmp_path):
         run = read_run(write_run(tmp_path / "run"))
         text = card(run, "ppo", adapter={"base_model_name_or_path": "org/base"})
         assert head(text)["base_model"] == "org/base" and head(text)["library_name"] == "peft"
         assert 'AutoModelForCausalLM.from_pretrained("org/base")' in text and "PeftModel.from_pretrained" in text
+
+    @pytest.mark.parametrize(("method", "said"), [("LORA", "A LoRA adapter of"), ("IA3", "An IA3 adapter of")])
+    def test_of_an_adapter_names_its_method(self, tmp_path, method, said):
+        adapter = {"base_model_name_or_path": "org/base", "peft_type": method}
+        text = card(read_run(write_run(tmp_path / "run")), "ppo", adapter=adapter)
+        assert f"{said} `org/base`" in text and head(text)["tags"] == ["tether", "ppo", method.lower(), "rlhf"]
+
+    def test_of_a_stage_shows_the_last_step_also_where_an_evaluation_followed(self, tmp_path):
+        run = read_run(sft_run(tmp_path))
+        table = [line.split("|")[1:-1] for line in card(run, "sft", adapter=None).splitlines() if "| 20 |" in line]
+        assert [[cell.strip() for cell in row] for row in table] == [["20", "2", "0.6"]]
 
     def test_local_models_and_datasets_are_no_hub_ids(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

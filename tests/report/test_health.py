@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.runs import CONFIG, evaluation, update, write
+from tests.report.runs import CONFIG, answer, evaluation, update, write
 from tether.report.health import diagnose
 from tether.report.read import read_run
 
@@ -47,7 +47,8 @@ def test_a_healthy_run_has_nothing_to_report(tmp_path):
         ("val/first_ratio_error", {"val__first_ratio_error": 5e-3}, "warn", "0.005"),
         ("val/first_ratio_error", {"val__first_ratio_error": 0.1}, "act", "rollout"),
         ("val/ratio_var", {"val__ratio_var": 0.02}, "warn", "0.005"),
-        ("val/ratio_var", {"val__ratio_var": 0.02, "val__ratio_max": 9.0}, "act", "learning_rate"),
+        ("val/ratio_max", {"val__ratio_var": 0.02, "val__ratio_max": 9.0}, "act", "learning_rate"),
+        ("val/ratio_max", {"val__ratio_max": 2.0}, "warn", "1.8"),
         ("policy/approxkl_avg", {"policy__approxkl_avg": 0.03}, "warn", "0.02"),
         ("policy/approxkl_avg", {"policy__approxkl_avg": 0.06}, "act", "learning_rate"),
         ("policy/clipfrac_avg", {"policy__clipfrac_avg": 0.2}, "warn", "15 %"),
@@ -59,9 +60,11 @@ def test_a_healthy_run_has_nothing_to_report(tmp_path):
         ("val/explained_variance", {"val__explained_variance": 0.1}, "warn", "value.learning_rate"),
         ("rollout/eos_rate", {"rollout__eos_rate": 0.5}, "act", "missing_eos_penalty"),
         ("rollout/length", {"rollout__length": 100.0}, "warn", "length"),
-        ("rollout/length", {"rollout__length": 10.0}, "warn", "gamma"),
-        ("rollout/logprob_gap", {"rollout__logprob_gap": 0.1}, "warn", "temperature"),
-        ("rollout/logprob_gap", {"rollout__logprob_gap": 0.5}, "act", "0.2"),
+        ("rollout/length", {"rollout__length": 10.0}, "warn", "rewards brevity"),
+        ("rollout/logprob_gap", {"rollout__logprob_gap": 0.005}, "warn", "temperature"),
+        ("rollout/logprob_gap", {"rollout__logprob_gap": 0.04}, "act", "float32"),
+        ("policy/dual_clipfrac", {"policy__dual_clipfrac": 0.1}, "act", "5.0 %"),
+        ("val/clipfrac_avg", {"val__clipfrac_avg": 0.4}, "warn", "ppo.cliprange_value"),
         ("rollout/top_token_share", {"rollout__top_token_share": 0.95}, "act", "collapsed"),
         ("rollout/top_answer_share", {"rollout__top_answer_share": 0.95}, "warn", "unless the prompts leave no other"),
         ("update/num_bad", {"update__num_bad": 2.0}, "warn", "80 mini-batches of 40 updates"),
@@ -79,6 +82,105 @@ def test_a_bad_metric_is_named_with_its_threshold_and_a_way_out(tmp_path, metric
     assert found[metric].level == level
     assert words in found[metric].sentence + found[metric].advice
     assert found[metric].advice
+
+
+@pytest.mark.parametrize(
+    ("settings", "levels"),
+    [
+        ("bf16: true, ", ["ok", "warn", "act"]),
+        ("fp16: true, ", ["warn", "act", "act"]),
+        ("bf16: false, ", ["act", "act", "act"]),
+    ],
+)
+def test_how_far_decoding_may_differ_from_the_forward_depends_on_the_type(tmp_path, settings, levels):
+    config = CONFIG.replace("train: {", f"train: {{{settings}")
+    found = [
+        findings(tmp_path / str(gap), lambda i, p, gap=gap: {"rollout__logprob_gap": gap}, config=config, n=5)
+        for gap in (0.04, 0.15, 0.5)
+    ]
+    assert [f["rollout/logprob_gap"].level for f in found] == levels
+
+
+def test_answers_that_shorten_by_a_discount_are_told_its_key(tmp_path):
+    config = CONFIG.replace("kl_coef: 0.05", "kl_coef: 0.05, gamma: 0.9, whiten_rewards: true")
+    advice = findings(tmp_path, lambda i, p: {"rollout__length": 10.0}, config=config)["rollout/length"].advice
+    assert "ppo.gamma 0.9" in advice and "ppo.whiten_rewards" in advice
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "level"),
+    [("max_approx_kl: 0.02", 1.0, "warn"), ("max_ratio: 5", 3.0, "ok"), ("gamma: 1.0", 1.0, None)],
+)
+def test_updates_that_end_early_are_told_where_that_was_asked_for(tmp_path, asked, steps, level):
+    config = CONFIG.replace("kl_coef: 0.05", f"kl_coef: 0.05, {asked}")
+    found = findings(tmp_path, lambda i, p: {"update__num_steps": steps}, config=config)
+    assert (found["update/num_steps"].level if "update/num_steps" in found else None) == level
+
+
+GRPO = CONFIG.replace("temperature: 1.0", "temperature: 1.0, num_generations: 4").replace(
+    "kl_coef: 0.05", "kl_coef: 0.05, advantage_estimator: grpo"
+)
+
+
+@pytest.mark.parametrize("config", [CONFIG, GRPO])
+@pytest.mark.parametrize("score", [0.0, 0.1])
+def test_a_judge_that_tells_no_answers_apart_is_named_and_no_larger_step_advised(tmp_path, config, score):
+    def course(step, p):
+        nothing = dict.fromkeys(("objective__kl", "policy__clipfrac_avg", "policy__approxkl_avg"), 0.0)
+        return nothing | {"objective__scores": score, "objective__scores_std": 0.0}
+
+    config = config.replace("type: function, path: my_rewards.py", "type: regex, pattern: x")
+    evals = [evaluation(i, 0.0, eval_scores=score, eval_scores_std=0.0) for i in (0, N)]
+    found = findings(tmp_path, course, evals=evals, config=config)
+    assert found["objective/scores_std"].level == "act"
+    assert "check its pattern" in found["objective/scores_std"].advice
+    assert not any("train.learning_rate" in f.advice for f in found.values())
+
+
+def test_scores_that_were_alike_for_a_while_are_to_be_looked_at_and_one_answer_an_update_says_nothing(tmp_path):
+    def course(step, p):
+        return {"objective__scores_std": 0.0 if 20 <= step < 25 else 1.0}
+
+    found = findings(tmp_path / "a", course)["objective/scores_std"]
+    assert found.level == "warn" and "From update 20 to 24 all answers" in found.sentence
+    short = findings(tmp_path / "b", lambda i, p: {"objective__scores_std": float(not 20 <= i < 24)})
+    assert short["objective/scores_std"].level == "ok"
+    config = CONFIG.replace("rollout_batch_size: 64", "rollout_batch_size: 1")
+    alone = findings(tmp_path / "c", lambda i, p: {"objective__scores_std": 0.0}, config=config)
+    assert "objective/scores_std" not in alone
+
+
+def test_one_of_several_judges_that_tells_no_answers_apart_is_named(tmp_path):
+    spreads = {"eval_rewards_std/brevity": 0.5, "eval_rewards_std/other": 0.0, "eval_rewards/other": 0.0}
+    lines = [update(1, 0.1), evaluation(0, 0.0) | spreads, evaluation(1, 1.0) | spreads]
+    for rows, is_told in ((2, True), (1, False)):
+        samples = [answer(0, row, 1.0) for row in range(rows)]
+        found = {f.metric: f for f in diagnose(read_run(write(tmp_path / str(rows), lines, samples)))}
+        assert ("eval_rewards_std" in found) == is_told
+    lines[1:] = [line | {"eval_rewards_std/brevity": 0.0} for line in lines[1:]]
+    found = {f.metric: f for f in diagnose(read_run(write(tmp_path, lines, [answer(0, row, 1.0) for row in (0, 1)])))}
+    assert found["eval_rewards_std"].level == "act" and "by brevity, other" in found["eval_rewards_std"].sentence
+
+
+@pytest.mark.parametrize(("own", "level"), [(0.0, "warn"), (1.0, "ok")])
+def test_scores_that_move_by_their_running_scale_alone_are_told(tmp_path, own, level):
+    config = CONFIG.replace("kl_coef: 0.05", "kl_coef: 0.05, score_norm: running")
+    evals = [evaluation(i, 0.0) | {"eval_rewards_std/brevity": 1.0} for i in (0, N)]
+    found = findings(tmp_path, lambda i, p: {"rewards__brevity": own * p}, evals=evals, config=config)
+    assert found["moving scale"].level == level
+    assert "moving scale" not in findings(tmp_path / "fixed", evals=evals)
+
+
+def test_the_held_out_score_is_that_of_the_policy_which_was_kept(tmp_path):
+    evals = [evaluation(step, 0.0, eval_scores=score) for step, score in ((0, 0.0), (20, 2.0), (N, 1.0))]
+    best = CONFIG.replace("train: {", "train: {metric_for_best_model: eval_scores, load_best_model_at_end: true, ")
+    metrics = [update(i, i / N) for i in range(1, N + 1)] + evals
+    run = read_run(write(tmp_path, metrics, config=best, finished={"step": N, "kept_step": 20}))
+    (found,) = [f for f in diagnose(run) if f.metric == "eval_scores"]
+    assert found.level == "ok" and "+2" in found.sentence
+    run.finished_step = run.kept_step = None
+    (found,) = [f for f in diagnose(run) if f.metric == "eval_scores"]
+    assert found.level == "warn" and found.advice == ""  # it goes on, and the best will be kept
 
 
 def test_one_noisy_update_alarms_nobody_but_a_bad_stretch_in_the_middle_does(tmp_path):

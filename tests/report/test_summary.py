@@ -85,6 +85,39 @@ def test_an_unfinished_run_and_a_run_without_kl_say_so(tmp_path):
     assert shown["Updates"][0] == "3 of 9" and "interrupted" in shown["Updates"][1]
 
 
+def kept(folder, kept_step, scores=(0.0, 2.0, 1.0)):
+    """A run of ten updates whose best policy was put in the place of the last."""
+    metrics = [update(i, i / 10) for i in range(1, 11)]
+    metrics += [
+        evaluation(5 * i, 0.0, eval_scores=score, eval_kl=float(i), eval_length=30.0 - i)
+        for i, score in enumerate(scores)
+    ]
+    samples = [answer(5 * i, row, score) for i, score in enumerate(scores) for row in range(4)]
+    config = "train: {max_steps: 25, metric_for_best_model: eval_scores, load_best_model_at_end: true}"
+    return read_run(write(folder, metrics, samples, config=config, finished={"step": 10, "kept_step": kept_step}))
+
+
+def test_a_run_that_kept_its_best_policy_is_judged_by_that_one(tmp_path):
+    run = kept(tmp_path, 5)
+    compared = pairs(run)
+    found = verdict(run, compared)
+    assert found.answer == "Yes." and "rose by 2 standard deviations of the start policy" in found.sentence
+    assert "From 0 to 2 after 5 updates" in found.detail and "update 5 of 10, the best by eval_scores" in found.detail
+    assert {pair.after.response for pair in compared} == {f"answer {row} at 5" for row in range(4)}
+    shown = {tile.label: (tile.value, tile.detail) for tile in tiles(run, compared)}
+    assert shown["Held-out score"][0] == "0 → 2" and shown["Length"][0] == "30 → 29"
+    assert shown["KL spent"][0] == "1 nats"
+    assert shown["Updates"][0] == "10 of 25" and shown["Updates"][1].startswith("ended early, kept: update 5 of 10")
+
+
+def test_a_run_that_kept_the_start_policy_did_not_make_it_better(tmp_path):
+    run = kept(tmp_path, 0, scores=(3.0, 2.0, 1.0))
+    compared = pairs(run)
+    assert verdict(run, compared).answer == "No."
+    assert "first one, whose policy was kept" in verdict(run, compared).sentence
+    assert [pair.after for pair in compared] == [None] * 4
+
+
 @pytest.mark.parametrize("score", [math.nan, None])
 def test_answers_without_a_score_are_not_counted_as_better(tmp_path, score):
     samples = [answer(0, 0, 1.0), answer(1, 0, score), answer(0, 1, 1.0), answer(1, 1, 2.0)]

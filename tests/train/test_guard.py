@@ -1,6 +1,15 @@
 """What is noticed in an update's metrics."""
 
-from tether.train.guard import suspicions
+from functools import partial
+
+import pytest
+
+from tests.train.runs import tiny_run, write
+from tether.train import guard
+from tether.train.display import NullDisplay
+from tether.train.run import train_policy
+
+suspicions = partial(guard.suspicions, forward_type="bfloat16")
 
 GOOD = {"val/first_ratio_error": 0.0, "rollout/logprob_gap": 0.01}
 
@@ -18,3 +27,27 @@ def test_each_mismatch_is_told_with_its_metric():
     assert suspicions(GOOD | {"policy/num_overflows": 1.0, "update/num_steps": 1.0}) == []
     (gap,) = suspicions(GOOD | {"rollout/logprob_gap": 0.5})
     assert "rollout/logprob_gap" in gap and "model.attn_implementation" in gap
+
+
+@pytest.mark.parametrize(("forward_type", "is_told"), [("float32", True), ("float16", False), ("bfloat16", False)])
+def test_how_far_decoding_may_differ_from_the_forward_depends_on_the_type(forward_type, is_told):
+    found = guard.suspicions({"rollout/logprob_gap": 0.04}, forward_type=forward_type)
+    assert bool(found) == is_told
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"ppo__advantage_estimator": "grpo", "sampling__num_generations": 4}])
+def test_a_judge_that_tells_no_answers_apart_is_named_while_the_run_goes_on(tmp_path, algorithm):
+    said = []
+
+    class Listener(NullDisplay):
+        def message(self, text):
+            said.append(text)
+
+    write("def same(prompts, completions, **columns):\n    return [0.1] * len(completions)\n", tmp_path / "same.py")
+    rewards = [{"type": "function", "path": str(tmp_path / "same.py"), "name": "same"}]
+    train_policy(tiny_run(tmp_path, rewards=rewards, train__max_steps=6, **algorithm), display=Listener())
+    told = [text for text in said if "objective/scores_std" in text]
+    assert len(told) == 1 and "5 updates in a row" in told[0] and "pattern or its column" in told[0]
+    said.clear()
+    train_policy(tiny_run(tmp_path, train__max_steps=6, overwrite_output_dir=True, **algorithm), display=Listener())
+    assert not any("objective/scores_std" in text for text in said)

@@ -287,6 +287,15 @@ class TestLengths:
             generate_path(model, asked, response_length=128)
         assert loaded == []
 
+    def test_an_evaluation_says_so_before_models_load(self, tmp_path, asked, loaded):
+        config = tiny_run(tmp_path)
+        save_tiny(config.output_dir)
+        (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        told = r"^the run's sampling\.response_length 6 after .* 124 tokens needs 130 .* 128: leave longer prompts out$"
+        with pytest.raises(ConfigError, match=told):
+            evaluate_path(str(config.output_dir), asked, output=str(tmp_path / "new.jsonl"))
+        assert loaded == []
+
     def test_an_evaluation_says_what_it_leaves_out(self, tmp_path, asked, said, monkeypatch):
         config = tiny_run(tmp_path, data__max_prompt_length=8)
         save_tiny(config.output_dir)

@@ -24,6 +24,7 @@ from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
 from tether.models import saving
 from tether.models.checkpoints import list_checkpoints
+from tether.report.read import read_run
 from tether.train import optim, run
 from tether.train.display import NullDisplay
 from tether.train.interrupt import StopRequest
@@ -104,6 +105,7 @@ def test_output_folder_has_what_was_promised(tmp_path):
     }  # fmt: skip
     assert not [name for name in names if name.startswith(".") or "tmp" in name]
     assert [row["step"] for row in result.evaluations] == [0, 2]
+    assert json.loads((out / "finished.json").read_text()) == {"step": 2, "kept_step": 2}
     samples = read_jsonl(out / "samples.jsonl")
     evaluated = [s for s in samples if s["split"] == "eval"]
     assert [s["step"] for s in evaluated] == [0] * len(PROMPTS) + [2] * len(PROMPTS)
@@ -249,6 +251,7 @@ def test_save_total_limit_keeps_the_newest_and_the_best(tmp_path):
     )  # fmt: skip
     result = train_policy(config)
     best = min(result.evaluations, key=lambda row: row["eval_length"])["step"]
+    assert json.loads((config.output_dir / "finished.json").read_text()) == {"step": 4, "kept_step": best}
     assert {p.name for p in config.output_dir.glob("checkpoint-*")} == {"checkpoint-4", f"checkpoint-{best}"}
     assert_same_weights(weights(config.output_dir), weights(config.output_dir / f"checkpoint-{best}"))
 
@@ -370,6 +373,16 @@ def test_early_stopping_of_transformers_works(tmp_path):
     )  # fmt: skip
     result = train_policy(config, callbacks=[EarlyStoppingCallback(early_stopping_patience=2)])
     assert [row["step"] for row in result.updates] == [1, 2]
+    assert json.loads((config.output_dir / "finished.json").read_text()) == {"step": 2, "kept_step": 0}
+    assert "2 of 6" in result.report.read_text() and "still running" not in result.report.read_text()
+    assert "first one, whose policy was kept" in (config.output_dir / "README.md").read_text()
+
+
+def test_a_run_that_goes_on_has_not_come_to_its_end(tmp_path):
+    train_policy(tiny_run(tmp_path, train__save_steps=1))
+    assert (read_run(tmp_path / "out").finished_step, read_run(tmp_path / "out").kept_step) == (2, 2)
+    with run.open_trainer(tiny_run(tmp_path, train__save_steps=1, train__max_steps=3, resume=True)):
+        assert (read_run(tmp_path / "out").finished_step, read_run(tmp_path / "out").kept_step) == (None, None)
 
 
 def test_missing_eos_rules_are_judged_on_the_answer_alone(tmp_path):

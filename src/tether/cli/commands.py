@@ -168,6 +168,7 @@ def generate(arguments: Sequence[str]) -> int:
         help="longer prompts are left out; the run's, or what the model's positions leave, at most 2048 tokens",
     )
     parser.add_argument("--temperature", type=_at_least_0, help="0 takes the most likely token; the run's, or 1")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt; the run's if left out, none if empty")
     parser.add_argument("--seed", type=int, default=42, help="seed of sampling (default: %(default)s)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
@@ -186,6 +187,7 @@ def generate(arguments: Sequence[str]) -> int:
             response_length=given.response_length,
             max_prompt_length=given.max_prompt_length,
             temperature=given.temperature,
+            system=given.system,
             seed=given.seed,
             trust_remote_code=given.trust_remote_code,
             display=display,
@@ -207,6 +209,7 @@ def score(arguments: Sequence[str]) -> int:
     parser.add_argument("source", metavar="SOURCE.yaml", help="reward sources (the key rewards), or a run's file")
     parser.add_argument("file", metavar="FILE", help="chosen and rejected, or response, with prompt in each row")
     parser.add_argument("--split", default="train", help="split to read where FILE has several (default: %(default)s)")
+    parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for the rows with their scores")
     given, overrides = parser.parse_known_args(arguments)
 
@@ -218,7 +221,8 @@ def score(arguments: Sequence[str]) -> int:
     from tether.train.scoring import score_file
 
     with RunDisplay() as display:
-        scored = score_file(config, given.file, split=given.split, output=given.output, display=display)
+        where = {"split": given.split, "subset": given.subset}
+        scored = score_file(config, given.file, **where, output=given.output, display=display)
         for text in scored.seen:
             display.message(text)
         for table in scored.tables:

@@ -82,7 +82,7 @@ def chat(arguments: Sequence[str]) -> int:
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's output folder, a model folder, or a hub id")
     parser.add_argument("--beside", metavar="MODEL", help="model to compare with; the run's start if left out")
     parser.add_argument("--alone", action="store_true", help="compare with nothing")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt; the run's if left out")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt; the run's if left out, none if empty")
     parser.add_argument("--response_length", type=int, help="most tokens of an answer; the run's, or 256")
     parser.add_argument("--temperature", type=float, help="0 takes the most likely token; the run's, or 1")
     parser.add_argument("--seed", type=int, default=42, help="seed of sampling (default: %(default)s)")

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tether.compat import llamafactory, openrlhf, trl_arguments, verl
-from tether.compat.launch import Launch, flat, launches, options, overrides
-from tether.compat.translation import Translation
+from tether.compat.launch import Launch, flat, launches, options, overrides, processes
+from tether.compat.translation import OF_ONE_PROCESS, Translation
 from tether.config import text
+from tether.config.launched import num_processes
 from tether.config.load import checked_config, read_file
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig
@@ -60,7 +61,8 @@ def _read(path: str | Path) -> tuple[str, Translation | None]:
     """Our command, and the translation; None for a file in our own words."""
     data, source = _data(path), str(path)
     if llamafactory.recognised(data):
-        return llamafactory.translated(source, data, {})
+        command, translation = llamafactory.translated(source, data, {})
+        return command, translation if num_processes() > 1 else translation.noting(OF_ONE_PROCESS)
     if isinstance(data, dict):
         settings = flat(data)
         if any(key.startswith("actor_rollout_ref.") for key in settings):
@@ -95,5 +97,6 @@ def _launched(launch: Launch, source: str) -> Translation | None:
         return openrlhf.translated(source, given)
     if launch.program.rpartition("/")[2].startswith("ppo") or {"sft_model_path", "reward_model_path"} & given.keys():
         words = [*launch.program.split(), *launch.words]  # a launcher's options may stand before the script
-        return trl_arguments.translated(source, given, next((word for word in words if word.endswith(".py")), ""))
+        script = next((word for word in words if word.endswith(".py")), "")
+        return trl_arguments.translated(source, given, script, processes(launch))
     return None

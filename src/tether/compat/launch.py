@@ -23,11 +23,15 @@ class Launch:
     """The arguments."""
 
 
+class Unset(str):
+    """A word with a variable that the script does not set."""
+
+
 def launches(script: str, source: str) -> list[Launch]:
     """The command lines of a shell script, or one of nothing but arguments.
 
-    Lines that end in a backslash go on; variables that the script sets are filled in, and HOME; what a command is
-    wrapped in (``ray job submit … --``) is part of its program.
+    Lines that end in a backslash go on; variables that the script sets are filled in, and HOME, and others are left as
+    they are; what a command is wrapped in (``ray job submit … --``) is part of its program.
 
     Raises:
         ConfigError: the quotes of a line do not close.
@@ -56,6 +60,27 @@ def launches(script: str, source: str) -> list[Launch]:
                 first = next((i for i in range(inner, len(words)) if _is_argument(words[i])), len(words))
             found.append(Launch(" ".join(words[:first]), words[first:]))
     return found
+
+
+def processes(launch: Launch) -> int | None:
+    """Processes that a launcher is told to start; None where it takes their number from elsewhere.
+
+    A program that none of accelerate, torchrun and deepspeed starts is one process.
+    """
+    words = [*launch.program.split(), *launch.words]
+    told = _told(words, "num_processes")
+    if told is None and (told := _told(words, "nproc_per_node")) is not None:
+        told *= _told(words, "nnodes") or 1
+    launchers = {"accelerate", "torchrun", "torch.distributed.run", "deepspeed"}
+    is_launched = any(Path(word).name in launchers for word in words)
+    return told or (None if is_launched else 1)
+
+
+def _told(words: Sequence[str], name: str) -> int | None:
+    """The whole number after an option of a launcher, whose words may be joined by ``-`` or ``_``."""
+    text = " ".join(words)
+    found = re.search(rf"(?:^| )--{name.replace('_', '[-_]')}[ =](\d+)(?: |$)", text)
+    return int(found[1]) if found else None
 
 
 def _lines(script: str) -> Iterator[tuple[int, str]]:
@@ -122,7 +147,10 @@ def overrides(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         if match := re.fullmatch(r"[+]{0,2}([A-Za-z_][\w.]*)=(.*)", word, re.DOTALL):
             quoted = re.fullmatch(r"(['\"])(.*)\1", match[2], re.DOTALL)
-            given[match[1]] = re.sub(r"\\(['\"])", r"\1", quoted[2]) if quoted else _value(match[2])
+            if quoted and not _unset(word):
+                given[match[1]] = re.sub(r"\\(['\"])", r"\1", quoted[2])
+            else:
+                given[match[1]] = _value(match[2])
     return given
 
 
@@ -141,8 +169,15 @@ def command(program: Sequence[str], words: Sequence[tuple[str, ...]]) -> str:
     return " \\\n    ".join(lines) + "\n"
 
 
+def _unset(word: str) -> bool:
+    """Whether the word still holds a shell variable; ``${a.b}`` and ``${oc.select:…}`` are Hydra's."""
+    return re.search(r"\$(\w|\{\w+\})", word) is not None
+
+
 def _value(word: str) -> Any:
     """What a word stands for; text that is no YAML is itself."""
+    if _unset(word):
+        return Unset(word)
     try:
         value = text.parse(word).data
     except text.TextError:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tether.compat.llamafactory_keys import (
+    ATTENTION,
+    GROUPS,
+    IGNORED,
+    KNOWN,
+    NAMES,
+    OFF,
+    OTHER_TEMPLATES,
+    TAKEN,
+    TEMPLATES,
+)
+from tether.compat.scalars import ADAMW, ADAMW_8BIT
 from tether.compat.translation import Translation, Translator
 from tether.config.launched import num_processes, uses_deepspeed, uses_fsdp
 from tether.errors import ConfigError
@@ -14,141 +27,6 @@ from tether.report.plots import can_plot
 SYSTEM = "LLaMA-Factory"
 STAGES = {"ppo": "ppo", "sft": "sft", "rm": "reward"}
 """Our command of each stage."""
-
-TEMPLATES = {
-    name: name for name in ("alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "qwen", "vicuna")
-} | {"gemma2": "gemma", "phi": "phi3", "empty": "none"}  # fmt: skip
-"""Our name of a template; a model of another one brings its own with its tokenizer."""
-ZEPHYR = "You are Zephyr, a helpful assistant."
-"""The system prompt that their template zephyr has by itself."""
-ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
-ADAMW = {"adamw_torch": "adamw_torch", "adamw_hf": "adamw_torch", "adamw_torch_fused": "adamw_torch_fused"}
-"""Our name of an optimizer of transformers."""
-ADAMW_8BIT = dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit")
-"""The same of those that the stage ppo has alone."""
-
-IGNORED = {
-    "data is read and tokenised anew, in this process": (
-        "overwrite_cache preprocessing_num_workers preprocessing_batch_size data_shared_file_system buffer_size "
-        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
-        "dataloader_drop_last remove_unused_columns label_names length_column_name ignore_data_skip media_dir "
-        "accelerator_config"
-    ),
-    "it saves time or memory only": (
-        "low_cpu_mem_usage offload_folder use_unsloth use_unsloth_gc enable_liger_kernel use_liger_kernel "
-        "use_reentrant_gc gradient_checkpointing gradient_checkpointing_kwargs use_cache "
-        "torch_compile_backend torch_compile_mode torchdynamo torch_empty_cache_steps auto_find_batch_size tf32 "
-        "double_quantization quantization_device_map ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers "
-        "ddp_find_unused_parameters average_tokens_across_devices jit_mode_eval use_ipex fp16_opt_level fp16_backend "
-        "half_precision_backend bf16_full_eval fp16_full_eval fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap"
-    ),
-    "log-probabilities and losses are in float32 here": "upcast_layernorm upcast_lmhead_output",
-    "for inference, export or another stage": (
-        "infer_backend infer_dtype vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config "
-        "sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend export_dir export_size "
-        "export_device export_quantization_bit export_quantization_dataset export_quantization_nsamples "
-        "export_quantization_maxlen export_legacy_format export_hub_model_id pref_beta pref_ftx pref_loss "
-        "dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma ld_alpha eval_num_beams "
-        "length_penalty skip_special_tokens generation_max_length generation_num_beams generation_config "
-        "compute_accuracy eval_on_each_dataset sortish_sampler"
-    ),
-    "logs and metrics are written to output_dir in any case": (
-        "logging_dir logging_first_step logging_strategy logging_nan_inf_filter log_level log_level_replica "
-        "log_on_each_node disable_tqdm print_param_status include_effective_tokens_per_second "
-        "include_tokens_per_second include_num_input_tokens_seen skip_memory_metrics debug past_index "
-        "prediction_loss_only eval_on_start include_for_metrics include_inputs_for_metrics batch_eval_metrics "
-        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object use_legacy_prediction_loop "
-        "mp_parameters tpu_num_cores tpu_metrics_debug badam_verbose swanlab_lark_webhook_url swanlab_lark_secret"
-    ),
-    "SwanLab's settings come from the environment: SWANLAB_PROJECT, SWANLAB_API_KEY": (
-        "swanlab_project swanlab_workspace swanlab_mode swanlab_logdir swanlab_api_key"
-    ),
-    "the launcher says so: `accelerate launch -m tether`, `torchrun -m tether`": (
-        "local_rank use_cpu no_cuda use_mps_device ray_scope ray_run_name ray_storage_path ray_storage_filesystem "
-        "ray_num_workers resources_per_worker placement_strategy ray_init_kwargs"
-    ),
-    "weights are saved as safetensors, with all that a run needs to go on": (
-        "save_safetensors save_only_model save_on_each_node restore_callback_states_from_checkpoint"
-    ),
-    "keys and caches come from the environment: HF_TOKEN, HF_HOME": (
-        "hf_hub_token ms_hub_token om_hub_token hub_token push_to_hub_token cache_dir"
-    ),
-    "the order of the data follows seed, and no computation depends on chance beyond it": "data_seed full_determinism",
-    "tokenizers are loaded as transformers has them": "use_fast_tokenizer",
-    "it has no effect while its method is off": (
-        "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise "
-        "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
-        "apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block badam_switch_mode "
-        "badam_switch_interval badam_update_ratio badam_mask_mode pissa_iter pissa_convert loraplus_lr_embedding "
-        "fsdp_config eval_delay hub_strategy hub_always_push"
-    ),
-    "padding never takes part in a loss here": "ignore_pad_token_for_loss",
-}
-"""Why keys that change nothing here change nothing."""
-
-OFF: Mapping[str, Mapping[str, Any]] = {
-    "its optimizer is not that of a Tether run, which is AdamW: leave it out": {
-        "use_galore": False, "use_apollo": False, "use_badam": False, "use_adam_mini": False, "use_muon": False,
-        "adafactor": False, "optim_args": (), "optim_target_modules": (), "loraplus_lr_ratio": (),
-    },
-    "images, video and sound are not read: leave it out for a text model": {
-        key: () for key in (
-            "image_max_pixels", "image_min_pixels", "image_do_pan_and_scan", "crop_to_patches", "video_max_pixels",
-            "video_min_pixels", "video_fps", "video_maxlen", "use_audio_in_video", "audio_sampling_rate",
-        )
-    } | {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False},
-    "adapters are plain LoRA with PEFT's initialisation: leave it out": {
-        "use_rslora": False, "use_dora": False, "pissa_init": False, "additional_target": (), "use_llama_pro": False,
-    },
-    "the model is trained as it is: change it before, and save it to a folder of its own": {
-        "resize_vocab": False, "add_tokens": (), "add_special_tokens": (), "split_special_tokens": False,
-        "rope_scaling": (), "shift_attn": False, "mixture_of_depths": (), "train_from_scratch": False,
-        "moe_aux_loss_coef": (0, 0.0),
-    },
-    "it changes what is learned, and has no counterpart here: leave it out": {
-        "neftune_noise_alpha": (), "label_smoothing_factor": 0, "early_stopping_steps": (), "tool_format": (),
-    },
-    "data is read whole, one dataset after the other, from its source: leave it out": {
-        "streaming": False, "mix_strategy": "concat", "interleave_probs": (), "tokenized_path": (),
-    },
-    "train only: `tether evaluate` and `tether generate` do the rest": {
-        "do_train": True, "do_predict": False, "predict_with_generate": False,
-    },
-    "give the whole folder of the adapter as adapter_name_or_path": {"adapter_folder": ()},
-    "the names of the hub keys are hub_model_id and push_to_hub": {
-        "push_to_hub_model_id": (), "push_to_hub_organization": (),
-    },
-    "it cannot be chosen here: leave it out": {
-        "per_gpu_train_batch_size": (), "per_gpu_eval_batch_size": (),
-    },
-}  # fmt: skip
-"""What to do about keys that would change the result, with the values that leave them without effect."""
-
-TAKEN = (
-    "stage model_name_or_path adapter_name_or_path create_new_adapter model_revision trust_remote_code flash_attn "
-    "disable_gradient_checkpointing bf16 fp16 pure_bf16 finetuning_type lora_rank lora_alpha lora_dropout lora_target "
-    "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules quantization_bit quantization_method "
-    "quantization_type ref_model ref_model_adapters ref_model_quantization_bit reward_model reward_model_type "
-    "reward_model_adapters reward_model_quantization_bit dataset eval_dataset dataset_dir template default_system "
-    "enable_thinking cutoff_len max_samples val_size train_on_prompt mask_history packing neat_packing "
-    "disable_shuffling group_by_length do_eval eval_strategy eval_steps per_device_eval_batch_size output_dir "
-    "overwrite_output_dir logging_steps save_strategy save_steps save_total_limit plot_loss report_to run_name "
-    "use_swanlab swanlab_run_name resume_from_checkpoint load_best_model_at_end metric_for_best_model "
-    "greater_is_better push_to_hub hub_model_id hub_private_repo per_device_train_batch_size "
-    "gradient_accumulation_steps learning_rate "
-    "num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps weight_decay "
-    "adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm seed torch_compile ddp_timeout deepspeed fsdp "
-    "ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards do_sample temperature top_p top_k "
-    "num_beams max_length max_new_tokens "
-    "repetition_penalty"
-)
-"""Keys that become ours."""
-NAMES = ("adapter_name_or_path", "reward_model_adapters", "lora_target", "dataset", "eval_dataset", "report_to")
-"""Those of them that hold a name or several."""
-GROUPS = ("lr_scheduler_kwargs", "deepspeed", "fsdp")
-"""Those of them that hold groups of keys."""
-KNOWN = frozenset(key for names in (TAKEN, *IGNORED.values()) for key in names.split()).union(*OFF.values())
-"""Every key of LLaMA-Factory's training files."""
 
 
 def recognised(data: Any) -> bool:
@@ -212,7 +90,7 @@ def _model(keys: Translator) -> None:
     elif adapters:
         keys.put("model.path", adapters[0], "adapter_name_or_path")
         keys.covered("model_name_or_path", "create_new_adapter", by="the adapter names its base")
-        _check_base(keys, adapters[0], path)
+        _check_base(keys, "adapter_name_or_path", adapters[0], path)
     else:
         keys.put("model.path", path, "model_name_or_path")
         keys.covered("create_new_adapter", by="model.lora")
@@ -251,13 +129,17 @@ def _has_flash_attention() -> bool:
     return is_flash_attn_2_available()
 
 
-def _check_base(keys: Translator, adapter: str, base: str) -> None:
-    """Refuses a local adapter that was trained on another base than the file names."""
+def _check_base(keys: Translator, key: str, adapter: str, base: str) -> None:
+    """Refuses a local adapter that was trained on another base than the file names.
+
+    Args:
+        key: what names the adapter.
+    """
     from tether.models.paths import adapter_base, is_same_model
 
     if Path(adapter, "adapter_config.json").is_file() and not is_same_model(adapter_base(adapter), base):
         keys.refuse(
-            "adapter_name_or_path",
+            key,
             f"its base is {adapter_base(adapter)}, not {base}: where both are the same model, correct "
             "base_model_name_or_path in its adapter_config.json",
         )
@@ -397,18 +279,22 @@ def _chat(keys: Translator) -> None:
     template = keys.take("template")
     if template in TEMPLATES:
         keys.put("data.chat_template", TEMPLATES[template], "template")
+    elif template in OTHER_TEMPLATES.split():
+        _own_template(keys)
     elif template is not None:
-        _own_template(keys, template)
+        close = difflib.get_close_matches(str(template), [*TEMPLATES, *OTHER_TEMPLATES.split()], n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        keys.refuse(
+            "template", f"LLaMA-Factory has no such template; {hint}Left out, it is the one of the model's tokenizer"
+        )
     if keys.gives("default_system"):
         keys.put("data.system_prompt", keys.take("default_system"), "default_system")
-    elif template == "zephyr":
-        keys.put("data.system_prompt", ZEPHYR, "template", note="theirs of this template")
     if not keys.flag("enable_thinking", True):
         keys.put("data.chat_template_kwargs", {"enable_thinking": False}, "enable_thinking")
     keys.covered("enable_thinking", by="its default, as here")
 
 
-def _own_template(keys: Translator, template: str) -> None:
+def _own_template(keys: Translator) -> None:
     """A template that we have no name for: the model's own stands in, if it has one."""
     from tether.models.loading import load_tokenizer
     from tether.models.paths import check_model_path
@@ -421,8 +307,6 @@ def _own_template(keys: Translator, template: str) -> None:
     origin = {"revision": revision, "trust_remote_code": keys.flag("trust_remote_code")}
     if path and load_tokenizer(str(path), **origin).chat_template:
         keys.put("data.chat_template", "auto", "template", note="the model's own")
-        if template == "zephyr":
-            keys.note("The template is the model's own: LLaMA-Factory's zephyr has no newline after the end token.")
     else:
         keys.refuse("template", f"wanted one of {', '.join(TEMPLATES)}, as the model's tokenizer has no chat template")
 
@@ -439,9 +323,7 @@ def _datasets(keys: Translator, ours: str, held_out: str) -> None:
         keys.refuse("dataset", "missing; wanted names of datasets in dataset_info.json")
     else:
         keys.put(f"data.{ours}", _names(keys.take("dataset")), "dataset")
-    if folder == "ONLINE":
-        keys.covered("dataset_dir", by="hub ids")
-    elif folder.startswith("REMOTE:"):
+    if folder.startswith("REMOTE:"):
         keys.refuse("dataset_dir", "download the repository, and name its folder")
     else:
         keys.put("data.dataset_dir", folder, "dataset_dir")
@@ -467,15 +349,7 @@ def _schedule(keys: Translator) -> None:
     """Optimizer and learning rate."""
     keys.put("train.learning_rate", keys.take("learning_rate", 5e-5), "learning_rate")
     keys.put("train.lr_scheduler_type", keys.take("lr_scheduler_type", "linear"), "lr_scheduler_type")
-    warmup, steps = keys.number("warmup_ratio", 0.0), keys.number("warmup_steps", 0)
-    updates = keys.number("max_steps", -1)
-    if steps >= 1 and updates <= 0:
-        keys.refuse("warmup_steps", "without max_steps it cannot be told which share that is: write warmup_ratio")
-    elif steps >= 1:
-        keys.put("train.warmup_ratio", min(1.0, steps / updates), "warmup_steps", "max_steps")
-    elif steps or warmup:
-        keys.put("train.warmup_ratio", steps or warmup, "warmup_steps" if steps else "warmup_ratio")
-    keys.covered("warmup_steps", "warmup_ratio", by="train.warmup_ratio")
+    keys.warmup(keys.number("max_steps", -1), length="max_steps")
     keys.put("train.weight_decay", keys.take("weight_decay", 0.0), "weight_decay")
     keys.put("train.max_grad_norm", keys.take("max_grad_norm", 1.0) or None, "max_grad_norm")
     keys.put("train.seed", keys.take("seed", 42), "seed")
@@ -544,7 +418,7 @@ def _reference(keys: Translator) -> None:
 def _reward_source(keys: Translator) -> None:
     """The one reward model, of the three kinds that they have."""
     kind, path = keys.take("reward_model_type", "lora"), keys.take("reward_model")
-    adapters = _names(keys.take("reward_model_adapters"))
+    adapters = _names(keys.take("reward_model_adapters")) if kind == "full" else []
     if path is None:
         keys.refuse("reward_model", "missing; wanted the folder of a reward model, or with type api an address")
     elif len(adapters) > 1:
@@ -555,6 +429,8 @@ def _reward_source(keys: Translator) -> None:
         source = {"type": "http", "url": str(path), "protocol": "llamafactory"}
     else:
         folder = adapters[0] if adapters else str(path)
+        if adapters:
+            _check_base(keys, "reward_model_adapters", folder, str(path))
         source = {"type": _reward_type(folder, kind), "path": folder}
         if source["type"] != "adapter" and keys.flag("trust_remote_code"):
             source["trust_remote_code"] = True
@@ -562,6 +438,8 @@ def _reward_source(keys: Translator) -> None:
             source["quantization"] = f"{bits}bit"
             keys.covered("reward_model_quantization_bit", by=f"rewards.0.quantization: {bits}bit")
     keys.ignore("the reward shares the policy's base, or is a service", "reward_model_quantization_bit")
+    if kind in ("lora", "api"):
+        keys.ignore("for reward_model_type full only, as theirs", "reward_model_adapters")
     theirs = ("reward_model", "reward_model_type", "reward_model_adapters")
     if path is not None and kind in ("lora", "full", "api") and len(adapters) < 2:
         keys.put("rewards", [source], *theirs)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tether.compat import llamafactory
+from tether.compat.llamafactory_keys import KNOWN
 from tether.compat.translation import Translation
 from tether.config import pipeline, text
 from tether.config.base import Section
@@ -41,7 +42,7 @@ def load_any(
     origins = {key: f"line {document.lines[(key,)]}" for key in given}
     ours = []
     for name, value in override_pairs(overrides):
-        if name in llamafactory.KNOWN or ("." not in name and name not in section.model_fields):
+        if name in KNOWN or ("." not in name and name not in section.model_fields):
             given[name], origins[name] = _value(name, value), f"--{name}"
         else:
             ours.append(f"--{name}={value}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tether.compat.launch import command
-from tether.compat.scalars import Scalar, left_out, reward_settings, scalars_of
+from tether.compat.scalars import GPUS, Scalar, left_out, reward_settings, scalars_of
 from tether.compat.translation import Translation, Translator
 from tether.config.rewards import FunctionReward, HttpReward, ModelReward
 from tether.config.schema import RunConfig
@@ -45,8 +45,7 @@ SCALARS = (
     Scalar("output_dir", "ckpt.output_dir", "./ckpt"),
 )
 ESTIMATORS = {"gae": "gae", "reinforce": "reinforce_pp", "rloo": "rloo", "group_norm": "grpo"}
-BASELINE = {"reinforce_baseline": "rloo"}
-"""Without the prompt's mean, whitened: like rloo, whose means differ from it by a factor that whitening takes out."""
+BASELINE = "reinforce_baseline"
 REDUCTIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 
 OLD = {
@@ -178,10 +177,8 @@ def _rewards(keys: Translator) -> None:
 
 def _critic(keys: Translator) -> None:
     """A model of its own, from the reward model unless said otherwise."""
-    ours = keys.one_of("algo.advantage.estimator", "gae", ESTIMATORS | BASELINE)
-    keys.put("ppo.advantage_estimator", ours, "algo.advantage.estimator")
-    if keys.take("algo.advantage.estimator") in BASELINE:
-        keys.put("ppo.whiten_advantages", True, "algo.advantage.estimator")
+    ours = keys.estimator("algo.advantage.estimator", ESTIMATORS, BASELINE)
+    if keys.take("algo.advantage.estimator") == BASELINE:
         keys.note("The KL of a whole answer counts for each of its tokens; OpenRLHF's counts from the token on.")
     if ours != "gae":
         keys.config.pop("value", None)
@@ -208,8 +205,8 @@ def _data(keys: Translator) -> None:
         keys.put("data.eval_prompts", keys.take("eval.dataset"), "eval.dataset")
         if keys.number("eval.steps", -1) > 0:
             keys.put("train.eval_steps", keys.take("eval.steps"), "eval.steps")
-    if keys.take("data.input_key", "input") not in ("prompt", "messages"):
-        keys.note(f"Rename the column {keys.take('data.input_key', 'input')} of the prompts to prompt or messages.")
+    if (column := keys.take("data.input_key", "input")) not in ("prompt", "messages"):
+        keys.put("data.columns.prompt", column, "data.input_key")
     keys.covered("data.input_key", by="the column prompt or messages")
     keys.covered("data.label_key", by="columns reach reward functions under their own names")
     if not keys.flag("data.apply_chat_template"):
@@ -299,8 +296,7 @@ def _lora(keys: Translator) -> None:
 def _output(keys: Translator) -> None:
     if keys.number("ckpt.save_steps", -1) > 0:
         keys.put("train.save_steps", keys.take("ckpt.save_steps"), "ckpt.save_steps")
-    if keys.flag("ckpt.load_enable"):
-        keys.put("resume", True, "ckpt.load_enable")
+    keys.covered("ckpt.load_enable", by="--resume goes on from a checkpoint")
     trackers = [name for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir"))
                 if keys.gives(key)]  # fmt: skip
     if trackers:
@@ -313,19 +309,18 @@ def _output(keys: Translator) -> None:
 # From ours to theirs
 
 
-def launch(config: RunConfig, *, source: str, gpus: int = 8) -> str:
+def launch(config: RunConfig, *, source: str) -> str:
     """A script that starts the same run on a Ray cluster, with comments that name what it cannot say.
 
     Args:
         source: our file, for the head.
-        gpus: devices of the one node that it is written for.
     """
     words = [(f"--{name}", *_words(value)) for name, value in _arguments(config)]
-    words += [(f"--{role}.num_gpus_per_node", str(gpus)) for role in _roles(config)]
-    words += [("--train.colocate_all",), ("--vllm.num_engines", str(gpus)), ("--vllm.enable_sleep",)]
+    words += [(f"--{role}.num_gpus_per_node", str(GPUS)) for role in _roles(config)]
+    words += [("--train.colocate_all",), ("--vllm.num_engines", str(GPUS)), ("--vllm.enable_sleep",)]
     words += [("--vllm.gpu_memory_utilization", "0.5"), ("--ds.enable_sleep",)]
     taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN)
-    head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {gpus} devices."]
+    head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {GPUS} devices."]
     head += [f"# dropped, {line}" for line in left_out(config, taken)] + [f"# {note}" for note in _notes(config)]
     program = ["ray", "job", "submit", "--address=http://127.0.0.1:8265", "--", "python3", "-m", MODULE]
     return "\n".join(head) + "\n\n" + command(program, words)
@@ -333,7 +328,8 @@ def launch(config: RunConfig, *, source: str, gpus: int = 8) -> str:
 
 WRITTEN = (
     "rewards", "value.kind", "value.init", "value.warmup_steps", "value.save", "model.lora", "data.prompts",
-    "data.eval_prompts", "data.max_prompt_length", "data.max_samples", "data.chat_template", "sampling.response_length",
+    "data.eval_prompts", "data.columns.prompt", "data.max_prompt_length", "data.max_samples", "data.chat_template",
+    "sampling.response_length",
     "sampling.top_p", "sampling.allow_truncated_sampling", "ppo.cliprange", "ppo.cliprange_high", "ppo.kl_in",
     "ppo.advantage_estimator", "ppo.loss_reduction", "ppo.reward_clip", "ppo.num_mini_batches", "train.adam_beta1",
     "train.adam_beta2", "train.lr_scheduler_kwargs", "train.rollout_batch_size", "train.micro_batch_size",
@@ -378,7 +374,7 @@ def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "eval.dataset", data.eval_prompts if isinstance(data.eval_prompts, str) else ",".join(data.eval_prompts)
     if train.eval_steps is not None:
         yield "eval.steps", train.eval_steps
-    yield "data.input_key", "prompt"
+    yield "data.input_key", data.columns.get("prompt", "prompt")
     if data.chat_template != "none":
         yield "data.apply_chat_template", True
     if data.max_samples is not None:

@@ -9,6 +9,13 @@ from tether.config import keys
 from tether.config.base import Section
 from tether.config.schema import RunConfig
 
+GPUS = 8
+"""Devices of the one node that a launch of another system is written for."""
+ADAMW = {"adamw_torch": "adamw_torch", "adamw_hf": "adamw_torch", "adamw_torch_fused": "adamw_torch_fused"}
+"""Our name of an optimizer of transformers, by that of any of its releases."""
+ADAMW_8BIT = dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit")
+"""The same of those with moments in 8 bits."""
+
 
 class Scalar(NamedTuple):
     """One such key."""

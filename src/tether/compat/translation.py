@@ -6,9 +6,10 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from tether.compat.launch import Unset
 from tether.compat.scalars import Scalar
 from tether.config import keys, text
 from tether.config.base import Section
@@ -18,6 +19,11 @@ from tether.errors import ConfigError
 S = TypeVar("S", bound=Section)
 
 _WORDS = {"yes": True, "on": True, "no": False, "off": False}
+OF_ONE_PROCESS = (
+    "The batch is that of one process, and ours is that of all: where theirs ran on several, multiply "
+    "train.rollout_batch_size, or train.batch_size, by their number."
+)
+"""A sentence for systems whose batches are of each process, where their number is not known."""
 _SECRET = re.compile(r"hub_token$|api_key$|secret|webhook|^use_wandb$|wandb\.key$")
 
 
@@ -50,6 +56,10 @@ class Translation:
         dropped = [[theirs, f"dropped: {why}"] for theirs, why in self.dropped]
         ignored = [[theirs, f"ignored: {why}"] for theirs, why in self.ignored]
         return [[*row] for row in self.became] + dropped + ignored
+
+    def noting(self, sentence: str) -> Translation:
+        """The same with one more sentence about what is different here."""
+        return replace(self, notes=[*self.notes, sentence])
 
     def checked(self, section: type[S], overrides: Sequence[str] = ()) -> S:
         """The configuration itself.
@@ -104,9 +114,15 @@ class Translator:
         self._problems: list[tuple[str, str]] = []
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Their value, or their default where the file leaves the key out or says null."""
+        """Their value, or their default where the file leaves the key out or says null.
+
+        One that takes a variable which the script does not set is refused.
+        """
         self._seen.add(key)
         value = self.given.get(key)
+        if any(isinstance(each, Unset) for each in (value if isinstance(value, list) else [value])):
+            self.refuse(key, "the script does not set that variable: write its value, or set it in a line above")
+            return default
         return default if value is None else value
 
     def number(self, key: str, default: float) -> Any:
@@ -169,6 +185,35 @@ class Translator:
             return table[value]
         self.refuse(key, f"wanted one of {', '.join(table)}")
         return table[default]
+
+    def estimator(self, key: str, table: Mapping[str, str], baseline: str) -> str:
+        """Sets and returns ppo.advantage_estimator.
+
+        Args:
+            baseline: their name of the one without the prompt's mean, whitened, which is like our rloo: its means
+                differ from theirs by a factor that whitening takes out.
+        """
+        ours = self.one_of(key, "gae", {**table, baseline: "rloo"})
+        self.put("ppo.advantage_estimator", ours, key)
+        if self.take(key) == baseline:
+            self.put("ppo.whiten_advantages", True, key)
+        return ours
+
+    def warmup(self, updates: float, *, length: str) -> None:
+        """Sets train.warmup_ratio from their ``warmup_steps`` or ``warmup_ratio``.
+
+        Args:
+            updates: steps of the whole run; 0 or less where the file does not say how many.
+            length: the key that would say it.
+        """
+        steps, ratio = self.number("warmup_steps", 0), self.number("warmup_ratio", 0.0)
+        if steps >= 1 and updates <= 0:
+            self.refuse("warmup_steps", f"without {length} it cannot be told which share that is: write warmup_ratio")
+        elif steps >= 1:
+            self.put("train.warmup_ratio", warmup_share(steps, updates), "warmup_steps", length)
+        elif steps or ratio:
+            self.put("train.warmup_ratio", steps or ratio, "warmup_steps" if steps else "warmup_ratio")
+        self.covered("warmup_steps", "warmup_ratio", by="train.warmup_ratio")
 
     def single(self, *theirs: str, names: bool = False) -> None:
         """Refuses lists and groups of keys where one value is wanted, and goes on without them.
@@ -238,6 +283,12 @@ class Translator:
             if self.gives(key) and key not in self._told:
                 self._told.add(key)
                 self._dropped.append((self._shown(key), why))
+
+    def drop_unless(self, usual: Any, why: str, key: str) -> None:
+        """As ``drop``, for a key that changes nothing where it has the usual value."""
+        if self.take(key, usual) == usual:
+            self.covered(key, by="its default, as here")
+        self.drop(why, key)
 
     def drop_rest(self, why: str) -> None:
         """Leaves out every key that nothing was said of yet."""
@@ -311,6 +362,11 @@ class Translator:
 
     def _value(self, key: str) -> str:
         return "…" if _SECRET.search(key) else keys.shown(self.given[key])
+
+
+def warmup_share(steps: float, updates: float) -> float:
+    """The share of a run of so many updates over which the learning rate rises; below 1, ``steps`` are that share."""
+    return steps if steps < 1 else min(1.0, steps / max(updates, 1))
 
 
 def _boolean(value: Any) -> Any:

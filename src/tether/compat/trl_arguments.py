@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tether.compat.llamafactory import ADAMW, ADAMW_8BIT
-from tether.compat.scalars import Scalar
-from tether.compat.translation import Translation, Translator
+from tether.compat.scalars import ADAMW, ADAMW_8BIT, Scalar
+from tether.compat.translation import OF_ONE_PROCESS, Translation, Translator
 
 SYSTEM = "TRL"
 PLAIN, WITH_TEST_SPLIT = "ppo.py", "ppo_tldr.py"
@@ -37,7 +36,6 @@ SCALARS = (
     Scalar("sampling.temperature", "temperature", 0.7),
     Scalar("train.learning_rate", "learning_rate", 3e-6),
     Scalar("train.lr_scheduler_type", "lr_scheduler_type", "linear"),
-    Scalar("train.warmup_ratio", "warmup_ratio", 0.0),
     Scalar("train.weight_decay", "weight_decay", 0.0),
     Scalar("train.adam_beta1", "adam_beta1"),
     Scalar("train.adam_beta2", "adam_beta2"),
@@ -45,7 +43,7 @@ SCALARS = (
     Scalar("train.max_grad_norm", "max_grad_norm", 1.0),
     Scalar("train.bf16", "bf16"),
     Scalar("train.fp16", "fp16"),
-    Scalar("train.gradient_checkpointing", "gradient_checkpointing"),
+    Scalar("train.gradient_checkpointing", "gradient_checkpointing", True),
     Scalar("train.seed", "seed", 42),
     Scalar("train.logging_steps", "logging_steps"),
     Scalar("train.save_total_limit", "save_total_limit"),
@@ -58,12 +56,17 @@ SCALARS = (
 )
 
 
-def translated(source: str, options: Mapping[str, Any], script: str = "") -> Translation:
+LAUNCHER = ("num_processes", "nproc_per_node", "nnodes", "num_machines")
+"""Options of a launcher that say how many processes there are."""
+
+
+def translated(source: str, options: Mapping[str, Any], script: str, processes: int | None) -> Translation:
     """A launch of ``ppo.py`` or ``ppo_tldr.py`` in our words.
 
     Args:
         options: the arguments without their dashes.
         script: the file that is launched, as far as it is known; what it does with prompts depends on it.
+        processes: how many are launched; None if that is not known.
 
     Raises:
         ConfigError: there is no policy, no reward model, or no output folder.
@@ -96,13 +99,13 @@ def translated(source: str, options: Mapping[str, Any], script: str = "") -> Tra
     if keys.gives("stop_token_id"):
         keys.refuse("stop_token_id", "set sampling.stop_token to the token's text, or stop_token to eos")
     if keys.gives("dataset_config"):
-        keys.refuse("dataset_config", "write that part of the dataset to a file and name the file as dataset_name")
-    _batches(keys)
-    _steps(keys)
+        keys.put("data.subset", keys.take("dataset_config"), "dataset_config")
+    _batches(keys, processes)
+    _steps(keys, processes or 1)
     if keys.gives("optim"):
         ours = keys.choice("optim", "adamw_torch_fused", ADAMW | ADAMW_8BIT, "adamw_torch_fused")
         keys.put("train.optim", ours, "optim")
-    _prompts(keys, Path(script).name)
+    _prompts(keys, Path(script).name, processes or 1)
     keys.ignore("data is read and tokenised anew, in this process", "dataset_num_proc")
     keys.ignore("the last evaluation is on data.eval_prompts", "dataset_test_split", "eval_strategy", "eval_steps",
                 "num_sample_generations")  # fmt: skip
@@ -136,7 +139,7 @@ def _choice_of_peft(path: str) -> list[str] | None:
     return None if chosen is None else list(chosen)
 
 
-def _prompts(keys: Translator, script: str) -> None:
+def _prompts(keys: Translator, script: str, processes: int) -> None:
     """How prompts become queries, and which are held out."""
     if script in (PLAIN, WITH_TEST_SPLIT):
         keys.put("data.chat_template", "none", note=f"{script} tokenises the column prompt as it is")
@@ -148,7 +151,7 @@ def _prompts(keys: Translator, script: str) -> None:
                   "data.chat_template out, and let the column prompt hold that message alone.")  # fmt: skip
     column = keys.take("dataset_text_field", "prompt")
     if column not in ("prompt", "messages"):
-        keys.note(f"Rename the column {column} of the prompts to prompt.")
+        keys.put("data.columns.prompt", column, "dataset_text_field")
     keys.covered("dataset_text_field", by="the column prompt or messages")
     reads_test = script == WITH_TEST_SPLIT or (script != PLAIN and keys.gives("dataset_test_split"))
     strategy = keys.take("eval_strategy", "no")
@@ -156,23 +159,19 @@ def _prompts(keys: Translator, script: str) -> None:
         return
     keys.put("data.eval_prompts", keys.take("dataset_name"), "dataset_name")
     keys.put("data.eval_split", keys.take("dataset_test_split", "test"), "dataset_test_split")
+    if keys.gives("dataset_config"):
+        keys.put("data.eval_subset", keys.take("dataset_config"), "dataset_config")
     if strategy == "steps":
         every = "eval_steps" if keys.gives("eval_steps") else "logging_steps"
-        steps = keys.steps(every, 10, _updates(keys), length="total_episodes")
+        steps = keys.steps(every, 10, _updates(keys, processes), length="total_episodes")
         keys.put("train.eval_steps", steps, "eval_strategy", "eval_steps")
     keys.covered("eval_strategy", "eval_steps", by="before the first update and after the last")
 
 
-def _steps(keys: Translator) -> None:
+def _steps(keys: Translator, processes: int) -> None:
     """What counts updates: the warm-up and the checkpoints."""
-    warmup, updates = keys.number("warmup_steps", 0), _updates(keys)
-    if warmup >= 1 and updates == 0:
-        keys.refuse("warmup_steps", "without total_episodes it cannot be told which share that is: write warmup_ratio")
-    elif warmup >= 1:
-        keys.put("train.warmup_ratio", min(1.0, warmup / updates), "warmup_steps", "total_episodes")
-    elif warmup:
-        keys.put("train.warmup_ratio", warmup, "warmup_steps")
-    keys.covered("warmup_steps", by="its default, as here")
+    updates = _updates(keys, processes)
+    keys.warmup(updates, length="total_episodes")
     strategy = keys.take("save_strategy", "steps")
     if strategy == "steps":
         keys.put("train.save_steps", keys.steps("save_steps", 500, updates, length="total_episodes"), "save_steps")
@@ -181,21 +180,24 @@ def _steps(keys: Translator) -> None:
     keys.covered("save_strategy", "save_steps", by="when checkpoints are saved")
 
 
-def _updates(keys: Translator) -> int:
+def _updates(keys: Translator, processes: int) -> int:
     """Updates of the run; 0 where the passes over the prompts are said and not the answers."""
-    answers = keys.number("per_device_train_batch_size", 8) * keys.number("gradient_accumulation_steps", 1)
-    return math.ceil(keys.number("total_episodes", 0) / max(answers, 1))
+    rows, forwards = keys.number("per_device_train_batch_size", 8), keys.number("gradient_accumulation_steps", 1)
+    return math.ceil(keys.number("total_episodes", 0) / max(rows * forwards * processes, 1))
 
 
-def _batches(keys: Translator) -> None:
+def _batches(keys: Translator, processes: int | None) -> None:
     """Their rollout batch is rows × forwards, on each device."""
     rows, forwards = keys.number("per_device_train_batch_size", 8), keys.number("gradient_accumulation_steps", 1)
-    minis = keys.number("num_mini_batches", 1)
+    minis, each = keys.number("num_mini_batches", 1), rows * forwards
     if minis < 1:
         keys.refuse("num_mini_batches", "wanted a whole number above 0")
-    theirs = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    keys.put("train.rollout_batch_size", rows * forwards, *theirs, note="on one device")
-    keys.put("train.micro_batch_size", min(rows, rows * forwards // max(minis, 1)), "per_device_train_batch_size")
+    theirs = ("per_device_train_batch_size", "gradient_accumulation_steps", *filter(keys.gives, LAUNCHER))
+    note = f"{rows} × {forwards}" + (f" × {processes}" if processes else ", of one process")
+    keys.put("train.rollout_batch_size", each * (processes or 1), *theirs, note=note)
+    if processes is None:
+        keys.note(OF_ONE_PROCESS)
+    keys.put("train.micro_batch_size", min(rows, each // max(minis, 1)), "per_device_train_batch_size")
     if keys.gives("total_episodes"):
         keys.put("train.total_episodes", keys.take("total_episodes"), "total_episodes")
         keys.ignore("total_episodes is what counts", "num_train_epochs")

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tether.compat.launch import command
-from tether.compat.scalars import Scalar, left_out, reward_settings, scalars_of
+from tether.compat.launch import Unset, command
+from tether.compat.scalars import GPUS, Scalar, left_out, reward_settings, scalars_of
 from tether.compat.translation import Translation, Translator
 from tether.config.rewards import FunctionReward, ModelReward
 from tether.config.schema import RunConfig
@@ -15,6 +15,7 @@ from tether.config.schema import RunConfig
 SYSTEM = "verl"
 MODULE = "verl.trainer.main_ppo"
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 SCALARS = (
     Scalar("model.path", f"{MODEL}.path"),
@@ -41,8 +42,6 @@ SCALARS = (
     Scalar("train.save_total_limit", "trainer.max_actor_ckpt_to_keep"),
 )
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
-BASELINE = {"reinforce_plus_plus_baseline": "rloo"}
-"""Without the prompt's mean, whitened: like rloo, whose means differ from it by a factor that whitening takes out."""
 REDUCTIONS = {
     "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "fixed_length",
 }  # fmt: skip
@@ -55,18 +54,55 @@ OLD = {
     "reward_model.model.path": "reward.reward_model.model_path",
     f"{ACTOR}.optim.warmup_style": f"{ACTOR}.optim.lr_scheduler_type",
     f"{ACTOR}.ppo_micro_batch_size": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
+} | {
+    f"{old}.{name}": f"{OVERLONG}.{name}"
+    for old in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer")
+    for name in ("enable", "len", "penalty_factor", "log")
 }
 """Spellings of earlier releases."""
-CLUSTER = (
-    f"{ROLLOUT}.", "actor_rollout_ref.ref.", f"{ACTOR}.fsdp_config.", f"{ACTOR}.megatron.", f"{ACTOR}.checkpoint.",
-    f"{ACTOR}.profiler.", f"{ACTOR}.strategy", f"{ACTOR}.ulysses", f"{ACTOR}.use_torch_compile", f"{MODEL}.use_",
-    f"{MODEL}.enable_activation_offload", "actor_rollout_ref.hybrid_engine", "critic.fsdp", "critic.model.",
-    "critic.megatron.", "critic.strategy", "critic.ppo_micro", "critic.ppo_max_token", "critic.forward_",
-    "critic.profiler.", "critic.checkpoint.", "critic.ulysses", "trainer.n_gpus_per_node", "trainer.nnodes",
-    "trainer.device", "trainer.balance_batch", "trainer.ray_", "trainer.project_name", "trainer.use_v1", "trainer.v1.",
-    "reward.num_workers", "reward.reward_model.", "reward_model.", "ray_kwargs.", "ray_init.", "global_profiler.",
-    "transfer_queue.", "data.dataloader_num_workers", "data.use_shm", "data.filter_overlong_prompts_workers",
+CLUSTER = tuple(
+    f"{section}{name}" for section, names in {
+        f"{ROLLOUT}.": (
+            "agent.num_workers calculate_log_probs checkpoint_engine. cudagraph_capture_sizes data_parallel_size "
+            "disable_log_stats dtype enable_chunked_prefill enable_prefix_caching enforce_eager engine_kwargs. "
+            "expert_parallel_size free_cache_engine gpu_memory_utilization layered_summon load_format log_prob_ "
+            "logprobs_mode max_model_len max_num_ mode multi_stage_wake_up n_gpus_per_node name nnodes "
+            "pipeline_model_parallel_size profiler. prometheus. prompt_length response_length scheduling_policy skip. "
+            "skip_tokenizer_init tensor_model_parallel_size trace. update_weights_bucket_megabytes"
+        ),
+        "actor_rollout_ref.ref.": (
+            "entropy_ fsdp_config. log_prob_ megatron. profiler. rollout_n strategy ulysses use_"
+        ),
+        f"{ACTOR}.": "checkpoint. fsdp_config. megatron. profiler. strategy ulysses use_torch_compile",
+        f"{MODEL}.": "enable_activation_offload use_",
+        "critic.": (
+            "checkpoint. forward_ fsdp megatron. model.enable_ model.external_lib model.fsdp_config. "
+            "model.tokenizer_path model.use_ ppo_max_token ppo_micro profiler. strategy ulysses use_dynamic_bsz"
+        ),
+        "trainer.": "balance_batch device n_gpus_per_node nnodes project_name ray_ use_v1 v1.",
+        "reward.": "num_workers",
+        "reward.reward_model.": "enable_resource_pool n_gpus_per_node nnodes rollout.",
+        "reward_model.": (
+            "enable_resource_pool forward_ launch_reward_fn_async megatron. micro_batch_size model.external_lib "
+            "model.fsdp_config. model.input_tokenizer model.use_ n_gpus_per_node nnodes num_workers profiler. rollout. "
+            "strategy ulysses use_dynamic_bsz"
+        ),
+        "": "actor_rollout_ref.hybrid_engine data.dataloader_num_workers data.filter_overlong_prompts_workers "
+            "data.use_shm global_profiler. ray_init. ray_kwargs. transfer_queue.",
+    }.items()
+    for name in names.split()
 )  # fmt: skip
+"""Beginnings of keys that change no result."""
+USUAL = {
+    f"{ROLLOUT}.do_sample": (True, "answers are always drawn here"),
+    f"{ROLLOUT}.ignore_eos": (False, "an end token ends an answer here: sampling.stop_token: null lets it go on"),
+    f"{ROLLOUT}.repetition_penalty": (1, "answers are drawn from the policy's own distribution here"),
+    f"{ROLLOUT}.multi_turn.enable": (False, "an answer is one turn here"),
+    "critic.model.lora_rank": (0, "a critic of kind model trains all its weights here"),
+}
+"""Keys that change a result, with the value that does not, and what is so here."""
 
 
 def translated(source: str, settings: Mapping[str, Any]) -> Translation:
@@ -74,7 +110,7 @@ def translated(source: str, settings: Mapping[str, Any]) -> Translation:
 
     Args:
         source: the file, for messages.
-        settings: their keys, joined by dots; what is taken from another key by ``${…}`` counts as left out.
+        settings: their keys, joined by dots; what Hydra takes from another key by ``${…}`` counts as left out.
 
     Raises:
         ConfigError: there is no policy, no reward, or no prompts.
@@ -82,7 +118,8 @@ def translated(source: str, settings: Mapping[str, Any]) -> Translation:
     given = {
         OLD.get(key, key): value
         for key, value in settings.items()
-        if not (isinstance(value, str) and value.startswith(("${", "???"))) and not key.endswith("_target_")
+        if not key.endswith("_target_")
+        and (isinstance(value, Unset) or not (isinstance(value, str) and value.startswith(("${", "???"))))
     }
     keys = Translator(source, SYSTEM, given, {})
     if not keys.gives(f"{MODEL}.path"):
@@ -96,6 +133,8 @@ def translated(source: str, settings: Mapping[str, Any]) -> Translation:
     _kl(keys)
     _algorithm(keys)
     _output(keys)
+    for key, (usual, why) in USUAL.items():
+        keys.drop_unless(usual, why, key)
     keys.ignore("where and how fast it runs on a cluster", *(key for key in given if key.startswith(CLUSTER)))
     keys.drop_rest("it has no counterpart here")
     return keys.finish(())
@@ -113,6 +152,25 @@ def _rewards(keys: Translator) -> None:
     else:
         keys.refuse(path, f"missing, and so is {model}; their rules for known datasets are not here")
     keys.covered(enabled, name, by="rewards")
+    _overlong(keys)
+
+
+def _overlong(keys: Translator) -> None:
+    """The soft penalty on long answers that their reward manager ``dapo`` adds."""
+    if keys.flag(f"{OVERLONG}.enable"):
+        for name, ours in (("len", "ppo.overlong_buffer"), ("penalty_factor", "ppo.overlong_penalty")):
+            if not keys.gives(f"{OVERLONG}.{name}"):
+                keys.refuse(f"{OVERLONG}.{name}", f"missing, and {OVERLONG}.enable is true; wanted a number")
+            keys.put(ours, keys.take(f"{OVERLONG}.{name}"), f"{OVERLONG}.{name}", f"{OVERLONG}.enable")
+    keys.ignore("this penalty is off", *(f"{OVERLONG}.{name}" for name in ("enable", "len", "penalty_factor")))
+    keys.ignore("metrics.jsonl has the scores", f"{OVERLONG}.log")
+    longest = keys.take("data.max_response_length", 512)
+    why = "the penalty counts from sampling.response_length, the longest answer"
+    keys.drop_unless(longest, why, "reward.reward_kwargs.max_resp_len")
+    manager = keys.take("reward.reward_manager.name", "naive")
+    if manager in ("naive", "dapo", "batch", "prime"):
+        keys.covered("reward.reward_manager.name", by="rewards")
+    keys.drop("such a reward manager is not here: its rules belong in a reward function", "reward.reward_manager.name")
 
 
 def _precision(keys: Translator) -> None:
@@ -125,10 +183,7 @@ def _precision(keys: Translator) -> None:
 
 def _critic(keys: Translator) -> None:
     """A model of its own, from the path that they give it."""
-    ours = keys.one_of("algorithm.adv_estimator", "gae", ESTIMATORS | BASELINE)
-    keys.put("ppo.advantage_estimator", ours, "algorithm.adv_estimator")
-    if keys.take("algorithm.adv_estimator") in BASELINE:
-        keys.put("ppo.whiten_advantages", True, "algorithm.adv_estimator")
+    ours = keys.estimator("algorithm.adv_estimator", ESTIMATORS, "reinforce_plus_plus_baseline")
     if ours != "gae":
         keys.config.pop("value", None)
         keys.ignore("there is no critic", *(key for key in keys.given if key.startswith("critic.")))
@@ -149,8 +204,8 @@ def _data(keys: Translator) -> None:
         keys.put("data.eval_prompts", keys.take("data.val_files"), "data.val_files")
         if keys.number("trainer.test_freq", -1) > 0:
             keys.put("train.eval_steps", keys.take("trainer.test_freq"), "trainer.test_freq")
-    if keys.take("data.prompt_key", "prompt") not in ("prompt", "messages"):
-        keys.note(f"Rename the column {keys.take('data.prompt_key')} of the prompts to prompt or messages.")
+    if (column := keys.take("data.prompt_key", "prompt")) not in ("prompt", "messages"):
+        keys.put("data.columns.prompt", column, "data.prompt_key")
     keys.covered("data.prompt_key", by="the column prompt or messages")
     keys.covered("data.reward_fn_key", by="columns reach reward functions under their own names")
     keys.covered("data.truncation", "data.filter_overlong_prompts", by="prompts that are too long are dropped")
@@ -264,24 +319,24 @@ def _output(keys: Translator) -> None:
 # From ours to theirs
 
 
-def launch(config: RunConfig, *, source: str, gpus: int = 8) -> str:
+def launch(config: RunConfig, *, source: str) -> str:
     """A script that starts the same run, with comments that name what it cannot say.
 
     Args:
         source: our file, for the head.
-        gpus: devices of the one node that it is written for.
     """
     words = [(f"{name}={_word(value)}",) for name, value in _settings(config)]
     words += [(f"{ROLLOUT}.name=vllm",), (f"{ROLLOUT}.tensor_model_parallel_size=1",)]
-    words += [(f"trainer.n_gpus_per_node={gpus}",), ("trainer.nnodes=1",)]
+    words += [(f"trainer.n_gpus_per_node={GPUS}",), ("trainer.nnodes=1",)]
     taken = [scalar.ours for scalar in SCALARS] + list(WRITTEN)
-    head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {gpus} devices."]
+    head = ["#!/bin/sh", f"# {SYSTEM}, from {source}; for one node of {GPUS} devices."]
     head += [f"# dropped, {line}" for line in left_out(config, taken)] + [f"# {note}" for note in _notes(config)]
     return "\n".join(head) + "\n\n" + command(["python3", "-m", MODULE], words)
 
 
 WRITTEN = (
     "rewards", "value.kind", "value.init", "model.lora", "data.prompts", "data.eval_prompts", "data.max_samples",
+    "data.columns.prompt",
     "data.chat_template_kwargs", "sampling.top_p", "sampling.top_k", "sampling.allow_truncated_sampling",
     "ppo.cliprange", "ppo.cliprange_high", "ppo.kl_in", "ppo.kl_coef", "ppo.kl_estimator", "ppo.advantage_estimator",
     "ppo.loss_reduction", "ppo.num_mini_batches", "train.adam_beta1", "train.adam_beta2", "train.lr_scheduler_type",
@@ -318,6 +373,8 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield "data.train_files", data.prompts
     if data.eval_prompts is not None:
         yield "data.val_files", data.eval_prompts
+    if "prompt" in data.columns:
+        yield "data.prompt_key", data.columns["prompt"]
     if data.max_samples is not None:
         yield "data.train_max_samples", data.max_samples
     for name, value in data.chat_template_kwargs.items():

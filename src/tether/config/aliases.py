@@ -79,7 +79,8 @@ ALIASES = _table(
      _to("data.max_prompt_length", note="the answer is limited by sampling.response_length")),
     ("template apply_chat_template", _to("data.chat_template")),
     ("default_system system_message", _to("data.system_prompt")),
-    ("input_key prompt_key dataset_text_field", _absent("the prompt's column is called `prompt` or `messages`")),
+    ("input_key prompt_key dataset_text_field", _to("data.columns", note="`{prompt: NAME}`")),
+    ("dataset_config dataset_config_name", _to("data.subset")),
     # sampling
     ("max_new_tokens max_response_length generate_max_len max_completion_length max_tokens gen_len output_min_length",
      _to("sampling.response_length")),

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from tether.config.base import Section
 
 Sources = str | Annotated[list[str], Field(min_length=1)]
 """One dataset, or several that are joined."""
+
+
+COLUMNS = ("prompt", "messages", "completion", "text", "chosen", "rejected", "tools", "chat_template_kwargs")
+"""Columns that are read here by their names."""
+
+
+def _known(columns: dict[str, str]) -> dict[str, str]:
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        raise ValueError(f"{unknown[0]} is no column that is read here; wanted {', '.join(COLUMNS)}")
+    return columns
+
+
+Columns = Annotated[dict[str, str], AfterValidator(_known)]
+"""Our names of columns, each with the one that a source has for it."""
 
 
 def sources(given: Sources) -> list[str]:
@@ -21,13 +35,20 @@ class ChatKeys(Section):
     """How conversations become text."""
 
     chat_template: str = "auto"
-    """``auto``: the tokenizer's own; text for a tokenizer that has one becomes a user turn. ``none``: text is taken as
-    it is. Else a template for models without one, which is saved with the tokenizer: alpaca, chatml, gemma, llama2,
-    llama3, mistral, phi3, qwen, vicuna, zephyr, or a file that ends in .jinja."""
+    """``auto``: the tokenizer's own template; if it has one, plain text becomes a user turn. ``none``: text is passed
+    through unchanged. For models without a template: the name of a built-in one (alpaca, chatml, gemma, llama2, llama3,
+    mistral, phi3, qwen, vicuna, zephyr) or a file that ends in .jinja; it is saved with the tokenizer. For models that
+    were trained in LLaMA-Factory, ``llamafactory/NAME`` writes what its template of that name writes: alpaca, default,
+    empty, fewshot, llama2, vicuna, zephyr."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template: ``{enable_thinking: false}`` for Qwen3."""
     system_prompt: str | None = None
-    """System message put before prompts that bring none; needs a chat template. The same in every stage."""
+    """System message for prompts that have none of their own; needs a chat template. Must be the same in every
+    stage."""
+    special_tokens: bool = False
+    """Treat special tokens typed into the content of a message (``<|im_end|>``) as control tokens. If false, they are
+    plain characters, so that no prompt can end its own turn. Text that goes through no chat template is passed through
+    unchanged. Must be the same in every stage."""
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -36,15 +57,48 @@ class ChatKeys(Section):
 
 
 class DataKeys(ChatKeys):
-    """Where data is from, and how its conversations become text."""
+    """Where the data comes from, and how its conversations become text."""
 
     dataset_dir: str | None = None
-    """Folder of a LLaMA-Factory ``dataset_info.json``. All sources are then names of its entries, and their splits are
-    what the entries say."""
+    """Folder with LLaMA-Factory's ``dataset_info.json``. All sources are then names of its entries, which also define
+    their splits, subsets and columns. ``ONLINE``: all sources are hub ids of datasets in alpaca format, with columns
+    ``instruction``, ``input`` and ``output``."""
     max_samples: PositiveInt | None = None
-    """Rows of each source that are used at most, the first ones."""
+    """Maximum number of rows to read from each source, counted from the first."""
+    columns: Columns = Field(default_factory=dict)
+    """Names of columns that the sources call something else: ``{prompt: question}`` reads the column ``question`` as
+    the prompt. A source that already has a column with our name is left as it is."""
 
-    @property
-    def origin(self) -> dict[str, Any]:
-        """Where data is from, as the functions that read it take it."""
-        return {"dataset_dir": self.dataset_dir, "max_samples": self.max_samples}
+    def reading(self, name: str) -> dict[str, Any]:
+        """How the dataset under the key ``name`` is read, as the functions that read data take it."""
+        prefix = _prefix(name)
+        return {
+            "key": f"data.{name}",
+            "split": getattr(self, f"{prefix}split"),
+            "subset": getattr(self, f"{prefix}subset"),
+            "columns": getattr(self, "ptx_columns" if prefix == "ptx_" else "columns"),
+            "dataset_dir": self.dataset_dir,
+            "max_samples": self.max_samples,
+        }
+
+    @model_validator(mode="after")
+    def _entries_say_it_themselves(self) -> DataKeys:
+        if self.dataset_dir is not None:
+            for name in type(self).model_fields:
+                if name.endswith(("subset", "columns")) and (value := getattr(self, name)):
+                    raise ValueError(
+                        f"{name} ({value}) is for sources that dataset_dir ({self.dataset_dir}) does not describe: "
+                        "write it into the entries of dataset_info.json"
+                    )
+        return self
+
+
+def subset_key(key: str) -> str | None:
+    """The key that names the subset of the dataset under ``key``; None where none does."""
+    section, _, name = key.rpartition(".")
+    return f"{section}.{_prefix(name)}subset" if section else None
+
+
+def _prefix(name: str) -> str:
+    """What the keys begin with that go with the dataset under the key ``name``."""
+    return next((prefix for prefix in ("eval_", "ptx_") if f"{name}_".startswith(prefix)), "")

@@ -17,9 +17,12 @@ _HEAD = """\
 
 <!-- Written by `python -m tether.config.docs > docs/config.md` from the strings under the fields; edit those. -->
 
-A run is one YAML file. Any key can be overridden on the command line: `--ppo.kl_coef=0.02`, `--rewards.0.weight=2`.
-Relative paths are relative to the folder that the command is started in, not to the file. A file
-may hold neither unknown keys nor the same key twice, nor YAML's tags, anchors and aliases.
+A run is configured by one YAML file. You can override any key on the command line: `--ppo.kl_coef=0.02`,
+`--rewards.0.weight=2`. Relative paths are relative to the folder in which you start the command, not to the file.
+Unknown keys, duplicate keys, and YAML's tags, anchors and aliases are errors.
+
+`N` in a key is a position in a list, counted from 0. A default of `null` means that the key is not set; if Tether then
+derives a value, the description says which.
 """
 
 
@@ -48,7 +51,7 @@ def _tables(title: str, section: type[Section], *, but: tuple[str, ...] = ()) ->
             continue
         if doc.group != group:
             group = doc.group
-            yield f"\n### {group}\n\n| key | takes | default | meaning |\n|---|---|---|---|"
+            yield f"\n### {group.replace('``', '`')}\n\n| key | takes | default | meaning |\n|---|---|---|---|"
         yield _row(doc)
     yield ""
 

@@ -24,7 +24,7 @@ _OWN = ("output_dir", "overwrite_output_dir", "resume")
 
 
 class PipelineConfig(Section):
-    """What the stages of a pipeline share."""
+    """Keys that the stages of a pipeline share."""
 
     model: ModelConfig
     """The model that the first stage starts from. A stage may change any of these keys in its own section; ``lora:
@@ -34,16 +34,16 @@ class PipelineConfig(Section):
     sft: dict[str, Any] | None = None
     """Keys of `tether sft`."""
     reward: dict[str, Any] | None = None
-    """Keys of `tether reward`. It starts from what sft made."""
+    """Keys of `tether reward`. Starts from the result of sft."""
     ppo: dict[str, Any] | None = None
-    """Keys of `tether ppo`. It starts from what sft made, and is judged by what reward made unless ``rewards`` says
-    otherwise."""
+    """Keys of `tether ppo`. Starts from the result of sft, and is judged by the result of reward unless it has
+    ``rewards`` of its own."""
     seed: Seed = 42
     """``train.seed`` of every stage."""
     output_dir: Path
-    """Folder for the folders of the stages: ``sft``, ``reward`` and ``ppo``."""
+    """Folder for the stages' folders: ``sft``, ``reward`` and ``ppo``."""
     overwrite_output_dir: bool = False
-    """Run all stages anew. Otherwise a finished stage is skipped, and an unfinished one goes on."""
+    """Run all stages again. If false, finished stages are skipped, and an unfinished one continues."""
 
     @property
     def stages(self) -> list[str]:

@@ -10,32 +10,37 @@ from tether.config.stage import StageConfig, StageTrainConfig, check_held_out, h
 
 
 class RewardModelConfig(ModelConfig):
-    """The model that becomes the judge."""
+    """The model that becomes the reward model."""
 
     path: str
     """Hub id or folder of the model to start from. A language model gets a new head; a sequence classifier with one
-    label keeps its own. A PEFT adapter goes on as a reward adapter on its base with lora, and is merged into its base
-    without. For a reward adapter that shares the policy's base: the same path as the policy's."""
+    label keeps its own. A PEFT adapter is trained further as a reward adapter on its base if lora is set, and merged
+    into its base if not. For a reward adapter that shares the policy's base, use the policy's path."""
 
 
 class PairsConfig(DataKeys):
     """The preference pairs."""
 
     pairs: Sources
-    """Pairs to train on: a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, or a hub id; a list joins
-    several. Columns ``chosen`` and ``rejected`` hold answers to the column ``prompt``, or whole texts, conversations or
-    transcripts (as in HH-RLHF) where there is no ``prompt``; each is text or chat messages."""
+    """Pairs to train on: a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, a hub id, or a list of
+    these. The columns ``chosen`` and ``rejected`` hold answers to the column ``prompt``; without ``prompt`` they hold
+    whole texts, conversations or transcripts (as in HH-RLHF). Each is text or chat messages."""
     eval_pairs: Sources | None = None
     """Held-out pairs, in the same forms."""
     eval_fraction: HeldOut | None = None
-    """Share of ``pairs`` that is held out instead, all pairs of a prompt on the same side. Left out: 0.1 without
+    """Share of ``pairs`` to hold out instead. All pairs of a prompt stay on the same side. Default: 0.1 without
     ``eval_pairs``; 0 holds out none."""
     split: str = "train"
-    """Split that is read where the source has several, for ``pairs``."""
+    """Split of ``pairs`` to read if the source has several; parts as ``train[:1000]``, ``train[90%:]`` and
+    ``train+test``."""
+    subset: str | None = None
+    """Subset of ``pairs`` to read if the hub dataset or folder has several (``main`` of ``openai/gsm8k``)."""
     eval_split: str = "train"
-    """The same for ``eval_pairs``; left alone where the source has one split only."""
+    """The same for ``eval_pairs``. If the source has only one split, that is read, whatever its name."""
+    eval_subset: str | None = None
+    """The same for ``eval_pairs``."""
     max_length: PositiveInt = 1024
-    """Longest prompt plus answer in tokens. Pairs with a longer one are dropped and counted."""
+    """Maximum length of prompt plus answer in tokens. Pairs with a longer text are dropped and counted."""
 
     @property
     def held_out_fraction(self) -> float:
@@ -52,14 +57,14 @@ class RewardTrainConfig(StageTrainConfig):
     """Batches, optimizer, saving."""
 
     center_rewards_coefficient: NonNegativeFloat = 0.0
-    """Weight of the squared sum of a pair's rewards in the loss, which keeps rewards near mean 0; 0.01 is usual."""
+    """Weight of the squared sum of a pair's two rewards in the loss, which keeps rewards near mean 0; usually 0.01."""
 
 
 class RewardStageConfig(StageConfig):
-    """One run of ``tether reward``: a judge from preference pairs."""
+    """One run of ``tether reward``: a reward model from preference pairs."""
 
     model: RewardModelConfig
-    """The model that becomes the judge."""
+    """The model that becomes the reward model."""
     data: PairsConfig
     """The preference pairs."""
     train: RewardTrainConfig = RewardTrainConfig()

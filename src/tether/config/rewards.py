@@ -39,14 +39,14 @@ Url = Annotated[str, AfterValidator(_checked_url)]
 
 class _Reward(Section):
     weight: float = 1.0
-    """Factor of this source in the sum."""
+    """Weight of this source in the sum."""
     norm: Literal["auto"] | Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    """Frozen normalisation, ``[mean, std]``: scores minus mean, over std. ``auto``: by the source's own scores of
-    answers of the start policy, measured once before the first update (``ppo.score_norm_samples`` answers). Left out:
-    none."""
+    """Normalization with fixed numbers, ``[mean, std]``: subtract mean, divide by std. ``auto``: use the mean and
+    standard deviation of the source's own scores of the start policy's answers, measured once before the first update
+    (``ppo.score_norm_samples`` answers). Default: no normalization."""
     clip: PositiveFloat | Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    """Clips the source's scores, after ``norm`` and before ``weight``: a number c to within ±c, a list to
-    ``[low, high]``. What is logged for the source is its own score, as it was before all three. Left out: not."""
+    """Clips the source's scores, after ``norm`` and before ``weight``: a number c to within ±c, a list to ``[low,
+    high]``. The logged score of a source is the one before all three. Default: no clipping."""
     name: str | None = None
     """Name in metrics and samples; must be unique."""
 
@@ -80,32 +80,34 @@ class OwnModelReward(_Reward):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights; ``auto``: as saved."""
     batch_size: PositiveInt = 16
-    """Answers scored in one forward."""
+    """Answers scored in one forward pass."""
     max_length: PositiveInt | None = None
-    """Longest prompt plus answer in the reward model's tokens. Longer ones are an error. Left out: its limit."""
+    """Maximum length of prompt plus answer in the reward model's tokens. A longer text is an error. Default: the
+    model's own limit."""
     input_format: Literal["auto", "joined", "pair", "response"] = "auto"
-    """What it reads. ``auto``: the policy's token ids where the tokenizers are the same; else conversations in its own
-    chat template, and plain text followed by the answer. ``joined``: a conversation's messages and the answer with
-    blank lines between. ``pair``: prompt and answer as its tokenizer puts two texts together
-    (``[CLS] prompt [SEP] answer [SEP]``). ``response``: the answer alone. A tokenizer without a chat template needs one
-    of the last three for conversations."""
+    """What the model reads. ``auto``: the policy's token ids if the tokenizers are the same; otherwise conversations in
+    the model's own chat template, and plain text followed by the answer. ``joined``: the messages of the conversation
+    and the answer, separated by blank lines. ``pair``: prompt and answer as the tokenizer combines two texts (``[CLS]
+    prompt [SEP] answer [SEP]``). ``response``: the answer alone. If the tokenizer has no chat template, conversations
+    need one of the last three."""
     special_tokens: bool = False
-    """Its special tokens are control tokens where they stand in a prompt or an answer. Left off they are the characters
-    that they are written with, so that no answer can end its turn; without effect where it reads the policy's ids."""
+    """Treat the model's special tokens as control tokens if they occur in the text of a prompt or an answer. If false,
+    they are plain characters, so that no answer can end its own turn. No effect if the model reads the policy's token
+    ids."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     quantization: Quantization | None = None
-    """Hold its linear layers, but for the head, in 4 or 8 bits, as ``model.quantization`` does; ``dtype`` is that of
-    all other weights. Needs ``pip install tether[quant]``."""
+    """Store the linear layers, except the head, in 4 or 8 bits, as ``model.quantization`` does. All other weights have
+    type ``dtype``. Needs ``pip install tether[quant]``."""
     offload: bool | None = None
-    """Keep it on the CPU while it does not score. Left out: as ``train.offload_idle_roles`` says."""
+    """Keep the model on the CPU while it is not scoring. Default: ``train.offload_idle_roles``."""
     compile: bool = False
-    """Run it through torch.compile: the first scores take long, later ones less; they differ by rounding."""
+    """Run the model through torch.compile: the first scores take longer, later ones less. Scores change by rounding."""
     processes: Literal["sharded", "all", "one"] | None = None
-    """Which processes of a run have it. ``sharded``: all together, each a part of its weights, under an engine that
-    spreads weights (FSDP2, ZeRO-3). ``all``: each has all of it. Both score a share of the answers in each process.
-    ``one``: the first alone, which scores all answers while the others wait. Left out: ``sharded`` where the engine
-    spreads weights and the model is neither in few bits nor compiled, else ``all``."""
+    """Which processes of a run hold the model. ``sharded``: each holds a part of its weights; needs an engine that
+    shards weights (FSDP2, ZeRO-3). ``all``: each holds all of it. With both, every process scores its share of the
+    answers. ``one``: only the first process holds it and scores all answers while the others wait. Default: ``sharded``
+    if the engine shards weights and the model is neither quantized nor compiled, else ``all``."""
 
     @property
     def can_be_sharded(self) -> bool:
@@ -125,27 +127,27 @@ class OwnModelReward(_Reward):
 
 
 class ModelReward(OwnModelReward):
-    """A sequence classifier with one label, of any family."""
+    """A sequence classifier with one label, of any architecture."""
 
     type: Literal["model"]
     """``model``: a sequence classifier with one label."""
     path: str
-    """Hub id or folder of the sequence classifier, or of a PEFT adapter of one (loaded on its own base)."""
+    """Hub id or folder of the sequence classifier, or of a PEFT adapter of one (loaded on the adapter's own base)."""
 
 
 class ValueHeadReward(OwnModelReward):
-    """A reward model as LLaMA-Factory saves it."""
+    """A reward model in LLaMA-Factory's format."""
 
     type: Literal["value_head"]
-    """``value_head``: a language model with a value head in a file beside it; the score is the value at the last
+    """``value_head``: a language model with a value head in a separate file; the score is the head's value at the last
     token."""
     path: str
-    """Hub id or folder that holds ``value_head.safetensors`` or ``value_head.bin`` and a causal language model, or a
-    PEFT adapter of one; also a checkpoint-N of LLaMA-Factory's reward stage."""
+    """Hub id or folder with ``value_head.safetensors`` or ``value_head.bin`` and a causal language model or a PEFT
+    adapter of one; a checkpoint-N of LLaMA-Factory's reward stage also works."""
 
 
 class AdapterReward(_Reward):
-    """A reward adapter on the policy's own base."""
+    """A LoRA reward adapter on the policy's own base."""
 
     type: Literal["adapter"]
     """``adapter``: a LoRA reward adapter with its head, on the policy's own base model."""
@@ -153,21 +155,22 @@ class AdapterReward(_Reward):
     """Folder of the PEFT adapter, trained on the policy's base: as a sequence classifier with one label, or by
     LLaMA-Factory, which saves ``value_head.safetensors`` or ``value_head.bin`` beside it."""
     batch_size: PositiveInt = 16
-    """Answers scored in one forward."""
+    """Answers scored in one forward pass."""
 
 
 class FunctionReward(_Reward):
     """A Python function."""
 
     type: Literal["function"]
-    """``function``: ``f(prompts, completions, **columns) -> list[float | list | None]``, sync or async; a list scores
-    an answer's tokens, or its steps as ``[end, score]``."""
+    """``function``: ``f(prompts, completions, **columns) -> list[float | list | None]``, sync or async. A list scores
+    the tokens of an answer, or its steps as ``[end, score]``."""
     path: str
-    """File that holds the function (``my_rewards.py``) or an import path (``package.module``)."""
+    """Python file that holds the function (``my_rewards.py``), or an import path (``package.module``)."""
     name: str
     """Name of the function; also its name in metrics and samples."""
     missing: float | None = None
-    """Score of an answer for which the function returns None, having no opinion. Left out: None is an error."""
+    """Score of an answer for which the function returns None, meaning that it has no opinion. Default: None is an
+    error."""
 
 
 class ReadyReward(_Reward):
@@ -178,28 +181,28 @@ class ColumnReward(ReadyReward):
     """What all ready-made functions have that compare an answer with the dataset."""
 
     column: str = "answer"
-    """Column of the dataset that holds what is wanted: text or a number in every row."""
+    """Dataset column with the expected result: text or a number in every row."""
 
 
 class LengthTargetReward(ReadyReward):
-    """How near an answer's length is to a target."""
+    """How close the length of an answer is to a target."""
 
     type: Literal["length_target"]
     """``length_target``: −|length − target| / target; 0 at the target."""
     target: PositiveInt
-    """Length that is wanted."""
+    """Target length."""
     unit: Literal["words", "characters"] = "words"
-    """What is counted; words are what stands between white space."""
+    """What is counted; words are separated by white space."""
 
 
 class RegexReward(ReadyReward):
-    """Whether an answer holds a pattern."""
+    """Whether an answer matches a pattern."""
 
     type: Literal["regex"]
-    """``regex``: 1 where the pattern is found in the answer, else 0."""
+    """``regex``: 1 if the pattern is found in the answer, else 0."""
     pattern: str
-    """Regular expression of Python's re. ``\\A`` and ``\\Z`` around it ask for the whole answer; after ``(?s)`` a dot
-    is a line's end too."""
+    """Regular expression of Python's re. Put ``\\A`` and ``\\Z`` around it to match the whole answer; after ``(?s)``, a
+    dot also matches line ends."""
 
     @field_validator("pattern")
     @classmethod
@@ -212,53 +215,54 @@ class RegexReward(ReadyReward):
 
 
 class ExactMatchReward(ColumnReward):
-    """Whether an answer is what a column says."""
+    """Whether an answer equals a dataset column."""
 
     type: Literal["exact_match"]
-    """``exact_match``: 1 where the answer is the column's text, white space around both aside, else 0."""
+    """``exact_match``: 1 if the answer equals the text of the column, ignoring white space around both, else 0."""
 
 
 class MathMatchReward(ColumnReward):
-    """Whether an answer's result is what a column says."""
+    """Whether the result of an answer equals a dataset column."""
 
     type: Literal["math_match"]
-    """``math_match``: 1 where the boxed or last expression of the answer equals the column's, LaTeX or a number, else
-    0. Needs the package math-verify: ``pip install tether[math]``."""
+    """``math_match``: 1 if the boxed or last expression of the answer equals that of the column, LaTeX or a number,
+    else 0. Needs the package math-verify: ``pip install tether[math]``."""
 
 
 class RepetitionReward(ReadyReward):
     """How much an answer repeats itself."""
 
     type: Literal["repetition"]
-    """``repetition``: minus the share of the answer's n-grams that stood in it before; 0 without repetition."""
+    """``repetition``: minus the share of the answer's word n-grams that occurred earlier in it; 0 without
+    repetition."""
     n: PositiveInt = 3
-    """Words of an n-gram."""
+    """Words per n-gram."""
 
 
 class JsonValidReward(ReadyReward):
     """Whether an answer is JSON."""
 
     type: Literal["json_valid"]
-    """``json_valid``: 1 where the whole answer is one JSON value, else 0."""
+    """``json_valid``: 1 if the whole answer is one JSON value, else 0."""
 
 
 class ServiceReward(_Reward):
     """What all sources that ask a service have."""
 
     api_key_env: str | None = None
-    """Environment variable that holds the service's key, which is sent as ``Authorization: Bearer`` and written
-    nowhere."""
+    """Environment variable that holds the service's key. The key is sent as ``Authorization: Bearer`` and never written
+    to a file."""
     connect_timeout: PositiveFloat = 5.0
-    """Seconds in which a connection must stand."""
+    """Seconds in which a connection must be established."""
     read_timeout: PositiveFloat = 60.0
-    """Seconds after that in which the whole answer must be there."""
+    """Seconds after that in which the whole reply must arrive."""
     retries: Annotated[int, Field(ge=0, le=100)] = 4
-    """How often a request is sent again that timed out, lost its connection, or got status 429 or 5xx."""
+    """Maximum number of retries of a request that timed out, lost its connection, or got status 429 or 5xx."""
     retry_delay: PositiveFloat = 1.0
-    """Seconds before it is sent again for the first time, doubled each time up to 30; more where the service asks for
-    more by ``Retry-After``, up to 30."""
+    """Seconds before the first retry. The delay doubles with every retry, up to 30; it is longer if the service asks
+    for more with ``Retry-After``, also up to 30."""
     max_concurrency: PositiveInt = 8
-    """Requests in flight at once, of all processes of a run together."""
+    """Requests in flight at once, for all processes of a run together."""
 
     @field_validator("api_key_env")
     @classmethod
@@ -272,16 +276,16 @@ class HttpReward(ServiceReward):
     """A scoring service."""
 
     type: Literal["http"]
-    """``http``: a service that gives scores for prompts and responses; docs/rewards.md has the protocols."""
+    """``http``: a service that returns scores for prompts and responses; docs/rewards.md describes the protocols."""
     url: Url
-    """Address that requests are posted to: ``http://127.0.0.1:8000/score``."""
+    """Address to send requests to: ``http://127.0.0.1:8000/score``."""
     protocol: Literal["tether", "llamafactory"] = "tether"
-    """``tether``: prompts, responses and columns, as ``tether serve-reward`` takes them. ``llamafactory``: whole
-    texts, as LLaMA-Factory's reward servers take them."""
+    """``tether``: prompts, responses and columns, as ``tether serve-reward`` expects them. ``llamafactory``: whole
+    texts, as LLaMA-Factory's reward servers expect them."""
     columns: list[str] | None = None
-    """Columns of the dataset that are sent, protocol tether only. Left out: all."""
+    """Dataset columns to send; protocol tether only. Default: all."""
     batch_size: PositiveInt = 32
-    """Most answers of a request."""
+    """Maximum number of answers per request."""
 
     @model_validator(mode="after")
     def _columns_have_a_place(self) -> HttpReward:
@@ -294,22 +298,23 @@ class JudgeReward(ServiceReward):
     """A language model that grades answers."""
 
     type: Literal["judge"]
-    """``judge``: a chat model behind an OpenAI-compatible service, which reads a rubric and replies with a number."""
+    """``judge``: a chat model behind an OpenAI-compatible service, which gets a rubric and replies with a number."""
     base_url: Url
-    """Address of the service, up to ``/chat/completions``: ``https://api.openai.com/v1``."""
+    """Address of the service, without ``/chat/completions``: ``https://api.openai.com/v1``."""
     model: str
-    """Name of the model, as the service calls it."""
+    """Name of the model in the service."""
     rubric: str
-    """What the judge is asked, with ``{response}`` and, where it needs it, ``{prompt}``. The reply's last line must
-    be the number that it asks for: alone, after a label (``Score: 7``), or out of the highest (``7/10``)."""
+    """Prompt for the judge, with ``{response}`` and, if it needs it, ``{prompt}``. The last line of the reply must be
+    the requested number: alone, after a label (``Score: 7``), or out of the highest number (``7/10``)."""
     scale: Annotated[list[float], Field(min_length=2, max_length=2, default_factory=lambda: [1.0, 10.0])]
     """Lowest and highest number. The score is the number itself."""
     attempts: PositiveInt = 3
-    """How often the judge is asked, at most, until a reply holds a number on the scale."""
+    """Maximum number of times that the judge is asked until a reply holds a number on the scale."""
     temperature: NonNegativeFloat | None = 0.0
-    """Temperature of the judge; null leaves it to the service, for models that refuse to be told."""
+    """Temperature of the judge. null leaves it to the service, for models that reject the parameter."""
     max_tokens: PositiveInt | None = 16
-    """Most tokens of a reply; null leaves it to the service. A rubric that asks for reasons first needs more."""
+    """Maximum number of tokens of a reply; null leaves it to the service. A rubric that asks for reasons first needs
+    more."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request: ``{max_completion_tokens: 2000}``."""
 
@@ -362,18 +367,18 @@ _Single = (
 
 
 class EnsembleReward(_Reward):
-    """Several sources that judge the same thing."""
+    """Several sources that judge the same quality."""
 
     type: Literal["ensemble"]
-    """``ensemble``: mean, minimum, or mean less variance of its members' scores, after their own norm, clip and
-    weight."""
+    """``ensemble``: mean, minimum, or mean minus weighted variance of the members' scores, after each member's own
+    norm, clip and weight."""
     members: Annotated[list[Annotated[_Single, Field(discriminator="type")]], Field(min_length=2)]
-    """The sources, with the same keys as others; each is logged as NAME/MEMBER."""
+    """The member sources, with the same keys as other sources; each is logged as NAME/MEMBER."""
     reduce: Literal["mean", "min", "uwo"] = "mean"
-    """``mean``; ``min``: the worst case; ``uwo``: mean − coef · variance, so that disagreement costs an answer.
+    """``mean``; ``min``: the worst case; ``uwo``: mean − coef · variance, so that disagreement lowers the score.
     Source: Coste et al. 2023, https://arxiv.org/abs/2310.02743."""
     coef: NonNegativeFloat | None = None
-    """Weight of the variance, for uwo only."""
+    """Weight of the variance; for uwo only."""
 
     @model_validator(mode="after")
     def _fits(self) -> EnsembleReward:

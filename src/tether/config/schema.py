@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from tether.config.base import Quantization, Section, Seed, check_precision
-from tether.config.chat import DataKeys, Sources
+from tether.config.chat import Columns, DataKeys, Sources
 from tether.config.rewards import RewardConfig, reward_names, sources_of
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -30,14 +30,15 @@ HeldOut = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class LoraConfig(Section):
-    """A LoRA adapter, in the words of PEFT."""
+    """A LoRA adapter; keys have PEFT's meaning."""
 
     r: PositiveInt = 16
-    """Rank of the update."""
+    """Rank of the adapter."""
     alpha: PositiveFloat = 32
-    """Scale: the update is multiplied by alpha / r."""
+    """Scaling: the adapter's output is multiplied by alpha / r."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Dropout on the adapter's input. PPO runs with all dropout off, so this is only written into the saved adapter."""
+    """Dropout on the adapter's input. PPO runs with all dropout off, so this value is only written into the saved
+    adapter."""
     target_modules: str | list[str] = "all-linear"
     """Modules that get an adapter: ``all-linear``, a regular expression, or a list of names."""
 
@@ -58,29 +59,30 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str
-    """Hub id or folder of the fine-tuned model to start from: a full model or a PEFT adapter. Or a GGUF file, which is
-    de-quantised: ``model.gguf``, a folder that holds one, on the hub ``ORG/NAME/FILE.gguf``. With LoRA the de-quantised
-    model is written to ``base`` in ``output_dir``, as the base that the saved adapter names."""
+    """Hub id or folder of the fine-tuned model to start from: a full model or a PEFT adapter. A GGUF file also works
+    and is de-quantized: ``model.gguf``, a folder that holds one, or ``ORG/NAME/FILE.gguf`` on the hub. With LoRA, the
+    de-quantized model is written to ``base`` in ``output_dir``, and the saved adapter names it as its base."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights. ``auto``: float32 for full fine-tuning; with LoRA the frozen base is bfloat16 under bf16
-    autocast and float16 under fp16, and the adapters are float32. Training weights that are bfloat16 themselves loses
-    most small updates to rounding."""
+    """Type of the weights. ``auto``: float32 for full fine-tuning; with LoRA, the adapters are float32, and the frozen
+    base is bfloat16 under bf16 autocast and float16 under fp16 autocast. Trainable weights in bfloat16 lose most small
+    updates to rounding."""
     attn_implementation: str | None = None
-    """Attention kernel as transformers names it; the model's default if left out."""
+    """Attention implementation, by its name in transformers. Default: the model's own."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     freeze_layers: NonNegativeInt = 0
-    """First transformer layers that stay as they are, with the embeddings (and a head that is tied to them). For full
-    fine-tuning; a critic of kind model trains all of its own."""
+    """Number of transformer layers, counted from the first, that stay frozen together with the embeddings (and a head
+    tied to them). For full fine-tuning only; a separate critic (kind model) still trains all of its layers."""
     lora: LoraConfig | None = None
-    """Train a LoRA adapter instead of all weights; ``lora: {}`` takes the defaults, or where ``path`` holds an adapter,
-    of LoRA or another PEFT method, goes on with that."""
+    """Train a LoRA adapter instead of all weights. ``lora: {}`` uses the defaults. If ``path`` is an adapter, of LoRA
+    or another PEFT method, ``lora: {}`` continues to train that adapter."""
     quantization: Quantization | None = None
-    """Hold the linear layers of the frozen base in 4 bits (``4bit``: NF4 with double quantisation, as in QLoRA) or 8
-    (``8bit``: LLM.int8()); needs lora, and ``pip install tether[quant]``. All other weights are of ``dtype``, where
-    ``auto`` is float32. Sources: https://arxiv.org/abs/2305.14314; https://arxiv.org/abs/2208.07339."""
+    """Store the linear layers of the frozen base in 4 bits (``4bit``: NF4 with double quantization, as in QLoRA) or 8
+    bits (``8bit``: LLM.int8()). Needs lora and ``pip install tether[quant]``. All other weights have type ``dtype``,
+    for which ``auto`` then means float32. Sources: https://arxiv.org/abs/2305.14314;
+    https://arxiv.org/abs/2208.07339."""
 
     @model_validator(mode="after")
     def _quantised_weights_stay(self) -> ModelConfig:
@@ -113,52 +115,57 @@ class ValueConfig(Section):
     """The critic."""
 
     kind: Literal["adapter", "model", "head"] | None = None
-    """``adapter``: a second adapter with its own head on the policy's base. ``model``: a separate model. ``head``: a
-    head on the policy itself. Left out: adapter with LoRA, model otherwise."""
+    """``adapter``: a second LoRA adapter with its own head, on the policy's base. ``model``: a separate model.
+    ``head``: a value head on the policy itself. Default: adapter with LoRA, model otherwise."""
     init: str | None = None
-    """Where the critic starts: ``reward`` (the reward model or reward adapter), ``policy``, or the path of a sequence
-    classifier (kind model) or of a reward adapter (kind adapter). Left out: reward where the first reward source can be
-    copied, policy otherwise. A head that starts from the policy starts at zero."""
+    """What the critic is initialized from: ``reward`` (the reward model or reward adapter), ``policy``, or the path of
+    a sequence classifier (kind model) or reward adapter (kind adapter). Default: reward if the first reward source can
+    be copied, else policy. A head initialized from the policy starts at zero."""
     learning_rate: PositiveFloat | None = None
-    """Learning rate of the critic; the policy's if left out. Not for kind head, which shares the policy's optimizer."""
+    """Learning rate of the critic. Default: the policy's. Not for kind head, which shares the policy's optimizer."""
     warmup_steps: NonNegativeInt = 0
-    """First updates, in which only the critic trains and the policy stays as it is. Source: VC-PPO,
+    """Number of updates at the beginning that train only the critic and leave the policy unchanged. Source: VC-PPO,
     https://arxiv.org/abs/2503.01491 (value pretraining)."""
     detach: bool = False
-    """Kind head only: keep the value loss out of the policy's weights."""
+    """Kind head only: keep the gradient of the value loss out of the policy's weights."""
     save: bool = False
-    """At the end also write the critic, to ``critic`` in ``output_dir``: a sequence classifier, or with LoRA an adapter
-    of one, that scores texts by its values and can start the critic of another run (``value.init``)."""
+    """At the end, also save the critic, to ``critic`` in ``output_dir``: a sequence classifier, or with LoRA an adapter
+    of one. Its scores are the critic's values, and it can initialize the critic of another run (``value.init``)."""
 
 
 class DataConfig(DataKeys):
     """The prompts."""
 
     prompts: Sources
-    """Prompts to train on: a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, or a hub id; a list
-    joins several. A column ``prompt`` (or ``messages``) holds text or chat messages; other columns reach the reward
+    """Prompts to train on: a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, a hub id, or a list of
+    these. The column ``prompt`` (or ``messages``) holds text or chat messages; other columns are passed to the reward
     functions."""
     eval_prompts: Sources | None = None
     """Held-out prompts, in the same forms."""
     eval_fraction: HeldOut | None = None
-    """Share of ``prompts`` that is held out instead, equal prompts on the same side, drawn by ``train.seed``."""
+    """Share of ``prompts`` to hold out instead, drawn by ``train.seed``. Equal prompts stay on the same side."""
     split: str = "train"
-    """Split that is read where the source has several, for ``prompts``."""
+    """Split of ``prompts`` to read if the source has several; parts as ``train[:1000]``, ``train[90%:]`` and
+    ``train+test``."""
+    subset: str | None = None
+    """Subset of ``prompts`` to read if the hub dataset or folder has several (``main`` of ``openai/gsm8k``)."""
     eval_split: str = "train"
-    """The same for ``eval_prompts``; left alone where the source has one split only."""
-    special_tokens: bool = False
-    """Special tokens that are typed into the content of a message (``<|im_end|>``) are control tokens. Left off they
-    are the characters that they are written with, so that no prompt can end its turn. Text that goes through no chat
-    template is taken as it is."""
+    """The same for ``eval_prompts``. If the source has only one split, that is read, whatever its name."""
+    eval_subset: str | None = None
+    """The same for ``eval_prompts``."""
     max_prompt_length: PositiveInt = 512
-    """Longest query in tokens, chat template included. Longer prompts are dropped and counted."""
+    """Maximum length of a prompt in tokens, chat template included. Longer prompts are dropped and counted."""
     ptx: Sources | None = None
-    """Demonstrations for ``ppo.ptx_coef``, in the same forms as ``prompts``: rows of ``prompt`` and ``completion``, of
-    ``messages`` that end with the assistant's, or of plain ``text``."""
+    """Demonstrations for ``ppo.ptx_coef``, in the same file formats as ``prompts``: rows with ``prompt`` and
+    ``completion``, with ``messages`` that end with an assistant turn, or with plain ``text``."""
     ptx_split: str = "train"
-    """Split that is read where the source has several, for ``ptx``."""
+    """Split of ``ptx`` to read if the source has several."""
+    ptx_subset: str | None = None
+    """Subset of ``ptx`` to read if the source has several."""
+    ptx_columns: Columns = Field(default_factory=dict)
+    """``columns`` for ``ptx``."""
     max_ptx_length: PositiveInt = 1024
-    """Longest demonstration in tokens. Longer ones are dropped and counted."""
+    """Maximum length of a demonstration in tokens. Longer ones are dropped and counted."""
 
     @property
     def has_eval(self) -> bool:
@@ -176,33 +183,33 @@ class DataConfig(DataKeys):
 
 
 class SamplingConfig(Section):
-    """How answers are drawn."""
+    """How answers are sampled."""
 
     response_length: PositiveInt = 53
-    """Most tokens of an answer, its end token included."""
+    """Maximum length of an answer in tokens, end token included."""
     temperature: PositiveFloat = 1.0
     """Temperature of sampling and of every log-probability."""
     stop_token: str | None = "eos"
-    """``eos``: every end token of the model's generation config and tokenizer. Another string: that one token ends an
-    answer. null: only the length ends it."""
+    """``eos``: every end token of the model's generation config and tokenizer ends an answer. Any other string: only
+    that token does. null: only the length limit does."""
     batch_size: PositiveInt = 64
-    """Answers decoded side by side; the answers do not depend on it beyond rounding."""
+    """Number of answers generated side by side. The answers do not depend on it, except for rounding."""
     cache_implementation: Literal["dynamic", "static"] = "dynamic"
-    """Where keys and values are kept while answers are decoded, as transformers names it. ``dynamic``: in a cache that
-    grows and that finished answers leave. ``static``: in one of fixed size that they stay in until the last one of
-    their batch ends; on an accelerator the forward of a token is compiled then, into CUDA graphs on a GPU. It pays
-    where answers are about equally long. Models with recurrent states keep to ``dynamic``, which the log tells."""
+    """Cache for keys and values during generation, by its name in transformers. ``dynamic``: the cache grows with the
+    text, and finished answers leave it. ``static``: the cache has a fixed size, and finished answers stay until the
+    last one of their batch ends. On an accelerator, ``static`` also compiles the forward pass of a token, on a GPU into
+    CUDA graphs; this pays off if answers have similar lengths. Models with recurrent states always use ``dynamic``; the
+    log says so."""
     num_generations: PositiveInt = 1
-    """Answers to each prompt of a rollout batch, whose size counts answers. rloo and grpo compare them."""
+    """Answers per prompt in a rollout batch, whose size counts answers. rloo and grpo compare them with each other."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Answers are drawn from the most likely tokens alone whose probabilities add up to this; 1: from all. Needs
+    """Sample only from the most likely tokens whose probabilities add up to this value; 1 samples from all. Needs
     ``allow_truncated_sampling``."""
     top_k: PositiveInt | None = None
-    """Answers are drawn from this many most likely tokens alone; left out: from all. Needs
-    ``allow_truncated_sampling``."""
+    """Sample only from this many most likely tokens. Default: from all. Needs ``allow_truncated_sampling``."""
     allow_truncated_sampling: bool = False
-    """Allow ``top_p`` and ``top_k``. They bias what PPO learns: ratio and KL stay those of the whole distribution, from
-    which the answers then do not come, so the KL measured on them is no KL and can fall below 0."""
+    """Allow ``top_p`` and ``top_k``. They bias PPO: ratio and KL are still those of the full distribution, from which
+    the answers then no longer come, so the measured KL is not a real KL and can fall below 0."""
 
     @property
     def is_truncated(self) -> bool:
@@ -224,94 +231,96 @@ class PPOConfig(Section):
     """The algorithm."""
 
     kl_coef: NonNegativeFloat = 0.05
-    """Coefficient β of the KL penalty. 0 runs no reference forward."""
+    """Coefficient β of the KL penalty. With 0, no reference model is run."""
     kl_in: Literal["reward", "loss"] = "reward"
     """``reward``: −β·kl is part of each token's reward. ``loss``: β·KL(π ‖ ref) of each token, with its importance
-    weight, is added to the loss; β is divided by the standard deviation of the advantages where those are whitened and
-    not all equal.
-    Only k1 in the reward has the exact gradient of the sequence KL; a loss leaves out what a token does to later ones.
-    Source: https://arxiv.org/abs/2510.01555."""
+    weight, is added to the loss; β is divided by the standard deviation of the advantages if those are whitened and not
+    all equal. Only k1 in the reward has the exact gradient of the sequence KL; the loss ignores the effect of a token
+    on later ones. Source: https://arxiv.org/abs/2510.01555."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL: k1 = −r, k2 = r²/2, k3 = eʳ − 1 − r with r = log ref − log π. k2 and k3 are biased in the
-    reward. Source: http://joschu.net/blog/kl-approx.html."""
+    """Estimator of the per-token KL: k1 = −r, k2 = r²/2, k3 = eʳ − 1 − r with r = log ref − log π. k2 and k3 are biased
+    in the reward. Source: http://joschu.net/blog/kl-approx.html."""
     kl_target: PositiveFloat | None = None
-    """Adaptive coefficient: nats a sequence that ``kl_coef`` is steered towards; left out: ``kl_coef`` stays fixed.
-    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593."""
+    """Target KL in nats per answer for an adaptive coefficient, which starts at ``kl_coef``. Default: ``kl_coef`` stays
+    fixed. Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593."""
     kl_horizon: PositiveInt = 10_000
-    """Episodes over which the adaptive coefficient reacts."""
+    """Number of episodes over which the adaptive coefficient reacts."""
     num_ppo_epochs: PositiveInt = 4
     """Passes over each rollout batch."""
     num_mini_batches: PositiveInt = 1
-    """Optimizer steps in one pass."""
+    """Mini-batches per pass; each is one optimizer step."""
     max_approx_kl: PositiveFloat | None = None
-    """Early stop: an update ends before the optimizer step of a mini-batch whose mean KL(π_old ‖ π) a token is over it
-    (.02 to .05 is usual). Left out: never."""
+    """Early stopping of an update: it ends before the optimizer step of a mini-batch whose mean KL(π_old ‖ π) per token
+    exceeds this value (usually .02 to .05). Default: never."""
     max_ratio: Annotated[float, Field(gt=1.0)] | None = None
-    """Early stop: the same where the mean over tokens of π/π_old is over it (10 in TRL's older releases). Left out:
-    never."""
+    """Early stopping of an update: it ends before the optimizer step of a mini-batch whose mean ratio π/π_old over
+    tokens exceeds this value (10 in older releases of TRL). Default: never."""
     cliprange: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     """Policy ratio is clipped to [1 − cliprange, 1 + cliprange]. Source: Schulman et al. 2017,
     https://arxiv.org/abs/1707.06347, eq. 7."""
     cliprange_high: PositiveFloat | None = None
-    """Upper side of the clip, 1 + cliprange_high; ``cliprange`` if left out. .28 with a cliprange of .2 keeps entropy.
+    """Upper side of the clip, 1 + cliprange_high. Default: ``cliprange``. .28 with a cliprange of .2 preserves entropy.
     Source: DAPO, https://arxiv.org/abs/2503.14476."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Limits the loss of a token with negative advantage A to −A·dual_clip; 3 is usual. Left out: no limit. Source: Ye
-    et al. 2020, https://arxiv.org/abs/1912.09729."""
+    """Limits the loss of a token with negative advantage A to −A·dual_clip; usually 3. Default: no limit. Source: Ye et
+    al. 2020, https://arxiv.org/abs/1912.09729."""
     cliprange_value: PositiveFloat | None = 0.2
-    """New values are clipped to within this of the old ones; null turns it off."""
+    """New values are clipped to within this distance of the old ones; null turns clipping off."""
     vf_coef: PositiveFloat = 0.1
-    """Weight of the value loss where policy and critic share an optimizer (``value.kind: head``); other critics have an
-    optimizer of their own."""
+    """Weight of the value loss if policy and critic share an optimizer (``value.kind: head``); other critics have their
+    own optimizer."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus: entropy_coef times the policy's entropy of each token is taken off the loss."""
+    """Weight of the entropy bonus: entropy_coef times the policy's entropy at each token is subtracted from the
+    loss."""
     loss_reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """How the losses of tokens become one number. ``token_mean``: mean over the response tokens of the optimizer step.
-    ``sequence_mean``: mean over answers of each one's mean. ``fixed_length``: sum over tokens divided by answers times
-    response_length. Sources: DAPO; GRPO, https://arxiv.org/abs/2402.03300; https://arxiv.org/abs/2503.20783."""
+    """How the token losses are reduced. ``token_mean``: mean over the response tokens of the optimizer step.
+    ``sequence_mean``: mean over answers of the mean of each answer. ``fixed_length``: sum over tokens divided by the
+    number of answers times response_length. Sources: DAPO; GRPO, https://arxiv.org/abs/2402.03300;
+    https://arxiv.org/abs/2503.20783."""
     ptx_coef: NonNegativeFloat = 0.0
-    """Weight γ of the SFT loss on the demonstrations of ``data.ptx``, added to the policy's loss in every optimizer
-    step (27.8 in InstructGPT, https://arxiv.org/abs/2203.02155, eq. 2)."""
+    """Weight γ of an SFT loss on the demonstrations of ``data.ptx``, added to the policy's loss in every optimizer step
+    (27.8 in InstructGPT, https://arxiv.org/abs/2203.02155, eq. 2)."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Discount a token."""
+    """Discount factor per token."""
     advantage_estimator: Literal["gae", "rloo", "grpo", "reinforce_pp"] = "gae"
     """``gae``: generalized advantage estimation with a critic. The others have no critic. ``rloo``: return minus the
-    mean return of the prompt's other answers. ``grpo``: return minus the mean of the prompt's answers, over their
-    standard deviation. ``reinforce_pp``: return to go. Sources: https://arxiv.org/abs/1506.02438,
+    mean return of the prompt's other answers. ``grpo``: return minus the mean return of the prompt's answers, divided
+    by their standard deviation. ``reinforce_pp``: return to go. Sources: https://arxiv.org/abs/1506.02438,
     https://arxiv.org/abs/2402.14740, https://arxiv.org/abs/2402.03300, https://arxiv.org/abs/2501.03262."""
     lam: Fraction = 0.95
     """λ of generalized advantage estimation. Use 1 for answers much longer than 128 tokens."""
     value_lam: Fraction | None = None
-    """λ of the critic's targets, if it is to differ from ``lam``; 1 with long answers. Source: VC-PPO."""
+    """λ of the critic's targets. Default: ``lam``. Use 1 with long answers. Source: VC-PPO."""
     lam_alpha: PositiveFloat | None = None
-    """Length-adaptive λ for the policy in place of ``lam``: 1 − 1/(lam_alpha · l) for an answer of l tokens, at least
-    0. The critic's targets keep ``value_lam``, or ``lam``. Source: VAPO, https://arxiv.org/abs/2504.05118 (.05)."""
+    """Length-adaptive λ for the policy instead of ``lam``: 1 − 1/(lam_alpha · l) for an answer of l tokens, at least 0.
+    The critic's targets still use ``value_lam`` or ``lam``. Source: VAPO, https://arxiv.org/abs/2504.05118 (.05)."""
     whiten_rewards: bool = False
-    """Scale token rewards to unit variance over the rollout batch, mean kept. Changes the objective."""
+    """Scale token rewards to unit variance over the rollout batch, keeping their mean. Changes the objective."""
     whiten_advantages: bool | None = None
-    """Scale advantages to mean 0 and variance 1 over all response tokens of the rollout batch. Left out: on for gae and
+    """Scale advantages to mean 0 and variance 1 over all response tokens of the rollout batch. Default: on for gae and
     reinforce_pp, off for rloo and grpo."""
     advantage_clip: PositiveFloat | None = None
-    """Advantages are clipped to within ±advantage_clip, after whitening. Left out: not."""
+    """Clips advantages to within ±advantage_clip, after whitening. Default: no clipping."""
     score_norm: Literal["frozen", "running"] | None = None
-    """``frozen``: scores minus mean, over standard deviation, of the start policy's own scores, measured once before
-    the first update. ``running``: of all scores so far, as in LLaMA-Factory; the objective then moves. Left out: scores
-    stay as they are. Source of frozen: Ziegler et al. 2019; Stiennon et al. 2020."""
+    """Normalize scores: subtract a mean and divide by a standard deviation. ``frozen``: those of the start policy's
+    scores, measured once before the first update. ``running``: those of all scores so far, as in LLaMA-Factory; the
+    objective then changes during training. Default: scores stay unchanged. Source of frozen: Ziegler et al. 2019;
+    Stiennon et al. 2020."""
     score_norm_samples: Annotated[int, Field(ge=2)] = 256
-    """Answers of the start policy that ``frozen``, and ``norm: auto`` of a reward source, are measured on."""
+    """Number of the start policy's answers that ``frozen``, and ``norm: auto`` of a reward source, are measured on."""
     reward_clip: PositiveFloat | None = None
-    """Scores are clipped to within ±reward_clip, after score_norm. Left out: not."""
+    """Clips scores to within ±reward_clip, after score_norm. Default: no clipping."""
     missing_eos_penalty: NonNegativeFloat | None = None
     """Subtracted from the score of an answer that did not end by itself, after score_norm and reward_clip."""
     missing_eos_score: float | None = None
     """Replaces the score of an answer that did not end by itself, after score_norm and reward_clip."""
     overlong_buffer: PositiveInt | None = None
-    """Soft penalty on long answers: 0 up to response_length − overlong_buffer tokens, then falling in a line to
-    −overlong_penalty at response_length. Left out: none. Source: DAPO, eq. 13."""
+    """Soft penalty on long answers: 0 up to response_length − overlong_buffer tokens, then falling linearly to
+    −overlong_penalty at response_length. Default: no penalty. Source: DAPO, eq. 13."""
     overlong_penalty: PositiveFloat = 1.0
-    """Most that the soft penalty takes off."""
+    """Maximum of the soft penalty."""
     mask_truncated: bool = False
-    """Answers that did not end by themselves take no part in any loss. Source: DAPO (overlong filtering)."""
+    """Exclude answers that did not end by themselves from all losses. Source: DAPO (overlong filtering)."""
 
     @property
     def has_critic(self) -> bool:
@@ -363,19 +372,19 @@ class TrainConfig(Section):
     """Batches, optimizer, evaluation, saving."""
 
     total_episodes: PositiveInt | None = None
-    """Answers to train on. Set exactly one of total_episodes, num_train_epochs and max_steps."""
+    """Number of answers to train on. Set exactly one of total_episodes, num_train_epochs and max_steps."""
     num_train_epochs: PositiveFloat | None = None
     """Passes over the prompts."""
     max_steps: PositiveInt | None = None
-    """Updates, one rollout batch each."""
+    """Number of updates, one rollout batch each."""
     rollout_batch_size: PositiveInt = 64
-    """Answers an update."""
+    """Answers per update."""
     micro_batch_size: PositiveInt | None = None
-    """Answers in one forward and backward pass. Left out: 8, unless max_tokens_per_micro_batch is set."""
+    """Answers in one forward and backward pass of a process. Default: 8, unless max_tokens_per_micro_batch is set."""
     max_tokens_per_micro_batch: PositiveInt | None = None
-    """In place of micro_batch_size: as many answers in one pass as fit into this many tokens, padding included."""
+    """Instead of micro_batch_size: as many answers per pass as fit into this many tokens, padding included."""
     learning_rate: PositiveFloat | None = None
-    """Peak learning rate of the policy. Left out: 5e-5 with LoRA, 3e-6 otherwise."""
+    """Peak learning rate of the policy. Default: 5e-5 with LoRA, 3e-6 otherwise."""
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -390,17 +399,17 @@ class TrainConfig(Section):
         "warmup_stable_decay",
         "greedy",
     ] = "linear"
-    """Schedule of the learning rate over the optimizer steps, as transformers names it."""
+    """Learning rate schedule over the optimizer steps, by its name in transformers."""
     lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the schedule, as transformers names them: ``{min_lr_rate: 0.1}`` for cosine_with_min_lr.
-    reduce_lr_on_plateau and greedy follow ``objective/scores``, larger being better; greedy needs ``min_lr`` and may
+    """Further arguments of the schedule, by their names in transformers: ``{min_lr_rate: 0.1}`` for cosine_with_min_lr.
+    reduce_lr_on_plateau and greedy follow ``objective/scores`` (larger is better); greedy needs ``min_lr`` and may
     raise the rate up to its ``max_lr``."""
     warmup_ratio: Fraction = 0.0
     """Share of the optimizer steps over which the learning rate rises from 0."""
     optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit"] = "adamw_torch_fused"
-    """AdamW, as transformers names its kinds. ``adamw_torch_fused``: in one kernel, on a CPU as well. ``adamw_torch``:
-    tensor after tensor. ``adamw_8bit``: moments in 8 bits by bitsandbytes, a quarter of their memory; needs
-    ``pip install tether[quant]``. Source: https://arxiv.org/abs/2110.02861."""
+    """AdamW variant, by its name in transformers. ``adamw_torch_fused``: one kernel for all tensors, on a CPU as well.
+    ``adamw_torch``: one tensor after the other. ``adamw_8bit``: 8-bit moments with bitsandbytes, a quarter of their
+    memory; needs ``pip install tether[quant]``. Source: https://arxiv.org/abs/2110.02861."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW weight decay."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -410,73 +419,75 @@ class TrainConfig(Section):
     adam_epsilon: PositiveFloat = 1e-5
     """AdamW ε."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Gradient norm of each role is clipped to it; null turns clipping off."""
+    """Maximum gradient norm, clipped separately for policy and critic unless they share an optimizer; null turns
+    clipping off."""
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Moving average of the policy's weights, one step an update, that is evaluated and saved in the policy's place
-    (.992 in InstructGPT). Left out: the policy itself is."""
+    """Decay of an exponential moving average of the policy's weights, updated once per update. The average is evaluated
+    and saved in place of the policy (.992 in InstructGPT). Default: no average."""
     bf16: bool | None = None
-    """bfloat16 autocast of all forwards. Left out: on where the hardware is faster so and ``fp16`` is off, or where
-    ``mixed_precision`` of ``accelerate launch`` is bf16."""
+    """Run all forward passes under bfloat16 autocast. Default: on if the hardware is faster that way and ``fp16`` is
+    off, or if ``mixed_precision`` of ``accelerate launch`` is bf16."""
     fp16: bool = False
-    """float16 autocast of all forwards, for hardware without bfloat16 (V100, T4). Losses are scaled before their
-    backward, so that small gradients are not lost; steps whose scaled gradients overflow are left out. Left out: on
-    where ``mixed_precision`` of ``accelerate launch`` is fp16."""
+    """Run all forward passes under float16 autocast, for hardware without bfloat16 (V100, T4). Losses are scaled before
+    backward, so that small gradients are not lost; optimizer steps whose scaled gradients overflow are skipped. Also on
+    if ``mixed_precision`` of ``accelerate launch`` is fp16."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the update to save memory; never on while answers are generated."""
+    """Recompute activations in the update to save memory; never on during generation."""
     compile: bool = False
-    """Run the layers of policy, reference and critic through torch.compile in scoring and in the update, not while
-    answers are decoded. The first passes wait for it; log-probabilities of the two differ by rounding then, so that
-    the first ratio is 1 only nearly."""
+    """Run the layers of policy, reference and critic through torch.compile, in the passes over the answers and in the
+    update but not in generation. The first passes take longer. The two kinds of pass then differ by rounding, so the
+    first ratio is only close to 1."""
     offload_idle_roles: bool = False
-    """Keep frozen models of their own (the reference of full fine-tuning, reward models) on the CPU while nobody uses
-    them. Critic and policy stay: their gradients and moments, three times their size, do too. On the CPU nothing
-    moves."""
+    """Keep separate frozen models (the reference of full fine-tuning, reward models) on the CPU while they are not
+    used. Policy and critic stay on the device, because their gradients and moments, three times their size, stay there
+    too. No effect on a CPU."""
     seed: Seed = 42
-    """Seed of sampling, data order and initialisation."""
+    """Seed of sampling, data order and initialization."""
     logging_steps: PositiveInt = 1
-    """Updates between two entries in the trackers and callbacks; metrics.jsonl has every update."""
+    """Updates between two reports to trackers and callbacks; metrics.jsonl has every update."""
     log_samples: NonNegativeInt = 8
-    """Training answers an update that are written to samples.jsonl."""
+    """Training answers per update that are written to samples.jsonl."""
     eval_steps: PositiveInt | None = None
-    """Updates between two evaluations on ``data.eval_prompts``. Left out: only before the first and after the last."""
+    """Updates between two evaluations on the held-out prompts. Default: only before the first update and after the
+    last."""
     save_steps: PositiveInt | None = None
-    """Updates between two checkpoints; left out: only the final model is saved."""
+    """Updates between two checkpoints. Default: only the final model is saved."""
     save_total_limit: PositiveInt | None = None
-    """Checkpoints that are kept: the newest, and always the best one."""
+    """Number of checkpoints to keep: the newest ones, and always the best one."""
     metric_for_best_model: str | None = None
-    """Evaluation metric that the best checkpoint is kept by, ``eval_scores`` for example. Each evaluation that is the
-    best so far saves a checkpoint."""
+    """Evaluation metric that decides which checkpoint is the best, for example ``eval_scores``. Each evaluation that is
+    the best so far saves a checkpoint."""
     greater_is_better: bool = True
     """Whether a larger ``metric_for_best_model`` is better."""
     load_best_model_at_end: bool = False
-    """Put the best checkpoint at the root of ``output_dir`` instead of the last policy."""
+    """At the end, put the best checkpoint at the root of ``output_dir`` instead of the last policy."""
     report_to: str | list[str] = "none"
-    """Accelerate trackers to log to: none, all, tensorboard, wandb, trackio, …"""
+    """Trackers of Accelerate to log to: none, all, tensorboard, wandb, trackio, …"""
     run_name: str | None = None
-    """Name of the run in the trackers; ``output_dir`` if left out."""
+    """Name of the run in the trackers. Default: ``output_dir``."""
     max_runtime: PositiveFloat | None = None
     """Hours after which the run saves its state and ends with exit code 130."""
     max_bad_batches: NonNegativeInt = 3
-    """Batches in a row that are left out because a log-probability, a value, a loss or a gradient of them is not
-    finite: a mini-batch in the update, a whole rollout batch before it. One more ends the run."""
+    """Batches in a row that may be skipped because a log-probability, value, loss or gradient is not finite: a
+    mini-batch in the update, or a whole rollout batch before it. One more ends the run."""
     ddp_timeout: PositiveInt = 1800
-    """Seconds that the processes of a run wait for each other before it ends."""
+    """Seconds that the processes of a run wait for each other before the run ends."""
     ds3_gather_for_generation: bool = True
-    """Where weights are spread over processes (FSDP2, ZeRO-3): gather the policy's once for all answers of a rollout;
-    every process holds them all meanwhile. false: gather each layer's for every token, so that no process ever holds
-    more than a layer; the price is a rollout that waits for the network at each layer of each token, and processes that
-    wait for the one with the longest answer."""
+    """If weights are sharded over processes (FSDP2, ZeRO-3), gather the policy's weights once for all answers of a
+    rollout; every process then holds all of them meanwhile. false: gather them layer by layer for every token, so that
+    no process ever holds more than one full layer. The rollout then waits for the network at each layer of each token,
+    and all processes wait for the longest answer."""
     dry_step: bool | None = None
-    """Before training run one micro-batch of the longest lengths forward and backward, and decode as many of the
-    longest answers as are decoded side by side, without effect: it says whether the run fits into memory, and halves
-    what does not. Left out: where there is an accelerator."""
+    """Before training, run one micro-batch of the longest lengths forward and backward, and generate as many of the
+    longest answers as are generated side by side, without effect on the run. This tells whether the run fits into
+    memory, and halves what does not fit. Default: on if there is an accelerator."""
     push_to_hub: bool = False
-    """Push the trained policy with its card to the Hugging Face hub at the end. The token is that of ``hf auth login``
-    or HF_TOKEN."""
+    """At the end, push the trained policy with its model card to the Hugging Face hub. The token is that of ``hf auth
+    login`` or HF_TOKEN."""
     hub_model_id: str | None = None
-    """Repository to push to, OWNER/NAME; the name of ``output_dir``, of the token's owner, if left out."""
+    """Repository to push to, OWNER/NAME. Default: the name of ``output_dir``, owned by the token's owner."""
     hub_private_repo: bool = True
-    """Whether a new repository is private; false makes it public."""
+    """Whether a new repository is private."""
 
     @model_validator(mode="after")
     def _cross_checks(self) -> TrainConfig:
@@ -513,11 +524,11 @@ class RunConfig(Section):
     value: ValueConfig = ValueConfig()
     """The critic."""
     rewards: list[RewardConfig] = Field(min_length=1)
-    """Judges of answers; the score is their weighted sum."""
+    """Judges of the answers; the score is their weighted sum."""
     data: DataConfig
     """The prompts."""
     sampling: SamplingConfig = SamplingConfig()
-    """How answers are drawn."""
+    """How answers are sampled."""
     ppo: PPOConfig = PPOConfig()
     """The algorithm."""
     train: TrainConfig
@@ -525,10 +536,10 @@ class RunConfig(Section):
     output_dir: Path
     """Folder for the trained policy and everything else that the run writes."""
     overwrite_output_dir: bool = False
-    """Start anew in a folder that holds an earlier run, whose files are then replaced."""
+    """Start again in a folder that holds an earlier run, and replace its files."""
     resume: bool | str = False
-    """true: go on from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as true,
-    and start where no update was recorded yet, for launchers that start a run again by themselves."""
+    """true: continue from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as
+    true, or start if no update was recorded yet, for launchers that restart a run by themselves."""
 
     @property
     def reward_names(self) -> list[str]:

@@ -12,32 +12,38 @@ from tether.config.stage import StageConfig, StageTrainConfig, check_held_out, h
 
 
 class SftModelConfig(ModelConfig):
-    """The model that is fine-tuned."""
+    """The model to fine-tune."""
 
     path: str
-    """Hub id or folder of the model to start from. A PEFT adapter goes on with lora, and is merged into its base
-    without."""
+    """Hub id or folder of the model to start from. A PEFT adapter is trained further if lora is set, and merged into
+    its base if not."""
 
 
 class DemonstrationsConfig(DataKeys):
     """The demonstrations."""
 
     demonstrations: Sources
-    """Texts to imitate: a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, or a hub id; a list joins
-    several. Columns ``prompt`` and ``completion`` (text or chat messages), else ``messages``, else plain ``text``, else
+    """Texts to imitate: a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, a hub id, or a list of
+    these. Columns ``prompt`` and ``completion`` (text or chat messages), else ``messages``, else plain ``text``, else
     ``chosen``, the better answer of a pair."""
     eval_demonstrations: Sources | None = None
     """Held-out demonstrations, in the same forms."""
     eval_fraction: HeldOut | None = None
-    """Share of ``demonstrations`` that is held out instead, equal prompts on the same side. Left out: none."""
+    """Share of ``demonstrations`` to hold out instead. Equal prompts stay on the same side. Default: none."""
     split: str = "train"
-    """Split that is read where the source has several, for ``demonstrations``."""
+    """Split of ``demonstrations`` to read if the source has several; parts as ``train[:1000]``,
+    ``train[90%:]`` and ``train+test``."""
+    subset: str | None = None
+    """Subset of ``demonstrations`` to read if the hub dataset or folder has several (``main`` of ``openai/gsm8k``)."""
     eval_split: str = "train"
-    """The same for ``eval_demonstrations``; left alone where the source has one split only."""
+    """The same for ``eval_demonstrations``. If the source has only one split, that is read, whatever its name."""
+    eval_subset: str | None = None
+    """The same for ``eval_demonstrations``."""
     max_length: PositiveInt = 1024
-    """Longest prompt plus answer in tokens. Longer demonstrations are dropped and counted, never cut."""
+    """Maximum length of prompt plus answer in tokens. Longer demonstrations are dropped and counted, never
+    truncated."""
     turns: Literal["all", "last"] = "all"
-    """Which of the assistant's turns in ``messages`` are trained on, each after all that comes before it."""
+    """Which assistant turns in ``messages`` to train on; each is trained on with everything before it as context."""
 
     @property
     def held_out_fraction(self) -> float:
@@ -59,14 +65,14 @@ class SftTrainConfig(StageTrainConfig):
     """Batches, optimizer, evaluation, saving."""
 
     eval_steps: PositiveInt | None = None
-    """Optimizer steps between two evaluations on held-out demonstrations. Left out: only after the last."""
+    """Optimizer steps between two evaluations on held-out demonstrations. Default: only after the last step."""
 
 
 class SftStageConfig(StageConfig):
     """One run of ``tether sft``: a policy from demonstrations."""
 
     model: SftModelConfig
-    """The model that is fine-tuned."""
+    """The model to fine-tune."""
     data: DemonstrationsConfig
     """The demonstrations."""
     train: SftTrainConfig = SftTrainConfig()

@@ -27,18 +27,18 @@ class QueryConfig(ChatKeys):
 
 
 class SourceConfig(Section):
-    """Reward sources by themselves. A run's file does as well; its other keys are passed over."""
+    """A file with reward sources only. A run's file works too; its other keys are ignored."""
 
     rewards: list[RewardConfig] = Field(min_length=1)
-    """Judges of answers, as in a run; the score is their weighted sum."""
+    """Judges of the answers, as in a run; the score is their weighted sum."""
     model: ModelConfig | None = None
     """The policy whose answers are judged, as in a run: its tokenizer and chat template make the queries, and reward
-    adapters share its base. Left out: the tokenizer of the first reward model stands in."""
+    adapters share its base. Default: the tokenizer of the first reward model is used."""
     data: QueryConfig = QueryConfig()
     """How prompts become queries, as in a run."""
     bf16: bool | None = None
-    """bfloat16 autocast of reward adapters, as ``train.bf16`` of their run. Left out: on where the hardware is faster
-    so and ``fp16`` is off."""
+    """bfloat16 autocast of reward adapters, as ``train.bf16`` of their run. Default: on if the hardware is faster that
+    way and ``fp16`` is off."""
     fp16: bool = False
     """float16 autocast of reward adapters, as ``train.fp16`` of their run."""
 

@@ -14,15 +14,15 @@ class StageTrainConfig(Section):
     """Batches, optimizer, evaluation, saving."""
 
     num_train_epochs: PositiveFloat | None = None
-    """Passes over the data; 1 where max_steps is not set either."""
+    """Passes over the data. Default: 1, unless max_steps is set."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps, in place of num_train_epochs."""
+    """Number of optimizer steps, instead of num_train_epochs."""
     batch_size: PositiveInt = 16
-    """Rows an optimizer step, of all processes together."""
+    """Rows per optimizer step, of all processes together."""
     micro_batch_size: PositiveInt = 8
     """Rows in one forward and backward pass of a process."""
     learning_rate: PositiveFloat | None = None
-    """Peak learning rate. Left out: 1e-4 with LoRA, 1e-5 otherwise."""
+    """Peak learning rate. Default: 1e-4 with LoRA, 1e-5 otherwise."""
     lr_scheduler_type: str = "linear"
     """Any schedule of transformers that needs no further arguments: linear, cosine, constant, …"""
     warmup_ratio: Fraction = 0.0
@@ -30,23 +30,23 @@ class StageTrainConfig(Section):
     weight_decay: NonNegativeFloat = 0.0
     """AdamW weight decay."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """The gradient's norm is clipped to it; null turns clipping off."""
+    """Maximum gradient norm; null turns clipping off."""
     bf16: bool | None = None
-    """bfloat16 autocast of all forwards. Left out: on where the hardware is faster so and ``fp16`` is off, or where
-    ``mixed_precision`` of ``accelerate launch`` is bf16."""
+    """Run all forward passes under bfloat16 autocast. Default: on if the hardware is faster that way and ``fp16`` is
+    off, or if ``mixed_precision`` of ``accelerate launch`` is bf16."""
     fp16: bool = False
-    """float16 autocast of all forwards with scaled losses, for accelerators without bfloat16 (V100, T4). Left out: on
-    where ``mixed_precision`` of ``accelerate launch`` is fp16."""
+    """Run all forward passes under float16 autocast with scaled losses, for accelerators without bfloat16 (V100, T4).
+    Also on if ``mixed_precision`` of ``accelerate launch`` is fp16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     seed: Seed = 42
     """Seed of new weights, the held-out share and the data order."""
     save_steps: PositiveInt | None = None
-    """Optimizer steps between two checkpoints; left out: one only where the run is stopped by a signal."""
+    """Optimizer steps between two checkpoints. Default: a checkpoint is saved only if a signal stops the run."""
     save_total_limit: PositiveInt | None = 1
-    """Checkpoints that are kept, the newest; null keeps all."""
+    """Number of checkpoints to keep, the newest ones; null keeps all."""
     ddp_timeout: PositiveInt = 1800
-    """Seconds that the processes of a run wait for each other before it ends."""
+    """Seconds that the processes of a run wait for each other before the run ends."""
 
     @model_validator(mode="after")
     def _cross_checks(self) -> StageTrainConfig:
@@ -68,16 +68,16 @@ class StageConfig(Section):
     """One run of a stage before PPO."""
 
     model: ModelConfig
-    """The model that is trained."""
+    """The model to train."""
     train: StageTrainConfig = StageTrainConfig()
     """Batches, optimizer, evaluation, saving."""
     output_dir: Path
     """Folder for the trained model and everything else that the run writes."""
     overwrite_output_dir: bool = False
-    """Start anew in a folder that holds an earlier run, whose files are then replaced."""
+    """Start again in a folder that holds an earlier run, and replace its files."""
     resume: bool | str = False
-    """true: go on from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as true,
-    and start where no step was recorded yet, for launchers that start a run again by themselves."""
+    """true: continue from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as
+    true, or start if no step was recorded yet, for launchers that restart a run by themselves."""
 
     @property
     def learning_rate(self) -> float:

@@ -2,11 +2,13 @@
 
     alpaca     instruction, input, output, history, system        → prompt, messages
     sharegpt   a list of turns, with or without chosen and rejected → prompt, messages, or prompt, chosen, rejected
+    openai     the same with other tags, and calls of functions as the API has them
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +19,16 @@ from tether.data.sources import Row, Rows, check_source, read_hub, read_rows
 from tether.errors import DataError
 from tether.types import Message
 
+logger = logging.getLogger(__name__)
+
 FILE = "dataset_info.json"
+ONLINE = "ONLINE"
+"""In the place of the file's folder: names are hub ids, of datasets in alpaca format."""
 _KEYS = {
     "file_name", "hf_hub_url", "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags",
+    "revision",
 }  # fmt: skip
+_PASSED_OVER = {"file_sha1"}
 _REFUSED = {
     "script_url": "a script that makes the data would have to be run; save what it makes as a file",
     "ms_hub_url": "ModelScope is not read; download the file and name it by file_name",
@@ -40,6 +48,10 @@ _TAGS = {
     "function_tag": "function_call",
     "system_tag": "system",
 }
+_OPENAI_TAGS = _TAGS | {
+    "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+    "observation_tag": "tool",
+}  # fmt: skip
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 _COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected"}
 
@@ -55,8 +67,13 @@ class _Entry:
     tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def formatting(self) -> Literal["alpaca", "sharegpt"]:
+    def formatting(self) -> Literal["alpaca", "sharegpt", "openai"]:
         return self.settings.get("formatting", "alpaca")
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether it is read from the hub, which LLaMA-Factory prefers to a file that is named beside."""
+        return "hf_hub_url" in self.settings
 
     @property
     def is_ranking(self) -> bool:
@@ -67,42 +84,66 @@ def check_entry(folder: str, name: str, key: str) -> None:
     """Checks that ``dataset_info.json`` in ``folder`` has a dataset of that name which can be read; reads no row.
 
     Args:
+        folder: that of the file, or ``ONLINE``.
         key: the configuration key that named it, for messages.
 
     Raises:
         DataError: there is no such file or dataset, or it asks for what is not supported.
     """
     entry = _entry(folder, name, key)
-    if "file_name" in entry.settings:
+    if not entry.is_on_hub:
         check_source(_file(folder, entry), f"{entry.where}, file_name")
 
 
-def read_entry(folder: str, name: str, key: str) -> Rows:
+def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None) -> Rows:
     """The rows of a dataset that ``dataset_info.json`` names, with columns as they are read here.
 
     A conversation gives ``prompt``, all of it before the last answer, and ``messages``, all of it. Pairs give
-    ``prompt``, ``chosen`` and ``rejected``. Other columns stay.
+    ``prompt``, ``chosen`` and ``rejected``. Other columns stay. Conversations without turns, or with one of an unknown
+    role, are left out with a warning.
+
+    Args:
+        folder, name, key: as ``check_entry``.
+        max_rows: rows that are read at most.
 
     Raises:
-        DataError: as ``check_entry``; a row lacks a column or has one of another type. Names the row.
+        DataError: as ``check_entry``; a row lacks a column or has one of another type, or no conversation is left.
+            Names the row.
     """
     entry = _entry(folder, name, key)
     settings, split = entry.settings, entry.settings.get("split", "train")
-    if "file_name" in settings:
-        table = read_rows(_file(folder, entry), split=split, key=f"{entry.where}, file_name")
-    else:
+    needed = None if "num_samples" in settings else max_rows
+    if entry.is_on_hub:
         table = read_hub(
             settings["hf_hub_url"], split=split, subset=settings.get("subset"), folder=settings.get("folder"),
-            key=f"{entry.where}, hf_hub_url",
+            revision=settings.get("revision"), key=f"{entry.where}, hf_hub_url", max_rows=needed,
         )  # fmt: skip
-    chosen = _drawn(len(table.rows), settings.get("num_samples"), name)
-    places = [table.where(i) for i in chosen]
+    else:
+        table = read_rows(_file(folder, entry), split=split, key=f"{entry.where}, file_name", max_rows=needed)
+    table = table.taken(_drawn(len(table.rows), settings.get("num_samples"), name)[:max_rows])
     read = _alpaca if entry.formatting == "alpaca" else _sharegpt
-    rows = [read(table.rows[i], entry, f"{key}: {place}") for i, place in zip(chosen, places, strict=True)]
+    rows, places, broken = [], [], []
+    for i, row in enumerate(table.rows):
+        place = table.where(i)
+        try:
+            rows.append(read(row, entry, f"{key}: {place}"))
+            places.append(place)
+        except _Broken as error:
+            broken.append(str(error))
+    if broken and not rows:
+        raise DataError(broken[0])
+    if broken:
+        logger.warning("%d of %d rows are left out; the first: %s", len(broken), len(table.rows), broken[0])
     return replace(table, rows=rows, places=places)
 
 
+class _Broken(Exception):
+    """A conversation that LLaMA-Factory leaves out."""
+
+
 def _entry(folder: str, name: str, key: str) -> _Entry:
+    if folder == ONLINE:
+        return _Entry(f"{key}: {name}", {"hf_hub_url": name}, _ALPACA, _TAGS)
     path = Path(folder).expanduser() / FILE
     try:
         entries = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -117,13 +158,13 @@ def _entry(folder: str, name: str, key: str) -> _Entry:
     for refused, why in _REFUSED.items():
         if refused in settings and not {"file_name", "hf_hub_url"} & settings.keys():
             raise DataError(f"{where}: {refused}: {why}")
-    if unknown := sorted(settings.keys() - _KEYS - _REFUSED.keys()):
+    if unknown := sorted(settings.keys() - _KEYS - _PASSED_OVER - _REFUSED.keys()):
         raise DataError(f"{where}: unknown key {unknown[0]}; allowed are {', '.join(sorted(_KEYS))}")
     origins = {"file_name", "hf_hub_url"} & settings.keys()
     if not origins:
         raise DataError(f"{where}: wanted file_name or hf_hub_url, which say where the data is")
-    if settings.get("formatting", "alpaca") not in ("alpaca", "sharegpt"):
-        raise DataError(f"{where}: formatting is {settings['formatting']!r}, wanted alpaca or sharegpt")
+    if settings.get("formatting", "alpaca") not in ("alpaca", "sharegpt", "openai"):
+        raise DataError(f"{where}: formatting is {settings['formatting']!r}, wanted alpaca, sharegpt or openai")
     samples = settings.get("num_samples")
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise DataError(f"{where}: num_samples is {samples!r}, wanted a whole number above 0")
@@ -140,7 +181,8 @@ def _entry(folder: str, name: str, key: str) -> _Entry:
     if settings.get("ranking") and not {"chosen", "rejected"} <= columns.keys():
         raise DataError(f"{where}: ranking needs columns.chosen and columns.rejected")
     needed = "prompt" if default is _ALPACA else "messages"
-    return _Entry(where, settings, {needed: default[needed]} | columns, _TAGS | tags)
+    usual = _OPENAI_TAGS if settings.get("formatting") == "openai" else _TAGS
+    return _Entry(where, settings, {needed: default[needed]} | columns, usual | tags)
 
 
 def _file(folder: str, entry: _Entry) -> str:
@@ -176,13 +218,13 @@ def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
     rest = {name: value for name, value in row.items() if name not in columns.values()}
     column = columns["messages"]
     turns = row.get(column)
-    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise DataError(f"{where}, {column}: got {turns!r}, wanted a list of turns")
+    if not turns:
+        raise _Broken(f"{where}, {column}: no turns")
     messages = [_turn(turn, entry, f"{where}, {column}, turn {i}") for i, turn in enumerate(turns)]
-    system = _system(row, entry, where)
-    if system and messages[0]["role"] == "system":
-        raise DataError(f"{where}: a system message in {column} and another one in {columns['system']}; wanted one")
-    messages = [*system, *messages]
+    if messages[0]["role"] != "system":
+        messages = [*_system(row, entry, where), *messages]
     rest |= _tools(row, entry)
     if entry.is_ranking:
         answers = {side: _ranked(row, columns[side], entry, where) for side in ("chosen", "rejected")}
@@ -195,6 +237,9 @@ def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
 def _turn(turn: Any, entry: _Entry, where: str) -> Message:
     tags, given = entry.tags, turn if isinstance(turn, Mapping) else {}
     role, content = given.get(tags["role_tag"]), given.get(tags["content_tag"])
+    calls = given.get("tool_calls") if entry.formatting == "openai" else None
+    if calls:
+        return {"role": "assistant", "content": content or "", "tool_calls": _api_calls(calls, where)}
     if not isinstance(role, str) or not isinstance(content, str):
         raise DataError(f"{where}: got {turn!r}, wanted text under {tags['role_tag']} and {tags['content_tag']}")
     roles = {
@@ -206,7 +251,7 @@ def _turn(turn: Any, entry: _Entry, where: str) -> Message:
     if role == tags["function_tag"]:
         return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
     if role not in roles:
-        raise DataError(f"{where}: {tags['role_tag']} is {role!r}, wanted one of {', '.join(roles)}")
+        raise _Broken(f"{where}: {tags['role_tag']} is {role!r}, wanted one of {', '.join(roles)}")
     return {"role": roles[role], "content": content}
 
 
@@ -221,6 +266,23 @@ def _calls(content: str, where: str) -> list[dict[str, Any]]:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
             raise DataError(f"{where}: got the function call {call!r}, wanted name and arguments")
     return [{"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls]
+
+
+def _api_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of functions as the API has them, with arguments as JSON text."""
+    functions = [call.get("function") if isinstance(call, Mapping) else None for call in calls]
+    if not all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions):
+        raise DataError(f"{where}: got the tool_calls {calls!r}, wanted a list of calls, each with a function's name")
+    read = [{"name": each["name"], "arguments": _arguments(each.get("arguments"))} for each in functions]
+    return [{"type": "function", "function": function} for function in read]
+
+
+def _arguments(given: Any) -> Any:
+    """Arguments of a call as an object, as chat templates take them; text that is no JSON stays."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
 
 
 def _ranked(row: Row, column: str, entry: _Entry, where: str) -> str:

@@ -13,7 +13,7 @@ from tether.data.answers import closing_token, encodable, encoded_answers, last_
 from tether.data.collate import collate, plan_micro_batches
 from tether.data.forms import plain_rows
 from tether.data.joined import column_names, read_datasets
-from tether.data.pairs import answer_leads
+from tether.data.pairs import answer_leads, prompt_and_answer
 from tether.data.prompts import before_answer, checked_prompt, encoded_queries, template_arguments, uses_template
 from tether.data.sources import Row, Rows
 from tether.data.stream import PromptStream
@@ -66,6 +66,8 @@ def load_demonstrations(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     dataset_dir: str | None = None,
     max_samples: int | None = None,
+    subset: str | None = None,
+    columns: Mapping[str, str] | None = None,
     special_tokens: bool = False,
     drops_unanswered: bool = False,
 ) -> DemonstrationData:
@@ -86,7 +88,7 @@ def load_demonstrations(
         length_key: the configuration key of ``max_length``, for messages.
         every_turn: every turn of the assistant in ``messages`` is a demonstration, and not only the last.
         ends_text: plain text is closed by the end token, too.
-        chat_template_kwargs, dataset_dir, max_samples, special_tokens: as ``load_prompts``.
+        chat_template_kwargs, dataset_dir, max_samples, subset, columns, special_tokens: as ``load_prompts``.
         drops_unanswered: rows with a prompt alone are dropped and counted, and no error.
 
     Raises:
@@ -94,14 +96,16 @@ def load_demonstrations(
         DataError: the source cannot be read or is empty; a row lacks its prompt, answer or text, or has one of another
             type; no demonstration is within the limit. Names the row.
     """
-    table = read_datasets(source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples)
+    table = read_datasets(
+        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset, columns=columns
+    )
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
     rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
     unanswered = {i for i, row in enumerate(rows) if drops_unanswered and _has_prompt_alone(row)}
     if len(unanswered) == len(rows):
         raise DataError(f"{key}: none of the {len(rows)} rows of {table.name} has an answer; wanted some to train on")
-    columns = _columns(rows, table, key)
-    plain = [i for i, column in enumerate(columns) if column == "text"]
+    used = _columns(rows, table, key)
+    plain = [i for i, column in enumerate(used) if column == "text"]
     encoded: list[tuple[int, list[int], list[int]]] = []
     if plain:
         closing = [closing_token(tokenizer, end_ids)] if ends_text else []
@@ -111,7 +115,7 @@ def load_demonstrations(
         closing_id = closing_token(tokenizer, end_ids)
         split_rows = [
             (i, prompt, answer)
-            for i, (row, column, place) in enumerate(zip(rows, columns, places, strict=True))
+            for i, (row, column, place) in enumerate(zip(rows, used, places, strict=True))
             if column != "text" and i not in unanswered
             for prompt, answer in _split(row, column, place, every_turn)
         ]
@@ -181,7 +185,7 @@ def _columns(rows: Sequence[Row], table: Rows, key: str) -> list[Column]:
     got = ", ".join(names) or "none"
     raise DataError(
         f"{key}: {table.name} has neither the columns prompt and completion, nor messages, nor text; its columns are: "
-        f"{got}. Rename them"
+        f"{got}. Rename them, or name them by {'data.ptx_columns' if key == 'data.ptx' else 'data.columns'}"
     )
 
 
@@ -210,14 +214,9 @@ def _split(row: Row, column: str, where: str, every_turn: bool) -> list[tuple[st
     if column == "chosen" and row.get("prompt") is None:
         before, answer = before_answer(value, place)
         return [(checked_prompt(before, where), _checked(answer, place))]
-    prompt = checked_prompt(row.get("prompt"), where)
-    if isinstance(value, str):
-        return [(prompt, _checked(value, place))]
-    before, answer = last_turn(value, place)
-    if before:
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        prompt = before if column == "chosen" else checked_prompt([*turns, *before], where)
-    return [(prompt, _checked(answer, place))]
+    checked_prompt(row.get("prompt"), where)
+    prompt, answer = prompt_and_answer(row, column, place)
+    return [(checked_prompt(prompt, where), _checked(answer, place))]
 
 
 def _earlier_turns(messages: Sequence[Message], place: str) -> list[tuple[list[Message], str]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from tether.config.chat import Sources, sources
+from tether.config.chat import Sources, sources, subset_key
 from tether.data.dataset_info import check_entry, read_entry
 from tether.data.sources import Row, Rows, check_source, read_rows
 from tether.errors import DataError
@@ -29,33 +30,61 @@ def check_datasets(given: Sources, key: str, *, dataset_dir: str | None = None) 
 
 
 def read_datasets(
-    given: Sources, *, split: str, key: str, dataset_dir: str | None = None, max_samples: int | None = None
+    given: Sources,
+    *,
+    split: str,
+    key: str,
+    dataset_dir: str | None = None,
+    max_samples: int | None = None,
+    subset: str | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> Rows:
-    """All rows of one or several datasets, in their order; at least one.
+    """The rows of one or several datasets, in their order; at least one.
 
     Args:
-        split: split to read where a source has several; the entries of a ``dataset_info.json`` name their own.
-        max_samples: rows of each source that are used at most.
+        split, subset: those to read where a source has several; the entries of a ``dataset_info.json`` name their own.
+        max_samples: rows of each source that are read at most.
+
+        columns: names that a source has for columns which are called otherwise here, by our names.
 
     Raises:
-        DataError: a source is not there, cannot be read or has no rows.
+        DataError: a source is not there, cannot be read or has no rows, or lacks a column.
     """
     tables = []
     for source in sources(given):
         if dataset_dir is None:
-            table = read_rows(source, split=split, key=key)
+            which = {"split": split, "subset": subset, "subset_key": subset_key(key)}
+            table = _renamed(read_rows(source, **which, key=key, max_rows=max_samples), columns or {}, key)
         else:
-            table = read_entry(dataset_dir, source, key)
+            table = read_entry(dataset_dir, source, key, max_rows=max_samples)
         if not table.rows:
             raise DataError(f"{key}: {table.name} has no rows")
         tables.append(table)
     rows: list[Row] = []
     places: list[str] = []
     for table in tables:
-        used = range(min(len(table.rows), max_samples or len(table.rows)))
-        rows += [table.rows[i] for i in used]
-        places += [table.where(i) for i in used]
+        rows += table.rows
+        places += [table.where(i) for i in range(len(table.rows))]
     return Rows(", ".join(table.name for table in tables), rows, places=places)
+
+
+def _renamed(table: Rows, columns: Mapping[str, str], key: str) -> Rows:
+    """The rows with our names for columns that the source calls otherwise. What the command line names may lack them:
+    they are those of a run's own sources."""
+    names = column_names(table.rows)
+    for ours, theirs in columns.items():
+        if table.rows and ours not in names and theirs not in names and key.startswith("data."):
+            raise DataError(
+                f"{key}: {table.name} has no column {theirs}, which is to be its {ours}; its columns are: "
+                f"{', '.join(names)}. Correct it in data.{'ptx_' if key == 'data.ptx' else ''}columns"
+            )
+    return replace(table, rows=[_renamed_row(row, columns) for row in table.rows]) if columns else table
+
+
+def _renamed_row(row: Row, columns: Mapping[str, str]) -> Row:
+    found = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+    taken = {columns[ours] for ours in found}
+    return found | {name: value for name, value in row.items() if name not in found and name not in taken}
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:

@@ -46,7 +46,7 @@ class JudgedData:
     """Names of the other columns; every row has all of them, None where it had none."""
 
 
-def load_judged(source: str, *, split: str, key: str, is_chat: bool) -> JudgedData:
+def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str | None = None) -> JudgedData:
     """The answers in ``source``.
 
     Args:
@@ -54,7 +54,7 @@ def load_judged(source: str, *, split: str, key: str, is_chat: bool) -> JudgedDa
             it holds pairs: answers to ``prompt``, or whole texts, conversations or transcripts where there is no
             ``prompt``. Else it holds answers: ``response`` or ``completion`` to ``prompt``, or ``messages`` that end
             with the assistant's.
-        split: split to read where the source has several.
+        split, subset: those to read where the source has several.
         key: what messages call ``source``.
         is_chat: whether prompts go through a chat template, for which transcripts become messages.
 
@@ -62,7 +62,7 @@ def load_judged(source: str, *, split: str, key: str, is_chat: bool) -> JudgedDa
         DataError: the source cannot be read, has no rows or no such columns; a row lacks prompt or answer, or has one
             of another type. Names the row.
     """
-    table = read_rows(source, split=split, key=key)
+    table = read_rows(source, split=split, key=key, subset=subset, subset_key="--subset")
     if not table.rows:
         raise DataError(f"{key}: {table.name} has no rows")
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]

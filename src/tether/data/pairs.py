@@ -65,6 +65,9 @@ def load_pairs(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     dataset_dir: str | None = None,
     max_samples: int | None = None,
+    subset: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    special_tokens: bool = False,
 ) -> PairData:
     """Preference pairs of ``source`` as token ids.
 
@@ -77,7 +80,7 @@ def load_pairs(
         max_length: tokens of the longest prompt with answer that is kept.
         end_ids: tokens that end an answer of the policy.
         key: the configuration key of ``source``, for messages.
-        chat_template_kwargs, dataset_dir, max_samples: as ``load_prompts``.
+        chat_template_kwargs, dataset_dir, max_samples, subset, columns, special_tokens: as ``load_prompts``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or a tokenizer without an end token.
@@ -85,7 +88,9 @@ def load_pairs(
             left. Names the row.
     """
     closing_id = closing_token(tokenizer, end_ids)
-    table = read_datasets(source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples)
+    table = read_datasets(
+        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset, columns=columns
+    )
     _check_columns(table, key)
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
     rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
@@ -93,7 +98,9 @@ def load_pairs(
     prompts = [text.prompt for text in texts]
     check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
     arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-    queries = encoded_prompts(prompts, tokenizer, chat_template, system_prompt, places, arguments)
+    queries = encoded_prompts(
+        prompts, tokenizer, chat_template, system_prompt, places, arguments, special_tokens=special_tokens
+    )
     leads = answer_leads(prompts, tokenizer, chat_template)
     chosen, rejected = (
         encoded_answers([getattr(text, name) for text in texts], leads, tokenizer, closing_id)
@@ -174,7 +181,8 @@ def pair_texts(row: Row, where: str) -> PairTexts:
 
 
 def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
-    """Prompt and answer in column ``name``. A conversation brings its own prompt, with or without a column for it.
+    """Prompt and answer in column ``name``. Of several messages all but the last belong to the prompt: they go on from
+    the column ``prompt``, or are a whole conversation, which needs none.
 
     Raises:
         DataError: the column holds neither text nor a conversation that ends with the assistant's message.
@@ -185,7 +193,21 @@ def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
     before, answer = last_turn(value, where)
     if not before and prompt is None:
         raise DataError(f"{where}: one message and no column prompt; wanted the whole conversation")
-    return before or prompt, answer
+    if not before or prompt is None:
+        return before or prompt, answer
+    goes_on = name in ("completion", "response") or _role(before[0]) == "assistant"
+    return [*_turns(prompt), *before] if goes_on else before, answer
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _turns(prompt: Any) -> list[Any]:
+    """A prompt as messages, unchecked."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return list(prompt) if isinstance(prompt, Sequence) else [prompt]
 
 
 def encoded_prompts(
@@ -195,6 +217,8 @@ def encoded_prompts(
     system_prompt: str | None,
     places: Sequence[str],
     arguments: Sequence[Mapping[str, Any]],
+    *,
+    special_tokens: bool = False,
 ) -> list[tuple[str, list[int]]]:
     """Queries as text and ids; for a whole text an empty one, or the token that the tokenizer puts before text.
 
@@ -202,6 +226,7 @@ def encoded_prompts(
         prompts: as ``checked_prompt`` returns them; None where answers are whole texts.
         places: the row of each prompt, for messages.
         arguments: further arguments of the chat template for each prompt.
+        special_tokens: as ``encoded_queries``.
 
     Raises:
         ConfigError, DataError: as ``load_prompts``.
@@ -220,6 +245,7 @@ def encoded_prompts(
             system_prompt,
             [places[i] for i in given],
             [arguments[i] for i in given],
+            special_tokens=special_tokens,
         )
         queries = dict(zip(given, zip(texts, ids, strict=True), strict=True))
     start = text_start(tokenizer)

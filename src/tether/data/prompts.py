@@ -49,6 +49,8 @@ def load_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     dataset_dir: str | None = None,
     max_samples: int | None = None,
+    subset: str | None = None,
+    columns: Mapping[str, str] | None = None,
     special_tokens: bool = False,
 ) -> PromptData:
     """Prompts of ``source`` as token ids.
@@ -62,14 +64,15 @@ def load_prompts(
         source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several; with a column ``prompt``,
             else ``messages``, that holds text or chat messages, else ``chosen``, whose last turn is left out.
         tokenizer: the policy's, with the chat template of the run.
-        split: split to read where the source has several.
+        split, subset: those to read where the source has several.
         max_prompt_length: tokens of the longest query that is kept, chat template included.
         chat_template: ``none`` takes text as it is.
         system_prompt: system message for prompts that bring none.
         key: the configuration key of ``source``, for messages.
         chat_template_kwargs: further arguments of the chat template.
         dataset_dir: folder of a ``dataset_info.json``, whose entries ``source`` names.
-        max_samples: rows of each source that are used at most.
+        max_samples: rows of each source that are read at most.
+        columns: names that the source has for columns which are called otherwise here, by our names.
         special_tokens: as ``encoded_queries``.
 
     Raises:
@@ -77,10 +80,12 @@ def load_prompts(
         DataError: the source cannot be read or is empty; a row has no prompt, one of another type, or one that already
             ends its answer; no prompt is within the limit. Names the row.
     """
-    table = read_datasets(source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples)
+    table = read_datasets(
+        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset, columns=columns
+    )
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
     rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
-    used, columns = _columns(rows, table, key)
+    used, others = _columns(rows, table, key)
     sources = [
         checked_prompt(_prompt(row, column, place), place)
         for row, column, place in zip(rows, used, places, strict=True)
@@ -96,7 +101,7 @@ def load_prompts(
             prompt,
             text,
             tuple(ids),
-            {name: row.get(name) for name in columns},
+            {name: row.get(name) for name in others},
             conversation(prompt, tokenizer, chat_template, system_prompt),
         )
         for i, (row, prompt, text, ids) in enumerate(zip(rows, sources, texts, queries, strict=True))
@@ -111,7 +116,7 @@ def load_prompts(
     note = f"{table.name}: {len(prompts)} of {len(queries)} prompts"
     if num_too_long:
         note += f", {num_too_long} dropped as longer than {max_prompt_length} tokens"
-    return PromptData(prompts, len(queries), num_too_long, columns, note)
+    return PromptData(prompts, len(queries), num_too_long, others, note)
 
 
 def split_prompts(data: PromptData, fraction: float, seed: int) -> tuple[PromptData, PromptData]:
@@ -134,8 +139,10 @@ def _columns(rows: Sequence[Row], table: Rows, key: str) -> tuple[list[str], lis
     names = column_names(rows)
     usual = _column(names)
     if usual is None:
-        got = ", ".join(names) or "none"
-        raise DataError(f"{key}: {table.name} has no column prompt or messages; its columns are: {got}. Rename one")
+        got, way_out = ", ".join(names) or "none", "Rename one"
+        if key.startswith("data."):
+            way_out += ", or name it by data.columns: {prompt: …}"
+        raise DataError(f"{key}: {table.name} has no column prompt or messages; its columns are: {got}. {way_out}")
     used = [_column(row) or usual for row in rows]
     return used, [name for name in names if name not in used]
 
@@ -175,26 +182,39 @@ def template_arguments(
     """
     arguments = []
     for row, place in zip(rows, places, strict=True):
-        own, tools = row.get("chat_template_kwargs") or {}, row.get("tools") or None
+        own, tools = row.get("chat_template_kwargs") or {}, _tools(row.get("tools"), tokenizer, f"{place}, tools")
         if not isinstance(own, Mapping):
             raise DataError(f"{place}, chat_template_kwargs: got {own!r}, wanted an object")
-        if tools is not None:
-            own = {**own, "tools": _tools(tools, tokenizer, f"{place}, tools")}
+        if tools:
+            own = {**own, "tools": tools}
         arguments.append({**(given or {}), **{name: value for name, value in own.items() if value is not None}})
     return arguments
 
 
 def _tools(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
-    if isinstance(value, str):
+    """The tools of a row, which it may hold as JSON text; empty where it has none."""
+    if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except ValueError as error:
             raise DataError(f"{where}: not JSON: {error}") from error
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return []
     if not isinstance(value, list):
         raise DataError(f"{where}: got {type(value).__name__}, wanted a list of tools")
-    if not re.search(r"\btools\b", str(tokenizer.chat_template)):
-        raise DataError(f"{where}: the chat template makes no use of tools; leave the column out, or rename it")
-    return value
+    if value and not re.search(r"\btools\b", str(tokenizer.chat_template)):
+        raise DataError(
+            f"{where}: the chat template makes no use of tools; take one that does (data.chat_template: auto is the "
+            "model's own, if it has one), leave the column out, or rename it"
+        )
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the keys that columnar files fill with nulls, where another row has them."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def checked_prompt(value: Any, where: str) -> str | list[Message]:
@@ -230,7 +250,7 @@ def _message(message: Any, where: str) -> Message:
         if not isinstance(message.get(name), str):
             raise DataError(f"{where}: {name} is {message.get(name)!r}, wanted text")
     _encodable(message["content"], where)
-    return {name: value for name, value in message.items() if value is not None}
+    return _without_nulls(message)
 
 
 def _encodable(text: str, where: str) -> str:
@@ -324,6 +344,13 @@ def _rendered(
         raise DataError(
             f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template. "
             "Set data.chat_template to one by name (chatml, llama3, …) or file, or use prompts that are text"
+        )
+    calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
+    if calling is not None and "tool_calls" not in str(tokenizer.chat_template):
+        raise DataError(
+            f"{where}: message {calling} calls functions (tool_calls), which the chat template does not write: they "
+            "would be lost. Take one that does (data.chat_template: auto is the model's own, if it has one), write the "
+            "calls into the content, or leave the row out"
         )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)

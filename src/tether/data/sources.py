@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import gzip
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tether.data.splits import Part, rows_read, split_parts
 from tether.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Row = Mapping[str, Any]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_NO_OPTIONS: Mapping[str, str | None] = {}
 _CHATS = frozenset({"prompt", "messages", "conversations", "completion", "chosen", "rejected"})
 """Columns that may hold chat messages."""
 _CHAT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
-_FORMS = "a .jsonl, .json, .csv or .parquet file, a folder saved by datasets or holding such files, or a hub id"
+_FORMS = (
+    "a .jsonl, .json, .csv or .parquet file (the first three with .gz, too), a folder saved by datasets or "
+    "one that holds such files, or a hub id"
+)
+_UNREADABLE = (OSError, ValueError, RuntimeError, ImportError)
+"""What ``datasets`` raises beside errors of its own: for broken data, for a script, for a package that is missing."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,10 @@ class Rows:
             return self.places[i]
         return f"{self.name}, row {i}" + (f" (line {self.lines[i]})" if self.lines is not None else "")
 
+    def taken(self, chosen: Sequence[int]) -> Rows:
+        """The rows of these numbers, in this order, each under the name that it has here."""
+        return Rows(self.name, [self.rows[i] for i in chosen], places=[self.where(i) for i in chosen])
+
 
 def check_source(source: str, key: str) -> None:
     """Checks that ``source`` can be a prompt dataset, in milliseconds and without reading it.
@@ -57,54 +74,87 @@ def check_source(source: str, key: str) -> None:
         if not any(entry.is_file() for entry in path.rglob("*")):
             raise DataError(f"{key}: folder {source} holds no files; wanted {_FORMS}")
     elif path.exists():
-        if path.suffix.lower() not in _READERS:
+        if _form(path) not in _READERS:
             raise DataError(f"{key}: {source} is of an unknown form; wanted {_FORMS}")
         if path.stat().st_size == 0:
             raise DataError(f"{key}: {source} is empty")
-    elif path.suffix.lower() in _READERS or _HUB_ID.fullmatch(source) is None:
+    elif _form(path) in _READERS or _HUB_ID.fullmatch(source) is None:
         raise DataError(f"{key}: no such file or folder: {source}")
 
 
-def read_rows(source: str, *, split: str, key: str) -> Rows:
-    """All rows of a prompt dataset.
+def read_rows(
+    source: str,
+    *,
+    split: str,
+    key: str,
+    subset: str | None = None,
+    subset_key: str | None = None,
+    max_rows: int | None = None,
+) -> Rows:
+    """All rows of a dataset, or its first.
 
     Args:
         source: file, folder or hub id.
-        split: split to read where the source has several; a single split is read whatever it is called.
+        split: split to read where the source has several; a single split is read whatever it is called. Parts of it,
+            and several, as ``split_parts`` reads them.
         key: the configuration key of ``source``, for messages.
+        subset: which of its subsets, where a folder or hub dataset has several.
+        subset_key: what names the subset, for messages; None where nothing can.
+        max_rows: rows that are read at most.
 
     Raises:
-        DataError: nothing is there, it cannot be read, or it has no such split; names the file, and the line if there
-            is one.
+        DataError: nothing is there, it cannot be read, or it has no such split or subset; names the file, and the line
+            if there is one.
     """
     check_source(source, key)
     path = Path(source).expanduser()
+    is_single = path.is_file() or (path.is_dir() and _is_saved_dataset(path))
+    if subset is not None and is_single:
+        what = "file" if path.is_file() else "folder saved by datasets"
+        raise DataError(f"{subset_key}: got {subset}, but {source} is a {what}, which has no subsets: leave it out")
     if path.is_file():
-        return _file_rows(path, source, key)
-    if path.is_dir() and _is_saved_dataset(path):
-        return _saved_rows(path, source, split, key)
-    return _loaded_rows(path if path.is_dir() else None, source, split, key)
+        return _file_rows(path, source, split, key, max_rows)
+    if is_single:
+        return _saved_rows(path, source, split, key, max_rows)
+    location = str(path) if path.is_dir() else None
+    return _loaded_rows(source, location, split, key, subset=subset, subset_key=subset_key, max_rows=max_rows)
 
 
-def _file_rows(path: Path, source: str, key: str) -> Rows:
+def _form(path: Path) -> str:
+    """The ending that says how a file is read, without .gz where that is read as well."""
+    inner = Path(path.stem).suffix.lower()
+    return inner if path.suffix.lower() == ".gz" and inner in _ZIPPED else path.suffix.lower()
+
+
+def _file_rows(path: Path, source: str, split: str, key: str, max_rows: int | None) -> Rows:
+    parts = split_parts(split, ["train"], source, key)
     try:
-        numbered = list(_READERS[path.suffix.lower()](path))
+        numbered = list(islice(_READERS[_form(path)](path), rows_read(parts, max_rows)))
     except UnicodeDecodeError as error:
         raise DataError(f"{key}: {source} is not UTF-8 text") from error
-    except OSError as error:
-        raise DataError(f"{key}: {source} cannot be read: {error.strerror}") from error
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{key}: {source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except _RowError as error:
         raise DataError(f"{key}: {source}{error}") from error
     lines = [line for line, _ in numbered]
-    return Rows(source, [row for _, row in numbered], None if None in lines else lines)
+    table = Rows(source, [row for _, row in numbered], None if None in lines else lines)
+    if not any(part.bounds for part in parts) and len(parts) == 1:
+        return table
+    return table.taken([i for part in parts for i in part.rows(len(numbered))][:max_rows])
 
 
 class _RowError(Exception):
     """A row cannot be read; the message goes on from the name of the file."""
 
 
+def _opened(path: Path, newline: str | None = None) -> TextIOWrapper:
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
+    return path.open(encoding="utf-8-sig", newline=newline)
+
+
 def _jsonl(path: Path) -> Iterator[tuple[int | None, Row]]:
-    with path.open(encoding="utf-8-sig") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield number, _checked(_decoded(line, f", line {number}"), f", line {number}")
@@ -122,20 +172,25 @@ def _decoded(text: str, where: str) -> Any:
 
 
 def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
-    text = path.read_text(encoding="utf-8-sig")
-    if not text.lstrip().startswith("["):  # the name .json is also common for one object a line
-        yield from _objects(path, text)
+    with _opened(path) as file:
+        while (start := file.read(1)).isspace():
+            pass
+    if start != "[":  # the name .json is also common for one object a line
+        yield from _objects(path)
         return
+    with _opened(path) as file:
+        text = file.read()
     for i, row in enumerate(_decoded(text, "")):
         yield None, _checked(row, f", row {i}")
 
 
-def _objects(path: Path, text: str) -> list[tuple[int | None, Row]]:
+def _objects(path: Path) -> Iterator[tuple[int | None, Row]]:
     try:
-        return list(_jsonl(path))
+        yield from _jsonl(path)
     except _RowError:
         try:
-            whole = json.loads(text)
+            with _opened(path) as file:
+                whole = json.load(file)
         except (ValueError, RecursionError):
             whole = None
         if not isinstance(whole, dict):
@@ -146,7 +201,7 @@ def _objects(path: Path, text: str) -> list[tuple[int | None, Row]]:
 
 def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
     csv.field_size_limit(2**31 - 1)  # of csv's own 131,072 characters a conversation may have more
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with _opened(path, newline="") as file:
         reader, start = csv.reader(file, strict=True), 1
         try:
             header = next(reader, [])
@@ -184,11 +239,12 @@ def _parquet(path: Path) -> Iterator[tuple[int | None, Row]]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1000):
+                for row in batch.to_pylist():
+                    yield None, row
     except pyarrow.ArrowException as error:
         raise _RowError(f": not a parquet file: {error}") from error
-    for row in table.to_pylist():
-        yield None, row
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[int | None, Row]]]] = {
@@ -197,6 +253,8 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[int | None, Row]]]] = {
     ".csv": _csv,
     ".parquet": _parquet,
 }
+_ZIPPED = {".jsonl", ".json", ".csv"}
+"""Forms that are also read with .gz behind them."""
 
 
 def _checked(row: Any, where: str) -> Row:
@@ -210,46 +268,74 @@ def _is_saved_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
 
 
-def _saved_rows(path: Path, source: str, split: str, key: str) -> Rows:
+def _saved_rows(path: Path, source: str, split: str, key: str, max_rows: int | None) -> Rows:
     import datasets
 
     try:
         loaded = datasets.load_from_disk(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{key}: {source} was saved by datasets but cannot be read: {error}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        loaded = loaded[_chosen_split(loaded, source, split, key)]
-    return Rows(source, list(loaded))
+        if isinstance(loaded, datasets.Dataset):
+            loaded = datasets.DatasetDict({str(loaded.split or "train"): loaded})
+        parts = split_parts(split, list(loaded), source, key)
+        chosen = [loaded[part.name].select(part.rows(len(loaded[part.name]))) for part in parts]
+        rows = _dataset_rows(datasets.concatenate_datasets(chosen), max_rows)
+    except (*_UNREADABLE, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{key}: {source} was saved by datasets but cannot be read: {_innermost(error)}") from error
+    is_whole = len(parts) == 1 and not parts[0].bounds
+    return Rows(source if is_whole else f"{source} (split {_written(parts)})", rows)
 
 
-def read_hub(source: str, *, split: str, subset: str | None, folder: str | None, key: str) -> Rows:
-    """All rows of a dataset on the hub.
+def read_hub(
+    source: str,
+    *,
+    split: str,
+    subset: str | None,
+    folder: str | None,
+    revision: str | None,
+    key: str,
+    max_rows: int | None = None,
+) -> Rows:
+    """All rows of a dataset on the hub, or its first.
 
     Args:
         source: its id.
-        subset: which of its configurations.
+        subset: which of its subsets.
         folder: the folder in it that holds the data.
+        revision: branch, tag or commit.
         key: the configuration key of ``source``, for messages.
+        max_rows: rows that are read at most.
 
     Raises:
-        DataError: it cannot be loaded, or has no such split.
+        DataError: it cannot be loaded, or has no such split or subset.
     """
-    return _loaded_rows(None, source, split, key, {"name": subset, "data_dir": folder})
+    options = {"subset": subset, "subset_key": "its subset", "max_rows": max_rows}
+    return _loaded_rows(source, None, split, key, **options, data_dir=folder, revision=revision)
 
 
 def _loaded_rows(
-    folder: Path | None, source: str, split: str, key: str, options: Mapping[str, str | None] = _NO_OPTIONS
+    source: str,
+    folder: str | None,
+    split: str,
+    key: str,
+    *,
+    subset: str | None,
+    subset_key: str | None,
+    max_rows: int | None,
+    data_dir: str | None = None,
+    revision: str | None = None,
 ) -> Rows:
     import datasets
 
-    location = source if folder is None else str(folder)
-    given = {name: value for name, value in options.items() if value is not None}
+    location = folder or source
+    within = _given(data_dir=data_dir, revision=revision)
     try:
-        named = {"config_name" if name == "name" else name: value for name, value in given.items()}
-        splits = datasets.get_dataset_split_names(location, **named)
-        chosen = _chosen_split(splits, source, split, key)
-        return Rows(f"{source} (split {chosen})", list(datasets.load_dataset(location, split=chosen, **given)))
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        splits = datasets.get_dataset_split_names(location, **within, **_given(config_name=subset))
+        chosen = _written(split_parts(split, splits, source, key))
+        loaded = datasets.load_dataset(location, split=chosen, **within, **_given(name=subset))
+        return Rows(f"{source} (split {chosen})", _dataset_rows(loaded, max_rows))
+    except (*_UNREADABLE, datasets.exceptions.DatasetsError) as error:
+        told = _subset_told(location, source, subset, subset_key) if isinstance(error, ValueError) else None
+        if told is not None:
+            raise DataError(f"{key}: {told}") from error
         if folder is not None:
             raise DataError(f"{key}: cannot read folder {source}: {_innermost(error)}") from error
         raise DataError(
@@ -258,13 +344,48 @@ def _loaded_rows(
         ) from error
 
 
-def _chosen_split(splits: Iterable[str], source: str, split: str, key: str) -> str:
-    splits = list(splits)
-    if split in splits:
-        return split
-    if len(splits) == 1:
-        return splits[0]
-    raise DataError(f"{key}: {source} has no split {split}; it has {', '.join(splits)}")
+def _given(**options: str | None) -> dict[str, str]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _written(parts: Sequence[Part]) -> str:
+    return "+".join(map(str, parts))
+
+
+def _subset_told(location: str, source: str, subset: str | None, subset_key: str | None) -> str | None:
+    """What is wrong with the subset that was asked for; None if that is not why the dataset cannot be loaded."""
+    import datasets
+
+    try:
+        names = datasets.get_dataset_config_names(location)
+    except (*_UNREADABLE, datasets.exceptions.DatasetsError):
+        return None
+    if subset in names or (subset is None and len(names) < 2):
+        return None
+    got = f"{source} has the subsets {', '.join(names)}" + ("" if subset is None else f", and none called {subset}")
+    return f"{got}: name one by {subset_key}" if subset_key else f"{got}: save one of them, and name its file"
+
+
+def _dataset_rows(dataset: Dataset, max_rows: int | None) -> list[Row]:
+    """The first rows with all columns, whatever format the dataset is set to; images and other media as they are
+    stored, since what they would be decoded to cannot be told from another by its text."""
+    dataset = dataset.with_format(None)
+    for name, feature in dataset.features.items():
+        if (stored := _stored(feature)) != feature:
+            dataset = dataset.cast_column(name, stored)
+    return list(dataset if max_rows is None else dataset.select(range(min(max_rows, len(dataset)))))
+
+
+def _stored(feature: Any) -> Any:
+    """The feature with all media in it left undecoded."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return {name: _stored(part) for name, part in feature.items()}
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=_stored(feature.feature))
+    is_media = getattr(feature, "decode", False) and not isinstance(feature, getattr(datasets, "Json", ()))
+    return dataclasses.replace(feature, decode=False) if is_media else feature
 
 
 def _innermost(error: BaseException) -> str:

@@ -91,6 +91,15 @@ def build_roles(
         detach_value=config.value.detach,
         offload_idle=config.train.offload_idle_roles,
     )
+    return finished(models, config)
+
+
+def finished(models: ModelRoles, config: RunConfig) -> ModelRoles:
+    """The roles with compiled layers and recomputed activations as ``train`` says.
+
+    Raises:
+        ModelError: one of the models reads what is behind a token, too.
+    """
     if config.train.compile:
         for model in {role.model for role in models.all}:
             compile_layers(model)

@@ -15,6 +15,8 @@ from tether.errors import ConfigError
 FOLDER = Path(__file__).with_name("chat_templates")
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.jinja")))
 """Templates that ``data.chat_template`` knows by name."""
+LLAMAFACTORY = tuple(sorted(f"llamafactory/{path.stem}" for path in FOLDER.glob("llamafactory/*.jinja")))
+"""Those that are LLaMA-Factory's text, where that is another: it encodes what they put together piece by piece."""
 TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
@@ -32,29 +34,52 @@ def check_template(chat_template: str) -> None:
         _template_text(chat_template)
 
 
-def templated(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> PreTrainedTokenizerBase:
+def templated(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str, text: str | None = None
+) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template that ``data.chat_template`` asks for; itself for auto and none.
 
     Where the template closes an answer by a token of its own, that becomes the tokenizer's end token.
+
+    Args:
+        text: the template itself, which is not looked for then.
 
     Raises:
         ConfigError: the template is not there, or needs tokens that the tokenizer lacks.
     """
     if chat_template in ("auto", "none"):
         return tokenizer
-    text, vocabulary = _template_text(chat_template), tokenizer.get_vocab()
+    text, vocabulary = text or _template_text(chat_template), tokenizer.get_vocab()
     if missing := [token for token in TOKENS.get(chat_template, ()) if token not in vocabulary]:
         raise ConfigError(
             f"data.chat_template: {chat_template} needs {' and '.join(missing)} as tokens, which the tokenizer lacks. "
             "Take a template without tokens of its own (alpaca, vicuna, zephyr), or add them to the model"
         )
     own = copy.deepcopy(tokenizer)
-    own.chat_template = text
+    own.chat_template = f"{_leads(tokenizer)}{text}" if chat_template in LLAMAFACTORY else text
     _check_rendered(own, chat_template)
     end = turn_end(own)
     if end is not None:
         own.eos_token = own.convert_ids_to_tokens(end)
     return own
+
+
+def _leads(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Sets what LLaMA-Factory's templates begin their pieces with, so that a text has the tokens of its pieces.
+
+    It is a blank for tokenizers that put one before every text by themselves, as SentencePiece's do, and nothing for
+    others; after a special token some of them do so without being told.
+    """
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def lead(before: str) -> str:
+        wanted = ids(before) + ids("b")
+        return next((blank for blank in ("", " ") if ids(f"{before}{blank}b") == wanted), "")
+
+    after_text, after_token = lead("."), lead(tokenizer.eos_token or "")
+    return f"{{%- set lead, lead_after_token = {after_text!r}, {after_token!r} -%}}"
 
 
 def _check_rendered(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -97,7 +122,7 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[st
 
 
 def _template_text(chat_template: str) -> str:
-    if chat_template in NAMES:
+    if chat_template in (*NAMES, *LLAMAFACTORY):
         return (FOLDER / f"{chat_template}.jinja").read_text(encoding="utf-8").rstrip("\n")
     path = Path(chat_template).expanduser()
     if path.suffix not in (".jinja", ".jinja2"):

@@ -88,12 +88,12 @@ def check_positions(
         longest: tokens of the query.
         answer: most tokens of an answer.
         key: what the user calls the latter.
-        way_out: what else to lower, in words.
+        way_out: what to do, in words.
         model: how the message names the model.
     """
     limit = steady_positions(shape)
     if limit is not None and longest + answer > limit:
         raise ConfigError(
             f"{key} {answer} after the longest query of {longest} tokens needs {longest + answer} positions, {model} "
-            f"has {steady_positions_told(shape)}: lower it, or {way_out}"
+            f"has {steady_positions_told(shape)}: {way_out}"
         )

@@ -19,7 +19,7 @@ from huggingface_hub import ModelCardData
 
 from tether.config.secrets import address_without_keys, without_keys
 from tether.report.read import Run, read_run, read_settings
-from tether.report.summary import pairs, verdict
+from tether.report.summary import kl_spent, pairs, verdict
 from tether.report.text import number, one_line
 
 CARD = "README.md"
@@ -57,7 +57,7 @@ def write_card(
         command: what made it, if that was no command of Tether's.
     """
     read = read_run(run) if step is None else read_settings(run)
-    kind = role or _kind(read.config)
+    kind = role or read.kind
     if kind is not None:
         text = card(read, kind, adapter=_adapter(folder), evaluation=evaluation, step=step, command=command)
         (folder / CARD).write_text(text, encoding="utf-8")
@@ -85,19 +85,13 @@ def card(
     """
     base = adapter.get("base_model_name_or_path") if adapter else run.setting("model.path")
     base = base if isinstance(base, str) else None
-    parts = [_title(run, kind, step), _summary(run, kind, base, is_adapter=adapter is not None, step=step)]
+    parts = [_title(run, kind, step), _summary(kind, base, adapter, step=step)]
     if step is None and kind != "critic":
         parts += [_result(run, kind, evaluation), _curves(run), _answers(run)]
     parts += [_use(kind, base, is_adapter=adapter is not None), _data(run, kind)]
     if step is None:
         parts += [_command(run, kind, command), _versions()]
     return f"---\n{_metadata(run, kind, base, adapter).to_yaml()}\n---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _kind(config: Mapping[str, Any]) -> Kind | None:
-    data = config.get("data")
-    keys = data.keys() if isinstance(data, dict) else set()
-    return "ppo" if "prompts" in keys else "reward" if "pairs" in keys else "sft" if "demonstrations" in keys else None
 
 
 def _adapter(folder: Path) -> dict[str, Any] | None:
@@ -112,11 +106,17 @@ def _metadata(run: Run, kind: Kind, base: str | None, adapter: Mapping[str, Any]
         base_model=base if base and _is_hub_id(base) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-classification" if kind in JUDGES else "text-generation",
-        datasets=named if named and run.setting("data.dataset_dir") is None else None,
+        datasets=named if named and run.setting("data.dataset_dir") in (None, "ONLINE") else None,
         tags=["tether", {"ppo": "ppo", "sft": "sft", "reward": "reward-model", "critic": "critic"}[kind]]
-        + (["lora"] if adapter else [])
+        + ([] if adapter is None else [_method(adapter).lower()])
         + (["rlhf"] if kind == "ppo" else []),
     )
+
+
+def _method(adapter: Mapping[str, Any]) -> str:
+    """PEFT's name of an adapter's kind: LoRA, IA3, LoHa."""
+    name = re.sub(r"\W", "", str(adapter.get("peft_type") or "PEFT"))
+    return {"LORA": "LoRA", "LOHA": "LoHa", "LOKR": "LoKr", "ADALORA": "AdaLoRA"}.get(name, name)
 
 
 def _is_hub_id(path: str) -> bool:
@@ -129,10 +129,11 @@ def _title(run: Run, kind: Kind, step: int | None) -> str:
     return f"# {name}{what}" + (f", after {step} updates" if step is not None else "")
 
 
-def _summary(run: Run, kind: Kind, base: str | None, *, is_adapter: bool, step: int | None) -> str:
+def _summary(kind: Kind, base: str | None, adapter: Mapping[str, Any] | None, *, step: int | None) -> str:
     """What this is, in a sentence or two."""
     origin = f"`{_path(base)}`" if base else "a local model"
-    form = "A LoRA adapter of" if is_adapter else "Made from"
+    method = "" if adapter is None else _method(adapter)
+    form = f"{'An' if method[0] in 'AEIO' else 'A'} {method} adapter of" if method else "Made from"
     by = {
         "ppo": "PPO against the rewards below",
         "sft": "supervised fine-tuning",
@@ -149,7 +150,7 @@ def _result(run: Run, kind: Kind, evaluation: Mapping[str, float]) -> str:
     """What came of it."""
     if kind == "ppo":
         found = verdict(run, pairs(run))
-        kl = run.evaluated("eval_kl").late or run.series("objective/kl").late
+        kl = kl_spent(run)
         shown = f"{found.answer} {found.sentence} {found.detail}".strip()
         return f"## Result\n\nIs it better by its judge? {_escaped(shown, 600)}" + (
             f" KL to the start: {number(kl)} nats an answer." if kl is not None else ""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tether.report import health
+from tether.report.limits import LIMITS, Limits
 from tether.report.markup import Html
-from tether.report.read import Run, Series
+from tether.report.read import STAGES, Run, Series
 from tether.report.svg import Guide, Line, Mark, buckets, line_chart, path_chart, stacked_bars
 from tether.report.text import number, percent
 
@@ -35,7 +36,7 @@ class Figure:
 
 def groups(run: Run) -> list[tuple[str, list[Figure]]]:
     """The figures under their headings; what was not logged is left out."""
-    sections = [
+    sections = _stage_sections(run) if run.kind in STAGES else [
         ("Result", [_score(run), _frontier(run), _kl(run)]),
         ("Answers", [_length(run), _eos_rate(run), _entropy(run)]),
         ("Rewards", [*_components(run), _objective(run)]),
@@ -47,6 +48,25 @@ def groups(run: Run) -> list[tuple[str, list[Figure]]]:
     ]  # fmt: skip
     found = [(title, [figure for figure in figures if figure is not None]) for title, figures in sections]
     return [(title, figures) for title, figures in found if figures]
+
+
+def _stage_sections(run: Run) -> list[tuple[str, list[Figure | None]]]:
+    """The same of a run before PPO."""
+    loss = "of the tokens of answers" if run.kind == "sft" else "of the pairs"
+    return [
+        ("Result", [
+            _both(run, "Loss", f"mean {loss}", "loss", "eval_loss"),
+            _both(run, "Token accuracy", "share of tokens that the model finds most likely", "mean_token_accuracy",
+                  "eval_mean_token_accuracy", show=percent),
+            _plain(run, "accuracy", "Pair accuracy", "share of the step's pairs whose chosen answer scores higher",
+                   limits=(0.0, 1.0), show=percent),
+            _plain(run, "margin", "Margin", "score of the chosen answer less that of the other", include=(0.0,)),
+        ]),
+        ("Run", [
+            _plain(run, "learning_rate", "Learning rate", "at each step", include=(0.0,)), _gradient_norms(run),
+            _both(run, "Entropy", "nats a token", "entropy", "eval_entropy", include=(0.0,)),
+        ]),
+    ]  # fmt: skip
 
 
 def _line(series: Series, label: str, color: int = TRAIN, *, spread: Series | None = None) -> Line:
@@ -73,11 +93,11 @@ def _figure(
 def _both(run: Run, title: str, caption: str, trained: str, evaluated: str, **chart: Any) -> Figure | None:
     """A metric in training and on held-out prompts."""
     held_out = _line(run.evaluated(evaluated), "held-out", HELD_OUT)
-    return _figure(title, caption, [_line(run.series(trained), "training"), held_out], **chart)
+    return _figure(title, caption, [_line(run.series(trained), "training"), held_out], noun=run.unit, **chart)
 
 
 def _plain(run: Run, name: str, title: str, caption: str, **chart: Any) -> Figure | None:
-    return _figure(title, caption, [_line(run.series(name), title)], **chart)
+    return _figure(title, caption, [_line(run.series(name), title)], noun=run.unit, **chart)
 
 
 def _score(run: Run) -> Figure | None:
@@ -92,11 +112,15 @@ def _frontier(run: Run) -> Figure | None:
     steps = [step for step in kl if step in scores]
     xs, ys = buckets(steps, [kl[s] for s in steps], 60), buckets(steps, [scores[s] for s in steps], 60)
     points = [(x.mean, y.mean) for x, y in zip(xs, ys, strict=True)]
-    titles = [f"{x.updates}\nKL: {number(x.mean)}\nscore: {number(y.mean)}" for x, y in zip(xs, ys, strict=True)]
+    titles = [f"{x.steps()}\nKL: {number(x.mean)}\nscore: {number(y.mean)}" for x, y in zip(xs, ys, strict=True)]
     marks = _frontier_marks(run)
     if not points and not marks:
         return None
-    last_kl, last_score = (marks[-1].x, marks[-1].y) if marks else points[-1]
+    kl_ends, score_ends = run.judged("eval_kl"), run.judged("eval_scores")
+    if kl_ends is not None and score_ends is not None:
+        last_kl, last_score = kl_ends[1][1], score_ends[1][1]
+    else:
+        last_kl, last_score = (marks[-1].x, marks[-1].y) if marks else points[-1]
     legend = [("training", TRAIN), ("held-out", HELD_OUT)] if marks and points else []
     svg = path_chart(points, titles, marks, label="Score against KL to the reference", x_label="KL, nats a sequence")
     return Figure(
@@ -109,25 +133,28 @@ def _frontier(run: Run) -> Figure | None:
 
 
 def _frontier_marks(run: Run) -> list[Mark]:
-    """The evaluations in the plane of KL and score; the first and the last have names."""
+    """The evaluations in the plane of KL and score; the first, the last and that of the policy that was kept have
+    names."""
     kl, points = dict(run.evaluated("eval_kl").points), run.evaluated("eval_scores").points
     placed = [(step, kl[step], score) for step, score in points if step in kl]
     if not placed:
         return []
     first, last = placed[0][0], placed[-1][0]
-    names = {last: "end", first: "start" if first == 0 else f"update {first}"}
+    names = {run.kept_step: "kept", last: "end", first: "start" if first == 0 else f"update {first}"}
     shown = placed if len(placed) <= 12 else [placed[i * (len(placed) - 1) // 11] for i in range(12)]
+    shown += [point for point in placed if point[0] in names and point not in shown]
+    shown.sort()
     return [Mark(x, y, names.get(step, ""), f"update {step}, held-out", HELD_OUT) for step, x, y in shown]
 
 
 def _kl(run: Run) -> Figure | None:
-    warn, act = health.kl_limits(run)
     lines = [
         _line(run.series("objective/kl"), "training"),
         _line(run.evaluated("eval_kl"), "held-out", HELD_OUT),
         _line(run.series("objective/kl_k3"), "training, k3 estimate", 3),
     ]
-    return _figure("KL to the reference", "nats a sequence", lines, include=(0.0,), guides=_guides(warn, act))
+    guides = _guides(health.kl_limits(run))
+    return _figure("KL to the reference", "nats a sequence", lines, include=(0.0,), guides=guides)
 
 
 def _length(run: Run) -> Figure | None:
@@ -157,14 +184,14 @@ def _objective(run: Run) -> Figure | None:
 
 
 def _approx_kl(run: Run) -> Figure | None:
-    caption, guides = "drift within one update, nats a token", _guides(*health.APPROX_KL)
+    caption, guides = "drift within one update, nats a token", _guides(LIMITS["policy/approxkl_avg"])
     return _plain(run, "policy/approxkl_avg", "Approximate KL", caption, include=(0.0,), guides=guides)
 
 
 def _clip_fraction(run: Run) -> Figure | None:
     lines = [_line(run.series("policy/clipfrac_avg"), "policy"), _line(run.series("val/clipfrac_avg"), "value", 3)]
     caption = "share of tokens where clipping acts"
-    return _figure("Clip fraction", caption, lines, include=(0.0,), guides=_guides(*health.CLIP_FRACTION))
+    return _figure("Clip fraction", caption, lines, include=(0.0,), guides=_guides(LIMITS["policy/clipfrac_avg"]))
 
 
 def _explained_variance(run: Run) -> Figure | None:
@@ -175,7 +202,7 @@ def _explained_variance(run: Run) -> Figure | None:
 def _gradient_norms(run: Run) -> Figure | None:
     names = [name for name in run.names() if name.endswith("grad_norm")][:4]
     lines = [_line(run.series(n), n.removesuffix("grad_norm").strip("/") or n, 1 + 2 * i) for i, n in enumerate(names)]
-    return _figure("Gradient norm", "before clipping", lines, include=(0.0,))
+    return _figure("Gradient norm", "before clipping", lines, include=(0.0,), noun=run.unit)
 
 
 def _kl_coef(run: Run) -> Figure | None:
@@ -210,5 +237,6 @@ def _seconds(run: Run) -> Figure | None:
     return Figure("Seconds a phase", "wall clock of each update, and shares of all", legend, latest, chart)
 
 
-def _guides(warn: float, act: float) -> list[Guide]:
-    return [Guide(warn, f"warn {number(warn)}", "warn"), Guide(act, f"act {number(act)}", "act")]
+def _guides(limits: Limits) -> list[Guide]:
+    values = {"warn": limits.warn, "act": limits.act}
+    return [Guide(value, f"{level} {number(value)}", level) for level, value in values.items() if value is not None]

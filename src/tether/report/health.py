@@ -2,38 +2,47 @@
 
 A rule judges the worst stretch of ``STRETCH`` neighbouring updates, so that one noisy update alarms nobody and a bad
 phase in the middle of a run is not forgotten; what must hold at the end is judged by the median of the last fifth.
+Limits are those of ``tether.report.limits``; advice is left out where nothing needs doing.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from tether.report.read import Run, Series
-from tether.report.text import counted, number, percent, signed
+from tether.report import advice
+from tether.report.limits import (
+    FEW_STEPS,
+    GRADIENT_SPIKE,
+    KL_LENGTH,
+    LIMITS,
+    LOGPROB_GAP,
+    LOW_EOS_RATE,
+    MOST_SHARE,
+    STRETCH,
+    Limits,
+    forward_type,
+    scores_alike,
+)
+from tether.report.read import STAGES, Run
+from tether.report.text import counted, number, one_line, percent, signed
+from tether.report.trends import (
+    MIN_UPDATES,
+    change,
+    ends,
+    longest_stretch,
+    r_squared,
+    score_change,
+    smooth,
+    worst,
+)
 
 LEVELS = ("act", "warn", "ok", "info")
 """Levels in the order of urgency; ``info``: there is too little to judge by."""
-
-STRETCH = 5
-MIN_UPDATES = 10
-"""Updates below which trends are not judged."""
 CRITIC_WARM_UP = 20
 """Updates before which the critic is not judged."""
-
-RATIO_ERROR = (1e-3, 1e-2)
-RATIO_VAR, RATIO_MAX = 5e-3, 5.0
-APPROX_KL = (0.02, 0.05)
-CLIP_FRACTION = (0.15, 0.3)
-SEQUENCE_KL = (15.0, 25.0)
-"""Nats for answers of up to ``KL_LENGTH`` tokens; longer ones may spend as much a token."""
-KL_LENGTH = 50
-EXPLAINED_VARIANCE = (0.2, 0.0)
-LOW_EOS_RATE = 0.8
-LOGPROB_GAP = (0.05, 0.2)
-TOP_TOKEN_SHARE = TOP_ANSWER_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -54,14 +63,19 @@ def diagnose(run: Run) -> list[Finding]:
     """The findings of every rule whose metrics were logged, the most urgent first."""
     if not run.updates:
         return []
-    found = [finding for rule in RULES if (finding := rule(run)) is not None]
-    return sorted(found, key=lambda f: LEVELS.index(f.level))
+    found = [finding for rule in (STAGE_RULES if run.kind in STAGES else RULES) if (finding := rule(run)) is not None]
+    return [_told(finding) for finding in sorted(found, key=lambda f: LEVELS.index(f.level))]
 
 
-def kl_limits(run: Run) -> tuple[float, float]:
-    """From where on a sequence KL is a warning, and from where on a reason to act, in nats for this run's lengths."""
-    scale = max(1.0, (run.series("rollout/length").late or 0.0) / KL_LENGTH)
-    return SEQUENCE_KL[0] * scale, SEQUENCE_KL[1] * scale
+def _told(finding: Finding) -> Finding:
+    """Advice as a sentence; none where nothing needs doing."""
+    text = "" if finding.level == "ok" else finding.advice
+    return replace(finding, advice=text and f"{text[0].upper()}{text[1:].rstrip('.')}.")
+
+
+def kl_limits(run: Run) -> Limits:
+    """Limits of the sequence KL for answers of this run's lengths."""
+    return LIMITS["objective/kl"].scaled(max(1.0, (run.series("rollout/length").late or 0.0) / KL_LENGTH))
 
 
 # Rules on one metric
@@ -76,15 +90,16 @@ def not_finite(run: Run) -> Finding | None:
     }
     bad = {name: steps for name, steps in bad.items() if steps}
     if not bad:
-        return Finding("ok", "all metrics", f"Every metric of all {len(run.updates)} updates is a finite number.")
+        return Finding("ok", "all metrics", f"Every metric of all {len(run.updates)} {run.unit}s is a finite number.")
     name = min(bad, key=lambda n: bad[n][0])
+    look = "" if run.kind in STAGES else "Look at the answers and scores of that update in samples.jsonl; "
     serious = [n for n in bad if n.startswith(("loss/", "objective/", "rewards/")) or "grad_norm" in n]
     return Finding(
         "act" if serious else "warn",
         name,
-        f"{len(bad)} metric(s) were not finite numbers at some update, the first was {name} at update {bad[name][0]}.",
-        "Look at the answers and scores of that update in samples.jsonl; a smaller train.learning_rate or "
-        "train.max_grad_norm 1 helps where losses grew before it."
+        f"{len(bad)} metric(s) were not finite numbers at some {run.unit}, the first was {name} at {run.unit} "
+        f"{bad[name][0]}.",
+        f"{look}a smaller train.learning_rate or train.max_grad_norm: 1 helps where losses grew before it."
         if serious
         else "",
     )
@@ -96,76 +111,100 @@ def first_ratio(run: Run) -> Finding | None:
     if not series:
         return None
     step, value = max(series.points, key=lambda p: p[1])
-    level = _above(value, RATIO_ERROR)
+    limits = LIMITS["val/first_ratio_error"]
     return Finding(
-        level,
+        limits.level(value),
         "val/first_ratio_error",
         f"Before an update changes anything, new and old log-probabilities differ by at most {number(value)} in ratio "
-        f"(update {step}); up to {number(RATIO_ERROR[0])} is rounding, from {number(RATIO_ERROR[1])} on something is "
-        "wrong.",
-        ""
-        if level == "ok"
-        else "The update sees other log-probabilities than the rollout: look for dropout, another "
-        "precision or padding, or custom model code that behaves differently from call to call.",
+        f"(update {step}); {limits.text()}.",
+        "The update sees other log-probabilities than the rollout: look for dropout, another precision or padding, or "
+        "custom model code that behaves differently from call to call.",
     )
 
 
 def ratio_spread(run: Run) -> Finding | None:
     """How far single tokens moved within an update."""
-    variance, largest = run.series("val/ratio_var"), run.series("val/ratio_max")
-    if not variance:
+    found = [(name, *worst(series)) for name in ("val/ratio_var", "val/ratio_max") if (series := run.series(name))]
+    if not found:
         return None
-    spread, step = _worst(variance)
-    peak = max(largest.finite, default=1.0)
-    level = "act" if peak > RATIO_MAX and spread > RATIO_VAR else "warn" if spread > RATIO_VAR else "ok"
+    name, value, step = min(found, key=lambda f: LEVELS.index(LIMITS[f[0]].level(f[1])))
+    what = {"val/ratio_var": "variance of the policy ratio", "val/ratio_max": "largest policy ratio of a token"}[name]
     return Finding(
-        level,
-        "val/ratio_var",
-        f"The variance of the policy ratio reached {number(spread)} (around update {step}; up to {number(RATIO_VAR)} "
-        "is usual)"
-        + (f"; the largest single ratio was {number(peak)}, usual is below {number(RATIO_MAX)}." if largest else "."),
-        "" if level == "ok" else "Updates are too large: halve train.learning_rate or lower ppo.num_ppo_epochs.",
+        LIMITS[name].level(value),
+        name,
+        f"The {what} reached {number(value)} (around update {step}); {LIMITS[name].text()}.",
+        f"Updates are too large: {advice.smaller_updates(run)}",
     )
 
 
 def approx_kl(run: Run) -> Finding | None:
     """How far an update moves the policy."""
-    series = run.series("policy/approxkl_avg")
-    if not series:
-        return None
-    value, step = _worst(series)
-    level = _above(value, APPROX_KL)
-    return Finding(
-        level,
+    return _worst_of(
+        run,
         "policy/approxkl_avg",
-        f"Within one update the policy moved by up to {number(value)} nats a token (around update {step}); "
-        f"{_thresholds(APPROX_KL)}.",
-        "" if level == "ok" else "Halve train.learning_rate, or lower ppo.num_ppo_epochs.",
+        "Within one update the policy moved by up to {value} nats a token",
+        advice.smaller_updates(run),
     )
 
 
 def clip_fraction(run: Run) -> Finding | None:
     """Share of tokens that the clipping holds back."""
-    series = run.series("policy/clipfrac_avg")
-    if not series:
-        return None
-    value, step = _worst(series)
+    name, text = "policy/clipfrac_avg", "Clipping held back up to {value} of the tokens"
+    clipped = run.series(name).finite
     passes = (run.count("ppo.num_ppo_epochs") or 1) * (run.count("ppo.num_mini_batches") or 1)
-    if max(series.finite) == 0 and passes > 1 and len(series.finite) >= MIN_UPDATES:
-        return Finding(
-            "act",
-            "policy/clipfrac_avg",
-            f"Not one token was clipped in {len(series.finite)} updates of {int(passes)} optimizer steps: "
-            "the policy hardly moves.",
-            "Raise train.learning_rate.",
-        )
-    level = _above(value, CLIP_FRACTION)
+    if any(clipped) or passes == 1 or len(clipped) < MIN_UPDATES:
+        return _worst_of(run, name, text, advice.smaller_updates(run), show=percent)
+    if _always_alike(run):
+        return None  # no answer is better than another: the policy has nowhere to go
     return Finding(
-        level,
-        "policy/clipfrac_avg",
-        f"Clipping held back up to {percent(value)} of the tokens (around update {step}); "
-        f"{_thresholds(CLIP_FRACTION, percent)}.",
-        "" if level == "ok" else "Halve train.learning_rate, or lower ppo.num_ppo_epochs.",
+        "act",
+        name,
+        f"Not one token was clipped in {len(clipped)} updates of {int(passes)} optimizer steps: "
+        "the policy hardly moves.",
+        "raise train.learning_rate",
+    )
+
+
+def dual_clip(run: Run) -> Finding | None:
+    """Share of tokens of bad answers that became far more likely all the same."""
+    return _worst_of(
+        run,
+        "policy/dual_clipfrac",
+        "The dual clip held back up to {value} of the tokens",
+        advice.smaller_updates(run),
+        show=percent,
+    )
+
+
+def value_clip(run: Run) -> Finding | None:
+    """Share of tokens whose value the clipping holds back; a cold critic's may be large at first."""
+    late = run.series("val/clipfrac_avg").late
+    if late is None:
+        return None
+    limits = LIMITS["val/clipfrac_avg"]
+    return Finding(
+        limits.level(late),
+        "val/clipfrac_avg",
+        f"Clipping held back the values of {percent(late)} of the tokens over the last fifth of the run; "
+        f"{limits.text(percent)}.",
+        f"the critic may not move as far as it should: {advice.value_clip(run)}",
+    )
+
+
+def few_steps(run: Run) -> Finding | None:
+    """Whether updates end early, as ``max_approx_kl`` or ``max_ratio`` asks for."""
+    series, limits = run.series("update/num_steps"), ("ppo.max_approx_kl", "ppo.max_ratio")
+    planned = (run.count("ppo.num_ppo_epochs") or 0) * (run.count("ppo.num_mini_batches") or 0)
+    asked = [key for key in limits if run.setting(key) is not None]
+    if not series or planned < 2 or not asked:
+        return None
+    step, taken = min(smooth(series), key=lambda p: p[1])
+    return Finding(
+        "warn" if taken < FEW_STEPS * planned else "ok",
+        "update/num_steps",
+        f"Updates took {number(taken)} of {number(planned)} optimizer steps before {' or '.join(asked)} ended them "
+        f"(around update {step}); half of them or more is usual.",
+        f"the policy moves too far on one batch: {advice.smaller_updates(run)}",
     )
 
 
@@ -174,18 +213,15 @@ def sequence_kl(run: Run) -> Finding | None:
     series = run.series("objective/kl")
     if not series:
         return None
-    value, step = _worst(series)
+    value, step = worst(series)
     limits = kl_limits(run)
-    level = _above(value, limits)
     return Finding(
-        level,
+        limits.level(value),
         "objective/kl",
         f"The policy went up to {number(value)} nats a sequence away from its reference (around update {step}); "
-        f"for answers of this length {_thresholds(limits)}.",
-        ""
-        if level == "ok"
-        else "Raise ppo.kl_coef or set ppo.kl_target, stop earlier, and read the last answers: "
-        "far from the reference, scores rise for the wrong reasons.",
+        f"for answers of this length {limits.text()}.",
+        f"{advice.steered_kl(run)}, stop earlier, and read the last answers: far from the reference, scores rise for "
+        "the wrong reasons",
     )
 
 
@@ -219,17 +255,13 @@ def explained_variance(run: Run) -> Finding | None:
     text = f"The critic explains {percent(late)} of the variance of the returns over the last fifth of the run"
     if run.num_updates < CRITIC_WARM_UP:
         return Finding("info", "val/explained_variance", f"{text}; {CRITIC_WARM_UP} updates are needed to judge it.")
-    warn, act = EXPLAINED_VARIANCE
-    level = "act" if late < act and run.num_updates >= 100 else "warn" if late < warn else "ok"
+    limits = LIMITS["val/explained_variance"]
+    level = limits.level(late)
     return Finding(
-        level,
+        "warn" if level == "act" and run.num_updates < 100 else level,  # a cold critic may need so many
         "val/explained_variance",
-        f"{text}; after warm-up it should be above 30 %, below {percent(warn)} it helps little, below {percent(act)} "
-        "it harms.",
-        ""
-        if level == "ok"
-        else "Raise value.learning_rate, start the critic from the reward model (value.init: "
-        "reward), and check that ppo.cliprange_value suits the scale of the scores, or set it to null.",
+        f"{text}; {limits.text(percent)}.",
+        advice.better_critic(run),
     )
 
 
@@ -243,13 +275,13 @@ def entropy(run: Run) -> Finding | None:
     if len(series.finite) < MIN_UPDATES:
         return Finding("info", "policy/entropy_avg", f"{text}; {MIN_UPDATES} updates are needed to judge it.")
     planned = max(run.planned_updates or 0, run.num_updates)
-    halved = next((step for step, value in _smooth(series) if value < 0.5 * early), None)
+    halved = next((step for step, value in smooth(series) if value < 0.5 * early), None)
     if late < 0.2 * early:
         return Finding(
             "act",
             "policy/entropy_avg",
             f"{text}: less than a fifth is left, the policy gives one answer.",
-            "Raise ppo.kl_coef or sampling.temperature, or stop earlier.",
+            f"{advice.stronger_tether(run)}, raise sampling.temperature, or stop earlier",
         )
     if late > 2 * early:
         return Finding(
@@ -263,7 +295,7 @@ def entropy(run: Run) -> Finding | None:
             "warn",
             "policy/entropy_avg",
             f"{text}, and had halved by update {halved}, within the first tenth of the run.",
-            "Raise ppo.kl_coef or lower train.learning_rate.",
+            f"{advice.stronger_tether(run)}, or lower train.learning_rate",
         )
     return Finding("ok", "policy/entropy_avg", f"{text}; a slow fall is usual.")
 
@@ -277,19 +309,14 @@ def length(run: Run) -> Finding | None:
     text = f"Answers went from {number(early)} to {number(late)} tokens"
     if 0.5 <= late / early <= 2:
         return Finding("ok", "rollout/length", f"{text}; within half and twice the start policy's length is healthy.")
-    explained = _r_squared(run, "rollout/length", "objective/scores")
-    advice = (
-        "The judge may reward length itself: fit its score on length, and add a brevity reward."
-        if late > early
-        else "Check ppo.gamma (1 unless wanted) and ppo.whiten_rewards (off): both shorten answers; and whether the "
-        "judge rewards brevity itself."
-    )
+    explained = r_squared(run, "rollout/length", "objective/scores")
+    longer = "The judge may reward length itself: fit its score on length, and add a brevity reward."
     return Finding(
         "act" if explained is not None and explained > 0.5 else "warn",
         "rollout/length",
         f"{text}, beyond half or twice the start policy's length"
         + (f"; over the updates length explains {percent(explained)} of the score." if explained is not None else "."),
-        advice,
+        longer if late > early else advice.shorter_than_meant(run),
     )
 
 
@@ -305,62 +332,61 @@ def eos_rate(run: Run) -> Finding | None:
     # two standard errors of the share at the start, in a batch of this run's size
     noise = 2 * math.sqrt(max(early * (1 - early), 1e-4) / (run.count("train.rollout_batch_size") or 64))
     fell = late < early - noise
-    advice = "Set ppo.missing_eos_penalty (or missing_eos_score), and check that sampling.response_length leaves room."
     if late < LOW_EOS_RATE:
         return Finding(
             "act" if fell else "warn",
             "rollout/eos_rate",
             f"{text}; below {percent(LOW_EOS_RATE)} most judges see cut text.",
-            advice,
+            advice.missing_ends(run),
         )
     if fell:
-        return Finding("warn", "rollout/eos_rate", f"{text}: the share falls.", advice)
+        return Finding("warn", "rollout/eos_rate", f"{text}: the share falls.", advice.missing_ends(run))
     return Finding("ok", "rollout/eos_rate", f"{text}; {percent(LOW_EOS_RATE)} or more, and not falling, is healthy.")
 
 
 def held_out(run: Run) -> Finding | None:
     """Whether what is learned carries over to prompts that were not trained on."""
-    points = run.evaluated("eval_scores").points
+    points, judged = run.evaluated("eval_scores").points, run.judged("eval_scores")
     spread = next(iter(run.evaluated("eval_scores_std").finite), None)
-    if len(points) < 2:
-        advice = "" if points else "Set data.eval_prompts."
+    if judged is None:
+        has_prompts = run.setting("data.eval_prompts") or run.setting("data.eval_fraction")
         return Finding(
             "info",
             "eval_scores",
             f"{'One evaluation' if points else 'No evaluation'}: whether gains carry "
             "over to new prompts cannot be said.",
-            advice,
+            "" if points or has_prompts else "set data.eval_prompts",
         )
     if not spread:
         return None
-    change = (points[-1][1] - points[0][1]) / spread
+    gain = (judged[1][1] - judged[0][1]) / spread
     best_step, best = max(points, key=lambda p: p[1])
-    lost = (best - points[-1][1]) / spread
-    train = _score_change(run)
-    text = f"The held-out score changed by {signed(change)} standard deviations of the start policy"
-    if change < -0.1:
+    lost = (best - judged[1][1]) / spread
+    train = score_change(run)
+    text = f"The held-out score changed by {signed(gain)} standard deviations of the start policy"
+    if gain < -0.1:
         rising = train is not None and train > 0
         return Finding(
             "act",
             "eval_scores",
             f"{text}" + (" while the training score rose." if rising else "."),
-            "Stop earlier, raise ppo.kl_coef, or average several judges.",
+            f"Stop earlier, {advice.stronger_tether(run)}, or average several judges.",
         )
     if lost > 0.25:
         return Finding(
             "warn",
             "eval_scores",
             f"{text}, and was {number(lost)} higher after update {best_step}.",
-            "Keep the best checkpoint: train.metric_for_best_model: eval_scores with load_best_model_at_end: true.",
+            advice.best_kept(run),
         )
-    if change < 0.1:
+    if gain < 0.1:
         return Finding(
             "warn",
             "eval_scores",
             f"{text}: nothing that carries over was learned (0.1 is noise).",
-            "Train longer, raise train.learning_rate or lower ppo.kl_coef.",
+            f"Train longer, raise train.learning_rate{advice.weaker_tether(run)}.",
         )
-    return Finding("ok", "eval_scores", f"{text}, and the last evaluation is the best or close to it.")
+    return Finding("ok", "eval_scores", f"{text}, and the policy is the best that was evaluated, or close to it.")
 
 
 def gradient_norm(run: Run) -> Finding | None:
@@ -375,13 +401,12 @@ def gradient_norm(run: Run) -> Finding | None:
         ratios[name] = (peak / median if median > 0 else 1.0, step, median)
     name = max(names, key=lambda n: ratios[n][0])
     ratio, step, median = ratios[name]
-    level = "warn" if ratio > 5 else "ok"
     return Finding(
-        level,
+        "warn" if ratio > GRADIENT_SPIKE else "ok",
         name,
-        f"The largest gradient norm was {number(ratio)} times its median {number(median)} (update {step}); up to 5 "
-        "times is stable.",
-        "" if level == "ok" else "Harmless where train.max_grad_norm clips it; if it repeats, lower the learning rate.",
+        f"The largest gradient norm was {number(ratio)} times its median {number(median)} ({run.unit} {step}); up to "
+        f"{number(GRADIENT_SPIKE)} times is stable.",
+        "Harmless where train.max_grad_norm clips it; if it repeats, lower the learning rate.",
     )
 
 
@@ -390,14 +415,16 @@ def logprob_gap(run: Run) -> Finding | None:
     series = run.series("rollout/logprob_gap")
     if not series:
         return None
-    value, step = _worst(series)
-    level = _above(value, LOGPROB_GAP)
+    value, step = worst(series)
+    keys = ("model.dtype", "train.bf16", "train.fp16", "model.quantization")
+    settings = {key.split(".")[1]: run.setting(key) for key in keys}
+    name = forward_type(**settings) if run.config else "bfloat16"
     return Finding(
-        level,
+        LOGPROB_GAP[name].level(value),
         "rollout/logprob_gap",
         f"The generation engine's log-probabilities differ from the trainer's by up to {number(value)} a token (around "
-        f"update {step}); {_thresholds(LOGPROB_GAP)}.",
-        "" if level == "ok" else "Check that both use the same weights, temperature and precision.",
+        f"update {step}); in {name} {LOGPROB_GAP[name].text()}.",
+        "Check that both use the same weights, temperature and precision.",
     )
 
 
@@ -406,10 +433,9 @@ def one_token(run: Run) -> Finding | None:
     return _share(
         run,
         "rollout/top_token_share",
-        TOP_TOKEN_SHARE,
         "act",
         said="One token made up {share} of the answers of update {step}; above {limit} the policy has collapsed.",
-        advice="Go back to a checkpoint from before; raise ppo.kl_coef or lower train.learning_rate.",
+        todo=f"Go back to a checkpoint from before; {advice.stronger_tether(run)} or lower train.learning_rate.",
     )
 
 
@@ -418,23 +444,21 @@ def one_answer(run: Run) -> Finding | None:
     return _share(
         run,
         "rollout/top_answer_share",
-        TOP_ANSWER_SHARE,
         "warn",
         said="One and the same answer was {share} of those of update {step}; above {limit} the policy has collapsed, "
         "unless the prompts leave no other.",
-        advice="Go back to a checkpoint from before; raise ppo.kl_coef or set ppo.kl_target.",
+        todo=f"Go back to a checkpoint from before; {advice.steered_kl(run)}.",
     )
 
 
-def _share(run: Run, metric: str, most: float, level: str, *, said: str, advice: str) -> Finding | None:
+def _share(run: Run, metric: str, level: str, *, said: str, todo: str) -> Finding | None:
     """What the largest share of an update says; nothing where answers are of one token by design."""
     series = run.series(metric)
     if not series or run.setting("sampling.response_length") == 1:
         return None
     step, share = max(series.points, key=lambda p: p[1])
-    is_fine = share <= most
-    text = said.format(share=percent(share), step=step, limit=percent(most))
-    return Finding("ok" if is_fine else level, metric, text, "" if is_fine else advice)
+    text = said.format(share=percent(share), step=step, limit=percent(MOST_SHARE))
+    return Finding(level if share > MOST_SHARE else "ok", metric, text, todo)
 
 
 def left_out(run: Run) -> Finding | None:
@@ -448,7 +472,7 @@ def left_out(run: Run) -> Finding | None:
         "update/num_bad",
         f"{counted(round(sum(count for _, count in bad)), 'mini-batch')} of {counted(len(bad), 'update')} held "
         f"something that was not finite, first in update {bad[0][0]}, and trained nothing.",
-        "bad_batches.jsonl has their texts; lower train.learning_rate, or set train.bf16 and train.fp16: false.",
+        f"their texts are in bad_batches.jsonl; lower train.learning_rate{advice.full_precision(run)}",
     )
 
 
@@ -462,10 +486,80 @@ def overflows(run: Run) -> Finding | None:
         f"{counted(lost, 'optimizer step')} left out because scaled gradients were not finite in float16, the last in "
         f"update {max(step for step, _ in found)}; {counted(taken, 'mini-batch')} trained."
     )
-    if taken > 10 * lost:
-        return Finding("ok", "policy/num_overflows", text)
-    advice = "Longer runs find their scale. If it goes on, set train.fp16: false, or train.bf16: true."
-    return Finding("warn" if taken else "act", "policy/num_overflows", text, advice)
+    return Finding(
+        "ok" if taken > 10 * lost else "warn" if taken else "act",
+        "policy/num_overflows",
+        text,
+        "Longer runs find their scale. If it goes on, set train.fp16: false, and train.bf16 where the hardware has it.",
+    )
+
+
+def same_scores(run: Run) -> Finding | None:
+    """Whether the judges tell answers apart: advantages of answers that are all alike are nothing but noise."""
+    name = "objective/scores_std"
+    spreads = run.series(name)
+    if not spreads or run.count("train.rollout_batch_size") == 1:
+        return None
+    first, count = _alike(run)
+    steps = spreads.steps
+    if count < min(STRETCH, len(steps)):
+        text = f"The scores of one update have a standard deviation of {number(spreads.late)} over the last fifth."
+        return Finding("ok", name, text)
+    stretch = f"From update {steps[first]} to {steps[first + count - 1]}" if count > 1 else f"In update {steps[first]}"
+    text = f"{stretch} all answers of an update had the same score: there was nothing to learn from."
+    if count == len(steps):
+        return Finding("act", name, text, f"The judge tells no answers apart: {advice.judge_to_check(run)}")
+    return Finding(
+        "warn",
+        name,
+        text,
+        "Read the answers of these updates: either the task is solved, and there is nothing more to learn, or the "
+        "policy says one thing, or it never finds what the judge wants.",
+    )
+
+
+def same_rewards(run: Run) -> Finding | None:
+    """Judges that give every held-out answer the same score, in every evaluation."""
+    prefix = "eval_rewards_std/"
+    names = [name.removeprefix(prefix) for name in run.evaluated_names() if name.startswith(prefix)]
+    if len({sample.row for sample in run.samples if sample.split == "eval"}) < 2:
+        return None
+    means = {name: dict(run.evaluated(f"eval_rewards/{name}").points) for name in names}
+    flat = [
+        name
+        for name in names
+        if (points := run.evaluated(f"{prefix}{name}").points)
+        and all(scores_alike(means[name].get(step, 0.0), std) for step, std in points)
+    ]
+    if not flat:
+        return None
+    return Finding(
+        "act" if len(flat) == len(names) else "info",
+        "eval_rewards_std",
+        f"In each evaluation all answers had the same reward by {', '.join(one_line(name, 40) for name in flat)}.",
+        advice.judge_to_check(run, flat[0]),
+    )
+
+
+def moving_scale(run: Run) -> Finding | None:
+    """Whether the score moves by its running normalisation alone."""
+    if run.setting("ppo.score_norm") != "running":
+        return None
+    names = [name for name in run.names() if name.startswith("rewards/")]
+    spreads = {name: next(iter(run.evaluated(f"eval_rewards_std/{name[8:]}").finite), None) for name in names}
+    own = [change(run.series(name).finite, spreads[name]) for name in names]
+    total = score_change(run)
+    known = [gain for gain in own if gain is not None]
+    if total is None or len(known) < max(1, len(own)):
+        return None
+    is_moved = abs(total) > 0.2 and all(abs(gain) < 0.1 for gain in known)
+    return Finding(
+        "warn" if is_moved else "ok",
+        "moving scale",
+        f"By the running scale of ppo.score_norm the score changed by {signed(total)} standard deviations, by the "
+        f"judges' own scale at most by {number(max(map(abs, known)))}.",
+        "compare by the judges' own scores (rewards/NAME), and set ppo.score_norm: frozen",
+    )
 
 
 # Patterns over several metrics
@@ -474,50 +568,50 @@ def overflows(run: Run) -> Finding | None:
 def no_signal(run: Run) -> Finding | None:
     """Score flat, KL near 0, nothing clipped."""
     kl, clipped = run.series("objective/kl").late, run.series("policy/clipfrac_avg").late
-    change = _score_change(run)
-    if kl is None or clipped is None or change is None:
+    gain = score_change(run)
+    if kl is None or clipped is None or gain is None or _always_alike(run):
         return None
-    if abs(change) < 0.2 and abs(kl) < 0.05 and clipped < 1e-3:
+    if abs(gain) < 0.2 and abs(kl) < 0.05 and clipped < 1e-3:
         return Finding(
             "act",
             "no learning signal",
             f"The score is flat, KL is {number(kl)} and nothing is clipped.",
-            "Raise train.learning_rate; check that the scores differ between answers (objective/scores_std).",
+            "raise train.learning_rate",
         )
     return None
 
 
 def noise_ascent(run: Run) -> Finding | None:
     """KL rises over the second half of the run, the score does not."""
-    kl, change = run.series("objective/kl").finite, _score_change(run, since=0.5)
-    if change is None or len(kl) < 2 * MIN_UPDATES:
+    kl, gain = run.series("objective/kl").finite, score_change(run, since=0.5)
+    if gain is None or len(kl) < 2 * MIN_UPDATES:
         return None
-    before, after = _ends(kl[len(kl) // 2 :])
-    if after - before < 1 or after < 1.25 * before or change > 0.1:
+    before, after = ends(kl[len(kl) // 2 :])
+    if after - before < 1 or after < 1.25 * before or gain > 0.1:
         return None
-    falls = change < -0.2
+    falls = gain < -0.2
     return Finding(
         "act" if falls else "warn",
         "over-optimisation" if falls else "noise ascent",
         f"Over the second half KL rose from {number(before)} to {number(after)} nats while the score "
-        f"{'fell' if falls else 'stayed flat'} ({signed(change)} standard deviations).",
-        "Stop earlier or raise ppo.kl_coef; a larger train.rollout_batch_size or a better critic reduces noise.",
+        f"{'fell' if falls else 'stayed flat'} ({signed(gain)} standard deviations).",
+        f"Stop earlier or {advice.stronger_tether(run)}; {advice.less_noise(run)}.",
     )
 
 
 def pattern_collapse(run: Run) -> Finding | None:
     """Score and KL up, entropy gone: one answer for every prompt."""
     early, late = run.series("policy/entropy_avg").early, run.series("policy/entropy_avg").late
-    kl, change = run.series("objective/kl").late, _score_change(run)
-    if not early or late is None or kl is None or change is None or run.num_updates < MIN_UPDATES:
+    kl, gain = run.series("objective/kl").late, score_change(run)
+    if not early or late is None or kl is None or gain is None or run.num_updates < MIN_UPDATES:
         return None
-    if change > 0.2 and kl > kl_limits(run)[0] and late < 0.3 * early:
+    if gain > 0.2 and kl > kl_limits(run).warn and late < 0.3 * early:
         return Finding(
             "act",
             "pattern collapse",
             f"The score rose, but KL is {number(kl)} nats and only "
             f"{percent(late / early)} of the entropy is left: answers may be all alike.",
-            "Raise ppo.kl_coef, stop earlier, and compare the answers below.",
+            f"{advice.stronger_tether(run)}, stop earlier, and compare the answers below",
         )
     return None
 
@@ -525,9 +619,9 @@ def pattern_collapse(run: Run) -> Finding | None:
 def cold_critic(run: Run) -> Finding | None:
     """An early dip of the score that was made good."""
     scores, spread = run.series("objective/scores"), run.score_spread
-    if len(scores.finite) < 2 * MIN_UPDATES or not spread:
+    if len(scores.finite) < 2 * MIN_UPDATES or not spread or advice.critic_kind(run) is None:
         return None
-    early, third = scores.early, _smooth(scores)[: len(scores.finite) // 3]
+    early, third = scores.early, smooth(scores)[: len(scores.finite) // 3]
     step, low = min(third, key=lambda p: p[1])
     if early is not None and low < early - 0.3 * spread and (scores.late or low) >= early:
         return Finding(
@@ -535,15 +629,15 @@ def cold_critic(run: Run) -> Finding | None:
             "early dip",
             f"The score fell by {number((early - low) / spread)} standard deviations by "
             f"update {step} before it recovered: the critic was cold.",
-            "Start the critic from the reward model (value.init: reward).",
+            advice.warm_critic(run),
         )
     return None
 
 
 def saturated(run: Run) -> Finding | None:
     """The critic predicts well, yet the score does not move."""
-    explained, change = run.series("val/explained_variance").late, _score_change(run)
-    if explained is None or change is None or explained < 0.5 or abs(change) > 0.1:
+    explained, gain = run.series("val/explained_variance").late, score_change(run)
+    if explained is None or gain is None or explained < 0.5 or abs(gain) > 0.1:
         return None
     return Finding(
         "warn",
@@ -554,67 +648,37 @@ def saturated(run: Run) -> Finding | None:
 
 
 RULES: tuple[Callable[[Run], Finding | None], ...] = (
-    held_out, sequence_kl, negative_kl, eos_rate, length, entropy, approx_kl, clip_fraction, explained_variance,
-    first_ratio, ratio_spread, gradient_norm, logprob_gap, one_token, one_answer, left_out, overflows, not_finite,
-    no_signal, noise_ascent, pattern_collapse, cold_critic, saturated,
+    held_out, same_scores, same_rewards, sequence_kl, negative_kl, eos_rate, length, entropy, approx_kl, clip_fraction,
+    dual_clip, few_steps, explained_variance, value_clip, first_ratio, ratio_spread, gradient_norm, logprob_gap,
+    one_token, one_answer, left_out, overflows, not_finite, no_signal, noise_ascent, pattern_collapse, cold_critic,
+    saturated, moving_scale,
 )  # fmt: skip
 """Every rule, in the order in which findings of one level are shown."""
+STAGE_RULES = (gradient_norm, not_finite)
+"""Those of a run before PPO."""
 
 
-# Statistics
+# Parts of rules
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _smooth(series: Series) -> list[tuple[int, float]]:
-    """(last update, mean) of each stretch of ``STRETCH`` neighbours; of all values where there are fewer."""
-    points = series.points
-    width = min(STRETCH, len(points))
-    return [
-        (points[i + width - 1][0], _mean([v for _, v in points[i : i + width]])) for i in range(len(points) - width + 1)
-    ]
-
-
-def _worst(series: Series) -> tuple[float, int]:
-    """The largest mean of a stretch and its last update."""
-    step, value = max(_smooth(series), key=lambda p: p[1])
-    return value, step
-
-
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Means of the first and of the last third."""
-    third = max(1, len(values) // 3)
-    return _mean(values[:third]), _mean(values[-third:])
-
-
-def _score_change(run: Run, *, since: float = 0.0) -> float | None:
-    """Change of the training score from the first to the last third of the updates after the share ``since`` of the
-    run, in standard deviations of the start policy; None where there are too few updates to tell."""
-    values, spread = run.series("objective/scores").finite, run.score_spread
-    part = values[int(since * len(values)) :]
-    if len(part) < MIN_UPDATES or not spread:
+def _worst_of(run: Run, name: str, text: str, todo: str, *, show: Callable[[float], str] = number) -> Finding | None:
+    """What the worst stretch of a metric says by its limits; ``text`` has a place for the ``{value}``."""
+    series = run.series(name)
+    if not series:
         return None
-    before, after = _ends(part)
-    return (after - before) / spread
+    value, step = worst(series)
+    limits, said = LIMITS[name], text.format(value=show(value))
+    return Finding(limits.level(value), name, f"{said} (around update {step}); {limits.text(show)}.", todo)
 
 
-def _r_squared(run: Run, name: str, other: str) -> float | None:
-    """Squared correlation of two metrics over the updates that have both."""
-    pairs = {step: value for step, value in run.series(other).points}
-    joint = [(value, pairs[step]) for step, value in run.series(name).points if step in pairs]
-    if len(joint) < MIN_UPDATES:
-        return None
-    xs, ys = zip(*joint, strict=True)
-    if len(set(xs)) == 1 or len(set(ys)) == 1:
-        return None
-    return statistics.correlation(xs, ys) ** 2
+def _alike(run: Run) -> tuple[int, int]:
+    """Start and length of the longest stretch of updates of which each gave all its answers the same score."""
+    spreads, means = run.series("objective/scores_std"), dict(run.series("objective/scores").points)
+    pairs = zip(spreads.steps, spreads.values, strict=True)
+    return longest_stretch([scores_alike(means.get(step, 0.0), std) for step, std in pairs])
 
 
-def _above(value: float, limits: tuple[float, float]) -> str:
-    return "act" if value > limits[1] else "warn" if value > limits[0] else "ok"
-
-
-def _thresholds(limits: tuple[float, float], show: Callable[[float], str] = number) -> str:
-    return f"up to {show(limits[0])} is healthy, above {show(limits[1])} needs acting on"
+def _always_alike(run: Run) -> bool:
+    """Whether all updates were such, though answers could differ."""
+    start, count = _alike(run)
+    return count > 0 and start == 0 and count == len(run.updates) and run.count("train.rollout_batch_size") != 1

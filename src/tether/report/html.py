@@ -14,11 +14,12 @@ from tether import __version__
 from tether.config.secrets import without_keys
 from tether.config.text import TextError, dump, parse
 from tether.errors import DataError
-from tether.report import curves, health
+from tether.report import curves, health, stage
+from tether.report.limits import STRETCH
 from tether.report.markup import Html, element, join
-from tether.report.read import CONFIG, METRICS, SAMPLES, Run, Sample, read_run
+from tether.report.read import CONFIG, METRICS, SAMPLES, STAGES, Run, Sample, read_run
 from tether.report.style import CSS, SCRIPT
-from tether.report.summary import Pair, Tile, pairs, tiles, verdict
+from tether.report.summary import Pair, Tile, Verdict, pairs, tiles, verdict
 from tether.report.svg import MAX_POINTS
 from tether.report.text import counted, number, one_line, signed
 
@@ -30,6 +31,13 @@ CONFIG_LIMIT = 60_000
 MAX_METRICS, MAX_REWARDS, MAX_NOTES = 120, 12, 12
 HEAD, TEXT = 480, 2_400
 """Characters of a text that are shown at once, and in all."""
+QUESTIONS = {
+    "ppo": "Did the policy get better?",
+    None: "Did the policy get better?",
+    "sft": "Did the model learn from the demonstrations?",
+    "reward": "Does the model rank answers as the pairs do?",
+}
+"""What the page answers, by the kind of run."""
 WORDS = {"ok": "✓ ok", "warn": "▲ warn", "act": "■ act", "info": "– info"}
 
 
@@ -69,18 +77,22 @@ def _holds_run(folder: Path) -> bool:
 def page(run: Run) -> str:
     """The whole report of a run."""
     name = _name(run)
-    compared = pairs(run)
     findings = health.diagnose(run)
+    if run.kind in STAGES:
+        result, shown, answers = stage.verdict(run), stage.tiles(run), []
+    else:
+        compared = pairs(run)
+        result, shown = verdict(run, compared), tiles(run, compared)
+        answers = [_comparison(run, compared), _training_samples(run)]
     body = element(
         "main",
-        _headline(run, name, compared, findings),
+        _headline(run, name, result, shown, findings),
         _curves(run),
-        _health(findings),
-        _comparison(run, compared),
-        _training_samples(run),
+        _health(run, findings),
+        *answers,
         _all_metrics(run),
         _config(run),
-        element("footer", f"Written by Tether {__version__} from {CONFIG}, {METRICS} and {SAMPLES} of this run."),
+        element("footer", f"Written by Tether {__version__} from the files of this run."),
     )
     return "<!DOCTYPE html>\n" + element(
         "html", _head(f"Tether report: {name}"), element("body", body, element("script", Html(SCRIPT))), lang="en"
@@ -108,15 +120,14 @@ def _name(run: Run) -> str:
     return one_line(name if isinstance(name, str) and name.strip() else run.folder.resolve().name, 80) or "run"
 
 
-def _headline(run: Run, name: str, compared: list[Pair], findings: list[health.Finding]) -> Html:
-    result = verdict(run, compared)
+def _headline(run: Run, name: str, result: Verdict, shown: list[Tile], findings: list[health.Finding]) -> Html:
     answer = element("b", result.answer, class_=result.level)
     return join(
         element("h1", element("bdi", name)),
         element("p", _setup(run), class_="setup"),
-        element("p", "Did the policy get better? ", answer, " ", result.sentence, class_="verdict"),
+        element("p", f"{QUESTIONS[run.kind]} ", answer, " ", result.sentence, class_="verdict"),
         element("p", result.detail, class_="lead") if result.detail else None,
-        element("dl", *(_tile(tile) for tile in tiles(run, compared)), class_="tiles"),
+        element("dl", *(_tile(tile) for tile in shown), class_="tiles"),
         _status(findings),
         _notes(run),
     )
@@ -136,10 +147,12 @@ def _setup(run: Run) -> str:
     judges = [str(r.get("name") or r.get("path") or r.get("type")) for r in named]
     facts = [
         run.setting("model.path") and f"{run.setting('model.path')}",
-        "LoRA" if run.setting("model.lora") else "all weights",
+        "all weights" if run.setting("model.lora") is None else "LoRA",
         judges and f"judged by {', '.join(judges)}",
         (beta := run.count("ppo.kl_coef")) is not None and f"kl_coef {number(beta)}",
         (batch := run.count("train.rollout_batch_size")) is not None and f"{number(batch)} answers an update",
+        run.kind in STAGES and stage.data_sources(run),
+        (rows := run.count("train.batch_size")) is not None and f"{number(rows)} rows a step",
     ]
     return one_line(" · ".join(fact for fact in facts if fact), 300)
 
@@ -168,7 +181,7 @@ def _curves(run: Run) -> Html:
     parts = [element("h2", "Curves")]
     if (count := len(run.updates)) > MAX_POINTS:
         size = number(round(count / MAX_POINTS, 1))
-        note = f"Each point is the mean of about {size} neighbouring updates, the faint band their range."
+        note = f"Each point is the mean of about {size} neighbouring {run.unit}s, the faint band their range."
         parts.append(element("p", note, class_="lead"))
     for title, figures in groups:
         parts += [element("h3", title), element("div", *(_figure(f) for f in figures), class_="charts")]
@@ -187,14 +200,14 @@ def _figure(figure: curves.Figure) -> Html:
     )
 
 
-def _health(findings: list[health.Finding]) -> Html:
+def _health(run: Run, findings: list[health.Finding]) -> Html:
     title = element("h2", "Health", id="health")
     if not findings:
         return join(title, element("p", "No metrics to judge.", class_="lead"))
-    lead = "A stretch of five updates counts, not a single one, unless said otherwise."
+    lead = f"A stretch of {STRETCH} updates counts, not a single one, unless said otherwise."
     return join(
         title,
-        element("p", lead, class_="lead"),
+        element("p", lead, class_="lead") if run.kind not in STAGES else None,
         element("ul", *(_finding(f) for f in findings), class_="findings"),
     )
 
@@ -216,7 +229,7 @@ def _comparison(run: Run, compared: list[Pair]) -> Html:
     shown = _spaced(compared, MAX_PAIRS)
     lead = f"{len(shown)} of {len(compared)} prompts, evenly spaced through the file: not picked by score."
     if compared[0].after is None:
-        lead += " Only one evaluation was finished."
+        lead += " Only one evaluation was finished." if run.kept_step is None else " The start policy was kept."
     cards = [_pair(pair) for pair in shown]
     return join(title, element("p", lead, class_="lead"), *_folded(cards, OPEN_PAIRS))
 
@@ -317,7 +330,7 @@ def _all_metrics(run: Run) -> Html | None:
     table = element("div", element("table", element("thead", heads), element("tbody", *rows)), class_="wide")
     return join(
         element("h2", "Numbers and settings"),
-        element("details", element("summary", f"All {len(names)} metrics of the updates"), table, class_="block"),
+        element("details", element("summary", f"All {len(names)} metrics of the {run.unit}s"), table, class_="block"),
     )
 
 

@@ -8,16 +8,26 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from tether.report.text import prompt_text
 
 CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
+FINISHED = "finished.json"
+"""How a run of PPO ended; not there while it goes on, or where it was interrupted."""
+REWARD_EVALUATION = "reward_eval.json"
+"""What a reward model says of pairs that were held out."""
+STAGES = ("sft", "reward")
+"""Kinds of a run before PPO."""
 TEXT_LIMIT = 4_000
 """Characters of a prompt or an answer that are kept; the rest is counted."""
 _LARGEST, _SMALLEST = 1e100, 1e-100  # outside of these, sums and squares overflow or vanish
+
+
+Point = tuple[int, float]
+"""An update, and a metric's value there."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Series:
         return any(math.isfinite(v) for v in self.values)
 
     @property
-    def points(self) -> list[tuple[int, float]]:
+    def points(self) -> list[Point]:
         """(update, value) where the value is finite."""
         return [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
 
@@ -88,8 +98,29 @@ class Run:
     """The same of each evaluation, keyed by the number of updates before it."""
     samples: list[Sample] = field(default_factory=list)
     """Answers, in the order of the file."""
+    finished_step: int | None = None
+    """Updates of a run that came to its end; None while it goes on, or where it was interrupted."""
+    kept_step: int | None = None
+    """Updates before the policy that a finished run left: fewer than ``finished_step`` where an earlier one was put in
+    place of the last."""
+    ranked: dict[str, float] = field(default_factory=dict)
+    """Of a reward model, metrics on the pairs that were held out, their number (``pairs``) among them."""
     notes: list[str] = field(default_factory=list)
     """What is missing or could not be read."""
+
+    @property
+    def kind(self) -> Literal["ppo", "sft", "reward"] | None:
+        """What was trained; None where config.yaml does not say."""
+        data = self.setting("data")
+        keys = data.keys() if isinstance(data, dict) else set()
+        if "prompts" in keys:
+            return "ppo"
+        return "reward" if "pairs" in keys else "sft" if "demonstrations" in keys else None
+
+    @property
+    def unit(self) -> str:
+        """What its updates are called."""
+        return "step" if self.kind in STAGES else "update"
 
     def series(self, name: str) -> Series:
         """One metric of the updates that have it."""
@@ -98,6 +129,13 @@ class Run:
     def evaluated(self, name: str) -> Series:
         """One metric of the evaluations that have it."""
         return _series(self.evaluations, name)
+
+    def judged(self, name: str) -> tuple[Point, Point] | None:
+        """A metric of the first evaluation and of that of the policy which the run left, or of the last so far; None
+        without two evaluations, or where that policy's has none."""
+        points = self.evaluated(name).points
+        end = points[-1:] if self.kept_step is None else [point for point in points if point[0] == self.kept_step]
+        return (points[0], end[0]) if len(points) >= 2 and end else None
 
     def at_start(self, evaluated: str, trained: str) -> float | None:
         """The start policy's value: of the evaluation before the first update, else of the first updates."""
@@ -147,11 +185,16 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads config.yaml, metrics.jsonl and samples.jsonl of a run."""
+    """Reads config.yaml, metrics.jsonl, samples.jsonl, finished.json and reward_eval.json of a run, as far as a run of
+    its kind has them."""
     run = Run(folder)
     _read_config(run)
     _read_metrics(run)
-    _read_samples(run)
+    if run.kind in STAGES:
+        _read_ranked(run)
+    else:
+        _read_end(run)
+        _read_samples(run)
     return run
 
 
@@ -187,13 +230,34 @@ def _read_config(run: Run) -> None:
         run.notes.append(f"{CONFIG} is not a YAML mapping: it is not shown, as it may hold keys.")
 
 
+def _read_end(run: Run) -> None:
+    end = _read_object(run.folder / FINISHED)
+    run.finished_step, run.kept_step = _step(end.get("step")), _step(end.get("kept_step"))
+
+
+def _read_ranked(run: Run) -> None:
+    evaluation = _read_object(run.folder / REWARD_EVALUATION)
+    metrics, rows = evaluation.get("metrics"), evaluation.get("pairs")
+    if isinstance(metrics, dict) and isinstance(rows, list):
+        run.ranked = {k: v for k, x in metrics.items() if (v := _number(x)) is not None} | {"pairs": float(len(rows))}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where the file is not there or damaged, which says nothing."""
+    try:
+        content = json.loads(path.read_bytes().decode(errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def _read_metrics(run: Run) -> None:
     def take(line: dict[str, Any]) -> bool:
         step = _step(line.get("step"))
         if step is None:
             return False
         numbers = {k: v for k, x in line.items() if k != "step" and (v := _number(x)) is not None}
-        if "eval_scores" in line:
+        if any(name.startswith("eval_") for name in line):
             run.evaluations[step] = numbers
         elif numbers and step > 0:
             run.updates[step] = numbers
@@ -201,7 +265,7 @@ def _read_metrics(run: Run) -> None:
 
     _read_lines(run, METRICS, take, without="curves and the health check are left out")
     if not run.updates and (run.folder / METRICS).exists():
-        run.notes.append(f"{METRICS} has no finished update.")
+        run.notes.append(f"{METRICS} has no finished {run.unit}.")
 
 
 def _read_samples(run: Run) -> None:

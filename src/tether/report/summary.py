@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from tether.report.read import Run, Sample
+from tether.report.read import Point, Run, Sample
 from tether.report.text import counted, duration, number, percent, signed
 
 NOISE = 0.1
@@ -20,7 +20,7 @@ class Pair:
     before: Sample
     """At the first evaluation."""
     after: Sample | None
-    """At the last one; None where there was only one."""
+    """Of the policy that the run left, or at the last evaluation so far; None where that is the first one."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,16 @@ class Tile:
 
 
 def pairs(run: Run) -> list[Pair]:
-    """Answers of the first and the last evaluation to the same held-out prompts, in the order of the prompts."""
+    """Answers of the first policy and of the one that the run left to the same held-out prompts, in the order of the
+    prompts."""
     by_step: dict[int, dict[int, Sample]] = {}
     for sample in run.samples:
         if sample.split == "eval" and sample.row is not None:
             by_step.setdefault(sample.step, {}).setdefault(sample.row, sample)
     if not by_step:
         return []
-    first, last = by_step[min(by_step)], by_step[max(by_step)]
+    first = by_step[min(by_step)]
+    last = by_step[max(by_step)] if run.kept_step is None else by_step.get(run.kept_step, first)
     if first is last:
         return [Pair(first[row], None) for row in sorted(first)]
     return [Pair(first[row], last[row]) for row in sorted(first) if row in last]
@@ -62,9 +64,9 @@ def pairs(run: Run) -> list[Pair]:
 
 def verdict(run: Run, compared: list[Pair]) -> Verdict:
     """Whether the policy is better by the judge it was trained on, on held-out prompts where there are any."""
-    points = run.evaluated("eval_scores").points
-    if len(points) >= 2:
-        return _held_out_verdict(run, points, compared)
+    points, judged = run.evaluated("eval_scores").points, run.judged("eval_scores")
+    if judged is not None:
+        return _held_out_verdict(run, *judged, compared)
     (early, late), spread = _ends(run), run.score_spread
     if early is None or late is None or run.num_updates < 2:
         return Verdict("info", "Not known yet.", "There are no two measurements of the score to compare.")
@@ -74,8 +76,11 @@ def verdict(run: Run, compared: list[Pair]) -> Verdict:
     return Verdict("info", "Not known on new prompts.", f"{text}.", reason)
 
 
-def _held_out_verdict(run: Run, points: list[tuple[int, float]], compared: list[Pair]) -> Verdict:
-    (first, start), (step, end) = points[0], points[-1]
+def _held_out_verdict(run: Run, before: Point, after: Point, compared: list[Pair]) -> Verdict:
+    (first, start), (step, end) = before, after
+    kept = _kept(run)
+    if step == first:
+        return Verdict("act", "No.", "No evaluation was better than the first one, whose policy was kept.", kept)
     spread, error = run.score_spread, _standard_error(compared)
     change = end - start
     detail = f"From {number(start)}" + (f" after {counted(first, 'update')}" if first else "") + f" to {number(end)}"
@@ -83,16 +88,35 @@ def _held_out_verdict(run: Run, points: list[tuple[int, float]], compared: list[
     if error is not None:
         unit = f"{number(2 * error / spread)} standard deviations" if spread else number(2 * error)
         detail += f"; over {counted(len(compared), 'prompt')}, two standard errors of the change are {unit}"
+    detail = f"{detail}. {kept}".rstrip()
     if error is None and spread is None:
         way = "rose" if change > 0 else "fell" if change < 0 else "did not move"
-        return Verdict("info", "Not known.", f"The held-out score {way}, but its spread is not known.", f"{detail}.")
+        return Verdict("info", "Not known.", f"The held-out score {way}, but its spread is not known.", detail)
     noise = 2 * error if error is not None else NOISE * (spread or 0.0)
     size = f"by {number(abs(change / spread))} standard deviations of the start policy" if spread else "on average"
     if abs(change) <= noise:
-        return Verdict("warn", "No clear change.", "The held-out score moved within noise.", f"{detail}.")
+        return Verdict("warn", "No clear change.", "The held-out score moved within noise.", detail)
     if change > 0:
-        return Verdict("ok", "Yes.", f"The held-out score rose {size}.", f"{detail}.")
-    return Verdict("act", "No.", f"The held-out score fell {size}.", f"{detail}.")
+        return Verdict("ok", "Yes.", f"The held-out score rose {size}.", detail)
+    return Verdict("act", "No.", f"The held-out score fell {size}.", detail)
+
+
+def _kept(run: Run) -> str:
+    """Which policy the run left, where it is not the last one."""
+    kept, last = run.kept_step, run.finished_step
+    if kept is None or kept == last:
+        return ""
+    metric = run.setting("train.metric_for_best_model")
+    return f"Kept is the policy after update {kept:,} of {last:,}, the best by {metric}."
+
+
+def kl_spent(run: Run) -> float | None:
+    """KL to the reference of the policy that the run left, in nats an answer: on held-out prompts where it was
+    evaluated, else of the last updates."""
+    if (judged := run.judged("eval_kl")) is not None:
+        return judged[1][1]
+    points = run.evaluated("eval_kl").points
+    return points[-1][1] if points else run.series("objective/kl").late
 
 
 def tiles(run: Run, compared: list[Pair]) -> list[Tile]:
@@ -102,10 +126,10 @@ def tiles(run: Run, compared: list[Pair]) -> list[Tile]:
 
 
 def _score_tile(run: Run) -> Tile | None:
-    points, spread = run.evaluated("eval_scores").points, run.score_spread
+    judged, spread = run.judged("eval_scores"), run.score_spread
     label = "Held-out score"
-    if len(points) >= 2:
-        start, end = points[0][1], points[-1][1]
+    if judged is not None:
+        (_, start), (_, end) = judged
     else:
         label = "Training score"
         start, end = _ends(run)
@@ -118,8 +142,7 @@ def _score_tile(run: Run) -> Tile | None:
 def _kl_tile(run: Run) -> Tile | None:
     if not run.updates:
         return None
-    evaluated = run.evaluated("eval_kl").points
-    value = evaluated[-1][1] if evaluated else run.series("objective/kl").late
+    value = kl_spent(run)
     if value is None:
         reason = "not measured: ppo.kl_coef is 0" if run.count("ppo.kl_coef") == 0 else "not logged"
         return Tile("KL spent", "–", reason)
@@ -152,10 +175,12 @@ def _wins_tile(compared: list[Pair]) -> Tile | None:
 
 
 def _run_tile(run: Run) -> Tile:
-    planned = run.planned_updates
+    planned, end = run.planned_updates, run.finished_step
     value = f"{run.num_updates:,}" + (f" of {planned:,}" if planned is not None else "")
     seconds = math.fsum(run.series("time/step_s").finite)
-    details = ["interrupted or still running"] if planned is not None and run.num_updates < planned else []
+    is_short = planned is not None and run.num_updates < planned
+    details = ["interrupted or still running" if end is None else "ended early"] if is_short else []
+    details += [f"kept: update {run.kept_step:,} of {end:,}"] if _kept(run) else []
     details += [duration(seconds)] if seconds else []
     episodes = run.series("episode").finite
     details += [f"{number(episodes[-1])} answers"] if episodes else []
@@ -168,8 +193,8 @@ def _ends(run: Run) -> tuple[float | None, float | None]:
 
 
 def _start_and_end(run: Run, evaluated: str, trained: str) -> tuple[float | None, float | None]:
-    points, series = run.evaluated(evaluated).points, run.series(trained)
-    return (points[0][1], points[-1][1]) if len(points) >= 2 else (series.early, series.late)
+    judged, series = run.judged(evaluated), run.series(trained)
+    return (judged[0][1], judged[1][1]) if judged is not None else (series.early, series.late)
 
 
 def _score_changes(compared: list[Pair]) -> list[float]:

@@ -70,10 +70,9 @@ class Bucket:
     low: float
     high: float
 
-    @property
-    def updates(self) -> str:
-        """The updates in it, in words."""
-        return f"update {self.first}" if self.first == self.last else f"updates {self.first}–{self.last}"
+    def steps(self, noun: str = "update") -> str:
+        """The updates in it, or what ``noun`` calls them, in words."""
+        return f"{noun} {self.first}" if self.first == self.last else f"{noun}s {self.first}–{self.last}"
 
 
 @dataclass(frozen=True)
@@ -144,6 +143,7 @@ def line_chart(
     include: Sequence[float] = (),
     limits: tuple[float, float] | None = None,
     guides: Sequence[Guide] = (),
+    noun: str = "update",
 ) -> Html:
     """Series over the updates of a run.
 
@@ -153,6 +153,7 @@ def line_chart(
         include: values that the vertical axis must contain.
         limits: vertical range; what lies beyond is drawn at the edge, and its hover text has the true value.
         guides: thresholds.
+        noun: what an update is called.
     """
     drawn = [(line, buckets(line.xs, line.ys), _spreads(line)) for line in lines]
     heights = [v for _, groups, spreads in drawn for v in _extent(groups, spreads)]
@@ -163,10 +164,10 @@ def line_chart(
     left = _left_margin(labels)
     x = Scale(*_widened(min(xs), max(xs)), left, WIDTH - _RIGHT)
     y = Scale(low, high, HEIGHT - _BOTTOM, _TOP)
-    parts = [_frame(x, y, _update_ticks(x), y_ticks, labels, "update"), *_guides(guides, x, y)]
+    parts = [_frame(x, y, _update_ticks(x), y_ticks, labels, noun), *_guides(guides, x, y)]
     parts += [_band(groups, spreads, line.color, x, y) for line, groups, spreads in drawn]
     parts += [_curve(groups, line, x, y) for line, groups, _ in drawn]
-    parts.append(_hover_columns(drawn, x, y, show))
+    parts.append(_hover_columns(drawn, x, y, show, noun))
     return _svg(label, parts)
 
 
@@ -222,7 +223,7 @@ def stacked_bars(
                 box = {"x": _fmt(at), "y": _fmt(y(top)), "width": _fmt(width - gap), "height": _fmt(height)}
                 bars.append(element("rect", **box, class_=f"bar c{color}"))
         rows = [f"{name}: {number(bucket.mean)} {unit}" for (name, *_), bucket in zip(layers, column, strict=True)]
-        title = "\n".join([f"{column[0].updates}: {number(total)} {unit}", *rows])
+        title = "\n".join([f"{column[0].steps()}: {number(total)} {unit}", *rows])
         parts.append(element("g", *bars, element("title", title), class_="h"))
     return _svg(label, parts)
 
@@ -320,7 +321,11 @@ def _curve(groups: Sequence[Bucket], line: Line, x: Scale, y: Scale) -> Html:
 
 
 def _hover_columns(
-    drawn: Sequence[tuple[Line, list[Bucket], list[Bucket] | None]], x: Scale, y: Scale, show: Callable[[float], str]
+    drawn: Sequence[tuple[Line, list[Bucket], list[Bucket] | None]],
+    x: Scale,
+    y: Scale,
+    show: Callable[[float], str],
+    noun: str,
 ) -> Html:
     """An invisible column over each group of updates that names the values there."""
     rows: dict[float, list[str]] = {}
@@ -335,7 +340,7 @@ def _hover_columns(
             elif bucket.high > bucket.low:
                 text += f" ({show(bucket.low)} to {show(bucket.high)})"
             rows.setdefault(bucket.x, []).append(text)
-            heads.setdefault(bucket.x, bucket.updates if bucket.last else "before the first update")
+            heads.setdefault(bucket.x, bucket.steps(noun) if bucket.last else f"before the first {noun}")
     places = sorted(rows)
     centers = [x(place) for place in places]
     bounds = [x.start, *((a + b) / 2 for a, b in pairwise(centers)), x.end]

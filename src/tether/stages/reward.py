@@ -47,12 +47,12 @@ from tether.models.loading import (
 )
 from tether.models.saving import written_into
 from tether.report.card import write_card
+from tether.report.read import REWARD_EVALUATION
 from tether.rewards.base import checked, score_sequences
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
 from tether.stages.start import base_of, check_fit, loading_options, origin, start_adapter, with_lora
 
-EVAL_FILE = "reward_eval.json"
 LENGTH_GROUPS = 4
 
 
@@ -202,13 +202,12 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
         "max_length": data.max_length,
         "end_ids": stop_token_ids(tokenizer, generation, "eos"),
         **data.chat,
-        **data.origin,
     }
-    pairs = load_pairs(data.pairs, tokenizer, split=data.split, key="data.pairs", **same)
+    pairs = load_pairs(data.pairs, tokenizer, **data.reading("pairs"), **same)
     train, held_out = split_pairs(pairs.pairs, data.held_out_fraction, config.train.seed)
     if data.eval_pairs is None:
         return tokenizer, _Data(train, held_out, pairs.num_too_long, pairs.num_equal)
-    others = load_pairs(data.eval_pairs, tokenizer, split=data.eval_split, key="data.eval_pairs", **same)
+    others = load_pairs(data.eval_pairs, tokenizer, **data.reading("eval_pairs"), **same)
     too_long, equal = pairs.num_too_long + others.num_too_long, pairs.num_equal + others.num_equal
     return tokenizer, _Data(train, others.pairs, too_long, equal)
 
@@ -400,7 +399,7 @@ def _write(
     """Writes what the run leaves behind, all of it or nothing."""
     with written_into(output_dir) as folder:
         save(model, tokenizer, folder)
-        (folder / EVAL_FILE).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
+        (folder / REWARD_EVALUATION).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
         write_card(folder, output_dir, evaluation=evaluation["metrics"])
 
 

@@ -182,9 +182,9 @@ def _loaded(config: SftStageConfig) -> SftData:
     check_template_kwargs(tokenizer, data.chat_template_kwargs)
     generation = load_generation_config(config.model.path, revision=config.model.revision)
     end_ids = stop_token_ids(tokenizer, generation, "eos")
-    read = _read(data.demonstrations, data.split, "data.demonstrations", data, tokenizer, end_ids)
+    read = _read("demonstrations", data, tokenizer, end_ids)
     if data.eval_demonstrations is not None:
-        others = _read(data.eval_demonstrations, data.eval_split, "data.eval_demonstrations", data, tokenizer, end_ids)
+        others = _read("eval_demonstrations", data, tokenizer, end_ids)
         too_long = read.num_too_long + others.num_too_long
         unanswered = read.num_unanswered + others.num_unanswered
         return SftData(tokenizer, end_ids, read.demonstrations, others.demonstrations, too_long, unanswered)
@@ -204,26 +204,19 @@ def _same(query: tuple[int, ...], row: int) -> tuple[int, ...] | int:
 
 
 def _read(
-    source: str | Sequence[str],
-    split: str,
-    key: str,
-    data: DemonstrationsConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: frozenset[int],
+    name: str, data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]
 ) -> DemonstrationData:
     return load_demonstrations(
-        source,
+        getattr(data, name),
         tokenizer,
-        split=split,
         max_length=data.max_length,
         end_ids=end_ids,
-        key=key,
         length_key="data.max_length",
         every_turn=data.turns == "all",
         ends_text=True,
         drops_unanswered=data.dataset_dir is not None,
         **data.chat,
-        **data.origin,
+        **data.reading(name),
     )
 
 

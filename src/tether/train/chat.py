@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tether.config.chat import ChatKeys
 from tether.config.schema import RunConfig
 from tether.data.prompts import encoded_queries
 from tether.errors import ConfigError
@@ -21,7 +20,7 @@ from tether.models.chat import templated
 from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from tether.models.paths import check_model_path
 from tether.train.build import sampling_of
-from tether.train.saved import run_config
+from tether.train.saved import chat_keys, policy_config
 from tether.types import Message, Request, Sampling, noise_key
 
 
@@ -79,6 +78,7 @@ class Chat:
             None if plain else self.system,
             ["what you typed"],
             [self.keys["chat_template_kwargs"]],
+            special_tokens=self.keys["special_tokens"],
         )
         generator = HFGenerator(lambda: nullcontext(speaker.model), batch_size=1, device=speaker.model.device)
         ((_, answer),) = generator.generate([Request(query, key)], speaker.sampling)
@@ -102,14 +102,15 @@ def open_chat(
         model: a run's output folder, a checkpoint in it, a model or adapter folder, or a hub id.
         beside: another model to compare with.
         alone: whether to compare with none.
-        system: system prompt; the run's if None.
+        system: system prompt; the run's if None, none if empty.
         response_length, temperature: the run's, or 256 and 1, if None.
         trust_remote_code: whether code that comes with the models is run, whatever a configuration beside them says.
 
     Raises:
         ConfigError, ModelError: a model is not there.
     """
-    run = run_config(Path(model))
+    config = policy_config(Path(model))
+    run = config if isinstance(config, RunConfig) else None
     code = {"trust_remote_code": trust_remote_code}
     models = [_Source("RUN_OR_MODEL", model, code)]
     if beside is not None and not alone:
@@ -123,9 +124,13 @@ def open_chat(
     asked = {name: value for name, value in asked.items() if value is not None}
     if min(asked.values(), default=1) < 0 or asked.get("max_new_tokens") == 0:
         raise ConfigError("--response_length must be above 0, --temperature at least 0")
-    keys = run.data.chat if run else ChatKeys().chat
-    speakers = [_speaker(source, run, keys["chat_template"], asked) for source in models]
-    return Chat(speakers, keys, system or keys["system_prompt"], seed)
+    keys = chat_keys(config)
+    tokenizers = [load_tokenizer(source.path, **source.options) for source in models]
+    # the run's own has its template already, which may be of a file that is not here
+    template = tokenizers[0].chat_template
+    tokenizers[1:] = [templated(other, keys["chat_template"], template) for other in tokenizers[1:]]
+    speakers = [_speaker(source, run, tokenizer, asked) for source, tokenizer in zip(models, tokenizers, strict=True)]
+    return Chat(speakers, keys, keys["system_prompt"] if system is None else system or None, seed)
 
 
 @dataclass(frozen=True)
@@ -139,8 +144,9 @@ class _Source:
     """Of loading."""
 
 
-def _speaker(source: _Source, run: RunConfig | None, chat_template: str, asked: Mapping[str, Any]) -> Speaker:
-    tokenizer = templated(load_tokenizer(source.path, **source.options), chat_template)
+def _speaker(
+    source: _Source, run: RunConfig | None, tokenizer: PreTrainedTokenizerBase, asked: Mapping[str, Any]
+) -> Speaker:
     policy = load_causal_lm(source.path, dtype=None, **source.options).to(Dist().device)
     stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
     sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)

@@ -36,6 +36,7 @@ from tether.models.saving import (
 )
 from tether.report.card import CARD, write_card
 from tether.report.html import REPORT
+from tether.report.read import FINISHED
 from tether.train.build import BASE, is_from_gguf
 from tether.train.checkpoint import read_state
 from tether.train.guard import BAD_BATCHES
@@ -95,7 +96,7 @@ def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:
         is_new: whether no earlier run is gone on with or replaced. One that ended before its first record is replaced.
         way_out: what to do but name another folder, for the message.
     """
-    written, is_new = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM}, is_new and not _was_begun(folder)
+    written, is_new = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM, FINISHED}, is_new and not _was_begun(folder)
     for path in folder.glob("*") if folder.is_dir() else ():
         if path.name.removeprefix(".").removesuffix(".tmp") in written and (path.is_symlink() or not path.is_file()):
             kind = "a link" if path.is_symlink() else "no file"
@@ -129,6 +130,7 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
     """
     folder = config.output_dir
     remove_unfinished(folder, lambda name: is_checkpoint_name(name) or name in (CRITIC, BASE, FINAL, TRIAL))
+    (folder / FINISHED).unlink(missing_ok=True)
     if goes_on_in(folder, checkpoint):
         state = read_state(checkpoint)
         for path in list_checkpoints(folder)[::-1]:

@@ -12,17 +12,11 @@ from torch import Tensor
 from tether.errors import TrainingError
 from tether.machine.distributed import Dist, met_by_all
 from tether.metrics.writers import JsonlWriter
+from tether.report.limits import LIMITS, LOGPROB_GAP, MOST_SHARE, STRETCH
 from tether.train.rollout import Answers
 from tether.types import Experience, MicroBatch
 
 BAD_BATCHES = "bad_batches.jsonl"
-MOST_FIRST_RATIO_ERROR = 1e-3
-MOST_LOGPROB_GAP = 0.2
-"""Nats a token; bfloat16 decoding differs from its forward by less."""
-MOST_OF_ONE_TOKEN = 0.9
-"""Share of the answers' tokens."""
-MOST_OF_ONE_ANSWER = 0.9
-"""Share of the answers."""
 
 
 class NotFinite(TrainingError):
@@ -131,16 +125,26 @@ def _not_finite(batch: MicroBatch, tensors: Mapping[str, Tensor | None]) -> Iter
             yield name.replace("_", " "), [row for row, is_bad in zip(batch.rows, bad.tolist(), strict=True) if is_bad]
 
 
-def suspicions(metrics: Mapping[str, float]) -> list[str]:
-    """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on, or
-    it says nothing but one token or one answer."""
+def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: int = 0) -> list[str]:
+    """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on, it
+    says nothing but one token or one answer, or its answers are not told apart.
+
+    Args:
+        forward_type: key of ``LOGPROB_GAP``.
+        num_alike: updates in a row, this one the last, of which each gave all its answers the same score.
+    """
     found = []
-    if metrics.get("val/first_ratio_error", 0.0) > MOST_FIRST_RATIO_ERROR:
+    if num_alike >= STRETCH:
+        found.append(
+            f"all answers of an update had the same score, {STRETCH} updates in a row (objective/scores_std): nothing "
+            "is learned from that. Check the judge, its pattern or its column, by the answers in samples.jsonl"
+        )
+    if metrics.get("val/first_ratio_error", 0.0) > LIMITS["val/first_ratio_error"].warn:
         found.append(
             "the policy ratio is not 1 before the first optimizer step of an update (val/first_ratio_error): scoring "
             "and training compute the same weights differently"
         )
-    if metrics.get("rollout/logprob_gap", 0.0) > MOST_LOGPROB_GAP:
+    if metrics.get("rollout/logprob_gap", 0.0) > LOGPROB_GAP[forward_type].act:
         found.append(
             "answers are not sampled from the distribution that they are trained under (rollout/logprob_gap): this "
             "model's cached decoding differs from its forward. Another model.attn_implementation may bring them "
@@ -151,15 +155,15 @@ def suspicions(metrics: Mapping[str, float]) -> list[str]:
             "no step of this update was taken: scaled gradients are not finite in float16 (policy/num_overflows). The "
             "scale is halved each time; if it goes on, set train.fp16: false"
         )
-    if metrics.get("rollout/top_token_share", 0.0) > MOST_OF_ONE_TOKEN and _could_say_more(metrics):
+    if metrics.get("rollout/top_token_share", 0.0) > MOST_SHARE and _could_say_more(metrics):
         found.append(
             "one token makes up nearly all that the policy says (rollout/top_token_share): it has collapsed. Go back "
             "to a checkpoint from before, and raise ppo.kl_coef or lower train.learning_rate"
         )
-    elif metrics.get("rollout/top_answer_share", 0.0) > MOST_OF_ONE_ANSWER and _could_say_more(metrics):
+    elif metrics.get("rollout/top_answer_share", 0.0) > MOST_SHARE and _could_say_more(metrics):
         found.append(
             "the policy gives nearly always the same answer (rollout/top_answer_share): unless the prompts leave no "
-            "other, it has collapsed. Raise ppo.kl_coef, or set ppo.kl_target"
+            "other, it has collapsed. Raise ppo.kl_coef"
         )
     return found
 

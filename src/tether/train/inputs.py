@@ -138,11 +138,10 @@ def load_prompt_sets(
 ) -> tuple[PromptData, PromptData | None]:
     """Prompts to train on and held-out prompts, if there are any."""
     data = config.data
-    kept = {"max_prompt_length": data.max_prompt_length, "special_tokens": data.special_tokens}
-    same = {**kept, **data.chat, **data.origin}
-    prompts = load_prompts(data.prompts, tokenizer, split=data.split, key="data.prompts", **same)
+    same = {"max_prompt_length": data.max_prompt_length, **data.chat}
+    prompts = load_prompts(data.prompts, tokenizer, **data.reading("prompts"), **same)
     if data.eval_prompts is not None:
-        others = load_prompts(data.eval_prompts, tokenizer, split=data.eval_split, key="data.eval_prompts", **same)
+        others = load_prompts(data.eval_prompts, tokenizer, **data.reading("eval_prompts"), **same)
         return prompts, others
     if not data.eval_fraction:
         return prompts, None
@@ -158,14 +157,11 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
     return load_demonstrations(
         data.ptx,
         tokenizer,
-        split=data.ptx_split,
         max_length=data.max_ptx_length,
         end_ids=stop_token_ids(tokenizer, generation, "eos"),
-        key="data.ptx",
-        special_tokens=data.special_tokens,
         drops_unanswered=data.dataset_dir is not None,
         **data.chat,
-        **data.origin,
+        **data.reading("ptx"),
     )
 
 
@@ -256,7 +252,7 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
             f"train.max_tokens_per_micro_batch {budget} is less than one answer may need: the longest query has "
             f"{longest} tokens, sampling.response_length is {answer}. Set it to at least {longest + answer}"
         )
-    words = {"key": "sampling.response_length", "way_out": "data.max_prompt_length"}
+    words = {"key": "sampling.response_length", "way_out": "lower it, or data.max_prompt_length"}
     check_positions(shape, longest, answer, **words)
     limit = steady_positions(shape)
     longest = max((len(each.query_ids) + len(each.response_ids) for each in data.demonstrations), default=0)

@@ -77,7 +77,10 @@ class Judges:
             ]
             try:
                 arguments = template_arguments(own, self.tokenizer, self.query.chat_template_kwargs, places)
-                queries = encoded_prompts(prompts, self.tokenizer, template, system, places, arguments)
+                queries = encoded_prompts(
+                    prompts, self.tokenizer, template, system, places, arguments,
+                    special_tokens=self.query.special_tokens,
+                )  # fmt: skip
             except DataError as error:
                 if self.is_stand_in:
                     error.add_note("a reward model's tokenizer stands in for the policy's: name the policy, model.path")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 from tether.metrics.history import History
 from tether.metrics.trackers import Trackers
-from tether.metrics.writers import JsonlWriter
+from tether.metrics.writers import JsonlWriter, write_whole
+from tether.report.read import FINISHED
 from tether.train.display import Display
 from tether.train.rollout import Answers, Judged
 
@@ -80,6 +82,16 @@ class RunLog:
             return
         rows = range(min(limit, len(answers.texts)))
         self._samples.write_all({"step": step, "split": split, **judged.sample(i, answers), "kl": None} for i in rows)
+
+    def finished(self, step: int, kept_step: int) -> None:
+        """Records that the run came to its end.
+
+        Args:
+            step: updates that it made.
+            kept_step: updates before the policy that it leaves.
+        """
+        if self._folder is not None:
+            write_whole(self._folder / FINISHED, json.dumps({"step": step, "kept_step": kept_step}).encode() + b"\n")
 
     def message(self, text: str) -> None:
         """Shows one line."""

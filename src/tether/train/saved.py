@@ -17,8 +17,10 @@ from tether.config.chat import ChatKeys
 from tether.config.load import load_config, read_file
 from tether.config.rewards import measured_norms
 from tether.config.schema import RunConfig
-from tether.data.prompts import load_prompts
+from tether.config.sft_stage import SftStageConfig
+from tether.data.prompts import PromptData, load_prompts
 from tether.data.sources import check_source
+from tether.data.splits import whole_splits
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
@@ -50,28 +52,36 @@ class Evaluation:
     """Every prompt with its answer, as in samples.jsonl."""
 
 
-def _is_of_ppo(file: Path) -> bool:
-    """Whether a run's configuration is of ``tether ppo``, and not of a stage before it, which has no rewards."""
+def _section(file: Path) -> type[RunConfig] | type[SftStageConfig] | None:
+    """The class of a file called config.yaml, by its keys; None if it is of nothing that makes policies."""
     try:
         data = text.parse(read_file(file)).data
     except text.TextError:
-        return True  # the reader of configurations says what is wrong with it
-    return not isinstance(data, dict) or "rewards" in data
+        return RunConfig  # the reader of configurations says what is wrong with it
+    if not isinstance(data, dict) or "rewards" in data:
+        return RunConfig
+    read = data.get("data")
+    return SftStageConfig if isinstance(read, dict) and "demonstrations" in read else None
 
 
 def run_config(path: Path) -> RunConfig | None:
     """The configuration of the PPO run that a policy is of, at its root or in a checkpoint in it; None if of none."""
-    for folder in run_folders(path):
-        if (folder / CONFIG).is_file():
-            return load_config(folder / CONFIG) if _is_of_ppo(folder / CONFIG) else None
-    return None
+    config = policy_config(path)
+    return config if isinstance(config, RunConfig) else None
+
+
+def policy_config(path: Path) -> RunConfig | SftStageConfig | None:
+    """The configuration of the run of PPO or SFT that a policy is of, at its root or in a checkpoint in it."""
+    file = next((folder / CONFIG for folder in run_folders(path) if (folder / CONFIG).is_file()), None)
+    section = None if file is None else _section(file)
+    return None if section is None else load_config(file, section=section)
 
 
 def evaluate_path(
-    run: Path,
-    prompts: str | None = None,
+    run: str | Path,
+    prompts: str | Path | None = None,
     *,
-    output: Path | None = None,
+    output: str | Path | None = None,
     display: Display | None = None,
 ) -> Evaluation:
     """Answers prompts with the policy that a run saved in ``run`` and scores them by the run's own reward sources.
@@ -86,7 +96,7 @@ def evaluate_path(
             ``output`` exists or cannot be written.
         DataError, ModelError: what the run needs is not there any more.
     """
-    display = display or NullDisplay()
+    run, output, display = Path(run), _file(output), display or NullDisplay()
     config = run_config(run)
     if config is None:
         raise ConfigError(
@@ -98,6 +108,7 @@ def evaluate_path(
             "has; evaluate there, by PPOTrainer.evaluate()"
         )
     if prompts is not None:
+        prompts = str(prompts)
         check_source(prompts, "--prompts")
     elif not config.data.has_eval:
         raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
@@ -113,11 +124,16 @@ def evaluate_path(
         _, data = load_prompt_sets(config, tokenizer)
     else:
         length = config.data.max_prompt_length
-        options = {"split": config.data.eval_split, "max_prompt_length": length, "key": "--prompts"}
-        options["special_tokens"] = config.data.special_tokens
+        # parts that are held out are parts of the run's own prompts
+        options = {"split": whole_splits(config.data.eval_split), "max_prompt_length": length, "key": "--prompts"}
+        options["columns"] = config.data.columns
         data = load_prompts(prompts, tokenizer, **options, **config.data.chat)
     if data.num_too_long:
         display.message(f"prompts: {data.note}")
+    base, revision = own_weights(str(run))
+    shape = load_shape(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
+    words = {"key": "the run's sampling.response_length", "way_out": "leave longer prompts out"}
+    check_positions(shape, _longest(data), config.sampling.response_length, **words)
     check_judged(config, data, tokenizer)
     run_data = RunData(tokenizer, data, data, None)
     try_sources(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
@@ -133,13 +149,14 @@ def evaluate_path(
 
 @torch.no_grad()
 def generate_path(
-    model: str,
-    prompts: str,
+    model: str | Path,
+    prompts: str | Path,
     *,
-    output: Path | None = None,
+    output: str | Path | None = None,
     response_length: int | None = None,
     max_prompt_length: int | None = None,
     temperature: float | None = None,
+    system: str | None = None,
     seed: int = 42,
     trust_remote_code: bool = False,
     display: Display | None = None,
@@ -156,6 +173,7 @@ def generate_path(
         max_prompt_length: tokens of the longest query that is answered; the run's, or what the model's positions leave
             beside an answer, 2048 at most.
         temperature: 0 takes the most likely token; the run's, or 1.
+        system: system prompt; the run's if None, none if empty.
         trust_remote_code: whether code that comes with the model is run, whatever a configuration beside it says.
 
     Returns:
@@ -166,12 +184,14 @@ def generate_path(
             positions.
         DataError, ModelError: prompts or model are not usable.
     """
-    display = display or NullDisplay()
+    model, prompts, output, display = str(model), str(prompts), _file(output), display or NullDisplay()
     check_model_path(model, "model", takes_gguf=True)
     check_source(prompts, "--prompts")
     check_output(output)
-    run = run_config(Path(model))
+    config = policy_config(Path(model))
+    run = config if isinstance(config, RunConfig) else None
     code = {"trust_remote_code": trust_remote_code}
+    chat = chat_keys(config) if system is None else chat_keys(config) | {"system_prompt": system or None}
     tokenizer = load_tokenizer(model, **code)
     base, revision = own_weights(model)
     shape = load_shape(base, revision=revision, **code)
@@ -182,14 +202,14 @@ def generate_path(
         split="train",
         max_prompt_length=max_prompt_length
         or (run.data.max_prompt_length if run else _room_for_prompts(shape, longest_answer)),
-        special_tokens=run.data.special_tokens if run else False,
         key="--prompts",
-        **(run.data.chat if run else ChatKeys().chat),
+        columns=config.data.columns if config else None,
+        **chat,
     )
     if data.num_too_long:
         display.message(f"prompts: {data.note}")
-    longest = max(len(prompt.token_ids) for prompt in data.prompts)
-    check_positions(shape, longest, longest_answer, key="--response_length", way_out="--max_prompt_length")
+    words = {"key": "--response_length", "way_out": "lower it, or --max_prompt_length"}
+    check_positions(shape, _longest(data), longest_answer, **words)
     display.phase("loading the model", 0, 1)
     device = Dist().device
     policy = load_causal_lm(model, dtype=None, **code).to(device)
@@ -212,6 +232,20 @@ def generate_path(
             }
             display.phase("answers", done, len(rows))
     return rows
+
+
+def chat_keys(config: RunConfig | SftStageConfig | None) -> dict[str, Any]:
+    """How conversations become text for a policy of this run; as by default for one of none."""
+    return ChatKeys().chat if config is None else config.data.chat
+
+
+def _file(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _longest(data: PromptData) -> int:
+    """Tokens of the longest query."""
+    return max(len(prompt.token_ids) for prompt in data.prompts)
 
 
 def _room_for_prompts(shape: PreTrainedConfig, longest_answer: int) -> int:

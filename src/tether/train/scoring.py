@@ -54,6 +54,7 @@ def score_file(
     file: str,
     *,
     split: str = "train",
+    subset: str | None = None,
     output: Path | None = None,
     display: Display | None = None,
 ) -> Scored:
@@ -63,7 +64,7 @@ def score_file(
 
     Args:
         file: as ``load_judged`` reads it.
-        split: split to read where ``file`` has several.
+        split, subset: those to read where ``file`` has several.
         output: JSONL file for the rows.
 
     Raises:
@@ -76,7 +77,7 @@ def score_file(
     check_output(output)
     check_sources(config)
     reader = load_reader(config)
-    data = load_judged(file, split=split, key="FILE", is_chat=reader.is_chat)
+    data = load_judged(file, split=split, subset=subset, key="FILE", is_chat=reader.is_chat)
     check_sources(config, data.columns)
     check_contents(config.rewards, ((row.prompt or "", row.columns, row.place) for row in data.rows))
     display.phase("loading models", 0, 1)

@@ -33,6 +33,7 @@ from tether.errors import (
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import POLICY, Pass
+from tether.report.limits import forward_type, scores_alike
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState, last_complete
@@ -101,6 +102,14 @@ class PPOTrainer:
         self.stop = StopRequest(config.train.max_runtime, self.dist)
         self.guard = Guard(config.output_dir, config.train.max_bad_batches, log.message, self.dist)
         self.costs = PassCosts(parts.roles)
+        self.num_alike = 0
+        """Updates in a row, up to the last one, of which each gave all its answers the same score."""
+        self.forward_type = forward_type(
+            dtype=config.model.dtype,
+            bf16=config.train.bf16,
+            fp16=config.train.fp16,
+            quantization=config.model.quantization,
+        )
         self.before = random_states()
         """The process-wide generators where the weights were last those of a finished update."""
 
@@ -158,13 +167,24 @@ class PPOTrainer:
                 self.save()  # scoring comes before anything of an update changes
                 error.add_note(f"the state after {self.state.step} updates is saved; --resume goes on from there")
             raise
-        if self.config.train.load_best_model_at_end and self.state.best_step is not None:
-            try:
-                self.checkpoints.restore_weights(self.state.best_step)
-            except CheckpointError as error:
-                self.log.message(f"warning: {error}; the policy of the last update is kept in place of the best one")
+        self.log.finished(self.state.step, self.restore_best())
         self.callbacks.train_end()
         return None
+
+    def restore_best(self) -> int:
+        """Puts the best policy in the place of the last one, if that was asked for; returns the updates before the one
+        that is there now."""
+        last, best, name = self.state.step, self.state.best_step, self.config.train.metric_for_best_model
+        if not self.config.train.load_best_model_at_end or best is None:
+            return last
+        try:
+            self.checkpoints.restore_weights(best)
+        except CheckpointError as error:
+            self.log.message(f"warning: {error}; the policy of the last update is kept in place of the best one")
+            return last
+        value = self.state.best_metric
+        self.log.message(f"kept: the policy after update {best} of {last}, whose {name} of {value:.3g} is the best")
+        return best
 
     def train_one_update(self) -> None:
         """One update with everything that may follow it: logging, evaluation, a checkpoint."""
@@ -489,7 +509,9 @@ class PPOTrainer:
         """Counts an update and logs its metrics."""
         self.state.step += 1
         self.state.bad_batches, self.guard.step = self.guard.in_a_row, self.state.step + 1
-        for text in suspicions(metrics):
+        is_alike = scores_alike(metrics["objective/scores"], metrics["objective/scores_std"])
+        self.num_alike = self.num_alike + 1 if is_alike and self.config.train.rollout_batch_size > 1 else 0
+        for text in suspicions(metrics, forward_type=self.forward_type, num_alike=self.num_alike):
             self.log.warn_once(text)
         self.log.update(self.state.step, self.num_updates, metrics)
         self.callbacks.step_end(metrics)

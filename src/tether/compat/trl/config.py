@@ -10,8 +10,11 @@ from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
 
+from tether.compat.scalars import ADAMW, ADAMW_8BIT
+from tether.compat.translation import warmup_share
 from tether.compat.trl.former import OF_CONFIG, telling
 from tether.config import launched
 from tether.config.load import checked_config
@@ -53,17 +56,15 @@ INERT = frozenset({
     "torch_empty_cache_steps", "train_sampling_strategy", "use_cache",
 })  # fmt: skip
 """Arguments that the trainer does not read, as far as TRL's PPO reads them at all; those that are set are named."""
-IN_SCRIPTS = frozenset({"sft_model_path", "reward_model_path"})
-"""Arguments that scripts read, and no trainer."""
 DERIVED = frozenset({
     "world_size", "num_total_batches", "micro_batch_size", "local_batch_size", "batch_size", "local_mini_batch_size",
     "mini_batch_size",
 })  # fmt: skip
 """Arguments that the trainer fills in."""
-ADAMW = {"adamw_torch": "adamw_torch", "adamw_torch_fused": "adamw_torch_fused"} | dict.fromkeys(
-    ("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"
-)
-"""``train.optim`` by ``optim``."""
+OPTIMIZERS = {
+    theirs: ours for theirs, ours in (ADAMW | ADAMW_8BIT).items() if theirs in {name.value for name in OptimizerNames}
+}
+"""``train.optim`` by ``optim``, as far as this release of transformers has it."""
 
 
 @dataclass
@@ -180,11 +181,12 @@ def check_arguments(args: PPOConfig) -> None:
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; take it out")
-    if str(args.optim.value) not in ADAMW:
+    if str(args.optim.value) not in OPTIMIZERS:
         raise ConfigError(
-            f"PPOConfig.optim {args.optim.value}: wanted one of {', '.join(ADAMW)}; hand over another as `optimizers`"
+            f"PPOConfig.optim {args.optim.value}: wanted one of {', '.join(OPTIMIZERS)}; hand over another as "
+            "`optimizers`"
         )
-    if ADAMW[args.optim.value] == "adamw_8bit":
+    if OPTIMIZERS[args.optim.value] == "adamw_8bit":
         check_bitsandbytes(args.optim.value, "PPOConfig.optim", default_device())
     if args.torch_compile:
         check_compile("PPOConfig.torch_compile", default_device())
@@ -196,6 +198,11 @@ def check_arguments(args: PPOConfig) -> None:
         raise ConfigError(f"PPOConfig.stop_token: got {args.stop_token!r}, wanted eos or None; or set stop_token_id")
     if args.kl_estimator not in ("k1", "k3"):
         raise ConfigError(f"PPOConfig.kl_estimator: got {args.kl_estimator!r}, wanted k1 or k3")
+    if args.missing_eos_penalty is not None and args.missing_eos_penalty < 0:
+        raise ConfigError(
+            f"PPOConfig.missing_eos_penalty: got {args.missing_eos_penalty}, wanted 0 or more, which is taken off the "
+            "score"
+        )
     if args.max_steps > 0 and args.total_episodes is not None:
         raise ConfigError(
             f"PPOConfig: got max_steps {args.max_steps} and total_episodes {args.total_episodes}, which both say how "
@@ -312,7 +319,7 @@ def run_config(
     given["train"] |= {
         "rollout_batch_size": args.batch_size,
         "micro_batch_size": math.gcd(args.per_device_train_batch_size, args.local_mini_batch_size),
-        "optim": ADAMW[args.optim.value],
+        "optim": OPTIMIZERS[args.optim.value],
         "compile": args.torch_compile,
         "lr_scheduler_type": args.lr_scheduler_type.value,
         "lr_scheduler_kwargs": dict(args.lr_scheduler_kwargs or {}),
@@ -343,7 +350,7 @@ def run_config(
 
 def warmup_ratio(args: PPOConfig, num_updates: int) -> float:
     """The share of a run of so many updates over which the learning rate rises."""
-    return args.warmup_steps if args.warmup_steps < 1 else min(1.0, args.warmup_steps / max(num_updates, 1))
+    return warmup_share(args.warmup_steps, num_updates)
 
 
 def _every(strategy: str, steps: float | None, updates: int, each_epoch: int) -> int | None:

@@ -25,8 +25,27 @@ NAMES = {
     "set_seed": "import it from transformers",
 }
 """Names of TRL's that PPO scripts import."""
+LOOP = f"{GUIDE}, From the training loop of TRL ≤ 0.11"
+ACCELERATE = "leave it out: `accelerate launch` says it, and trackers are set up by report_to and their environment"
 OF_CONFIG = {
     "model_name": "load the models yourself, and hand them to PPOTrainer",
+    "reward_model": "it is an argument of PPOTrainer: a model, its path, or a function",
+    "query_dataset": "load the dataset yourself, and hand it to PPOTrainer as train_dataset",
+    "task_name": "run_name",
+    "tracker_kwargs": ACCELERATE,
+    "accelerator_kwargs": ACCELERATE,
+    "project_kwargs": ACCELERATE,
+    "push_to_hub_if_best_kwargs": "push_to_hub, with load_best_model_at_end",
+    "forward_batch_size": "per_device_train_batch_size",
+    "kl_penalty": "kl_estimator: k1 is `kl`; `mse` is ppo.kl_estimator: k2 of a configuration file",
+    "ratio_threshold": "ppo.max_ratio of a configuration file",
+    "compare_steps": "metric_for_best_model, which evaluations are compared by",
+    "optimize_cuda_cache": "leave it out: it changes no result",
+    "optimize_device_cache": "leave it out: it changes no result",
+    "is_encoder_decoder": "leave it out: models with an encoder cannot be trained",
+    "is_peft_model": "leave it out: the model itself shows it",
+    "global_backward_batch_size": "mini_batch_size, which is worked out",
+    "global_batch_size": "batch_size, which is worked out",
     "steps": "total_episodes, or max_steps for a number of updates",
     "ppo_epochs": "num_ppo_epochs",
     "backward_batch_size": "per_device_train_batch_size",
@@ -37,7 +56,7 @@ OF_CONFIG = {
     "target_kl": "ppo.max_approx_kl of a configuration file",
     "early_stopping": "ppo.max_approx_kl of a configuration file",
     "log_with": "report_to",
-    "tracker_project_name": "run_name",
+    "tracker_project_name": "project, or what the tracker reads from the environment: WANDB_PROJECT",
     "use_score_scaling": "ppo.score_norm of a configuration file",
     "use_score_norm": "ppo.score_norm of a configuration file",
     "score_clip": "ppo.reward_clip of a configuration file",
@@ -83,6 +102,16 @@ OF_TRANSFORMERS = {
 """Attributes of transformers.Trainer, and what PPOTrainer has in their place."""
 
 
+OF_LOOP = {
+    "step": "train runs the whole loop; one by hand calls `experience` and `update` of tether.train.trainer.PPOTrainer",
+    "generate": "train draws the answers; a loop by hand calls `rollout` of tether.train.trainer.PPOTrainer",
+    "log_stats": "train logs every update; one by hand calls `finish` and `record` of tether.train.trainer.PPOTrainer",
+    "save_pretrained": "it is save_model",
+    "dataloader": "train goes through train_dataset by itself",
+}
+"""What a loop of TRL ≤ 0.11 calls, and what PPOTrainer has in its place."""
+
+
 def missing(name: str) -> ImportError | AttributeError:
     """What is raised for a name that this package does not have."""
     if name in NAMES:
@@ -94,6 +123,8 @@ def no_attribute(name: str) -> AttributeError:
     """What is raised for an attribute that PPOTrainer does not have."""
     if name in OF_TRANSFORMERS:
         return AttributeError(f"PPOTrainer has no {name}: use {OF_TRANSFORMERS[name]}; {GUIDE} lists what it has")
+    if name in OF_LOOP:
+        return AttributeError(f"PPOTrainer has no {name}, which TRL ≤ 0.11 had: {OF_LOOP[name]}; see {LOOP}")
     from transformers import Trainer
 
     if not name.startswith("_") and hasattr(Trainer, name):

@@ -26,9 +26,7 @@ from tether.models.adapters import (
     with_adapter,
 )
 from tether.models.bitsandbytes import is_quantized
-from tether.models.build import check_token_ids
-from tether.models.compiled import compile_layers
-from tether.models.forward import check_causal, head_matches
+from tether.models.build import check_token_ids, finished
 from tether.models.heads import ScalarHead
 from tether.models.loading import TOKENIZER_FILES, half_dtype
 from tether.models.paths import absolute_source, model_errors
@@ -42,6 +40,13 @@ MOST_RENAMED = 0.01
 """Share of a vocabulary whose words may have other names in another tokenizer of the same ids."""
 CAUSAL = "a causal language model (AutoModelForCausalLM.from_pretrained(path))"
 CRITIC = "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))"
+
+MERGE = {
+    "reward_model": "Merge its adapter first, reward_model.merge_and_unload(), or give the adapter's folder as a path",
+    "value_model": "Merge its adapter first, value_model.merge_and_unload(), and all its weights train; a critic that "
+    "trains an adapter is `value: {kind: adapter}` of a configuration file",
+}
+"""What to do with a classifier in PEFT's wrapper, by its argument."""
 
 
 @dataclass(frozen=True)
@@ -225,14 +230,7 @@ class Models:
             autocast_dtype=half_dtype(config.train, device),
             detach_value=False,
         )
-        if config.train.compile:
-            for model in {role.model for role in models.all}:
-                compile_layers(model)
-        models.gradient_checkpointing(config.train.gradient_checkpointing)
-        with models.use(POLICY) as model:
-            head_matches(model)  # now, and not in the middle of a pass
-            check_causal(model)
-        return models
+        return finished(models, config)
 
     def _adapted(self) -> PeftModel | None:
         if isinstance(self.policy, PeftModel):
@@ -271,11 +269,13 @@ def name_of(model: PreTrainedModel) -> str:
 
 def check_classifier(model: Any, name: str, wanted: str) -> None:
     """Raises ``ConfigError`` if ``model`` is no decoder with a scalar head called ``score``."""
+    if isinstance(model, PeftModel):
+        raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}. {MERGE[name]}")
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}")
     score = getattr(model, "score", None)
     if not isinstance(score, nn.Linear):
-        merge = ". Merge its adapter first (merge_and_unload)" if score is not None else ""
+        merge = "" if score is None else f". {MERGE[name]}"
         raise ConfigError(f"{name}: got {type(model).__name__} without a linear head `score`, wanted {wanted}{merge}")
     if score.out_features != 1:
         raise ConfigError(f"{name}: got a classifier with {score.out_features} labels, wanted {wanted}")
@@ -380,7 +380,7 @@ def check_positions(models: Mapping[str, PreTrainedModel], longest: int, respons
         longest: tokens of the longest query.
     """
     for name, model in models.items():
-        words = {"key": "PPOConfig.response_length", "way_out": "drop long prompts", "model": name}
+        words = {"key": "PPOConfig.response_length", "way_out": "lower it, or drop long prompts", "model": name}
         fit.check_positions(model.config, longest, response_length, **words)
 
 

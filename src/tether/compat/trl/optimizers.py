@@ -60,7 +60,6 @@ def optimizers_of(
     config: RunConfig,
     roles: ModelRoles,
     num_updates: int,
-    engine: Engine,
     before: Mapping[str, nn.Parameter],
 ) -> list[PassOptimizer]:
     """The optimizers of a run: the user's if there is one, else those that the configuration asks for.

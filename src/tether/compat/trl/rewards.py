@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.compat.trl.models import check_classifier, name_of, scalar_head
@@ -160,7 +161,7 @@ def _is_function(member: Any) -> bool:
 
 
 def _check(member: Any) -> None:
-    if isinstance(member, PreTrainedModel):
+    if isinstance(member, PreTrainedModel | PeftModel):
         check_classifier(member, "reward_model", WANTED)
     elif isinstance(member, str | Path):
         check_model_path(str(member), "reward_model")

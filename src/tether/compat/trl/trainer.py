@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from tether.algo import ScoreMoments
 from tether.compat.trl import hub
+from tether.compat.trl.arguments import callbacks_of, check_kinds, policy_adapter, stop_of
 from tether.compat.trl.config import (
     INERT,
     PPOConfig,
@@ -44,8 +45,6 @@ from tether.generation.build import build_generator
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
-from tether.models.adapters import DEFAULT
-from tether.models.chat import turn_end
 from tether.models.roles import REFERENCE, VALUE
 from tether.models.saving import policy_weights, save_policy, written_into
 from tether.report.card import write_card
@@ -125,7 +124,7 @@ class PPOTrainer:
         check_arguments(args)
         self.args, self.processing_class = args, processing_class
         judges = Judges(reward_model)
-        models = Models(model, ref_model, value_model, peft_config, _policy_adapter(args, model), args.ref_adapter_name)
+        models = Models(model, ref_model, value_model, peft_config, policy_adapter(args, model), args.ref_adapter_name)
         models.check(list(judges.models.values()))
         prompts = prompts_of(train_dataset, processing_class, data_collator, "train_dataset")
         self._held_out = None
@@ -142,7 +141,7 @@ class PPOTrainer:
         told = check_evaluation(args, has_data=self._held_out is not None)
         for line in told + derive(args, len(prompts.prompts), dist.num_processes):
             logger.warning(line)
-        stop_token, stops = _stop(args, processing_class, models.base)
+        stop_token, stops = stop_of(args, processing_class, models.base)
         evaluates = self._held_out is not None and args.eval_strategy.value != "no"
         self._config = run_config(
             args,
@@ -157,7 +156,7 @@ class PPOTrainer:
         check_processes(self._config, dist)
         engine = build_engine(dist)
         check_optimizers(optimizers, engine)
-        own = _made(callbacks)
+        own = callbacks_of(callbacks)
         every = default_callbacks(args, own)
         if inert := sorted(INERT & args.set_arguments):
             logger.warning("PPOConfig: not read here: %s", ", ".join(inert))
@@ -179,7 +178,7 @@ class PPOTrainer:
         if args.missing_eos_penalty is not None and self._config.ppo.missing_eos_penalty is None:
             rewards = WithoutEnd(rewards, end_id=processing_class.eos_token_id, penalty=args.missing_eos_penalty)
         self._dist, self._engine, self._roles = dist, engine, roles
-        self._optimizers = optimizers_of(optimizers, self._config, roles, args.num_total_batches, engine, before)
+        self._optimizers = optimizers_of(optimizers, self._config, roles, args.num_total_batches, before)
         engine.prepare(self._optimizers)
         self._parts = Parts(
             roles=roles,
@@ -405,7 +404,8 @@ class PPOTrainer:
         elif (held_out := self._held_out) is None:
             raise ConfigError("evaluate: there is no eval_dataset; give one to PPOTrainer")
         parts = replace(self._parts, eval_prompts=held_out.prompts)
-        metrics, _ = evaluation.evaluate(parts, self._config, ScoreMoments(), phase=_silent, check=_go_on)
+        shown, check = NullDisplay().phase, lambda: None
+        metrics, _ = evaluation.evaluate(parts, self._config, ScoreMoments(), phase=shown, check=check)
         if held_out is self._held_out and metric_key_prefix == "eval":
             self._events.evaluated(metrics)
             return metrics
@@ -431,7 +431,7 @@ class PPOTrainer:
             Request(prompt.token_ids, noise_key(self.args.seed, "completions", prompt.row, 0)) for prompt in prompts
         ]
         parts = replace(self._parts, sampling=replace(self._parts.sampling, temperature=SHOWN_TEMPERATURE))
-        answers = answer(parts, prompts, requests, phase=_silent, check=_go_on)
+        answers = answer(parts, prompts, requests, phase=NullDisplay().phase, check=lambda: None)
         scores = self._rewards.score(answers.reward_batch(self.processing_class)).scores
         decode = self.processing_class.decode
         rows = [
@@ -546,81 +546,3 @@ class PPOTrainer:
         return hub.upload(
             self.args, self.hub_model_id, commit_message, blocking=blocking, token=token, revision=revision
         )
-
-
-def check_kinds(args: Any, tokenizer: Any, collator: Any) -> None:
-    """Raises ``ConfigError`` for arguments of a wrong kind that are neither models nor data."""
-    if not isinstance(args, PPOConfig):
-        raise ConfigError(f"args: got {type(args).__name__}, wanted a tether.compat.trl.PPOConfig")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ConfigError(f"processing_class: got {type(tokenizer).__name__}, wanted the policy's tokenizer")
-    if collator is not None and not callable(collator):
-        raise ConfigError(f"data_collator: got {type(collator).__name__}, wanted a function of a list of rows, or None")
-
-
-def _made(callbacks: Any) -> list[TrainerCallback]:
-    """The callbacks as objects.
-
-    Raises:
-        ConfigError: they are something else.
-    """
-    wanted = "wanted a list of transformers.TrainerCallback, objects or classes"
-    if callbacks is not None and not isinstance(callbacks, list | tuple):
-        raise ConfigError(f"callbacks: got {type(callbacks).__name__}, {wanted}")
-    made = [callback() if isinstance(callback, type) else callback for callback in callbacks or ()]
-    for callback in made:
-        if not isinstance(callback, TrainerCallback):
-            raise ConfigError(f"callbacks: got a list with {type(callback).__name__}, {wanted}")
-    return made
-
-
-def _policy_adapter(args: PPOConfig, model: Any) -> str:
-    """PEFT's name of the adapter that trains."""
-    if args.model_adapter_name is not None and isinstance(model, PeftModel):
-        return args.model_adapter_name
-    return model.active_adapter if isinstance(model, PeftModel) else DEFAULT
-
-
-def _stop(
-    args: PPOConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
-) -> tuple[str | None, frozenset[int]]:
-    """What ends an answer, as ``sampling.stop_token`` has it and as token ids.
-
-    Raises:
-        ConfigError: the tokenizer has no such token, or the model no row for it.
-    """
-    end = tokenizer.eos_token_id
-    if end is None and args.stop_token_id is None and (args.stop_token or args.missing_eos_penalty is not None):
-        raise ConfigError("PPOConfig: stop_token eos and missing_eos_penalty need a tokenizer with an end token")
-    stop = end if args.stop_token == "eos" else args.stop_token_id
-    if stop is None:
-        return None, frozenset()
-    text = "eos" if stop == end else tokenizer.convert_ids_to_tokens(stop)
-    if not isinstance(text, str):
-        raise ConfigError(f"PPOConfig.stop_token_id: the tokenizer has no token {stop}; it has {len(tokenizer)}")
-    rows = num_rows(model)
-    if stop >= rows:
-        raise ConfigError(f"PPOConfig: answers end at token {stop}, {text}, but the model knows only {rows} tokens")
-    if text == "eos" and (others := _other_ends(tokenizer, model)):
-        told = ", ".join(f"{tokenizer.convert_ids_to_tokens(other)} ({other})" for other in others)
-        logger.warning(
-            "PPOConfig.stop_token eos: answers end at %s alone, as in TRL, but the model's own end at %s too; set "
-            "stop_token_id to what should end them", tokenizer.eos_token, told
-        )  # fmt: skip
-    return text, frozenset({stop})
-
-
-def _other_ends(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
-    """What ends the model's answers by its generation config but the end token; with a chat template, its turns."""
-    configured = model.generation_config.eos_token_id
-    others = ({configured} if isinstance(configured, int) else set(configured or ())) - {tokenizer.eos_token_id}
-    closing = turn_end(tokenizer)
-    return sorted(others if closing is None else others & {closing})
-
-
-def _silent(name: str, done: int, total: int) -> None:
-    """Shows nothing of a phase."""
-
-
-def _go_on() -> None:
-    """Never stops."""

@@ -1,0 +1,87 @@
+"""Arguments of ``PPOTrainer`` that are neither models nor data: their kinds, and what they mean for a tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from tether.compat.trl.config import PPOConfig
+from tether.compat.trl.models import num_rows
+from tether.errors import ConfigError
+from tether.models.adapters import DEFAULT
+from tether.models.chat import turn_end
+
+logger = logging.getLogger(__name__)
+
+
+def check_kinds(args: Any, tokenizer: Any, collator: Any) -> None:
+    """Raises ``ConfigError`` for arguments of a wrong kind that are neither models nor data."""
+    if not isinstance(args, PPOConfig):
+        raise ConfigError(f"args: got {type(args).__name__}, wanted a tether.compat.trl.PPOConfig")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(f"processing_class: got {type(tokenizer).__name__}, wanted the policy's tokenizer")
+    if collator is not None and not callable(collator):
+        raise ConfigError(f"data_collator: got {type(collator).__name__}, wanted a function of a list of rows, or None")
+
+
+def callbacks_of(callbacks: Any) -> list[TrainerCallback]:
+    """The callbacks as objects.
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    wanted = "wanted a list of transformers.TrainerCallback, objects or classes"
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks: got {type(callbacks).__name__}, {wanted}")
+    made = [callback() if isinstance(callback, type) else callback for callback in callbacks or ()]
+    for callback in made:
+        if not isinstance(callback, TrainerCallback):
+            raise ConfigError(f"callbacks: got a list with {type(callback).__name__}, {wanted}")
+    return made
+
+
+def policy_adapter(args: PPOConfig, model: Any) -> str:
+    """PEFT's name of the adapter that trains."""
+    if args.model_adapter_name is not None and isinstance(model, PeftModel):
+        return args.model_adapter_name
+    return model.active_adapter if isinstance(model, PeftModel) else DEFAULT
+
+
+def stop_of(
+    args: PPOConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> tuple[str | None, frozenset[int]]:
+    """What ends an answer, as ``sampling.stop_token`` has it and as token ids.
+
+    Raises:
+        ConfigError: the tokenizer has no such token, or the model no row for it.
+    """
+    end = tokenizer.eos_token_id
+    if end is None and args.stop_token_id is None and (args.stop_token or args.missing_eos_penalty is not None):
+        raise ConfigError("PPOConfig: stop_token eos and missing_eos_penalty need a tokenizer with an end token")
+    stop = end if args.stop_token == "eos" else args.stop_token_id
+    if stop is None:
+        return None, frozenset()
+    text = "eos" if stop == end else tokenizer.convert_ids_to_tokens(stop)
+    if not isinstance(text, str):
+        raise ConfigError(f"PPOConfig.stop_token_id: the tokenizer has no token {stop}; it has {len(tokenizer)}")
+    rows = num_rows(model)
+    if stop >= rows:
+        raise ConfigError(f"PPOConfig: answers end at token {stop}, {text}, but the model knows only {rows} tokens")
+    if text == "eos" and (others := _other_ends(tokenizer, model)):
+        told = ", ".join(f"{tokenizer.convert_ids_to_tokens(other)} ({other})" for other in others)
+        logger.warning(
+            "PPOConfig.stop_token eos: answers end at %s alone, as in TRL, but the model's own end at %s too; set "
+            "stop_token_id to what should end them", tokenizer.eos_token, told
+        )  # fmt: skip
+    return text, frozenset({stop})
+
+
+def _other_ends(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
+    """What ends the model's answers by its generation config but the end token; with a chat template, its turns."""
+    configured = model.generation_config.eos_token_id
+    others = ({configured} if isinstance(configured, int) else set(configured or ())) - {tokenizer.eos_token_id}
+    closing = turn_end(tokenizer)
+    return sorted(others if closing is None else others & {closing})

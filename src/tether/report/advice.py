@@ -1,0 +1,146 @@
+"""What to do, in keys that the run's own configuration takes: a key that it would refuse is no advice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tether.report.read import Run
+
+
+def critic_kind(run: Run) -> str | None:
+    """``head``, ``adapter`` or ``model``; None where advantages come without a critic."""
+    if run.setting("ppo.advantage_estimator") not in (None, "gae"):
+        return None
+    return run.setting("value.kind") or ("model" if run.setting("model.lora") is None else "adapter")
+
+
+def smaller_updates(run: Run) -> str:
+    """How an update moves the policy less."""
+    epochs = run.count("ppo.num_ppo_epochs")
+    return "halve train.learning_rate" + ("" if epochs == 1 else ", or lower ppo.num_ppo_epochs")
+
+
+def stronger_tether(run: Run) -> str:
+    """How the policy is kept nearer to its reference."""
+    return "lower ppo.kl_target" if run.setting("ppo.kl_target") is not None else "raise ppo.kl_coef"
+
+
+def weaker_tether(run: Run) -> str:
+    """How the policy may go further from its reference, as a further way; empty where nothing holds it."""
+    if run.setting("ppo.kl_target") is not None:
+        return " or raise ppo.kl_target"
+    return "" if run.count("ppo.kl_coef") == 0 else " or lower ppo.kl_coef"
+
+
+def steered_kl(run: Run) -> str:
+    """The same, with a target as another way where there is none."""
+    can_be_set = run.setting("ppo.kl_target") is None and run.count("ppo.kl_coef") != 0
+    return stronger_tether(run) + (" or set ppo.kl_target" if can_be_set else "")
+
+
+def warm_critic(run: Run) -> str:
+    """How the critic knows more before the policy learns from it."""
+    ways = ["let the critic warm up (value.warmup_steps: 50)"]
+    if _can_start_from_reward(run):
+        ways.append("start it from the reward model (value.init: reward)")
+    return ", or ".join(ways)
+
+
+def better_critic(run: Run) -> str:
+    """How the critic learns more."""
+    faster = "raise ppo.vf_coef" if critic_kind(run) == "head" else "raise value.learning_rate"
+    return f"{faster}, {warm_critic(run)}, and {value_clip(run)}"
+
+
+def value_clip(run: Run) -> str:
+    """How the critic may move as far as the scores ask for."""
+    return "check that ppo.cliprange_value suits the scale of the scores, or set it to null"
+
+
+def best_kept(run: Run) -> str:
+    """How the best policy is kept in place of the last."""
+    if not run.setting("train.load_best_model_at_end"):
+        return "keep the best checkpoint: train.metric_for_best_model: eval_scores, train.load_best_model_at_end: true"
+    if run.finished_step is None:
+        return ""  # it will be, at the end
+    metric = run.setting("train.metric_for_best_model")
+    if metric == "eval_scores":
+        return "see the run's log for why the best checkpoint could not be put in place"
+    return f"kept is the best by {metric}; train.metric_for_best_model: eval_scores keeps the best by the judge"
+
+
+def less_noise(run: Run) -> str:
+    """How advantages become less noisy."""
+    if critic_kind(run) is not None:
+        return "a larger train.rollout_batch_size or a better critic reduces noise"
+    if run.setting("ppo.advantage_estimator") in ("rloo", "grpo"):
+        return "a larger train.rollout_batch_size, or more answers a prompt (sampling.num_generations), reduces noise"
+    return "a larger train.rollout_batch_size reduces noise"
+
+
+def missing_ends(run: Run) -> str:
+    """How answers come to end by themselves."""
+    if run.setting("ppo.missing_eos_score") is not None:
+        rule = "lower ppo.missing_eos_score"
+    elif run.setting("ppo.missing_eos_penalty") is not None:
+        rule = "raise ppo.missing_eos_penalty"
+    else:
+        rule = "set ppo.missing_eos_penalty (or ppo.missing_eos_score)"
+    return f"{rule}, and check that sampling.response_length leaves room"
+
+
+def shorter_than_meant(run: Run) -> str:
+    """Why answers may become short."""
+    causes = []
+    if run.count("ppo.gamma") not in (None, 1):
+        causes.append(f"the discount of ppo.gamma {run.count('ppo.gamma'):g} shortens answers: set it to 1")
+    if run.setting("ppo.whiten_rewards"):
+        causes.append("so does ppo.whiten_rewards: set it to false" if causes else "set ppo.whiten_rewards: false")
+    return "; ".join([*causes, "check whether the judge rewards brevity itself"])
+
+
+def full_precision(run: Run) -> str:
+    """How forwards run in the weights' own type, as a further way; empty where they do."""
+    on = [key for key in ("train.bf16", "train.fp16") if run.setting(key)]
+    return f", or set {on[0]}: false" if on else ""
+
+
+def judge_to_check(run: Run, name: str | None = None) -> str:
+    """What may be wrong with a judge that tells no answers apart.
+
+    Args:
+        name: of a source; None for all of them.
+    """
+    every = _sources(run.setting("rewards"))
+    sources = [source for own, source in every if name is None or f"{own}/".startswith(f"{name}/")]
+    causes = {
+        "regex": "its pattern",
+        "exact_match": "its column, and what stands there beside the answer",
+        "math_match": "its column, and what stands there beside the answer",
+        "function": "what the function reads and returns",
+    }
+    found = dict.fromkeys(causes.get(str(source.get("type")), "what it is sent and answers") for source in sources)
+    what = " or ".join(found) or "its pattern or column"
+    return (
+        f"check {what}, and read answers and scores in samples.jsonl. If they are right, the prompts are too hard or "
+        "too easy for this policy: take others"
+    )
+
+
+def _can_start_from_reward(run: Run) -> bool:
+    """Whether the critic could be copied from the first reward, and was not: left out, ``value.init`` does so."""
+    kind, rewards = critic_kind(run), run.setting("rewards")
+    first = rewards[0].get("type") if isinstance(rewards, list) and rewards and isinstance(rewards[0], dict) else None
+    wanted = {"adapter": ("adapter",), "model": ("model", "adapter")}.get(str(kind), ())
+    return first in wanted and run.setting("value.init") not in (None, "reward")
+
+
+def _sources(rewards: Any, prefix: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Name in the metrics and section of every reward source; an ensemble's members in its place."""
+    found = []
+    for i, source in enumerate(rewards if isinstance(rewards, list) else ()):
+        if isinstance(source, dict):
+            kind = source.get("type")
+            name = f"{prefix}{source.get('name') or (kind if len(rewards) == 1 else f'{kind}_{i}')}"
+            found += _sources(source.get("members"), f"{name}/") if kind == "ensemble" else [(name, source)]
+    return found

@@ -1,0 +1,91 @@
+"""Where metrics are healthy: one table for the health check, the curves' guides, a run's own warnings, and the docs.
+
+docs/metrics.md shows the same ranges by ``Limits.text``; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tether.report.text import number
+
+STRETCH = 5
+"""Neighbouring updates that are judged together."""
+KL_LENGTH = 50
+"""Tokens of an answer up to which the limits of ``objective/kl`` hold; longer ones may spend as much a token."""
+LOW_EOS_RATE = 0.8
+MOST_SHARE = 0.9
+"""Of one token among all tokens, and of one answer among all answers."""
+GRADIENT_SPIKE = 5.0
+"""Times the median of the gradient norm."""
+FEW_STEPS = 0.5
+"""Share of the optimizer steps of an update, where ``max_approx_kl`` or ``max_ratio`` may end it early."""
+SAME_SCORE = 1e-6
+"""Standard deviation of scores over the size of their mean, up to which they differ by rounding."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A range that is usual, and from where on something is to be watched, and to be done."""
+
+    healthy: float
+    warn: float
+    act: float | None = None
+    """None where no value alone is a reason to act."""
+
+    @property
+    def is_floor(self) -> bool:
+        """Whether it is small values that are unhealthy."""
+        return self.warn < self.healthy
+
+    def level(self, value: float) -> str:
+        """``ok``, ``warn`` or ``act``."""
+        sign = -1 if self.is_floor else 1
+        if self.act is not None and sign * value > sign * self.act:
+            return "act"
+        return "warn" if sign * value > sign * self.warn else "ok"
+
+    def scaled(self, factor: float) -> Limits:
+        """The same in another unit."""
+        return Limits(factor * self.healthy, factor * self.warn, None if self.act is None else factor * self.act)
+
+    def text(self, show: Callable[[float], str] = number) -> str:
+        """The range in words, a part of a sentence."""
+        within, beyond = ("from", "below") if self.is_floor else ("up to", "above")
+        act = "" if self.act is None else f", to act on {beyond} {show(self.act)}"
+        return f"healthy {within} {show(self.healthy)}, to watch {beyond} {show(self.warn)}{act}"
+
+
+LIMITS = {
+    "objective/kl": Limits(10.0, 15.0, 25.0),
+    "policy/approxkl_avg": Limits(1e-2, 2e-2, 5e-2),
+    "policy/clipfrac_avg": Limits(0.1, 0.15, 0.3),
+    "policy/dual_clipfrac": Limits(1e-3, 1e-2, 5e-2),
+    "val/clipfrac_avg": Limits(0.2, 0.3, 0.6),
+    "val/ratio_var": Limits(2e-3, 5e-3),
+    "val/ratio_max": Limits(1.5, 1.8, 5.0),
+    "val/first_ratio_error": Limits(1e-4, 1e-3, 1e-2),
+    "val/explained_variance": Limits(0.3, 0.2, 0.0),
+}
+"""By the metric's name; ``objective/kl`` in nats for answers of up to ``KL_LENGTH`` tokens."""
+
+LOGPROB_GAP = {
+    "float32": Limits(1e-4, 1e-3, 1e-2),
+    "float16": Limits(1e-2, 2e-2, 0.1),
+    "bfloat16": Limits(5e-2, 0.1, 0.2),
+}
+"""Of ``rollout/logprob_gap``, in nats a token, by the type that forwards run in."""
+
+
+def forward_type(*, dtype: object, bf16: object, fp16: object, quantization: object) -> str:
+    """The key of ``LOGPROB_GAP`` for a run with these settings (``model.dtype``, ``train.bf16``, ``train.fp16``,
+    ``model.quantization``). Weights in few bits round as coarsely as bfloat16."""
+    if bf16 or dtype == "bfloat16" or quantization:
+        return "bfloat16"
+    return "float16" if fp16 else "float32"
+
+
+def scores_alike(mean: float, std: float) -> bool:
+    """Whether all scores of a batch are the same but for rounding."""
+    return std <= SAME_SCORE * abs(mean)

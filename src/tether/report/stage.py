@@ -1,0 +1,94 @@
+"""The headline of a run before PPO: what was learned, as far as rows that were held out can say it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tether.report.read import Run
+from tether.report.summary import Tile, Verdict
+from tether.report.text import counted, number, percent
+
+OVERFITTED = 1.02
+"""Times the lowest held-out loss."""
+
+
+def verdict(run: Run) -> Verdict:
+    """Whether it learned what holds beyond the rows that it was trained on."""
+    return _of_pairs(run) if run.kind == "reward" else _of_demonstrations(run)
+
+
+def tiles(run: Run) -> list[Tile]:
+    """The numbers of the headline."""
+    rate, epochs = run.series("learning_rate").finite, run.series("epoch").finite
+    found = [
+        _course(run, "Loss", "loss", "in training", number),
+        _course(run, "Held-out loss", "eval_loss", "on new demonstrations", number),
+        _course(run, "Token accuracy", "mean_token_accuracy", "in training", percent),
+        _course(run, "Held-out token accuracy", "eval_mean_token_accuracy", "on new demonstrations", percent),
+        _course(run, "Pair accuracy", "accuracy", "in training", percent),
+    ]
+    if run.ranked:
+        pairs = f"of {run.ranked['pairs']:,.0f} pairs that were held out"
+        found.append(Tile("Held-out pair accuracy", percent(run.ranked.get("accuracy")), pairs))
+        found.append(Tile("Held-out margin", number(run.ranked.get("margin")), "chosen answer less the other"))
+    detail = f"epochs: {number(round(epochs[-1], 2))}" if epochs else "optimizer steps"
+    found.append(Tile("Steps", f"{run.num_updates:,}", detail))
+    found += [Tile("Learning rate", number(max(rate)), "at its peak")] if rate else []
+    return [tile for tile in found if tile is not None]
+
+
+def data_sources(run: Run) -> str:
+    """What was trained on, on one line."""
+    given = run.setting("data.pairs" if run.kind == "reward" else "data.demonstrations")
+    return ", ".join(map(str, given if isinstance(given, list) else [given]))
+
+
+def _of_demonstrations(run: Run) -> Verdict:
+    points = run.evaluated("eval_loss").points
+    if len(points) < 2:
+        early, late = run.series("loss").early, run.series("loss").late
+        if early is None or late is None:
+            return Verdict("info", "Not known yet.", "No loss was logged.")
+        held_out = f"The loss on held-out ones was {number(points[0][1])} at the end." if points else ""
+        text = f"In training the loss went from {number(early)} to {number(late)}."
+        reason = "Held-out demonstrations were evaluated once: train.eval_steps asks for more." if points else (
+            "No demonstrations were held out: data.eval_fraction or data.eval_demonstrations does."
+        )
+        return Verdict("info", "Not known.", f"{held_out} {text}".strip(), reason)
+    (first, start), (step, end) = points[0], points[-1]
+    best_step, best = min(points, key=lambda point: point[1])
+    detail = f"From {number(start)} after {counted(first, 'step')} to {number(end)} after {counted(step, 'step')}."
+    if best > 0 and end > OVERFITTED * best:
+        text = f"The held-out loss was lower after step {best_step}: {number(best)}."
+        return Verdict("warn", "Less than it did.", text, detail)
+    if end < start:
+        return Verdict("ok", "Yes.", f"The held-out loss fell by {percent(1 - end / start)}.", detail)
+    return Verdict("act", "No.", "The held-out loss did not fall.", detail)
+
+
+def _of_pairs(run: Run) -> Verdict:
+    accuracy, count = run.ranked.get("accuracy"), run.ranked.get("pairs", 0.0)
+    if accuracy is None or not math.isfinite(accuracy) or count == 0:
+        late = run.series("accuracy").late
+        if late is None:
+            return Verdict("info", "Not known yet.", "No pairs were ranked.")
+        text = f"In training it ranked {percent(late)} of the pairs so at the end."
+        reason = "There is no result on held-out pairs, which data.eval_fraction asks for."
+        return Verdict("info", "Not known.", text, reason)
+    noise = 2 * math.sqrt(0.25 / count)  # two standard errors of guesses
+    text = f"Of {count:,.0f} held-out pairs it ranks {percent(accuracy)} so."
+    detail = f"Guesses would be right for {percent(max(0.0, 0.5 - noise))} to {percent(min(1.0, 0.5 + noise))}."
+    if accuracy > 0.5 + noise:
+        return Verdict("ok", "Yes.", text, detail)
+    return Verdict("act" if accuracy < 0.5 - noise else "warn", "No better than guesses.", text, detail)
+
+
+def _course(run: Run, label: str, name: str, detail: str, show: Callable[[float], str]) -> Tile | None:
+    """First and last value of a metric, of updates or of evaluations."""
+    is_held_out = name.startswith("eval_")
+    series = run.evaluated(name) if is_held_out else run.series(name)
+    if not series:
+        return None
+    ends = (series.finite[0], series.finite[-1]) if is_held_out else (series.early, series.late)
+    return Tile(label, " → ".join(dict.fromkeys(show(value) for value in ends)), detail)

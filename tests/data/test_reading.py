@@ -1,0 +1,135 @@
+"""What the keys of a configuration read of a source: parts of splits, subsets, and columns under other names."""
+
+import json
+
+import datasets
+import pytest
+
+from tests.tiny import save_tiny
+from tests.train.runs import tiny_run
+from tether.config.load import dump_config, parse_config
+from tether.config.reward_stage import RewardStageConfig
+from tether.config.sft_stage import SftStageConfig
+from tether.data.prompts import load_prompts
+from tether.errors import ConfigError, DataError
+from tether.stages import reward, sft
+from tether.train.inputs import load_data
+from tether.train.saved import evaluate_path, generate_path
+
+WORDS = ("cat", "dog", "sun", "sea", "day")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two subsets of rows as gsm8k has them."""
+    path = tmp_path / "maths"
+    path.mkdir()
+    entries = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("main", "other"))
+    (path / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
+    for name, article in (("main", "the"), ("other", "a")):
+        rows = [{"question": f"{article} {word}", "answer": word, "worse": "bad"} for word in WORDS]
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def stage(section, folder, **data):
+    model = {"path": str(save_tiny(folder.parent / "model"))}
+    return parse_config(json.dumps({"model": model, "data": data, "output_dir": str(folder.parent / "out")}), section)
+
+
+def test_a_run_reads_parts_subsets_and_columns(folder, tmp_path):
+    source = str(folder)
+    config = tiny_run(
+        tmp_path, data__prompts=source, data__subset="main", data__split="train[:60%]", data__eval_prompts=source,
+        data__eval_subset="other", data__eval_split="train[60%:]", data__columns={"prompt": "question"},
+        data__ptx=source, data__ptx_subset="main", data__ptx_split="train[:1]", ppo__ptx_coef=1.0,
+        data__ptx_columns={"prompt": "question", "completion": "answer"},
+    )  # fmt: skip
+    data = load_data(config)
+    assert [prompt.source for prompt in data.prompts.prompts] == ["the cat", "the dog", "the sun"]
+    assert [prompt.source for prompt in data.eval_prompts.prompts] == ["a sea", "a day"]
+    assert data.prompts.columns == ["answer", "worse"], "which reward functions get under their own names"
+    assert data.tokenizer.decode(data.ptx.demonstrations[0].response_ids) == "cat <eos>"
+
+
+def test_the_other_stages_do_so_too(folder):
+    same = {"subset": "main", "split": "train[-1:]", "eval_subset": "other", "eval_split": "train[:2]"}
+    of_sft = {"demonstrations": str(folder), "eval_demonstrations": str(folder)}
+    columns = {"prompt": "question", "completion": "answer"}
+    data = sft.load_data(stage(SftStageConfig, folder, **same, **of_sft, columns=columns))
+    assert [data.tokenizer.decode(each.response_ids) for each in data.train] == ["day <eos>"]
+    assert [data.tokenizer.decode(each.query_ids).split()[1] for each in data.held_out] == ["a", "a"]
+    columns = {"prompt": "question", "chosen": "answer", "rejected": "worse"}
+    of_reward = {"pairs": str(folder), "eval_pairs": str(folder)}
+    tokenizer, pairs = reward.load_data(stage(RewardStageConfig, folder, **same, **of_reward, columns=columns))
+    assert tokenizer.decode(pairs.train[0].chosen_ids).endswith("day <eos>") and len(pairs.train) == 1
+    assert tokenizer.decode(pairs.held_out[1].rejected_ids).endswith("bad <eos>") and len(pairs.held_out) == 2
+
+
+def test_a_source_that_has_the_column_under_our_name_is_left_as_it_is(folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "you run", "answer": "x"}) + "\n")
+    (tmp_path / "main.jsonl").write_text((folder / "main.jsonl").read_text())
+    sources = [str(tmp_path / name) for name in ("main.jsonl", "rows.jsonl")]
+    columns = {"prompt": "question"}
+    config = tiny_run(tmp_path, data__prompts=sources, data__columns=columns, data__max_samples=1)
+    assert [prompt.source for prompt in load_data(config).prompts.prompts] == ["the cat", "you run"]
+
+
+def test_prompts_of_the_command_line_are_whole_and_have_the_runs_columns(folder, tmp_path, monkeypatch):
+    """A part that a run holds out is a part of its own prompts, not of others."""
+    source = str(folder / "main.jsonl")
+    parts = {"data__split": "train[:-1]", "data__eval_split": "train[-1:]", "data__eval_prompts": source}
+    config = tiny_run(tmp_path, data__prompts=source, data__columns={"prompt": "question"}, **parts)
+    save_tiny(config.output_dir)
+    (config.output_dir / "config.yaml").write_text(dump_config(config))
+    (tmp_path / "asked.jsonl").write_text('{"question": "you run"}\n{"question": "you see"}\n')
+    read = []
+
+    def asked(prompts, *given, **options):
+        read.append([prompt.source for prompt in load_prompts(prompts, *given, **options).prompts])
+        raise StopIteration
+
+    monkeypatch.setattr("tether.train.saved.load_prompts", asked)
+    for answer in (evaluate_path, generate_path):
+        with pytest.raises(StopIteration):
+            answer(config.output_dir, tmp_path / "asked.jsonl")
+    assert read == [["you run", "you see"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__subset": None}, r"^data\.prompts: .* the subsets main, other: name one by data\.subset$"),
+        (
+            {"data__eval_subset": "third"},
+            r"^data\.eval_prompts: .* main, other, and none called third: name one by data\.eval_subset$",
+        ),
+        (
+            {"data__columns": {"prompt": "qestion"}},
+            r"^data\.prompts: .* has no column qestion, which is to be its prompt; its columns are: question, answer, "
+            r"worse\. Correct it in data\.columns$",
+        ),
+        ({"data__columns": {}}, r"^data\.prompts: .*Rename one, or name it by data\.columns: \{prompt: …\}$"),
+    ],
+)
+def test_mistakes_name_the_key(folder, tmp_path, changes, message):
+    usual = {"data__subset": "main", "data__eval_prompts": str(folder), "data__eval_subset": "main"}
+    usual["data__columns"] = {"prompt": "question"}
+    with pytest.raises(DataError, match=message):
+        load_data(tiny_run(tmp_path, data__prompts=str(folder), **usual | changes))
+
+
+def test_keys_that_do_nothing_are_refused():
+    data = {"dataset_dir": "data", "demonstrations": "d"}
+    rest = {"model": {"path": "m"}, "output_dir": "o"}
+    for name, value in (("subset", "main"), ("eval_subset", "main"), ("columns", {"prompt": "question"})):
+        with pytest.raises(ConfigError, match=rf"data: {name} \(.*\) is for sources that dataset_dir \(data\) does"):
+            parse_config(json.dumps(rest | {"data": data | {name: value}}), SftStageConfig)
+    with pytest.raises(ConfigError, match=r"data\.columns: promt is no column that is read here; wanted prompt, "):
+        parse_config(json.dumps(rest | {"data": {"demonstrations": "d", "columns": {"promt": "x"}}}), SftStageConfig)

@@ -281,7 +281,7 @@ def test_one_answer_that_a_judge_refuses_ends_the_run_unless_it_counts_what_is_m
 
 
 def test_a_service_that_does_not_work_is_told_before_a_model_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr("tether.train.run.build_parts", None)  # what would load models
+    monkeypatch.setattr("tether.train.build.build_parts", None)  # what would load models
     with local_service(lambda payload: Reply({"error": "columns: no answer"}, 400)) as local:
         config = service_run(tmp_path, local.url)
         with pytest.raises(ConfigError, match=r"rewards\.0: the service did not score a first answer: .*no answer"):

@@ -84,6 +84,20 @@ def test_a_reward_model_counts_whole_or_in_part_by_who_has_it(tmp_path):
     assert spared == {"DDP": 0, "ZeRO-1": 0, "ZeRO-2": 0, "ZeRO-3": size - -(-size // 4), "FSDP2": size - -(-size // 4)}
 
 
+def test_every_process_loads_every_model_whole_where_weights_are_spread(tmp_path):
+    save_tiny(tmp_path / "judge", num_labels=1)
+    loading = {}
+    for processes in ("sharded", "all"):
+        judge = [{"type": "model", "path": str(tmp_path / "judge"), "processes": processes}]
+        planned = plan(tiny_run(tmp_path, rewards=judge, train__micro_batch_size=2), num_processes=4)
+        loading[processes] = planned.loading
+    weights = {role.role: role.weight_bytes for role in planned.roles}
+    roles = weights["policy"] + weights["reference"] + weights["value"]
+    assert loading["all"] == {"ZeRO-3": roles, "FSDP2": roles}
+    assert loading["sharded"] == {name: roles + weights["reward model"] for name in ("ZeRO-3", "FSDP2")}
+    assert plan(tiny_run(tmp_path)).loading == {}
+
+
 def test_a_critic_that_starts_as_a_judge_of_another_size_is_counted_as_that(tmp_path):
     judge = tiny_classifier("llama")
     shape = copy.deepcopy(judge.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import math
@@ -22,15 +23,13 @@ from tests.train.test_whole_step import trainer_for
 from tether.errors import CheckpointError, ConfigError, RewardResponseError, TrainingError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
-from tether.metrics.trackers import Trackers
 from tether.metrics.writers import read_jsonl
 from tether.models import saving
+from tether.models.checkpoints import list_checkpoints
 from tether.report.read import read_run
 from tether.train import optim, run
-from tether.train.checkpoint import list_checkpoints
 from tether.train.display import NullDisplay
 from tether.train.interrupt import StopRequest
-from tether.train.log import RunLog
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path
 
@@ -160,7 +159,7 @@ class Signal(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signal_ends_the_run_with_its_state_saved(tmp_path, number):
     changes = {"train__max_steps": 4}
     straight = tiny_run(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
@@ -191,6 +190,17 @@ def test_a_terminal_that_goes_away_stops_a_run_but_under_nohup(under_nohup):
         assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_somebody_else_waits_for_stays_theirs():
+    faulthandler.register(signal.SIGUSR1)  # a handler that Python knows nothing of
+    try:
+        with StopRequest():
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+    with StopRequest():
+        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
 
 
 def test_time_limit_ends_the_run_with_its_state_saved(tmp_path):
@@ -423,11 +433,10 @@ def test_early_stopping_of_transformers_works(tmp_path):
 
 
 def test_a_run_that_goes_on_has_not_come_to_its_end(tmp_path):
-    log = RunLog(tmp_path, NullDisplay(), Trackers("none", "t", tmp_path, {}), logging_steps=1)
-    log.finished(7, 5)
-    assert (read_run(tmp_path).finished_step, read_run(tmp_path).kept_step) == (7, 5)
-    RunLog(tmp_path, NullDisplay(), Trackers("none", "t", tmp_path, {}), logging_steps=1)
-    assert (read_run(tmp_path).finished_step, read_run(tmp_path).kept_step) == (None, None)
+    train_policy(tiny_run(tmp_path, train__save_steps=1))
+    assert (read_run(tmp_path / "out").finished_step, read_run(tmp_path / "out").kept_step) == (2, 2)
+    with run.open_trainer(tiny_run(tmp_path, train__save_steps=1, train__max_steps=3, resume=True)):
+        assert (read_run(tmp_path / "out").finished_step, read_run(tmp_path / "out").kept_step) == (None, None)
 
 
 def test_missing_eos_rules_are_judged_on_the_answer_alone(tmp_path):

@@ -35,6 +35,8 @@ from tether.models.roles import POLICY, VALUE, ModelRoles
 from tether.models.tokenizer import load_generation_config, load_tokenizer
 
 MANIFEST = "manifest.json"
+FINAL, TRIAL = "final.tmp", "save-trial.tmp"
+"""Folders whose files go to a run's own folder, and that are written to see whether that can be done."""
 
 
 def policy_weights(roles: ModelRoles) -> dict[str, Tensor]:
@@ -247,6 +249,23 @@ def put_back(path: Path) -> None:
         replaced.rename(path)
 
 
+def remove_unfinished(folder: Path, is_own: Callable[[str], bool]) -> None:
+    """Removes what killed processes left of folders that they were writing in ``folder``, of links the links alone; a
+    folder that was to be replaced, and was not, is put back.
+
+    Args:
+        is_own: whether a folder of that name is one that is written there.
+    """
+    for path in list(folder.glob(".*")):
+        name = path.name.removeprefix(".").removesuffix(".partial").removesuffix(".replaced")
+        if name == path.name[1:] or not is_own(name):
+            continue
+        put_back(folder / name)
+        _remove(path)
+    for name in (FINAL, TRIAL):
+        _remove(folder / name)
+
+
 def _replaced(path: Path) -> Path:
     """Where a folder waits to be removed until the one that replaces it is there."""
     return path.with_name(f".{path.name}.replaced")
@@ -263,9 +282,9 @@ def _remove(path: Path) -> None:
 @contextmanager
 def written_into(folder: Path) -> Iterator[Path]:
     """A new folder to write into, whose files are put into ``folder`` at the end, each whole or not there."""
-    with atomic_folder(folder / "final.tmp") as temporary:
+    written = folder / FINAL
+    with atomic_folder(written) as temporary:
         yield temporary
-    written = folder / "final.tmp"
     files = [path.relative_to(written) for path in written.rglob("*") if path.is_file()]
     for name in sorted(files, key=lambda name: (name.name == MANIFEST, name)):  # which lists the others
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -273,8 +292,11 @@ def written_into(folder: Path) -> Iterator[Path]:
     shutil.rmtree(written)
 
 
-def verify_manifest(folder: Path | str) -> None:
+def verify_manifest(folder: Path | str, *, contents: bool = True) -> None:
     """Checks every file that the folder's manifest lists.
+
+    Args:
+        contents: read every file and take its hash, which takes minutes for a large model; else its size will do.
 
     Raises:
         CheckpointError: the manifest or a file is missing, or a file is not what was written.
@@ -288,7 +310,7 @@ def verify_manifest(folder: Path | str) -> None:
             raise CheckpointError(f"{file} is missing")
         if file.stat().st_size != wanted["bytes"]:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, its manifest says {wanted['bytes']}")
-        if _sha256(file) != wanted["sha256"]:
+        if contents and _sha256(file) != wanted["sha256"]:
             raise CheckpointError(f"{file} is damaged: its content is not what was written (SHA-256 differs)")
 
 

@@ -8,9 +8,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.config.rewards import OwnModelReward, RewardConfig, ValueHeadReward, sources_of
 from tether.errors import ConfigError, RewardError
+from tether.models.classifiers import empty_classifier, reads_last_token
 from tether.models.fit import steady_positions
-from tether.models.loading import empty_classifier, load_config, load_tokenizer, reads_last_token
+from tether.models.loading import load_config
 from tether.models.paths import own_weights
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.encoder import position_limit
 from tether.rewards.reading import JudgedText, Reader, same_tokenizer
 from tether.types import Prompt, RewardBatch

@@ -68,8 +68,6 @@ def _named_schedule(train: TrainConfig) -> str:
 class Callbacks:
     """Calls every callback at the events of a run and keeps what they ask for.
 
-    Make it before the run's ``Dist``: a new ``TrainingArguments`` resets the process-wide state of Accelerate.
-
     Args:
         num_prompts: prompts in the training data.
         args, state: what callbacks are given, for callers that have these; made from the configuration otherwise.

@@ -21,7 +21,7 @@ from tether.models.chat import templated
 from tether.models.loading import load_causal_lm
 from tether.models.paths import check_model_path
 from tether.models.tokenizer import load_tokenizer, stop_token_ids
-from tether.train.run import sampling_of
+from tether.train.build import sampling_of
 from tether.train.saved import chat_keys, policy_config
 from tether.types import Message, Request, Sampling, noise_key
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from peft import PeftConfig, PeftType
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -42,6 +41,9 @@ from tether.train.display import Display
 from tether.train.optim import check_schedule
 from tether.train.rollout import Answers
 from tether.types import Completion, RewardBatch
+
+OF_SCRIPT = "train_dataset"
+"""``data.prompts`` of a run whose prompts were handed over by a script, on ``tether.compat.trl``."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,8 @@ def check_batches(config: RunConfig, num_processes: int) -> None:
 
 def resolved(config: RunConfig) -> RunConfig:
     """The configuration with the defaults filled in that depend on this machine and on what launched the run."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     asked = launched.mixed_precision()
-    return config.resolved(bf16=asked == "bf16" or bf16_supported(device), fp16=asked == "fp16")
+    return config.resolved(bf16=asked == "bf16" or bf16_supported(default_device()), fp16=asked == "fp16")
 
 
 def model_paths(config: RunConfig) -> dict[str, str]:

@@ -166,8 +166,11 @@ class PassOptimizer:
         return {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(), **scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state_dict``'s result."""
+        """Goes on from ``state_dict``'s result, and keeps none of its tensors: they may be parts of a file."""
         self.optimizer.load_state_dict(state["optimizer"])
+        for kept in self.optimizer.state.values():
+            own = {name: x.clone() for name, x in kept.items() if isinstance(x, Tensor) and x.device.type == "cpu"}
+            kept.update(own)
         self.scheduler.load_state_dict(state["scheduler"])
         if self.loss_scale is not None:
             self.loss_scale = LossScale(**state["loss_scale"])

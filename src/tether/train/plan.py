@@ -114,6 +114,9 @@ class Plan:
     """Estimated peak bytes of each phase, in one process."""
     engines: dict[str, dict[str, int]]
     """The same of each of several processes, by engine; empty for one."""
+    loading: dict[str, int]
+    """Estimated bytes of the machine's own memory that each process needs while models load, by engine that spreads
+    weights: every process makes every model whole before it keeps its part."""
 
 
 def plan(config: RunConfig, num_processes: int = 1) -> Plan:
@@ -154,7 +157,8 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
         name: estimate_memory(config, roles, shape, longest, num_processes, spreading, demonstration=demonstration)
         for name, spreading in engines.items()
     }
-    return Plan(dump_config(config), arithmetic, updates, roles, memory, each)
+    loading = {name: _while_loading(roles) for name, spreading in engines.items() if spreading.weights}
+    return Plan(dump_config(config), arithmetic, updates, roles, memory, each, loading)
 
 
 def _each(config: RunConfig) -> str:
@@ -344,6 +348,12 @@ def estimate_memory(
         "log-probabilities and values": kept + one_layer + chunk,
         "update": kept + part(GRAD_BYTES * at_once, spreading.gradients) + activations + chunk,
     }
+
+
+def _while_loading(roles: Sequence[RolePlan]) -> int:
+    """Bytes of the models that wait for an engine to spread them: those of roles together, a reward's one by one."""
+    judges = [role.weight_bytes for role in roles if role.role.startswith("reward ") and not role.is_whole]
+    return sum(role.weight_bytes for role in roles if not role.role.startswith("reward ")) + max(judges, default=0)
 
 
 def _role(role: str, source: str, parameters: int, trainable: int, dtype: torch.dtype, sharing: str) -> RolePlan:

@@ -277,14 +277,16 @@ class PPOTrainer:
         if by_source or of_sum:
             answers = start_answers(self.parts, self.config, phase=self.log.phase, check=self.stop.check)
         if by_source:
-            moments = measured(self.parts.rewards, answers.reward_batch(self.parts.tokenizer))
+            with self.stop.at_once():
+                moments = measured(self.parts.rewards, answers.reward_batch(self.parts.tokenizer))
             for name, own in moments.items():
                 self.log.message(spread(own, f"norm auto of the reward {name}", "norm"))
             self.state.source_moments = moments
         if self.state.source_moments:
             self.parts = replace(self.parts, rewards=normalised(self.parts.rewards, self.state.source_moments))
         if of_sum:
-            moments = algo.merged_moments(algo.ScoreMoments(), raw_scores(self.parts, answers)[0])
+            with self.stop.at_once():
+                moments = algo.merged_moments(algo.ScoreMoments(), raw_scores(self.parts, answers)[0])
             self.log.message(spread(moments, "ppo.score_norm frozen", "score_norm"))
             self.state.score_moments = moments
 

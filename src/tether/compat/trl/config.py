@@ -25,7 +25,7 @@ from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.compiled import check_compile
 from tether.models.device import bf16_supported, default_device
 from tether.train.engines.deepspeed import load_whole
-from tether.train.run import OF_SCRIPT
+from tether.train.inputs import OF_SCRIPT
 
 REFUSED = {
     "optim_args": "the optimizer is AdamW: use learning_rate, weight_decay and adam_*, or hand over `optimizers`",

@@ -447,7 +447,7 @@ class Cuts(FakeGenerator):
 @pytest.fixture
 def cut(monkeypatch):
     """Makes runs have such answers."""
-    return lambda *turns: monkeypatch.setattr("tether.train.run.build_generator", lambda *_: Cuts(*turns))
+    return lambda *turns: monkeypatch.setattr("tether.train.build.build_generator", lambda *_: Cuts(*turns))
 
 
 class Told(NullDisplay):

@@ -27,7 +27,7 @@ from tether.metrics.writers import read_jsonl
 from tether.models import saving
 from tether.models.checkpoints import list_checkpoints
 from tether.report.read import read_run
-from tether.train import optim, run
+from tether.train import folder, optim, run
 from tether.train.display import NullDisplay
 from tether.train.interrupt import StopRequest
 from tether.train.run import train_policy
@@ -501,13 +501,13 @@ def test_a_run_that_trusts_code_is_evaluated_with_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_policy_is_written_takes_nothing_away(tmp_path, monkeypatch, number):
-    config, save = tiny_run(tmp_path, train__max_steps=1), run.save_policy
+    config, save = tiny_run(tmp_path, train__max_steps=1), folder.save_policy
 
     def saved(*args, **options):
         os.kill(os.getpid(), number)
         return save(*args, **options)
 
-    monkeypatch.setattr(run, "save_policy", saved)
+    monkeypatch.setattr(folder, "save_policy", saved)
     before = signal.getsignal(number)
     result = train_policy(config)
     assert result.interrupted is None and signal.getsignal(number) == before

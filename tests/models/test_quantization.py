@@ -14,6 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tests.models.build import checksums, edit_json, micro_batch, roles_of, run_config, save_adapter, save_model
 from tests.rewards.encoders import save_encoder
+from tether.config.reward_stage import RewardModelConfig
 from tether.config.rewards import ModelReward, ValueHeadReward
 from tether.errors import ConfigError, ModelError
 from tether.models import bitsandbytes as few
@@ -24,6 +25,7 @@ from tether.models.loading import load_causal_lm
 from tether.models.saving import merge_adapter
 from tether.models.tokenizer import load_tokenizer
 from tether.rewards.build import _model_and_head
+from tether.stages.reward import adapted, start_model
 
 installed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 CPU = torch.device("cpu")
@@ -179,6 +181,16 @@ def test_a_judge_saved_in_few_bits_goes_to_the_device_that_computes_as_it_is_loa
     monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", from_pretrained)
     _model_and_head(ModelReward(type="model", path=str(folder)), CPU)
     assert asked == {"device_map": {"": CPU}}
+
+
+def test_a_reward_model_is_trained_as_an_adapter_on_weights_saved_in_few_bits(tmp_path, monkeypatch):
+    base = save_model(tmp_path / "base")
+    saved_in_few_bits(monkeypatch, base)
+    config = RewardModelConfig(path=str(base), lora={"r": 2})
+    model = adapted(start_model(config, precision=None, device=CPU), config)
+    model(torch.tensor([[5, 7, 8]])).logits.sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, _ in model.named_parameters() if "lora_" in name or "score.modules_to_save" in name}
 
 
 # With it

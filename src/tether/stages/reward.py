@@ -242,10 +242,12 @@ def start_model(config: RewardModelConfig, *, precision: torch.dtype | None, dev
     (path, of), options = base_of(config, before), loading_options(config, precision=precision, device=device)
     is_merged = before is not None and config.lora is None
     if before.head if is_merged else is_classifier(load_config(path, **of)):
-        return load_classifier(path, **options, **of).requires_grad_(True)  # also where an adapter was merged into it
-    model = classifier_on(load_causal_lm(path, **options, **of)).requires_grad_(True)
-    nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
-    return model
+        model = load_classifier(path, **options, **of)
+    else:
+        model = classifier_on(load_causal_lm(path, **options, **of))
+        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+    # also where an adapter was merged into it; beneath an adapter it stays frozen, and may be in few bits
+    return model if config.lora is not None else model.requires_grad_(True)
 
 
 def adapted(model: PreTrainedModel, config: RewardModelConfig) -> PeftModel:

@@ -72,13 +72,16 @@ def test_the_other_stages_do_so_too(folder):
     assert tokenizer.decode(pairs.held_out[1].rejected_ids).endswith("bad <eos>") and len(pairs.held_out) == 2
 
 
-def test_a_source_that_has_the_column_under_our_name_is_left_as_it_is(folder, tmp_path):
+def test_a_source_without_the_column_that_is_named_is_left_as_it_is_and_one_with_both_is_read_by_it(folder, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "you run", "answer": "x"}) + "\n")
+    (tmp_path / "both.jsonl").write_text(json.dumps({"prompt": "not this", "question": "a sea", "answer": "y"}) + "\n")
     (tmp_path / "main.jsonl").write_text((folder / "main.jsonl").read_text())
-    sources = [str(tmp_path / name) for name in ("main.jsonl", "rows.jsonl")]
+    sources = [str(tmp_path / name) for name in ("main.jsonl", "rows.jsonl", "both.jsonl")]
     columns = {"prompt": "question"}
     config = tiny_run(tmp_path, data__prompts=sources, data__columns=columns, data__max_samples=1)
-    assert [prompt.source for prompt in load_data(config).prompts.prompts] == ["the cat", "you run"]
+    data = load_data(config).prompts
+    assert [prompt.source for prompt in data.prompts] == ["the cat", "you run", "a sea"]
+    assert data.columns == ["answer", "worse"]
 
 
 def test_prompts_of_the_command_line_are_whole_and_have_the_runs_columns(folder, tmp_path, monkeypatch):
@@ -88,7 +91,8 @@ def test_prompts_of_the_command_line_are_whole_and_have_the_runs_columns(folder,
     config = tiny_run(tmp_path, data__prompts=source, data__columns={"prompt": "question"}, **parts)
     save_tiny(config.output_dir)
     (config.output_dir / "config.yaml").write_text(dump_config(config))
-    (tmp_path / "asked.jsonl").write_text('{"question": "you run"}\n{"question": "you see"}\n')
+    rows = [{"question": "you run"}, {"question": "you see"}, {"question": "not this", "prompt": "a sea"}]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = []
 
     def asked(prompts, *given, **options):
@@ -99,7 +103,7 @@ def test_prompts_of_the_command_line_are_whole_and_have_the_runs_columns(folder,
     for answer in (evaluate_path, generate_path):
         with pytest.raises(StopIteration):
             answer(config.output_dir, tmp_path / "asked.jsonl")
-    assert read == [["you run", "you see"]] * 2
+    assert read == [["you run", "you see", "a sea"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ class DataKeys(ChatKeys):
     """Maximum number of rows to read from each source, counted from the first."""
     columns: Columns = Field(default_factory=dict)
     """Names of columns that the sources call something else: ``{prompt: question}`` reads the column ``question`` as
-    the prompt. A source that already has a column with our name is left as it is."""
+    the prompt, also where the source has another column ``prompt``, which is then not read. A source without
+    ``question`` is left as it is."""
 
     def reading(self, name: str) -> dict[str, Any]:
         """How the dataset under the key ``name`` is read, as the functions that read data take it."""

@@ -44,8 +44,8 @@ def read_datasets(
     Args:
         split, subset: those to read where a source has several; the entries of a ``dataset_info.json`` name their own.
         max_samples: rows of each source that are read at most.
-
-        columns: names that a source has for columns which are called otherwise here, by our names.
+        columns: names that a source has for columns which are called otherwise here, by our names. They go before a
+            column under our name in a run's own sources, for which they were written, and after it elsewhere.
 
     Raises:
         DataError: a source is not there, cannot be read or has no rows, or lacks a column.
@@ -69,20 +69,24 @@ def read_datasets(
 
 
 def _renamed(table: Rows, columns: Mapping[str, str], key: str) -> Rows:
-    """The rows with our names for columns that the source calls otherwise. What the command line names may lack them:
-    they are those of a run's own sources."""
-    names = column_names(table.rows)
+    """The rows with our names for columns that the source calls otherwise. They were written for a run's own sources:
+    what the command line names may lack them, and its columns under our names are what it says they are."""
+    names, is_of_run = column_names(table.rows), key.startswith("data.")
     for ours, theirs in columns.items():
-        if table.rows and ours not in names and theirs not in names and key.startswith("data."):
+        if table.rows and ours not in names and theirs not in names and is_of_run:
             raise DataError(
                 f"{key}: {table.name} has no column {theirs}, which is to be its {ours}; its columns are: "
                 f"{', '.join(names)}. Correct it in data.{'ptx_' if key == 'data.ptx' else ''}columns"
             )
-    return replace(table, rows=[_renamed_row(row, columns) for row in table.rows]) if columns else table
+    if not columns:
+        return table
+    return replace(table, rows=[_renamed_row(row, columns, keeps_ours=not is_of_run) for row in table.rows])
 
 
-def _renamed_row(row: Row, columns: Mapping[str, str]) -> Row:
-    found = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+def _renamed_row(row: Row, columns: Mapping[str, str], *, keeps_ours: bool) -> Row:
+    found = {
+        ours: row[theirs] for ours, theirs in columns.items() if theirs in row and not (keeps_ours and ours in row)
+    }
     taken = {columns[ours] for ours in found}
     return found | {name: value for name, value in row.items() if name not in found and name not in taken}
 

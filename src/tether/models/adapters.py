@@ -20,6 +20,7 @@ from peft import (
     load_peft_weights,
     set_peft_model_state_dict,
 )
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -104,20 +105,33 @@ def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         kind = adapter.config.peft_type.value
         raise ModelError(f"{adapter.path}: a {kind} adapter cannot be merged; wanted a LoRA adapter")
     place_adapter(adapted, DEFAULT, adapter)
+    outer = model.get_output_embeddings()
+    if _is_tied(adapter) and isinstance(outer, BaseTunerLayer):  # else what is tied would be added to one weight twice
+        _separate(model, outer.base_layer)
     return adapted.merge_and_unload().eval()
 
 
 def _untie(model: PreTrainedModel, adapter: Adapter) -> None:
     """Gives the output embeddings weights of their own where they share the input's and the adapter changes one of the
-    two."""
+    two; PEFT ties what it changes itself where it was asked to."""
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
-    if outer is None or outer.weight is not inner.weight:
+    if outer is None or outer.weight is not inner.weight or _is_tied(adapter):
         return
     names = [name for name, module in model.named_modules() if module is inner or module is outer]
     changed = tuple(f".{name}.{what}" for name in names for what in ("lora_", "weight"))
     if any(part in key for key in adapter.tensors for part in changed):
-        outer.weight = nn.Parameter(outer.weight.detach().clone(), requires_grad=outer.weight.requires_grad)
-        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+        _separate(model, outer)
+
+
+def _separate(model: PreTrainedModel, outer: nn.Module) -> None:
+    """Gives the output embeddings weights of their own."""
+    outer.weight = nn.Parameter(outer.weight.detach().clone(), requires_grad=outer.weight.requires_grad)
+    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+
+
+def _is_tied(adapter: Adapter) -> bool:
+    """Whether what it brings for the input embeddings is also the output's, where its base shares these."""
+    return getattr(adapter.config, "ensure_weight_tying", False)
 
 
 def num_tokens(adapter: Adapter) -> int:
@@ -148,9 +162,10 @@ def with_tokens(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         return model
     model.resize_token_embeddings(size, mean_resizing=False)
     own = set(adapter.config.modules_to_save or ())
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
+    for module in (inner, outer):
         name = next((name for name, each in model.named_modules() if each is module), None)
-        if name is None:
+        if name is None or (module is outer and module.weight is inner.weight and _is_tied(adapter)):
             continue
         given = adapter.tensors.get(f"{MODULE_PREFIX}{name}.weight")
         if given is None or len(given) != size or name.rpartition(".")[2] not in own:
@@ -309,6 +324,19 @@ def check_switched_off(path: str, config: PeftConfig) -> None:
         raise ModelError(
             f"{path}: an adapter with {changes[0]} changes the weights of its base, which other roles share. "
             "Convert it to a plain LoRA adapter, or merge it and give the merged folder"
+        )
+
+
+def check_tied(path: str, config: PeftConfig, shape: PreTrainedConfig) -> None:
+    """Raises ``ModelError`` if PEFT is to tie what the policy's adapter brings for the embeddings of a base of this
+    shape: it does so for a model's first adapter alone, and other roles put theirs on the same base."""
+    targets = config.target_modules if isinstance(config.target_modules, Iterable) else ()
+    changed = {name.rpartition(".")[2] for name in (*targets, *(getattr(config, "modules_to_save", None) or ()))}
+    is_asked = getattr(config, "ensure_weight_tying", False) and shape.get_text_config().tie_word_embeddings
+    if is_asked and changed & set(EMBEDDINGS):
+        raise ModelError(
+            f"{path}: an adapter with ensure_weight_tying that changes the embeddings cannot share its base with the "
+            f"adapters of other roles. Merge it (`tether merge {path} -o DIR`), and name that folder as model.path"
         )
 
 

@@ -19,6 +19,7 @@ from tether.models.adapters import (
     changed_config,
     check_continued,
     check_switched_off,
+    check_tied,
     fill_adapter,
     peft_lora_config,
     read_adapter,
@@ -151,6 +152,7 @@ def _lora_roles(
         settings = changed_config(peft_lora_config(lora, base), base_model_name_or_path=base_source, revision=revision)
     else:
         check_continued(lora, start, base)
+        check_tied(path, start.config, base.config)
         with_tokens(base, start)
         settings = changed_config(
             start.config, base_model_name_or_path=base_source, task_type="CAUSAL_LM", inference_mode=False

@@ -16,7 +16,7 @@ from tether.data.joined import check_datasets
 from tether.data.prompts import PromptData, load_prompts, split_prompts
 from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.trackers import check_report_to
-from tether.models.adapters import check_beside, check_switched_off, check_targets, grown
+from tether.models.adapters import check_beside, check_switched_off, check_targets, check_tied, grown
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.build import critic_source
 from tether.models.chat import check_template, check_template_kwargs, templated
@@ -187,6 +187,8 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
         check_switched_off(model.path, _peft_config(model.path, model.revision))
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
     check_language_model(base, shape)
+    if base != model.path and model.lora is not None:
+        check_tied(model.path, _peft_config(model.path, model.revision), shape)
     _check_weights(config, shape)
     _check_tokens(config, data, grown(shape, model.path, model.revision))
     _check_layers(config, shape, is_fresh=base == model.path)

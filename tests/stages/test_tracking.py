@@ -1,5 +1,7 @@
 """What trackers are told of the stages, and evaluations on the way."""
 
+import shutil
+
 import pytest
 from accelerate import tracking
 from pydantic import ValidationError
@@ -84,3 +86,27 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path, wandb):
     with pytest.raises(ValidationError, match=r"train.eval_steps needs data.eval_pairs or data.eval_fraction"):
         stage_config(tmp_path, data={"eval_fraction": 0}, eval_steps=2)
     assert wandb == [] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("made", [stage, stage_config])
+def test_a_tracker_that_does_not_start_costs_no_earlier_run(tmp_path, wandb, monkeypatch, made):
+    train = train_sft if made is stage else train_reward_model
+    config = made(tmp_path, num_train_epochs=None, max_steps=1, report_to="wandb")
+
+    def refused(self, name, run_name, logging_dir, config):
+        (logging_dir / "begun").mkdir(parents=True)
+        raise OSError("no key")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Trackers, "_start", refused)
+        with pytest.raises(ConfigError, match=r"train\.report_to: wandb did not start"):
+            train(config)
+    train(config)  # what a tracker left there is in nobody's way
+    before = {path.name: path.read_bytes() for path in config.output_dir.iterdir() if path.is_file()}
+    assert {"manifest.json", "metrics.jsonl", "model.safetensors"} <= before.keys()
+    shutil.rmtree(config.output_dir / "logs")
+    monkeypatch.setattr(module.Trackers, "_start", refused)
+    train_keys = config.train.model_copy(update={"seed": 7})
+    with pytest.raises(ConfigError, match=r"train\.report_to: wandb did not start"):
+        train(config.model_copy(update={"overwrite_output_dir": True, "train": train_keys}))
+    assert {path.name: path.read_bytes() for path in config.output_dir.iterdir() if path.is_file()} == before

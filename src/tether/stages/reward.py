@@ -107,7 +107,7 @@ def train_reward_model(
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
         model = dist.each(lambda: adapted(model, config.model))
-    with running.prepared(run, read), running.watched(config, on_progress, stop, dist) as watch:
+    with running.watched(run, read, on_progress, stop) as watch:
         settings = model.config.get_text_config()
         uses_cache = settings.use_cache
         start = time.perf_counter()

@@ -313,34 +313,20 @@ def check_same_data(run: Begun[Any], read: Mapping[str, str]) -> None:
         )
 
 
-@contextmanager
-def prepared(run: Begun[Any], read: Mapping[str, str]) -> Iterator[None]:
-    """Inside, ``output_dir`` is this run's alone, and ready: without what an earlier run wrote, or cut back to the
-    checkpoint that the run goes on from.
-
-    Args:
-        read: the run's ``fingerprints``, which are kept for one that goes on.
-
-    Raises:
-        ConfigError: it cannot be made, or another run writes to it or has written to it meanwhile.
-    """
-    dist, config = run.dist, run.config
-    with ExitStack() as stack:
-        dist.by_main(lambda: stack.enter_context(claimed(config.output_dir)))
-        dist.by_main(lambda: check_folder(config))  # once more: another run may have begun there meanwhile
-        dist.by_main(lambda: _prepare(config, run.checkpoint))
-        dist.by_main(lambda: write_whole(config.output_dir / FINGERPRINTS_FILE, json.dumps(read, indent=1).encode()))
-        yield
-
-
 def clear(config: StageConfig) -> None:
     """Removes what an earlier run wrote to ``output_dir``, which ``check_folder`` took, and writes the configuration.
 
     Raises:
-        ConfigError: as ``prepared``.
+        ConfigError: as ``watched``.
     """
     with claimed(config.output_dir):
         _prepare(config, None)
+
+
+def _mark(config: StageConfig) -> None:
+    """Makes an empty ``output_dir`` known as this run's, whatever ends it before its folder is prepared."""
+    if not any(config.output_dir.iterdir()):
+        write_whole(config.output_dir / CONFIG_FILE, dump_config(config).encode())
 
 
 def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
@@ -472,26 +458,40 @@ class Watch(TrainerCallback):
 
 
 @contextmanager
-def watched(config: StageConfig, on_progress: OnProgress | None, stop: Stop | None, dist: Dist) -> Iterator[Watch]:
+def watched(
+    run: Begun[Any], read: Mapping[str, str], on_progress: OnProgress | None, stop: Stop | None
+) -> Iterator[Watch]:
     """A callback that keeps the run's log and tells its trackers, which end with the ``with``.
 
+    Inside, ``output_dir`` is this run's alone, and ready: without what an earlier run wrote, or cut back to the
+    checkpoint that the run goes on from. Nothing is removed before the trackers have started.
+
+    Args:
+        read: the run's ``fingerprints``, which are kept for one that goes on.
+
     Raises:
-        ConfigError: a tracker did not start.
+        ConfigError: ``output_dir`` cannot be made, or another run writes to it or has written to it meanwhile, or a
+            tracker did not start.
     """
+    dist, config = run.dist, run.config
     folder, train = config.output_dir, config.train
-    writer = JsonlWriter(folder / METRICS_FILE) if dist.is_main else None
-    trackers = dist.each(
-        lambda: Trackers(
-            train.report_to if dist.is_main else "none",
-            run_name=train.run_name or folder.name,
-            logging_dir=folder / "logs",
-            config=without_keys(config.model_dump(mode="json")),
+    with ExitStack() as stack:
+        dist.by_main(lambda: stack.enter_context(claimed(folder)))
+        dist.by_main(lambda: check_folder(config))  # once more: another run may have begun there meanwhile
+        dist.by_main(lambda: _mark(config))
+        trackers = dist.each(
+            lambda: Trackers(
+                train.report_to if dist.is_main else "none",
+                run_name=train.run_name or folder.name,
+                logging_dir=folder / "logs",
+                config=without_keys(config.model_dump(mode="json")),
+            )
         )
-    )
-    try:
+        stack.callback(trackers.close)
+        dist.by_main(lambda: _prepare(config, run.checkpoint))
+        dist.by_main(lambda: write_whole(folder / FINGERPRINTS_FILE, json.dumps(read, indent=1).encode()))
+        writer = JsonlWriter(folder / METRICS_FILE) if dist.is_main else None
         yield Watch(writer, on_progress, stop, dist, trackers)
-    finally:
-        trackers.close()
 
 
 def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Trainer:

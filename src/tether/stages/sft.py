@@ -88,7 +88,7 @@ def train_sft(
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
     processor = dist.each(lambda: processor_of(config.model, model))
-    with running.prepared(run, read), running.watched(config, on_progress, stop, dist) as watch:
+    with running.watched(run, read, on_progress, stop) as watch:
         start = time.perf_counter()
         with _settings_kept(model), lost_told(dist.num_processes):
             trainer = running.train(

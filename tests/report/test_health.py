@@ -157,16 +157,18 @@ def test_one_of_several_judges_that_tells_no_answers_apart_is_named(tmp_path):
         samples = [answer(0, row, 1.0) for row in range(rows)]
         found = {f.metric: f for f in diagnose(read_run(write(tmp_path / str(rows), lines, samples)))}
         assert ("eval_rewards_std" in found) == is_told
-    lines[1:] = [line | {"eval_rewards_std/brevity": 0.0} for line in lines[1:]]
+    silent = {"eval_rewards_std/brevity/missing": 0.0, "eval_rewards/brevity/missing": 0.0}
+    lines[1:] = [line | {"eval_rewards_std/brevity": 0.0} | silent for line in lines[1:]]
     found = {f.metric: f for f in diagnose(read_run(write(tmp_path, lines, [answer(0, row, 1.0) for row in (0, 1)])))}
-    assert found["eval_rewards_std"].level == "act" and "by brevity, other" in found["eval_rewards_std"].sentence
+    assert found["eval_rewards_std"].level == "act" and "by brevity, other." in found["eval_rewards_std"].sentence
 
 
 @pytest.mark.parametrize(("own", "level"), [(0.0, "warn"), (1.0, "ok")])
 def test_scores_that_move_by_their_running_scale_alone_are_told(tmp_path, own, level):
     config = CONFIG.replace("kl_coef: 0.05", "kl_coef: 0.05, score_norm: running")
     evals = [evaluation(i, 0.0) | {"eval_rewards_std/brevity": 1.0} for i in (0, N)]
-    found = findings(tmp_path, lambda i, p: {"rewards__brevity": own * p}, evals=evals, config=config)
+    course = {"rewards__brevity/missing": 0.0}
+    found = findings(tmp_path, lambda i, p: {"rewards__brevity": own * p} | course, evals=evals, config=config)
     assert found["moving scale"].level == level
     assert "moving scale" not in findings(tmp_path / "fixed", evals=evals)
 

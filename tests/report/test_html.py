@@ -11,7 +11,7 @@ import pytest
 
 from tests.report.runs import CONFIG, answer, evaluation, healthy, update, write
 from tether.errors import DataError
-from tether.report import write_report
+from tether.report import curves, write_report
 from tether.report.html import page as page_of
 from tether.report.read import read_run
 
@@ -247,3 +247,13 @@ def test_held_out_answers_are_spread_over_the_file_not_picked(tmp_path):
     shown = [int(row) for row in re.findall(r"answer (\d+) at 3", page.text)]
     assert len(shown) == 24 and shown[0] == 0 and shown[-1] == 99
     assert all(4 <= b - a <= 5 for a, b in pairwise(shown))
+
+
+def test_the_share_that_a_judge_gave_no_score_has_a_curve_of_its_own_beside_the_judge_s(tmp_path):
+    scores = {f"rewards/judge_{i}": 1.0 for i in range(curves.MAX_COMPONENTS - 1)}
+    metrics = [update(i, 0.1 * i) | scores | {"rewards/brevity/missing": 0.25} for i in range(1, 4)]
+    metrics.append(evaluation(3, 1.0) | {"eval_rewards/brevity/missing": 0.5})
+    figures = {figure.title: figure for figure in dict(curves.groups(read_run(write(tmp_path, metrics))))["Rewards"]}
+    share = figures["brevity/missing"]
+    assert list(figures)[:2] == ["brevity", "brevity/missing"] and f"judge_{curves.MAX_COMPONENTS - 2}" in figures
+    assert share.caption == "share of answers that this judge gave no score" and share.latest == "50 % held-out"

@@ -298,3 +298,15 @@ def test_rows_that_are_scored_are_kept_when_the_rest_fails(tmp_path, monkeypatch
         (0, 3.0, 1.0),
         (1, 2.0, 1.0),
     ]
+
+
+def test_answers_that_a_source_gave_no_score_are_counted_in_rows_and_are_no_source_of_the_tables(tmp_path):
+    (tmp_path / "short.py").write_text(
+        "def short(prompts, completions, **columns):\n"
+        "    return [None if len(text) > 3 else float(len(text)) for text in completions]\n"
+    )
+    source = {"type": "function", "path": str(tmp_path / "short.py"), "name": "short", "missing": -1.0}
+    file = written(tmp_path, *({"prompt": "a", "response": text} for text in ("ab", "abcdef")))
+    scored = score_file(config(tmp_path, source), file)
+    assert [row["rewards"]["short/missing"] for row in scored.rows] == [0.0, 1.0]
+    assert [row[0] for row in scored.tables[0].rows] == ["score", "letters", "short"]

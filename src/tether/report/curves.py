@@ -10,7 +10,7 @@ from typing import Any
 from tether.report import health
 from tether.report.limits import LIMITS, Limits
 from tether.report.markup import Html
-from tether.report.read import STAGES, Run, Series
+from tether.report.read import MISSING, STAGES, Run, Series, is_missing_share
 from tether.report.svg import Guide, Line, Mark, buckets, line_chart, path_chart, stacked_bars
 from tether.report.text import number, percent
 
@@ -173,10 +173,18 @@ def _entropy(run: Run) -> Figure | None:
 def _components(run: Run) -> list[Figure]:
     trained = [name.removeprefix("rewards/") for name in run.names() if name.startswith("rewards/")]
     held_out = [n.removeprefix("eval_rewards/") for n in run.evaluated_names() if n.startswith("eval_rewards/")]
-    names = list(dict.fromkeys(trained + held_out))[:MAX_COMPONENTS]
-    found = [_both(run, name[:60], "this judge alone, unweighted", f"rewards/{name}", f"eval_rewards/{name}")
-             for name in names]  # fmt: skip
+    names = [name for name in dict.fromkeys(trained + held_out) if not is_missing_share(name)][:MAX_COMPONENTS]
+    found = [figure for name in names for figure in (_component(run, name), _missing_share(run, f"{name}/{MISSING}"))]
     return [figure for figure in found if figure is not None]
+
+
+def _component(run: Run, name: str) -> Figure | None:
+    return _both(run, name[:60], "this judge alone, unweighted", f"rewards/{name}", f"eval_rewards/{name}")
+
+
+def _missing_share(run: Run, name: str) -> Figure | None:
+    caption, both = "share of answers that this judge gave no score", (f"rewards/{name}", f"eval_rewards/{name}")
+    return _both(run, name[-60:], caption, *both, limits=(0.0, 1.0), show=percent)
 
 
 def _objective(run: Run) -> Figure | None:

@@ -26,7 +26,7 @@ from tether.report.limits import (
     forward_type,
     scores_alike,
 )
-from tether.report.read import STAGES, Run
+from tether.report.read import STAGES, Run, is_missing_share
 from tether.report.text import counted, number, one_line, percent, signed
 from tether.report.trends import (
     MIN_UPDATES,
@@ -522,6 +522,7 @@ def same_rewards(run: Run) -> Finding | None:
     """Judges that give every held-out answer the same score, in every evaluation."""
     prefix = "eval_rewards_std/"
     names = [name.removeprefix(prefix) for name in run.evaluated_names() if name.startswith(prefix)]
+    names = [name for name in names if not is_missing_share(name)]
     if len({sample.row for sample in run.samples if sample.split == "eval"}) < 2:
         return None
     means = {name: dict(run.evaluated(f"eval_rewards/{name}").points) for name in names}
@@ -545,7 +546,7 @@ def moving_scale(run: Run) -> Finding | None:
     """Whether the score moves by its running normalisation alone."""
     if run.setting("ppo.score_norm") != "running":
         return None
-    names = [name for name in run.names() if name.startswith("rewards/")]
+    names = [name for name in run.names() if name.startswith("rewards/") and not is_missing_share(name)]
     spreads = {name: next(iter(run.evaluated(f"eval_rewards_std/{name[8:]}").finite), None) for name in names}
     own = [change(run.series(name).finite, spreads[name]) for name in names]
     total = score_change(run)

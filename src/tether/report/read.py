@@ -19,6 +19,8 @@ FINISHED = "finished.json"
 """How a run of PPO ended; not there while it goes on, or where it was interrupted."""
 REWARD_EVALUATION = "reward_eval.json"
 """What a reward model says of pairs that were held out."""
+MISSING = "missing"
+"""Component of a reward source whose ``missing`` is set: 1 for an answer that counted that, else 0."""
 STAGES = ("sft", "reward")
 """Kinds of a run before PPO."""
 TEXT_LIMIT = 4_000
@@ -28,6 +30,11 @@ _LARGEST, _SMALLEST = 1e100, 1e-100  # outside of these, sums and squares overfl
 
 Point = tuple[int, float]
 """An update, and a metric's value there."""
+
+
+def is_missing_share(component: str) -> bool:
+    """Whether a component of the rewards says which answers a judge gave no score, and nothing of the answers."""
+    return component.endswith(f"/{MISSING}")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.config.rewards import HttpReward
 from tether.errors import ConfigError, RewardError, RewardResponseError
+from tether.report.read import MISSING
 from tether.rewards.base import checked, listed
 from tether.rewards.early import Asked, Begun, InGroups, joined, named, whole
-from tether.rewards.missing import MISSING, Missing
+from tether.rewards.missing import Missing
 from tether.rewards.service import Post, Service, service_of
 from tether.rewards.tokens import judged
 from tether.types import RewardBatch, RewardOutput

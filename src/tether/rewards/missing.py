@@ -8,13 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from tether.errors import RewardResponseError
+from tether.report.read import MISSING
 from tether.rewards.base import answer_of, listed
 from tether.types import RewardOutput
 
 logger = logging.getLogger(__name__)
-
-MISSING = "missing"
-"""Component of a source whose ``missing`` is set: 1 for an answer that counted that, else 0."""
 
 
 class Missing:

@@ -14,6 +14,7 @@ from tether.data.judged import JudgedData, JudgedRow, load_judged
 from tether.data.pairs import pair_accuracy
 from tether.data.sources import check_source
 from tether.errors import DataError
+from tether.report.read import is_missing_share
 from tether.rewards.build import check_contents, try_sources
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.ensemble import Ensemble
@@ -99,7 +100,8 @@ def score_file(
         for scored in _scored(judges, batches, data.columns, display):
             outputs.append(scored)
     totals, components = _joined(outputs)
-    scores = {SCORE: totals} | {name: values for name, values in components.items() if values != totals}
+    own = {name: values for name, values in components.items() if values != totals and not is_missing_share(name)}
+    scores = {SCORE: totals} | own
     lengths = [len(answer) for row in data.rows for answer in row.answers]
     tables = (pair_tables if data.is_pairs else answer_tables)(scores, lengths, data.name)
     return Scored(_rows(data, outputs), tables, _seen(judges, data))

@@ -52,11 +52,11 @@ from tether.rewards.encoder import EncoderSource
 from tether.rewards.ensemble import Ensemble, reduction
 from tether.rewards.function import FunctionSource, check_columns, load_function
 from tether.rewards.http import check_sent_columns, check_sent_values, http_source
-from tether.rewards.judge import judge_source
+from tether.rewards.judge import NoNumber, judge_source
 from tether.rewards.model import ModelSource
 from tether.rewards.reading import Reader, same_tokenizer
 from tether.rewards.ready import check_ready, check_value, ready_source
-from tether.rewards.service import service_key
+from tether.rewards.service import NoScore, service_key
 from tether.types import Prompt, RewardBatch, RewardSource
 
 
@@ -294,7 +294,8 @@ def try_sources(
         under: configuration key of the sources.
 
     Raises:
-        ConfigError: a service gave no scores, or a function raised what no answer could be at fault for; says why.
+        ConfigError: a service gave no scores, a judge no number, whatever its ``missing`` is, or a function raised what
+            no answer could be at fault for; says why.
     """
     for i, (config, name) in enumerate(zip(configs, names, strict=True)):
         key, source, what = f"{under}.{i}", None, "service"
@@ -306,15 +307,20 @@ def try_sources(
                 try_sources(config.members, members, batch, tokenizer, under=f"{key}.members")
             case HttpReward():
                 source = http_source(config, name, key, tokenizer)
-            case JudgeReward():
-                source = judge_source(config, name, key)
-        if source is not None:
-            try:
-                source.score(batch)
-            except RewardError as error:
-                # of a function anything else may be the one answer's fault, such as a spread that it does not have
-                if what == "service" or isinstance(error.__cause__, _MISTAKES):
-                    raise ConfigError(f"{key}: the {what} did not score a first answer: {error}") from error
+            case JudgeReward():  # one that has no number for the first answer has none for any
+                source = judge_source(config.model_copy(update={"missing": None}), name, key)
+        if source is None:
+            continue
+        try:
+            source.score(batch)
+        except RewardError as error:
+            why = error.__cause__
+            if isinstance(why, NoScore) and not isinstance(why, NoNumber) and config.missing is not None:
+                continue  # a content filter's dislike of the first answer
+            # of a function anything else may be the one answer's fault, such as a spread that it does not have
+            if what == "service" or isinstance(why, _MISTAKES):
+                told = why if isinstance(why, NoNumber) else error
+                raise ConfigError(f"{key}: the {what} did not score a first answer: {told}") from error
 
 
 def _model_source(

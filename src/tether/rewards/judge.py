@@ -23,6 +23,10 @@ _LINE = re.compile(rf"(?:[^:=：]{{1,40}}[:=：]\s*)?({_NUMBER})(?:\s*(?:/|out o
 _MARKS = str.maketrans("", "", "*_`#")
 
 
+class NoNumber(NoScore):
+    """A judge replied, and never in the form of a score."""
+
+
 class JudgeSource:
     """Scores answers by what a chat model says of each, several at a time.
 
@@ -106,7 +110,7 @@ class JudgeSource:
             if number is not None:
                 return number
         cut = ", cut off at max_tokens" if was_cut else ""
-        raise NoScore(
+        raise NoNumber(
             f"{self.service.place} gave no number from {lowest:g} to {highest:g} for answer {row} of {len(batch)} "
             f"(counted from 0), asked {self.attempts} times; the last reply{cut}: "
             f"{one_line(self.service.without_key(text), 300)!r}. Wanted the "

@@ -325,6 +325,19 @@ def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file
     assert not (tmp_path / "out/sft").exists()
 
 
+def test_warnings_of_the_last_stage_are_told_before_the_first_loads_a_model(file, monkeypatch):
+    told = Told()
+
+    def first(*args, **kwargs):
+        assert told.lines[0] == "warning: in the section ppo: answers may be too long"
+        raise StopIteration
+
+    monkeypatch.setattr("tether.pipeline.inputs.check_data", lambda *args, **kwargs: ["answers may be too long"])
+    monkeypatch.setattr("tether.stages.sft.start_model", first)
+    with pytest.raises(StopIteration):
+        run_pipeline(load_pipeline(file, []), display=told)
+
+
 def test_a_launch_that_does_not_fit_the_last_stage_is_told_before_the_first_loads_a_model(file, monkeypatch):
     def no_model(*args, **kwargs):
         raise AssertionError("a model was loaded")

@@ -72,7 +72,7 @@ def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
         )
         dist.each(lambda: _check_order(pipeline, states))
         dist.each(lambda: _check_kept(pipeline, states))
-        dist.each(lambda: check_pipeline(pipeline, states, dist))
+        dist.each(lambda: check_pipeline(pipeline, states, dist, display))
         if shared.overwrite_output_dir:
             dist.by_main(lambda: _clear_later(pipeline))
         finished: dict[str, Path] = {}
@@ -136,7 +136,7 @@ def run_reward(config: RewardStageConfig, display: Display, stop: StopRequest | 
 # Before a model is loaded
 
 
-def check_pipeline(pipeline: Pipeline, states: Mapping[str, State], dist: Dist) -> None:
+def check_pipeline(pipeline: Pipeline, states: Mapping[str, State], dist: Dist, display: Display) -> None:
     """Raises for every mistake in every unfinished stage that shows before a model is loaded.
 
     What an earlier stage has yet to make is looked at in what it starts from: the same tokens, shape and templates.
@@ -144,19 +144,21 @@ def check_pipeline(pipeline: Pipeline, states: Mapping[str, State], dist: Dist) 
     Args:
         states: how far each stage is.
         dist: the processes that were launched.
+        display: shown what may go wrong all the same.
     """
     for name, config in pipeline.stages.items():
         if states[name] == "finished":
             continue
         try:
-            _check(_on_start(config, pipeline, states), _ready(config, states[name]), name, dist)
+            for note in _check(_on_start(config, pipeline, states), _ready(config, states[name]), name, dist):
+                display.message(f"warning: in the section {name}: {note}")
         except TetherError as error:
             error.add_note(f"in the section {name}")
             raise
 
 
-def _check(config: Section, ready: Section, name: str, dist: Dist) -> None:
-    """Checks a stage.
+def _check(config: Section, ready: Section, name: str, dist: Dist) -> list[str]:
+    """Checks a stage; returns warnings.
 
     Args:
         config: the stage on models that are there already.
@@ -170,15 +172,16 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> None:
         check_run_folder(ready)
         config = inputs.resolved(config)
         data = inputs.load_data(config)
-        inputs.check_data(config, data, has_policy=config.model.path == ready.model.path)
+        notes = inputs.check_data(config, data, has_policy=config.model.path == ready.model.path)
         if dist.is_main:
             try_outside(config, data, with_services=True)
-        return
+        return notes
     stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
     running.check_launch(config, name, dist.num_processes)
     stage.check(running.as_launched(config))
     running.check_folder(ready)
     stage.load_data(config)
+    return []
 
 
 def _on_start(config: Any, pipeline: Pipeline, states: Mapping[str, State]) -> Any:

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.train.runs import tiny_run
+from tests.train.test_mistakes import judge_of
 from tether.cli.main import main
 from tether.cli.plan import size
 from tether.config.launched import num_processes
@@ -31,6 +32,15 @@ def test_a_plan_shows_configuration_arithmetic_roles_and_memory(tmp_path, capsys
     for text in ("3 of 8 answers = 24 episodes", "base", "reference", "peak memory", "letters", "KiB"):
         assert text in shown, text
     assert not config.output_dir.exists()
+
+
+def test_a_plan_warns_of_answers_that_may_be_too_long_for_a_reward_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    tiny_run(tmp_path)
+    config = tiny_run(tmp_path, rewards=judge_of(tmp_path / "judge", own_tokenizer=True), sampling__response_length=4)
+    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert main(["plan", str(tmp_path / "run.yaml")]) == 0
+    assert "warning: rewards.0: row 3 of the prompts has 10 tokens" in capsys.readouterr().out
 
 
 def test_a_file_of_llamafactory_is_planned_for_as_many_processes_as_were_said(tmp_path, capsys, monkeypatch):

@@ -7,9 +7,11 @@ from tether.train.plan import Plan
 
 
 def show_plan(plan: Plan, display: Display) -> None:
-    """Shows the resolved configuration, the arithmetic of batches, the roles and the estimated memory."""
+    """Shows the resolved configuration, warnings, the arithmetic of batches, the roles and the estimated memory."""
     for line in plan.config.splitlines():
         display.message(line)
+    for note in plan.notes:
+        display.message(f"warning: {note}")
     display.table("batches", ["what", "how many"], plan.arithmetic)
     header = ["role", "source", "adds", "trains", "dtype", "memory", "sharing"]
     rows = []

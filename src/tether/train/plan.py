@@ -117,6 +117,8 @@ class Plan:
     loading: dict[str, int]
     """Estimated bytes of the machine's own memory that each process needs while models load, by engine that spreads
     weights: every process makes every model whole before it keeps its part."""
+    notes: list[str]
+    """What may go wrong all the same."""
 
 
 def plan(config: RunConfig, num_processes: int = 1) -> Plan:
@@ -132,7 +134,7 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     check_batches(config, num_processes)
     config = resolved(config)
     data = load_data(config)
-    check_data(config, data)
+    notes = check_data(config, data)
     prompts, eval_prompts = data.prompts, data.eval_prompts
     count, longest = len(prompts.prompts), max(len(p.token_ids) for p in prompts.prompts)
     updates, rollout = config.num_updates(count), config.train.rollout_batch_size
@@ -158,7 +160,7 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
         for name, spreading in engines.items()
     }
     loading = {name: _while_loading(roles) for name, spreading in engines.items() if spreading.weights}
-    return Plan(dump_config(config), arithmetic, updates, roles, memory, each, loading)
+    return Plan(dump_config(config), arithmetic, updates, roles, memory, each, loading, notes)
 
 
 def _each(config: RunConfig) -> str:

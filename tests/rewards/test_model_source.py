@@ -316,7 +316,7 @@ def closing_judge(folder, *, chat):
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_a_judge_of_the_stage_gives_one_score_whichever_tokenizer_the_policy_has(tmp_path, chat):
+def test_a_judge_of_the_stage_gives_a_finished_answer_one_score_whichever_tokenizer_the_policy_has(tmp_path, chat):
     own = closing_judge(tmp_path, chat=chat)
     turns = [(f" {query}", f" {answer}") for query, answer in TURNS]
     if chat:
@@ -329,6 +329,8 @@ def test_a_judge_of_the_stage_gives_one_score_whichever_tokenizer_the_policy_has
     assert read.shares_ids and not source(tmp_path, permuted_tokenizer()).shares_ids
     assert source(tmp_path, permuted_tokenizer()).read(other) == read.read(same)
     assert source(tmp_path, permuted_tokenizer()).score(other).scores == read.score(same).scores
+    cut = replace(same, response_ids=[ids[:-1] for ids in same.response_ids])
+    assert read.read(cut) == [ids[:-1] for ids in read.read(same)], "token ids are read as they were sampled"
     (tmp_path / "tokenizer_config.json").write_text(
         (tmp_path / "tokenizer_config.json").read_text().replace(READS_TO, "something_else")
     )

@@ -21,7 +21,8 @@ InputFormat = Literal["auto", "chat", "joined", "pair", "response"]
 
 READS_TO = "judge_reads_to"
 """What ``tether reward`` adds to the judge's tokenizer_config.json: the token that closed every answer in training, at
-which the judge's score is that of the answer."""
+which the judge's score is that of the answer. A judge that reads text reads every answer to it; of the policy's token
+ids it reads those that were sampled, also where an answer was cut off or ended by another token."""
 _PROBE = "Hello, World!  It's 1234567.89 — naïve café,\n\n\tdef f(x): return x  # 漢字 🙂 <|end|> ."
 _LETTER = "a"
 

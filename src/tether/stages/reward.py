@@ -2,7 +2,7 @@
 
     loss = −log σ(r(prompt, chosen) − r(prompt, rejected)) + center_rewards_coefficient · (r_chosen + r_rejected)²
 
-Each answer is read at its last token, the end token, as reward sources read it in PPO.
+Each answer is read at its last token, the end token, as reward sources read an answer in PPO that ended with it.
 
 Source: Bradley & Terry 1952; Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155; the centring term
 Eisenstein et al. 2023, eq. 2, https://arxiv.org/abs/2312.09244

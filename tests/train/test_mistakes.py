@@ -183,7 +183,8 @@ def test_mistake_is_told_before_a_model_is_loaded(tmp_path, loaded, name):
 def test_answers_that_may_be_too_long_for_a_reward_model_are_told_once(tmp_path, loaded, response_length, is_told):
     tiny_run(tmp_path)
     rewards = judge_of(tmp_path / "judge", own_tokenizer=True)
-    config = tiny_run(tmp_path, rewards=rewards, sampling__response_length=response_length)
+    held_out = {"data__eval_prompts": str(write_prompts(tmp_path / "held_out.jsonl"))}
+    config = tiny_run(tmp_path, rewards=rewards, sampling__response_length=response_length, **held_out)
     notes = check_data(resolved(config), load_data(config))
     assert len(notes) == is_told and loaded == []
     if is_told:

@@ -180,7 +180,7 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
     Raises:
         ConfigError, DataError: says which it is.
     """
-    notes = [note for prompts in data.prompt_sets for note in check_judged(config, prompts, data.tokenizer)]
+    notes = check_judged(config, data.prompt_sets, data.tokenizer)
     model = config.model
     base, revision = own_weights(model.path, model.revision)
     if base != model.path and model.lora is not None:
@@ -200,7 +200,9 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
     return notes
 
 
-def check_judged(config: RunConfig, prompts: PromptData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def check_judged(
+    config: RunConfig, prompt_sets: Sequence[PromptData], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
     """Raises for what keeps a run's reward sources from judging answers to these prompts.
 
     Returns:
@@ -210,11 +212,14 @@ def check_judged(config: RunConfig, prompts: PromptData, tokenizer: PreTrainedTo
         ConfigError, DataError: a column is not there or holds what a source cannot use, a judge's chat template
             refuses a conversation, or prompts leave no room for answers.
     """
-    check_rewards(config.rewards, columns=prompts.columns)
-    check_conversations(config.rewards, prompts.prompts, tokenizer)
-    rows = ((prompt.source, prompt.columns, f"row {prompt.row} of the prompts") for prompt in prompts.prompts)
-    check_contents(config.rewards, rows)
-    return check_room(config.rewards, prompts.prompts, tokenizer, config.sampling.response_length)
+    for prompts in prompt_sets:
+        check_rewards(config.rewards, columns=prompts.columns)
+    every = [prompt for prompts in prompt_sets for prompt in prompts.prompts]
+    check_conversations(config.rewards, every, tokenizer)
+    check_contents(
+        config.rewards, ((prompt.source, prompt.columns, f"row {prompt.row} of the prompts") for prompt in every)
+    )
+    return check_room(config.rewards, every, tokenizer, config.sampling.response_length)
 
 
 def first_answer(data: RunData) -> RewardBatch:

@@ -136,7 +136,7 @@ def evaluate_path(
     shape = load_shape(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
     words = {"key": "the run's sampling.response_length", "way_out": "leave longer prompts out"}
     check_positions(shape, _longest(data), config.sampling.response_length, **words)
-    for note in check_judged(config, data, tokenizer):
+    for note in check_judged(config, [data], tokenizer):
         display.message(f"warning: {note}")
     run_data = RunData(tokenizer, data, data, None)
     try_sources(config.rewards, config.reward_names, first_answer(run_data), tokenizer)

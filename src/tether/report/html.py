@@ -41,7 +41,7 @@ QUESTIONS = {
 WORDS = {"ok": "✓ ok", "warn": "▲ warn", "act": "■ act", "info": "– info"}
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: str | Path) -> Path:
     """Writes ``report.html`` into the folder of a run; returns its path.
 
     Reads config.yaml, metrics.jsonl and samples.jsonl. Each may be missing, torn, or from a run that was interrupted

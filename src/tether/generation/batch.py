@@ -152,8 +152,8 @@ class Batch:
         # an index, not a count: the slice that transformers takes for a count is not contiguous, and the head's matrix
         # product on it can be hundreds of times slower in bfloat16
         optional, padded = {"logits_to_keep": torch.tensor([-1])}, {}
-        # elsewhere nothing is padded: Mamba takes a mask next to its cache for that of the single token, and models whose
-        # positions do not begin at 0 (RoBERTa) compute them best themselves
+        # elsewhere nothing is padded: Mamba takes a mask next to its cache for that of one token alone, and models
+        # whose positions do not begin at 0 (RoBERTa) compute them best themselves
         if self._decoding.may_pad:
             # in a cache of fixed size it has one shape, whatever has been read: what follows is not seen
             end = self._seen if self._decoding is Decoding.CUT else None
@@ -203,7 +203,7 @@ def drawn_tokens(
 
     −log E is Gumbel noise, so the argmax is a sample; the second form needs no exponentials but those of the sum.
     At temperature 0: y = argmax_v logits_v and x = logits. With top-k or top-p the argmax is over the tokens that they
-        keep, the sum over all tokens. The log-probability of a row is not finite if any of its logits is NaN or +∞.
+    keep, the sum over all tokens. The log-probability of a row is not finite if any of its logits is NaN or +∞.
 
     Source: Gumbel 1954; Maddison, Tarlow and Minka 2014, eq. 2, https://arxiv.org/abs/1411.0030
     """

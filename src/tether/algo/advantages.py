@@ -120,8 +120,8 @@ def grpo(
         A_it = (R_i − mean) / (std + 1e-4)        mean and std over the n answers to the prompt of i
 
     The std is the sample standard deviation: the sum of squares is divided by n − 1. Dividing by it weights each prompt
-        by the inverse of the spread of its returns: unlike with ``rloo``, the expected gradient is not that of the mean
-        return.
+    by the inverse of the spread of its returns: unlike with ``rloo``, the expected gradient is not that of the mean
+    return.
 
     Args:
         mask: True on response tokens, the end-of-sequence token included.

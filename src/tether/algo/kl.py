@@ -55,7 +55,7 @@ def kl_loss(
         L = stop(ρ) · k2(π_new, ref)     its gradient is that of k3, its mean is not the KL
 
     The KL is that of one token given those before it: a token's effect on the KL of later tokens has no gradient here.
-        It has one if k1 is in the reward.
+    It has one if k1 is in the reward.
 
     Args:
         logprobs: log π_old, where π_old is the policy that sampled the tokens.

@@ -201,8 +201,8 @@ def drawn_tokens(
         E_v = −log(1 − u_v) ~ Exp(1),      u_v = (k_v + ½) / 2³¹,      k_v from the row's generator
         log π(y) = x_y − log Σ_v exp x_v
 
-    −log E is Gumbel noise, so the argmax is a sample; the second form needs no exponentials but those of the sum.
-    At temperature 0: y = argmax_v logits_v and x = logits. With top-k or top-p the argmax is over the tokens that they
+    −log E is Gumbel noise, so the argmax is a sample; the second form needs no exponentials but those of the sum. At
+    temperature 0: y = argmax_v logits_v and x = logits. With top-k or top-p the argmax is over the tokens that they
     keep, the sum over all tokens. The log-probability of a row is not finite if any of its logits is NaN or +∞.
 
     Source: Gumbel 1954; Maddison, Tarlow and Minka 2014, eq. 2, https://arxiv.org/abs/1411.0030

@@ -30,8 +30,8 @@ class HFGenerator:
 
         y_t = argmax_v  logits_v / temperature − log E_v,      E_v ~ Exp(1), keyed by (key, t)
 
-    so that the other rows of a batch change an answer only if rounding decides between two tokens. At temperature 0
-    the most likely token is taken, and log-probabilities are those at temperature 1.
+    so that the other rows of a batch change an answer only if rounding decides between two tokens. At temperature 0 the
+    most likely token is taken, and log-probabilities are those at temperature 1.
 
     If the answers of a batch do not fit into memory side by side, the unfinished ones start over, half as many at a
     time, and so do all later ones.

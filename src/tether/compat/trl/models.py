@@ -295,8 +295,8 @@ def check_vocabularies(models: Mapping[str, PreTrainedModel], tokenizer: PreTrai
     tokens.
 
     Args:
-        models: models by argument name, the policy as ``model``. The pad token needs no embedding: pads never
-            reach a model.
+        models: models by argument name, the policy as ``model``. The pad token needs no embedding: pads never reach a
+            model.
     """
     size, pads = num_rows(models["model"]), {tokenizer.pad_token_id}
     highest = max(token for token in tokenizer.get_vocab().values() if token not in pads and token < size)

@@ -65,7 +65,8 @@ def plan_micro_batches(
 
     Args:
         lengths: number of tokens in each row, query and response.
-        max_tokens: maximum number of tokens in a part of a group, padding included; a longer row forms a part by itself.
+        max_tokens: maximum number of tokens in a part of a group, padding included; a longer row forms a part by
+            itself.
         num_parts: number of parts that the rows of each group will be dealt out to.
     """
     groups: list[list[int]] = []

@@ -98,7 +98,9 @@ def check_entry(folder: str, name: str, key: str) -> None:
 def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None) -> Rows:
     """The rows of a dataset that ``dataset_info.json`` names, with Tether's columns.
 
-    A conversation becomes ``prompt`` (everything before the last answer) and ``messages`` (all of it). Pairs become ``prompt``, ``chosen`` and ``rejected``. Other columns stay. Conversations without turns, or with an unknown role, are dropped with a warning.
+    A conversation becomes ``prompt`` (everything before the last answer) and ``messages`` (all of it). Pairs become
+    ``prompt``, ``chosen`` and ``rejected``. Other columns stay. Conversations without turns, or with an unknown role,
+    are dropped with a warning.
 
     Args:
         folder, name, key: as ``check_entry``.

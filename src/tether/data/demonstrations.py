@@ -158,14 +158,16 @@ def demonstration_batches(
 ) -> list[MicroBatch]:
     """The demonstrations of one optimizer step as padded micro-batches; depends only on the arguments.
 
-    Each demonstration is drawn once per epoch, in a new order each time; batches are full and may straddle epochs, as in ``PromptStream``. The tokens to train on are the response of the micro-batches.
+    Each demonstration is drawn once per epoch, in a new order each time; batches are full and may straddle epochs, as
+    in ``PromptStream``. The tokens to train on are the response of the micro-batches.
 
     Args:
         step: index of the optimizer step in the run.
         batch_size: number of demonstrations per step.
         seed: the run's seed.
         max_rows: maximum number of demonstrations in a micro-batch.
-        max_tokens: maximum number of tokens in a micro-batch, padding included; a longer demonstration forms one by itself.
+        max_tokens: maximum number of tokens in a micro-batch, padding included; a longer demonstration forms one by
+            itself.
     """
     stream = PromptStream(len(demonstrations), batch_size, noise_key(seed, "ptx", 0, 0))
     drawn = [demonstrations[i] for i, _ in stream.batch(step)]

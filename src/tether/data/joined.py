@@ -42,7 +42,8 @@ def read_datasets(
     """The rows of one or several datasets, in order; at least one.
 
     Args:
-        split, subset: split and subset to read if a source has several; entries of a ``dataset_info.json`` name their own.
+        split, subset: split and subset to read if a source has several; entries of a ``dataset_info.json`` name their
+            own.
         max_samples: maximum number of rows to read from each source.
         columns: the sources' column names by ours, where they differ.
 

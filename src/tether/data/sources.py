@@ -95,7 +95,8 @@ def read_rows(
 
     Args:
         source: file, folder or hub id.
-        split: split to read if the source has several; a single split is read whatever its name. May be parts of splits, or several, as in ``split_parts``.
+        split: split to read if the source has several; a single split is read whatever its name. May be parts of
+            splits, or several, as in ``split_parts``.
         key: the configuration key of ``source``, for messages.
         subset: subset to read if a folder or hub dataset has several.
         subset_key: the setting that names the subset, for messages; None if there is none.

@@ -12,7 +12,8 @@ class PromptStream:
 
         draw k of the run = entry k mod N of the permutation of epoch ⌊k / N⌋,      batch i = draws i·B … i·B + B − 1
 
-    Every prompt is drawn once per epoch; a batch may straddle epochs, and fewer prompts than a batch are cycled. A batch depends only on its index, so a resumed run needs no state of the stream.
+    Every prompt is drawn once per epoch; a batch may straddle epochs, and fewer prompts than a batch are cycled. A
+    batch depends only on its index, so a resumed run needs no state of the stream.
 
     Args:
         num_prompts: N, number of prompts in the dataset.

@@ -1,4 +1,4 @@
-"""Which curves a report shows, from which metrics."""
+"""The curves that a report shows, and their metrics."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ TRAIN, HELD_OUT = 1, 2
 
 @dataclass(frozen=True)
 class Figure:
-    """One chart with what stands around it."""
+    """One chart with its title and caption."""
 
     title: str
     caption: str
     """What is plotted, in a few words."""
     legend: Sequence[tuple[str, int]]
-    """Name and colour number of each series; empty where there is only one."""
+    """Name and colour number of each series; empty if there is only one."""
     latest: str
     """The value at the end of the run."""
     chart: Html
 
 
 def groups(run: Run) -> list[tuple[str, list[Figure]]]:
-    """The figures under their headings; what was not logged is left out."""
+    """The figures under their headings, without metrics that were not logged."""
     sections = _stage_sections(run) if run.kind in STAGES else [
         ("Result", [_score(run), _frontier(run), _kl(run)]),
         ("Answers", [_length(run), _eos_rate(run), _entropy(run)]),
@@ -51,7 +51,7 @@ def groups(run: Run) -> list[tuple[str, list[Figure]]]:
 
 
 def _stage_sections(run: Run) -> list[tuple[str, list[Figure | None]]]:
-    """The same of a run before PPO."""
+    """The same for a run of a stage before PPO."""
     loss = "of the tokens of answers" if run.kind == "sft" else "of the pairs"
     return [
         ("Result", [
@@ -133,8 +133,7 @@ def _frontier(run: Run) -> Figure | None:
 
 
 def _frontier_marks(run: Run) -> list[Mark]:
-    """The evaluations in the plane of KL and score; the first, the last and that of the policy that was kept have
-    names."""
+    """The evaluations in the plane of KL and score; the first, the last and that of the kept policy are labelled."""
     kl, points = dict(run.evaluated("eval_kl").points), run.evaluated("eval_scores").points
     placed = [(step, kl[step], score) for step, score in points if step in kl]
     if not placed:

@@ -39,7 +39,7 @@ def check_command(name: str) -> None:
 
 
 def signed(text: str) -> str:
-    """A message of this process, with its rank if other processes print too."""
+    """A message of this process, prefixed by its rank unless it is the first."""
     return f"[process {rank()} of {num_processes()}] {text}" if rank() > 0 else text
 
 

@@ -64,7 +64,7 @@ def _stage_sections(run: Run) -> list[tuple[str, list[Figure | None]]]:
         ]),
         ("Run", [
             _plain(run, "learning_rate", "Learning rate", "at each step", include=(0.0,)), _gradient_norms(run),
-            _both(run, "Entropy", "nats a token", "entropy", "eval_entropy", include=(0.0,)),
+            _both(run, "Entropy", "nats per token", "entropy", "eval_entropy", include=(0.0,)),
         ]),
     ]  # fmt: skip
 
@@ -122,7 +122,7 @@ def _frontier(run: Run) -> Figure | None:
     else:
         last_kl, last_score = (marks[-1].x, marks[-1].y) if marks else points[-1]
     legend = [("training", TRAIN), ("held-out", HELD_OUT)] if marks and points else []
-    svg = path_chart(points, titles, marks, label="Score against KL to the reference", x_label="KL, nats a sequence")
+    svg = path_chart(points, titles, marks, label="Score against KL to the reference", x_label="KL, nats per sequence")
     return Figure(
         "Reward against KL",
         "what each nat away from the start bought; fainter: earlier",
@@ -153,7 +153,7 @@ def _kl(run: Run) -> Figure | None:
         _line(run.series("objective/kl_k3"), "training, k3 estimate", 3),
     ]
     guides = _guides(health.kl_limits(run))
-    return _figure("KL to the reference", "nats a sequence", lines, include=(0.0,), guides=guides)
+    return _figure("KL to the reference", "nats per sequence", lines, include=(0.0,), guides=guides)
 
 
 def _length(run: Run) -> Figure | None:
@@ -166,7 +166,7 @@ def _eos_rate(run: Run) -> Figure | None:
 
 
 def _entropy(run: Run) -> Figure | None:
-    return _plain(run, "policy/entropy_avg", "Entropy", "nats a token", include=(0.0,))
+    return _plain(run, "policy/entropy_avg", "Entropy", "nats per token", include=(0.0,))
 
 
 def _components(run: Run) -> list[Figure]:
@@ -183,7 +183,7 @@ def _objective(run: Run) -> Figure | None:
 
 
 def _approx_kl(run: Run) -> Figure | None:
-    caption, guides = "drift within one update, nats a token", _guides(LIMITS["policy/approxkl_avg"])
+    caption, guides = "drift within one update, nats per token", _guides(LIMITS["policy/approxkl_avg"])
     return _plain(run, "policy/approxkl_avg", "Approximate KL", caption, include=(0.0,), guides=guides)
 
 

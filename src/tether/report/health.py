@@ -142,7 +142,7 @@ def approx_kl(run: Run) -> Finding | None:
     return _worst_of(
         run,
         "policy/approxkl_avg",
-        "Within one update the policy moved by up to {value} nats a token",
+        "Within one update the policy moved by up to {value} nats per token",
         advice.smaller_updates(run),
     )
 
@@ -218,7 +218,7 @@ def sequence_kl(run: Run) -> Finding | None:
     return Finding(
         limits.level(value),
         "objective/kl",
-        f"The policy went up to {number(value)} nats a sequence away from its reference (around update {step}); "
+        f"The policy went up to {number(value)} nats per sequence away from its reference (around update {step}); "
         f"for answers of this length {limits.text()}.",
         f"{advice.steered_kl(run)}, stop earlier, and read the last answers: far from the reference, scores rise for "
         "the wrong reasons",
@@ -271,7 +271,7 @@ def entropy(run: Run) -> Finding | None:
     early, late = series.early, series.late
     if not early or late is None:
         return None
-    text = f"Entropy went from {number(early)} to {number(late)} nats a token"
+    text = f"Entropy went from {number(early)} to {number(late)} nats per token"
     if len(series.finite) < MIN_UPDATES:
         return Finding("info", "policy/entropy_avg", f"{text}; {MIN_UPDATES} updates are needed to judge it.")
     planned = max(run.planned_updates or 0, run.num_updates)

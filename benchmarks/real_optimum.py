@@ -51,7 +51,8 @@ from tether.data.prompts import encoded_queries
 from tether.demo.model import prepare_model
 from tether.demo.run import cache_folder
 from tether.metrics.writers import read_jsonl
-from tether.models.loading import load_causal_lm, load_tokenizer
+from tether.models.loading import load_causal_lm
+from tether.models.tokenizer import load_tokenizer
 from tether.train.display import Display
 from tether.train.inputs import resolved
 from tether.train.log import SAMPLES

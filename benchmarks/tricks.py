@@ -32,9 +32,10 @@ from tether.machine import heap  # noqa: E402
 from tether.models.build import build_roles  # noqa: E402
 from tether.models.forward import response_outputs  # noqa: E402
 from tether.models.heads import ScalarHead  # noqa: E402
-from tether.models.loading import load_causal_lm, load_tokenizer  # noqa: E402
+from tether.models.loading import load_causal_lm  # noqa: E402
 from tether.models.products import FewRowsLinear  # noqa: E402
 from tether.models.roles import POLICY, ModelRoles  # noqa: E402
+from tether.models.tokenizer import load_tokenizer  # noqa: E402
 from tether.train.optim import all_finite, build_optimizer  # noqa: E402
 from tether.types import MicroBatch, Request, Sampling  # noqa: E402
 

@@ -20,6 +20,7 @@ CHANGES = {
         "ppo__score_norm": "frozen", "ppo__score_norm_samples": 8, "ppo__overlong_buffer": 3,
         "train__ema_decay": 0.9,
     },
+    "cut answers left out": {"ppo__mask_truncated": True, "ppo__ptx_coef": 0.1},
     "fp16": {"train__fp16": True},
     "shared trunk, no reference": {"value__kind": "head", "ppo__kl_coef": 0.0},
     "no critic": {"ppo__advantage_estimator": "rloo", "sampling__num_generations": 2},

@@ -41,8 +41,8 @@ def test_commands(words, tmp_path, monkeypatch, capsys):
         args = get_args_parser().parse_args(words[1:])
         assert args.nproc_per_node == "8"
     assert args.module and args.training_script == "tether"
-    command, file = args.training_script_args
-    assert command in LAUNCHED and file in ("run.yaml", f"{command}.yaml")
+    command, file, *more = args.training_script_args
+    assert command in LAUNCHED and file in ("run.yaml", f"{command}.yaml") and more in ([], ["--resume=auto"])
 
 
 @pytest.mark.parametrize(("shape", "trained"), list(zip(("7B", "72B"), scale.TRAINED, strict=True)))

@@ -298,12 +298,26 @@ def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file
     monkeypatch.setattr("tether.stages.sft.start_model", no_model)
     save_tiny(tmp_path / "judge", num_labels=1)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": 3}')
+    (tmp_path / "judge.py").write_text("def judge(prompts, completions): return [nothing]")
+    made = f"{{type: adapter, path: {tmp_path}/out/reward}}"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for override, error, message in [
         (f"--ppo.data.prompts={tmp_path / 'bad.jsonl'}", DataError, r"data\.prompts: .*row 1 \(line 2\)"),
         ("--reward.data.max_length=2", DataError, r"data\.pairs: none of the 6 rows"),
         ("--ppo.sampling.response_length=500", ConfigError, r"sampling\.response_length 500 .* the model has 128"),
         (f"--ppo.model.path={tmp_path / 'judge'}", ModelError, "judge is a sequence classifier; wanted a causal"),
         ("--data.chat_template=chatml", ConfigError, r"data\.chat_template: chatml needs"),
+        (
+            f"--ppo.rewards=[{{type: function, path: {tmp_path}/judge.py, name: judge}}]",
+            ConfigError,
+            r"rewards\.0: the function did not score a first answer: .*NameError",
+        ),
+        (
+            f"--ppo.rewards=[{made}, {{type: http, url: 'http://127.0.0.1:9/', retries: 0}}]",
+            ConfigError,
+            r"the service did not score a first answer: .*127\.0\.0\.1:9",
+        ),
+        ("--ppo.train.push_to_hub=true", ConfigError, r"train\.push_to_hub: HF_HUB_OFFLINE is set"),
     ]:
         with pytest.raises(error, match=message) as told:
             run(file, override)

@@ -23,6 +23,7 @@ from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, TetherError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
+from tether.models.checkpoints import list_checkpoints
 from tether.models.saving import verify_manifest
 from tether.stages import reward as reward_stage
 from tether.stages import running
@@ -30,12 +31,12 @@ from tether.stages import sft as sft_stage
 from tether.stages.reward import RewardStageResult, train_reward_model
 from tether.stages.sft import SftResult, train_sft
 from tether.train import inputs
-from tether.train.checkpoint import list_checkpoints
 from tether.train.display import Display, NullDisplay
+from tether.train.folder import CONFIG, CRITIC, prepare_folder
+from tether.train.folder import check_folder as check_run_folder
 from tether.train.interrupt import StopRequest
-from tether.train.run import CONFIG, CRITIC, check_processes, prepare_folder, train_policy
-from tether.train.run import check_folder as check_run_folder
-from tether.train.same_run import OF_RESULT, differences, may_change
+from tether.train.run import check_processes, train_policy, try_outside
+from tether.train.same_run import differences, may_change
 
 State = Literal["finished", "begun", "new"]
 
@@ -168,7 +169,10 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> None:
         check_processes(config, dist)
         check_run_folder(ready)
         config = inputs.resolved(config)
-        inputs.check_data(config, inputs.load_data(config))
+        data = inputs.load_data(config)
+        inputs.check_data(config, data, has_policy=config.model.path == ready.model.path)
+        if dist.is_main:
+            try_outside(config, data, with_services=True)
         return
     stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
     running.check_launch(config, name, dist.num_processes)
@@ -189,9 +193,10 @@ def _on_start(config: Any, pipeline: Pipeline, states: Mapping[str, State]) -> A
             changes["data"] = config.data.model_copy(update={"chat_template": made.data.chat_template})
         config = config.model_copy(update=changes)
     if isinstance(config, RunConfig):
-        changes, critic = {"rewards": _there(config.rewards, missing)}, inputs.model_paths(config).get("value.init")
+        changes = {"rewards": _there(config.rewards, missing)}
+        critic = inputs.model_paths(config).get("value.init", getattr(config.rewards[0], "path", None))
         if critic is not None and _place(critic) in missing:
-            changes["value"] = config.value.model_copy(update={"init": None})
+            changes["value"] = config.value.model_copy(update={"init": "policy"})
         config = config.model_copy(update=changes)
     return config
 
@@ -304,7 +309,7 @@ def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
 def _may_change(config: Any, key: str, *, is_finished: bool) -> bool:
     if not isinstance(config, RunConfig):
         return key in running.MAY_CHANGE
-    return may_change(key) and not (is_finished and key in OF_RESULT)
+    return may_change(key, is_finished=is_finished)
 
 
 def _ready(config: Any, state: State) -> Any:

@@ -13,19 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algo.ragged import answers, column, examples, padded, same, unpadded
-from tether.algo import gae, grpo, length_mask, policy_loss, reinforce_pp, rloo
+from tether.algo import equal_groups, gae, grpo, length_mask, policy_loss, reinforce_pp, rloo
 
 NAN = math.nan
 POLICY = [0.5, 0.2, 0.3]
 GRADED, BINARY = [1.0, -2.0, 0.4], [0.0, 1.0, 0.0]
 
 
-def groups(max_size: int = 3) -> st.SearchStrategy:
-    """A group size and the answers to one or two prompts."""
+def groups(max_size: int = 3, *, columns: int = 1) -> st.SearchStrategy:
+    """A group size and the answers to one or two prompts, with so many numbers a token."""
     sizes = st.integers(2, max_size)
     return sizes.flatmap(
         lambda n: st.integers(1, 2).flatmap(
-            lambda prompts: answers(1, min_answers=prompts * n, max_answers=prompts * n).map(lambda rows: (n, rows))
+            lambda prompts: st.tuples(
+                st.just(n), answers(columns, min_answers=prompts * n, max_answers=prompts * n)
+            )
         )
     )
 
@@ -59,6 +61,36 @@ def test_grpo_by_its_definition(case):
 
     got = unpadded(grpo(*padded(rows), num_generations=n), rows)
     assert same(got, by_group(rows, n, in_standard_deviations), tolerance=1e-9)
+
+
+@examples
+@given(groups(columns=2))
+def test_grpo_adds_penalties_less_their_mean_by_its_definition(case):
+    n, rows = case
+    wanted = []
+    for start in range(0, len(rows), n):
+        scores, penalties = ([math.fsum(row) for row in column(rows, i)[start : start + n]] for i in (0, 1))
+        std = statistics.stdev(scores) + 1e-4
+        for score, penalty in zip(scores, penalties, strict=True):
+            wanted.append((score - statistics.fmean(scores)) / std + penalty - statistics.fmean(penalties))
+    rewards, penalties, mask = padded(rows)
+    got = unpadded(grpo(rewards, mask, num_generations=n, penalties=penalties), rows)
+    assert same(got, [[a] * len(row) for a, row in zip(wanted, rows, strict=True)], tolerance=1e-9)
+
+
+@pytest.mark.parametrize("coef", [1.0, 0.1, 1e-6])
+def test_answers_that_score_the_same_differ_by_no_more_than_their_penalties(coef):
+    """However small those are: over the spread of the returns they would weigh as much as any score."""
+    kl = torch.tensor([[0.125, 0.375], [0.2, 0.0], [0.6, 0.2]], dtype=torch.float64)
+    mask, rewards = torch.ones(3, 2, dtype=torch.bool), torch.tensor([[0.0, 2.0]] * 3, dtype=torch.float64)
+    advantages = grpo(rewards, mask, num_generations=3, penalties=-coef * kl)
+    wanted = torch.tensor([[0.0] * 2, [-0.3] * 2, [0.3] * 2], dtype=torch.float64)
+    assert torch.allclose(advantages, -coef * wanted, rtol=1e-9, atol=1e-15)
+
+
+def test_groups_whose_scores_are_all_equal():
+    scores = torch.tensor([1.0, 1.0, 1.0, 0.5, 0.5, 2.0, 0.0, 3.0, 3.0])
+    assert equal_groups(scores, num_generations=3).tolist() == [True, False, False]
 
 
 @examples

@@ -79,7 +79,7 @@ def scored(file):
     config = load_sources(file)
     judges = load_judges(config, load_reader(config))
     places = [f"row {i}" for i in range(len(PROMPTS))]
-    return judges.rewards.score(judges.batch(PROMPTS, RESPONSES, COLUMNS, places))
+    return judges.rewards.score(judges.reader.batch(PROMPTS, RESPONSES, COLUMNS, places))
 
 
 def model(folder):

@@ -395,7 +395,7 @@ class TestModels:
             asked.append((path, origin))
             return tiny_tokenizer()
 
-        monkeypatch.setattr("tether.models.loading.load_tokenizer", load_tokenizer)
+        monkeypatch.setattr("tether.models.tokenizer.load_tokenizer", load_tokenizer)
         read(PPO, "--template=deepseek3", "--model_revision=v2")
         assert asked == [(MODEL, {"revision": "v2", "trust_remote_code": True})]
 
@@ -463,6 +463,15 @@ class TestOtherStages:
         key, _, value = override.partition("=")
         with pytest.raises(ConfigError, match=f"{key}: got {value}; "):
             load_any(write(tmp_path, SFT), [f"--{override}"], SftStageConfig, "sft")
+
+    @pytest.mark.parametrize(
+        ("text", "section", "command"), [(SFT, SftStageConfig, "sft"), (RM, RewardStageConfig, "reward")]
+    )
+    def test_tell_their_trackers_and_evaluate_on_the_way(self, tmp_path, text, section, command):
+        told = ["--report_to=wandb", "--use_swanlab=true", "--run_name=mine"]
+        evaluated = ["--val_size=0.2", "--eval_strategy=steps", "--eval_steps=7"]
+        train = load_any(write(tmp_path, text), [*told, *evaluated], section, command)[0].train
+        assert (train.report_to, train.run_name, train.eval_steps) == (["wandb", "swanlab"], "mine", 7)
 
     def test_share_rows_and_no_weights(self, tmp_path, monkeypatch):
         """Their batch is of each device; what they say of DeepSpeed changes nothing on one."""

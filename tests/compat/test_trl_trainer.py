@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -25,7 +26,7 @@ from transformers import (
 )
 
 from tests.compat.trl_runs import TEXTS, arguments, classifier, loaded, policy, rows, trainer
-from tests.tiny import EOS, PAD, SPECIAL, VOCAB_SIZE, WORDS, tiny_tokenizer
+from tests.tiny import EOS, PAD, SPECIAL, VOCAB_SIZE, WORDS, save_tiny, tiny_tokenizer
 from tether.compat.trl import PPOTrainer, events
 from tether.compat.trl.arguments import check_kinds
 from tether.compat.trl.data import prompts_of
@@ -766,6 +767,18 @@ def test_the_adapter_that_trains_is_not_its_own_reference(tmp_path):
     model = get_peft_model(policy(tmp_path), lora())
     with pytest.raises(ConfigError, match="ref_adapter_name: got default, the adapter that trains"):
         trainer(tmp_path, model=model, args=arguments(tmp_path, ref_adapter_name="default"))
+
+
+def test_a_judge_that_does_not_load_leaves_the_policy_as_it_was(tmp_path):
+    judge, model = save_tiny(tmp_path / "judge", num_labels=1), policy(tmp_path)
+    weights = load_file(judge / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, judge / "model.safetensors", metadata={"format": "pt"})
+    before = tensors(model)
+    with pytest.raises(ModelError, match=r"judge: weights are missing .*: model\.norm\.weight"):
+        trainer(tmp_path, model=model, reward_model=str(judge), peft_config=lora())
+    assert before.keys() == model.state_dict().keys()
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_two_roles_cannot_be_one_object(tmp_path):

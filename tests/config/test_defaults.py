@@ -1,6 +1,8 @@
 """The defaults of the algorithm, written down a second time: what is known to matter, and where that is known from."""
 
-from tether.config.schema import PPOConfig, SamplingConfig, TrainConfig
+import pytest
+
+from tether.config.schema import PPOConfig, RunConfig, SamplingConfig, TrainConfig
 
 
 def test_defaults_are_those_that_are_known_to_work():
@@ -21,3 +23,22 @@ def test_defaults_are_those_that_are_known_to_work():
     assert train.optim == "adamw_torch_fused"  # what transformers takes, and the fastest
     assert (train.lr_scheduler_type, train.lr_scheduler_kwargs, train.warmup_ratio) == ("linear", {}, 0.0)  # down to 0
     assert train.weight_decay == 0.0 and train.max_grad_norm == 1.0
+
+
+@pytest.mark.parametrize(
+    ("epochs", "prompts", "batch", "updates"),
+    [(1.1, 400, 8, 55), (0.7, 100, 10, 7), (2.3, 1000, 100, 23), (3, 5, 8, 2), (0.29, 100, 29, 1), (1e-3, 1000, 1, 1)],
+)
+def test_a_run_makes_as_many_updates_as_its_epochs_need(epochs, prompts, batch, updates):
+    """1.1 · 400 is 440.00000000000006 in floats."""
+    train = {"num_train_epochs": epochs, "rollout_batch_size": batch, "micro_batch_size": 1}
+    assert run_of(train).num_updates(prompts) == updates
+
+
+def run_of(train):
+    return RunConfig.model_validate(
+        {
+            "model": {"path": "m"}, "rewards": [{"type": "http", "url": "http://judge"}], "data": {"prompts": "p"},
+            "train": train, "output_dir": "o",
+        }
+    )  # fmt: skip

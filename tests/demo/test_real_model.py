@@ -14,7 +14,7 @@ from tether.demo.model import prepare_model
 from tether.demo.run import cache_folder
 from tether.generation.build import build_generator
 from tether.models.build import build_roles
-from tether.models.loading import load_tokenizer, stop_token_ids
+from tether.models.tokenizer import load_tokenizer, stop_token_ids
 from tether.types import Request, Sampling
 
 pytestmark = [

@@ -26,7 +26,7 @@ from tests.models.build import save_adapter
 from tests.tiny import save_tiny
 from tests.train.runs import tiny_run, write_prompts
 from tether.metrics.writers import read_jsonl
-from tether.train.checkpoint import list_checkpoints
+from tether.models.checkpoints import list_checkpoints
 from tether.train.run import open_trainer, train_policy
 
 PROMPTS = (

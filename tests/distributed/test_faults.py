@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import Outcome, started
+from tests.rewards.services import Hang, lengths, local_service
 from tests.train.runs import tiny_run
 from tether.cli import launched
 from tether.cli.main import main
@@ -23,9 +26,9 @@ from tether.config.load import dump_config
 from tether.errors import ConfigError, ModelError
 from tether.generation.batch import Batch
 from tether.metrics.writers import JsonlWriter
+from tether.models.checkpoints import list_checkpoints
 from tether.models.roles import ModelRoles
 from tether.train import run
-from tether.train.checkpoint import list_checkpoints
 from tether.train.log import RunLog
 from tether.train.update import Update
 
@@ -184,6 +187,35 @@ def test_a_fault_in_one_process_ends_all(tmp_path, name):
     assert [path.name for path in list_checkpoints(tmp_path / "out")] == list(fault.checkpoints)
 
 
+SMALLER = (
+    "--train.micro_batch_size=2", "--train.gradient_checkpointing=true", "--sampling.batch_size=2",
+    "--train.offload_idle_roles=true", "--train.micro_batch_size=null --train.max_tokens_per_micro_batch=40",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def out_of_memory_run(tmp_path_factory):
+    """A run that did not fit into memory in its second update."""
+    folder = tmp_path_factory.mktemp("memory")
+    met(folder, FAULTS["out of memory in a forward"])
+    return folder
+
+
+def goes_on(file: Path, arguments: list[str]) -> None:
+    sys.exit(main(["ppo", str(file), "--resume", *arguments]))
+
+
+@pytest.mark.parametrize("arguments", SMALLER)
+def test_a_run_that_did_not_fit_goes_on_with_what_its_message_advises(out_of_memory_run, tmp_path, arguments):
+    shutil.copytree(out_of_memory_run / "out", tmp_path / "out")
+    changed = [*arguments.split(), f"--output_dir={tmp_path / 'out'}"]
+    outcomes = started(goes_on, out_of_memory_run / "run.yaml", changed, folder=tmp_path, timeout=90.0)
+    told = "\n".join(outcome.told() for outcome in outcomes)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], told
+    assert " ".join(outcomes[0].output.split()).count("is not bitwise the same") == 1, told
+    assert [path.name for path in list_checkpoints(tmp_path / "out")] == list(ALL)
+
+
 def mistaken(arguments: list[str]) -> None:
     """A command line that no process understands, and that the first one is late to read."""
     launched.HEAD_START = 2.0
@@ -239,6 +271,36 @@ def test_nobody_ends_before_the_first_process_has_said_what_all_have_met(tmp_pat
     first, second = started(slow_to_close, file, folder=tmp_path, timeout=60.0)
     assert (first.exit_code, second.exit_code) == (1, 1) and "ZeroDivisionError" in first.output
     assert second.ended > first.ended - 1.5, "a launcher would have ended the first one before it said anything"
+
+
+def test_a_stop_does_not_wait_for_a_service_that_hangs(tmp_path):
+    """Launchers tell every process, and kill soon after what has not ended."""
+    asked: list[float] = []
+
+    def behaviour(payload: Mapping[str, Any]) -> Any:
+        if len(payload["responses"]) == 1:  # the first answer, that it is tried on
+            return lengths(payload)
+        asked.append(time.monotonic())
+        return lengths(payload) if len(asked) <= 2 else Hang()  # in the second update, in both processes
+
+    def stop(pids: list[int]) -> None:
+        deadline = time.monotonic() + 60
+        while len(asked) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        asked.append(time.monotonic())
+
+    with local_service(behaviour) as local:
+        rewards = [{"type": "http", "url": local.url, "batch_size": 64, "read_timeout": 100.0, "weight": 0.1}]
+        file = tmp_path / "run.yaml"
+        file.write_text(dump_config(tiny_run(tmp_path, rewards=rewards, train__max_steps=3)), encoding="utf-8")
+        outcomes = started(command, file, None, 0, file, folder=tmp_path, timeout=90.0, meanwhile=stop)
+    told = "\n".join(outcome.told() for outcome in outcomes)
+    assert [outcome.exit_code for outcome in outcomes] == [130, 130], told
+    assert max(outcome.ended for outcome in outcomes) - asked[-1] < SECONDS / 2, told
+    assert [path.name for path in list_checkpoints(tmp_path / "out")] == ["checkpoint-1"]
 
 
 def test_a_process_that_says_nothing_is_not_waited_for_for_ever(tmp_path):

@@ -34,7 +34,9 @@ from tests.distributed.spread import (
 )
 from tests.train.runs import tiny_run
 from tether.generation.build import build_generator
+from tether.machine.distributed import Dist
 from tether.models.roles import VALUE
+from tether.train.engines.fsdp import FullySharded
 from tether.train.run import open_trainer
 from tether.train.sharing import shared_generator
 from tether.train.trainer import PPOTrainer
@@ -47,6 +49,9 @@ MORE = {
     "critic head, recomputed layers, untied, demonstrations": {
         "value__kind": "head", "train__gradient_checkpointing": True, "ppo__num_mini_batches": 2,
         "ppo__kl_in": "loss", "ppo__ptx_coef": 0.5, "data__ptx": "ptx.jsonl", "tied": False,
+    },
+    "a critic copied from the judge, put on the scale of scores": {
+        "rewards": [{"type": "model", "path": "judge", "weight": -2.0}], "ppo__score_norm": "running",
     },
     "adapter and a critic model, layers that stay gathered, decoded in step": {
         "model__lora": {"r": 3}, "value__kind": "model", "train__ds3_gather_for_generation": False,
@@ -237,3 +242,13 @@ def test_what_a_launch_may_not_ask_for_is_told_before_a_model_is_loaded(folder, 
 def test_a_process_that_is_gone_is_told_where_a_checkpoint_is_put_together(folder):
     changes = settings(folder, {"value__kind": "head", "train__max_steps": 1}, "gone", 2)
     assert_lost_is_told(folder, changes, FSDP)
+
+
+@pytest.mark.parametrize("asked", ["true", "false"])
+def test_what_a_launch_asks_for_in_vain_is_told(monkeypatch, caplog, asked):
+    dist = Dist()
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", asked)
+    FullySharded(dist)
+    told = [record.message for record in caplog.records if "fsdp_cpu_ram_efficient_loading" in record.message]
+    assert len(told) == (asked == "true")

@@ -19,8 +19,8 @@ from tether.errors import ConfigError
 from tether.machine.distributed import Dist
 from tether.machine.precision import check_precision
 from tether.metrics.writers import read_jsonl
+from tether.models.checkpoints import list_checkpoints
 from tether.train import inputs, run
-from tether.train.checkpoint import list_checkpoints
 from tether.train.engines.deepspeed_config import check
 
 FILES = Path(__file__).parents[2] / "examples" / "accelerate"

@@ -23,8 +23,8 @@ from tether.cli.main import main
 from tether.config.load import dump_config
 from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
+from tether.models.checkpoints import list_checkpoints
 from tether.models.roles import ModelRoles
-from tether.train.checkpoint import list_checkpoints
 from tether.train.rollout import micro_batch_plan
 from tether.train.same_run import check_same_run, told_of_move
 
@@ -131,7 +131,7 @@ def test_a_token_budget_is_of_each_process_and_the_move_says_so(tmp_path, before
     if said is not None:
         assert ("train.max_tokens_per_micro_batch counts the tokens of each process" in said) is told
     was, new = saved.model_dump(mode="json"), moved.model_dump(mode="json")
-    assert len(check_same_run(was, new, tmp_path, is_moved=True)) == (before != now)
+    assert len(check_same_run(was, new, tmp_path)) == (before != now)
 
 
 @pytest.mark.parametrize(("before", "num_processes"), [("straight", 1), ("alone", 2)])

@@ -189,7 +189,7 @@ def test_one_process_trains_on_one_device_where_it_sees_eight(tmp_path, monkeypa
 
     kind = SftArguments if name == "sft" else RewardArguments
     config = config_of(tmp_path, name)
-    made = kind(**running.trainer_arguments(config, 100, precision=None, num_processes=1, kind=kind))
+    made = kind(**running.trainer_arguments(config, 100, evaluates=False, precision=None, num_processes=1, kind=kind))
     monkeypatch.setattr(made, "_n_gpu", 8)
     assert super(kind.__mro__[1], made).n_gpu == 8, "what transformers would do"
     assert made.n_gpu == 1 and made.train_batch_size == 2

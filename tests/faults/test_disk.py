@@ -48,16 +48,19 @@ def test_a_disk_that_takes_no_checkpoint_is_noticed_before_the_first_update(tmp_
     with files_of_at_most(8192), pytest.raises(ConfigError, match=message):
         train_policy(config)
     assert not [path for path in config.output_dir.iterdir() if path.is_dir()]
-    assert read_jsonl(config.output_dir / "metrics.jsonl") == []
-    train_policy(config.model_copy(update={"overwrite_output_dir": True}))
+    assert not (config.output_dir / "metrics.jsonl").exists()
+    train_policy(config)
 
 
 LONG = {"train__save_steps": 2, "train__max_steps": 10}
+EVALUATED = LONG | {"train__metric_for_best_model": "eval_scores", "train__eval_steps": 1, "held_out": True}
 ROOM = {
     "one at the end": ({}, 1),
     "every second update": (LONG, 5),
     "the best too": (LONG | {"train__metric_for_best_model": "eval_scores", "held_out": True}, 6),
+    "every evaluation may be the best": (EVALUATED, 11),
     "two are kept": (LONG | {"train__save_total_limit": 2}, 3),
+    "one is kept, and the best": (EVALUATED | {"train__save_total_limit": 1}, 3),
 }
 
 

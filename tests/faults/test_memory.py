@@ -20,6 +20,7 @@ from tether.metrics.writers import read_jsonl
 from tether.models.roles import ModelRoles, Pass
 from tether.rewards import model
 from tether.train import evaluate, memory
+from tether.train.inputs import load_data
 from tether.train.rollout import halves
 from tether.train.run import train_policy
 from tether.train.update import Update, mini_batches
@@ -300,3 +301,31 @@ def test_the_dry_step_has_the_longest_lengths_and_no_effect(tmp_path, monkeypatc
     assert told.startswith(f"dry step: {widths[0][0]} answers of {widths[0][1]} tokens fit into memory")
     assert reproducible(tried.output_dir) == reproducible(plain.output_dir)
     assert_same_weights(weights(tried.output_dir), weights(plain.output_dir))
+
+
+def test_the_dry_step_shows_the_longest_demonstration(tmp_path, monkeypatch):
+    """Wherever in the data it is: the first mini-batch need not draw it."""
+    rows = [{"prompt": "the cat", "completion": "runs"}] * 20
+    rows.append({"prompt": "the cat", "completion": " ".join(["it is a good day and the sun is red"] * 4)})
+    file = tmp_path / "ptx.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    shown = {"ppo__ptx_coef": 0.5, "data__ptx": str(file), "ppo__num_ppo_epochs": 1}
+    plain, tried = (run(tmp_path, str(dry), train__dry_step=dry, **shown) for dry in (False, True))
+    train_policy(plain)
+    widths = small_machine(monkeypatch, Update, "imitate", times=0)
+    train_policy(tried)
+    longest = load_data(tried).demonstrations[-1].num_tokens
+    dry, trained = widths[: tried.mini_batch_size // 4], widths[tried.mini_batch_size // 4 :]
+    assert dry and all(width == longest > 40 for _, width in dry)
+    assert trained and max(width for _, width in trained) < longest
+    assert reproducible(tried.output_dir) == reproducible(plain.output_dir)
+
+
+def test_a_demonstration_that_does_not_fit_is_found_by_the_dry_step(tmp_path, monkeypatch):
+    file = tmp_path / "ptx.jsonl"
+    file.write_text(json.dumps({"prompt": "the cat", "completion": "runs and runs"}) + "\n", encoding="utf-8")
+    config, display = run(tmp_path, "tried", train__dry_step=True, ppo__ptx_coef=0.5, data__ptx=str(file)), Heard()
+    widths = small_machine(monkeypatch, Update, "imitate", fits=2)
+    train_policy(config, display=display)
+    assert any("micro-batches are halved from now on, to at most 2 answers" in text for text in display.said)
+    assert [rows for rows, _ in widths][:2] == [4, 2] and all(rows <= 2 for rows, _ in widths[1:])

@@ -15,7 +15,7 @@ from tests.train.runs import tiny_run
 from tether.metrics.writers import read_jsonl
 from tether.models import recompute
 from tether.models.loading import load_causal_lm
-from tether.train import run as running
+from tether.train import build as running
 from tether.train.run import train_policy
 from tether.types import Sampling
 

@@ -12,7 +12,7 @@ from tests.tiny import save_tiny, tiny_tokenizer
 from tests.train.runs import tiny_run
 from tests.train.test_run import assert_same_weights, reproducible, weights
 from tether.metrics.writers import read_jsonl
-from tether.models.loading import load_tokenizer
+from tether.models.tokenizer import load_tokenizer
 from tether.train.run import train_policy
 
 PROMPTS = "".join(f'{{"prompt": "{text}"}}\n' for text in ("cat", "i like the red dog and you", "the sun", "you run"))

@@ -19,7 +19,7 @@ from tests.tiny import WORDS, save_tiny, tiny_tokenizer
 from tests.train.runs import tiny_run, write_prompts
 from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.writers import read_jsonl
-from tether.models.loading import load_tokenizer
+from tether.models.tokenizer import load_tokenizer
 from tether.stages.reward import train_reward_model
 from tether.train.run import train_policy
 

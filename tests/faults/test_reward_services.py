@@ -260,8 +260,28 @@ def test_49_a_failure_in_an_evaluation_saves_the_update_before_it(tmp_path):
     assert written == ["evaluation 0", "update 1", "evaluation 1", "update 2", "evaluation 2"]
 
 
+def test_one_answer_that_a_judge_refuses_ends_the_run_unless_it_counts_what_is_missing(tmp_path):
+    """Sampling is keyed, so that the answer would be refused again however often the run goes on."""
+    train_policy(tiny_run(tmp_path, train__max_steps=1))
+    refused = max({row["response"] for row in read_jsonl(tmp_path / "out" / "samples.jsonl")}, key=len)
+
+    def grade(payload):
+        is_refused = payload["messages"][0]["content"] == refused
+        return Reply({"error": {"code": "content_filter"}}, 400) if is_refused else says("5")
+
+    with local_service(grade) as local:
+        judge = {"type": "judge", "base_url": local.url, "model": "grader", "rubric": "{response}", "name": "grade"}
+        changes = {"train__max_steps": 1, "overwrite_output_dir": True}
+        with pytest.raises(RewardResponseError, match=r"status 400 and .*content_filter"):
+            train_policy(tiny_run(tmp_path, rewards=[judge], **changes))
+        result = train_policy(tiny_run(tmp_path, rewards=[judge | {"missing": 1.0}], **changes))
+    (update,) = result.updates
+    assert update["rewards/grade/missing"] * 8 == 1
+    assert update["rewards/grade"] * 8 == 7 * 5 + 1
+
+
 def test_a_service_that_does_not_work_is_told_before_a_model_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr("tether.train.run.build_parts", None)  # what would load models
+    monkeypatch.setattr("tether.train.build.build_parts", None)  # what would load models
     with local_service(lambda payload: Reply({"error": "columns: no answer"}, 400)) as local:
         config = service_run(tmp_path, local.url)
         with pytest.raises(ConfigError, match=r"rewards\.0: the service did not score a first answer: .*no answer"):

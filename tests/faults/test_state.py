@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+from pathlib import Path
 
 import numpy
 import pytest
@@ -26,8 +27,9 @@ from tether.machine.claim import claimed
 from tether.models import saving
 from tether.models.paths import model_digest
 from tether.train.checkpoint import RunState, find_checkpoint
+from tether.train.engines.replicated import Alone
 from tether.train.random_state import random_states, set_random_states
-from tether.train.run import train_policy
+from tether.train.run import open_trainer, train_policy
 
 SAVED = {"train__max_steps": 4, "train__save_steps": 1}
 CHANCE = '''
@@ -282,7 +284,7 @@ def test_a_dataset_that_changed_between_runs_is_noticed_before_a_model_loads(tmp
     train_policy(config)
     rows = CHANGED_DATA[change]([{"prompt": text} for text in PROMPTS])
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr("tether.train.run.build_parts", None)  # what would load models
+    monkeypatch.setattr("tether.train.build.build_parts", None)  # what would load models
     with pytest.raises(CheckpointError, match=r"resume: data\.prompts changed since .*checkpoint-2 was written"):
         train_policy(config.model_copy(update={"resume": True}))
     assert (config.output_dir / "checkpoint-2").is_dir()
@@ -313,7 +315,7 @@ def test_a_model_that_changed_between_runs_is_noticed_before_it_loads(tmp_path, 
     config = tiny_run(tmp_path, train__save_steps=1, train__max_steps=1, model__lora=lora)
     train_policy(config)
     move_weights(config.model.path)
-    monkeypatch.setattr("tether.train.run.build_parts", None)  # what would load models
+    monkeypatch.setattr("tether.train.build.build_parts", None)  # what would load models
     with pytest.raises(CheckpointError, match=r"resume: model\.path changed since .*checkpoint-1 was written: weights"):
         train_policy(config.model_copy(update={"resume": True}))
 
@@ -387,3 +389,22 @@ def test_nothing_goes_before_what_stays_was_read_back(tmp_path, monkeypatch):
     result = train_policy(config.model_copy(update={"resume": True}))
     assert [row["step"] for row in result.updates] == [2, 3, 4]
     assert [path.name for path in config.output_dir.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_moments_are_mapped_while_they_are_taken_over_and_not_kept_so(again, monkeypatch):
+    """Processes that keep a share of them do not each hold the whole. A file that stays mapped stays on the disk."""
+    config, _ = again
+    maps, seen = Path("/proc/self/maps"), []
+    load = Alone.load_optimizer_state
+
+    def loading(self, optimizer, state):
+        seen.append("optimizers.pt" in maps.read_text())
+        load(self, optimizer, state)
+
+    monkeypatch.setattr(Alone, "load_optimizer_state", loading)
+    before = (config.output_dir / "checkpoint-4" / "tether_state" / "optimizers.pt").read_bytes()
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 5})})
+    with open_trainer(longer) as trainer:
+        assert seen and all(seen) and "optimizers.pt" not in maps.read_text()
+        trainer.fit()
+    assert (config.output_dir / "checkpoint-4" / "tether_state" / "optimizers.pt").read_bytes() == before

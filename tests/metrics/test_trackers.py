@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import tracking
@@ -24,7 +25,7 @@ class FakeTracker(GeneralTracker):
 
     @property
     def tracker(self):
-        return self.calls
+        return SimpleNamespace(set_name=lambda name: self.record("name", name))
 
     def record(self, what, *values):
         self.calls.append((what, *values))
@@ -112,10 +113,11 @@ def test_a_tracker_named_twice_starts_once(tmp_path, installed):
 
 
 def test_names_and_folders_that_trackers_are_made_with(tmp_path, installed, monkeypatch):
-    for variable in ("WANDB_PROJECT", "TRACKIO_PROJECT"):
+    for variable in ("WANDB_PROJECT", "TRACKIO_PROJECT", "COMET_PROJECT_NAME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("SWANLAB_PROJECT", "mine")
-    made = installed("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "clearml")
+    monkeypatch.setenv("CLEARML_PROJECT", "ours")
+    made = installed("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "clearml", "comet_ml")
     trackers("all", tmp_path)
     assert {tracker.name: tracker.made_with for tracker in made} == {
         "tensorboard": (("first", str(tmp_path)), {}),
@@ -123,8 +125,19 @@ def test_names_and_folders_that_trackers_are_made_with(tmp_path, installed, monk
         "trackio": (("tether",), {"name": "runs/first"}),
         "swanlab": (("mine",), {"experiment_name": "runs/first"}),
         "mlflow": (("tether",), {"run_name": "runs/first"}),
-        "clearml": (("runs/first",), {}),
+        "clearml": (("runs/first",), {"project_name": "ours"}),
+        "comet_ml": (("tether",), {}),
     }
+    assert made[-1].calls[1] == ("name", "runs/first")
+
+
+def test_comet_s_project_comes_from_the_environment_and_its_run_has_the_run_s_name(tmp_path, installed, monkeypatch):
+    monkeypatch.setenv("COMET_PROJECT_NAME", "ours")
+    made = installed("comet_ml")
+    trackers("comet_ml", tmp_path)
+    (comet,) = made
+    assert comet.made_with == (("ours",), {})
+    assert [what for what, *_ in comet.calls] == ["start", "name", "config"]
 
 
 def test_the_classes_of_accelerate_take_what_they_are_made_with(tmp_path):

@@ -9,14 +9,21 @@ from typing import Any
 
 import peft
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma3Config,
+    GenerationConfig,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
-from tests.tiny import Kind, save_tiny
+from tests.tiny import BOS, EOS, PAD, VOCAB_SIZE, Kind, save_tiny, tiny_tokenizer
 from tether.config.schema import RunConfig
 from tether.data.collate import collate
 from tether.models.build import build_roles
-from tether.models.loading import load_tokenizer
 from tether.models.roles import ModelRoles
+from tether.models.tokenizer import load_tokenizer
 from tether.types import MicroBatch
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
@@ -99,3 +106,45 @@ def edit_json(file: Path, change: Any) -> None:
 def checksums(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every parameter."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
+def save_seeing(folder: Path) -> Path:
+    """A tiny Gemma 3 with eyes, untied, whose text model has settings of its own, and a tokenizer without images."""
+    shared = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    text = {"head_dim": 8, "num_key_value_heads": 1, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 128}
+    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": None, "initializer_range": 0.3}
+    config = Gemma3Config(
+        text_config=shared | text | ends,
+        vision_config=shared | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=VOCAB_SIZE - 1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(eos_token_id=EOS)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_two_trunks(folder: Path) -> Path:
+    """A tiny Qwen 3.5 with eyes, whose language model is its text model alone, and whose classifier has all of it."""
+    text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    linear = {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
+    linear |= {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "num_key_value_heads": 1}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "vocab_size": VOCAB_SIZE}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    config = Qwen3_5Config(
+        text_config=text | linear | layers | ends | {"rope_parameters": rope, "initializer_range": 0.3},
+        vision_config=vision | {"num_position_embeddings": 16},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3_5ForConditionalGeneration(config).float()
+    model.generation_config = GenerationConfig(eos_token_id=EOS)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

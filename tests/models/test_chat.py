@@ -6,7 +6,7 @@ from tokenizers import AddedToken
 from tests.tiny import EOS, tiny_tokenizer
 from tether.errors import ConfigError
 from tether.models.chat import NAMES, TOKENS, check_template, check_template_kwargs, templated, turn_end
-from tether.models.loading import stop_token_ids
+from tether.models.tokenizer import stop_token_ids
 
 TURNS = [
     {"role": "system", "content": "Be brief."},

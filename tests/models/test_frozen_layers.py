@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3Config
+from transformers import AutoModelForCausalLM, Gemma3Config, OPTConfig
 
 from tests.models.build import save_model
 from tests.tiny import KINDS
@@ -44,6 +44,17 @@ def test_layers_that_see_images_come_before_those_that_read():
     assert any(name.startswith("model.language_model.layers.1.") for name in frozen)
     assert all(".layers.2." not in name or "vision_tower" in name for name in frozen)
     assert all(name in frozen for name, _ in model.named_parameters() if "vision_tower" in name)
+
+
+def test_what_opt_runs_after_its_layers_is_above_them():
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 32}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(OPTConfig(**sizes, word_embed_proj_dim=8))
+    above = parameters_above(model, 2).keys()
+    before = "model.decoder."
+    layer, norm = f"{before}layers.2.", f"{before}final_layer_norm."
+    assert {name for name in above if not name.startswith((layer, norm))} == {f"{before}project_out.weight"}
+    assert {f"{norm}weight", f"{norm}bias", f"{layer}final_layer_norm.weight"} <= above
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,9 +18,10 @@ from tether.config.load import load_config as load_run
 from tether.errors import ModelError
 from tether.models import gguf
 from tether.models.gguf import GgufSource, gguf_source
-from tether.models.loading import load_causal_lm, load_config, load_tokenizer
+from tether.models.loading import load_causal_lm, load_config
 from tether.models.paths import check_model_path
 from tether.models.saving import merge_adapter
+from tether.models.tokenizer import load_tokenizer
 from tether.train.plan import plan
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import try_to_load_from_cache
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -17,31 +18,28 @@ from transformers import (
     GenerationConfig,
 )
 
-from tests.models.build import edit_json, plain_adapted, save_adapter, save_model
+from tests.models.build import edit_json, plain_adapted, save_adapter, save_model, wrapped
 from tests.rewards.encoders import ENCODERS, save_encoder
 from tests.rewards.value_heads import HEAD, plain_value, save_value_head
 from tests.tiny import EOS, KINDS, PAD, save_tiny, tiny_tokenizer
 from tether.config.stage import StageTrainConfig
 from tether.data.collate import pad_left
 from tether.errors import ConfigError, ModelError
-from tether.models import loading
-from tether.models.forward import last_token_scores
-from tether.models.heads import ScalarHead
-from tether.models.loading import (
-    bf16_supported,
+from tether.models import classifiers, device, tokenizer
+from tether.models.classifiers import (
     check_classifier,
     check_value_head,
-    half_dtype,
-    load_causal_lm,
     load_classifier,
-    load_generation_config,
     load_reward_model,
-    load_tokenizer,
     load_value_head_model,
     pools_otherwise,
-    stop_token_ids,
 )
+from tether.models.device import bf16_supported, half_dtype
+from tether.models.forward import last_token_scores
+from tether.models.heads import ScalarHead
+from tether.models.loading import load_causal_lm
 from tether.models.paths import adapter_base, check_model_path, is_adapter, is_same_model, own_weights
+from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
 FP32 = {"dtype": torch.float32}
@@ -126,6 +124,47 @@ def test_a_head_is_never_random(tmp_path, change, message):
 def test_a_language_model_is_no_reward_model(tmp_path):
     with pytest.raises(ModelError, match="no head"):
         load_classifier(str(save_model(tmp_path)))
+
+
+@pytest.mark.parametrize("label", [1, "happy"])
+@pytest.mark.parametrize("kind", ["llama", "bert", "roberta", "deberta"])
+def test_one_label_of_several_is_the_score(tmp_path, kind, label):
+    if kind == "llama":
+        save_model(tmp_path, num_labels=3)
+    else:
+        save_encoder(tmp_path, kind, num_labels=3)
+    edit_json(tmp_path / "config.json", lambda c: c.update(id2label={0: "sad", 1: "happy", 2: "neither"}))
+    model, ids = load_reward_model(str(tmp_path), label=label), torch.tensor([[5, 7, 8, 9]])
+    with torch.no_grad():
+        plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()(input_ids=ids).logits
+        got = model(input_ids=ids).logits
+    assert got.shape == (1, 1) and model.config.num_labels == 1 and plain.unique().numel() == 3
+    assert got.item() == pytest.approx(plain[0, 1].item(), abs=1e-6)
+    with pytest.raises(ModelError, match=r"has no label 3; wanted one of 0 \(sad\), 1 \(happy\), 2 \(neither\)"):
+        load_reward_model(str(tmp_path), label=3)
+
+
+def test_one_label_of_an_adapters_several_is_the_score(tmp_path):
+    base = save_model(tmp_path / "base", tied=False)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    adapted = wrapped(model, LoraConfig(task_type="SEQ_CLS", target_modules="all-linear"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.tensor([[5, 7, 8, 9]])
+    with torch.no_grad():
+        wanted = adapted.eval()(input_ids=ids).logits[0]
+        got = [load_reward_model(str(tmp_path / "adapter"), label=n)(input_ids=ids).logits.item() for n in (0, 1)]
+    assert got == pytest.approx(wanted.tolist(), abs=1e-5) and got[0] != got[1]
+
+
+def test_labels_of_a_model_on_the_hub_are_looked_at_too(monkeypatch):
+    two = AutoConfig.for_model("distilbert", architectures=["DistilBertForSequenceClassification"])
+    monkeypatch.setattr(classifiers, "is_adapter", lambda path, revision: False)
+    monkeypatch.setattr(classifiers, "load_config", lambda path, **origin: two if origin["revision"] == "v2" else None)
+    with pytest.raises(ModelError, match=r"rewards\.0\.path: lab/judge is a classifier with 2 labels; wanted one"):
+        check_classifier("lab/judge", "rewards.0.path", revision="v2")
+    check_classifier("lab/judge", "rewards.0.path", revision="v2", label="LABEL_1", label_key="rewards.0.label")
+    two.num_labels = 1
+    check_classifier("lab/judge", "rewards.0.path", revision="v2")
 
 
 def test_several_labels_are_refused_by_number(tmp_path):
@@ -488,7 +527,7 @@ def test_stop_tokens_of_one_s_own():
 )
 def test_bf16_on_the_cpu_depends_on_its_instructions_and_maker(monkeypatch, abilities, intel, wanted):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
-    monkeypatch.setattr(loading, "is_intel", lambda: intel)
+    monkeypatch.setattr(device, "is_intel", lambda: intel)
     assert bf16_supported("cpu") == wanted
     assert not bf16_supported("mps")
 
@@ -505,7 +544,7 @@ def test_the_type_of_autocast_is_what_the_keys_say_or_the_hardware(monkeypatch):
         return StageTrainConfig(**given)
 
     for has_it in (True, False):
-        monkeypatch.setattr(loading, "bf16_supported", lambda device, has_it=has_it: has_it)
+        monkeypatch.setattr(device, "bf16_supported", lambda device, has_it=has_it: has_it)
         assert half_dtype(keys(), "cpu") == (torch.bfloat16 if has_it else None)
         assert half_dtype(keys(bf16=True), "cpu") == torch.bfloat16
         assert half_dtype(keys(bf16=False), "cpu") is None
@@ -540,6 +579,42 @@ def test_offline_a_revision_is_looked_for_in_the_cache(tmp_path, monkeypatch):
             check_model_path("org/model", "model.path", revision=revision)
 
 
+class MistralCommonBackend:
+    """Stands for the class of that name, which transformers takes where mistral-common is installed."""
+
+
+def with_mistral_common(monkeypatch, *, can_choose=True):
+    load = AutoTokenizer.from_pretrained
+
+    def from_pretrained(place, *, mistral_format=None, **options):
+        if can_choose and mistral_format is False:
+            return load(place, **options)
+        return MistralCommonBackend()
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+
+
+def test_mistral_common_is_passed_over_for_what_has_a_chat_template(tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(str(save_tiny(tmp_path)))
+    with_mistral_common(monkeypatch)
+    assert load_tokenizer(str(tmp_path)).get_vocab() == tokenizer.get_vocab()
+    assert load_tokenizer(str(tmp_path)).chat_template == tokenizer.chat_template is not None
+
+
+def test_a_tokenizer_that_only_mistral_common_reads_is_named(tmp_path, monkeypatch):
+    save_tiny(tmp_path)
+    with_mistral_common(monkeypatch, can_choose=False)
+    with pytest.raises(ModelError, match=r"without tekken\.json, uninstall mistral-common, or update transformers"):
+        load_tokenizer(str(tmp_path))
+    for file in tmp_path.glob("tokenizer*"):
+        file.unlink()
+    monkeypatch.undo()
+    with_mistral_common(monkeypatch)
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer is in tekken\.json, .* wanted tokenizer.json and"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_the_base_of_an_adapter_is_read_at_the_revision_that_it_names(tmp_path, monkeypatch):
     """Its configuration, tokenizer and end tokens, too: weights of one revision go with no other's."""
     base = save_tiny(tmp_path / "base")
@@ -571,8 +646,8 @@ def test_the_base_of_an_adapter_is_read_at_the_revision_that_it_names(tmp_path, 
 
 def test_an_adapter_on_the_hub_that_brings_no_tokenizer_has_its_bases(tmp_path, monkeypatch):
     base = save_tiny(tmp_path / "base")
-    monkeypatch.setattr(loading, "is_adapter", lambda path, revision=None: path == "org/adapter")
-    monkeypatch.setattr(loading, "own_weights", lambda path, revision=None: (str(base), None))
+    monkeypatch.setattr(tokenizer, "is_adapter", lambda path, revision=None: path == "org/adapter")
+    monkeypatch.setattr(tokenizer, "own_weights", lambda path, revision=None: (str(base), None))
     load = AutoTokenizer.from_pretrained
 
     def offline(path, **options):
@@ -582,6 +657,6 @@ def test_an_adapter_on_the_hub_that_brings_no_tokenizer_has_its_bases(tmp_path, 
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
     assert load_tokenizer("org/adapter").get_vocab() == load(base).get_vocab()
-    monkeypatch.setattr(loading, "is_adapter", lambda path, revision=None: False)
+    monkeypatch.setattr(tokenizer, "is_adapter", lambda path, revision=None: False)
     with pytest.raises(ModelError, match="We couldn't connect"):
         load_tokenizer("org/adapter")

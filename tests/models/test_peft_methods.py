@@ -18,8 +18,9 @@ from tests.models.build import (
     wrapped,
 )
 from tether.errors import ConfigError, ModelError
-from tether.models.loading import load_causal_lm, load_tokenizer
+from tether.models.loading import load_causal_lm
 from tether.models.saving import save_critic, save_policy
+from tether.models.tokenizer import load_tokenizer
 
 LAYERS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 METHODS = {

@@ -1,21 +1,29 @@
 """Weights in 4 and 8 bits: what transformers is asked for, what is refused, and that training on them is right."""
 
 import importlib.util
+import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tests.models.build import checksums, micro_batch, roles_of, run_config, save_adapter, save_model
+from tests.models.build import checksums, edit_json, micro_batch, roles_of, run_config, save_adapter, save_model
 from tests.rewards.encoders import save_encoder
+from tether.config.rewards import ModelReward, ValueHeadReward
 from tether.errors import ConfigError, ModelError
 from tether.models import bitsandbytes as few
 from tether.models.bitsandbytes import FewBits, check_bitsandbytes, keep_differentiable
 from tether.models.build import build_roles
-from tether.models.loading import load_causal_lm, load_reward_model, load_tokenizer
+from tether.models.classifiers import load_reward_model
+from tether.models.loading import load_causal_lm
+from tether.models.saving import merge_adapter
+from tether.models.tokenizer import load_tokenizer
+from tether.rewards.build import _model_and_head
 
 installed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 CPU = torch.device("cpu")
@@ -81,6 +89,96 @@ def test_weights_are_never_packed_out_of_the_gradient_s_way():
     layer.support_avx512bf16_for_cpu = True
     keep_differentiable(torch.nn.Sequential(layer))
     assert layer.support_avx512bf16_for_cpu is False
+
+
+# Checkpoints that are saved in few bits
+
+
+def saved_in_few_bits(monkeypatch, base, *, method="bitsandbytes", has_way_back=True):
+    """Stands in for transformers on a checkpoint whose first down projection is packed into bytes; what it was asked.
+
+    De-quantised, the weights are those that ``base`` held.
+    """
+    plain, asked = shutil.copytree(base, base.with_name("plain")), []
+    edit_json(base / "config.json", lambda config: config.update(quantization_config={"quant_method": method}))
+    load = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(path, **options):
+        if path != str(base):
+            return load(path, **options)
+        asked.append(dict(options))
+        options.pop("device_map", None)
+        model, info = load(plain, **options)
+        layer = model.model.layers[0].mlp.down_proj
+        held = layer.weight
+        layer.weight = torch.nn.Parameter(torch.zeros(held.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+        layer.forward = lambda x: torch.nn.functional.linear(x, held)
+        model.is_quantized, model.config.quantization_config = True, QuantizationConfigMixin(quant_method=method)
+
+        def dequantize(dtype=None):
+            if not has_way_back:
+                raise NotImplementedError(f"{method} has no implementation of `dequantize`, please raise an issue")
+            layer.weight = torch.nn.Parameter(held.to(dtype))
+            del layer.forward
+            model.is_quantized = False
+            del model.config.quantization_config
+            return model
+
+        model.dequantize = dequantize
+        return model, info
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    return asked
+
+
+@pytest.mark.parametrize("reward", [False, True])
+def test_an_adapter_is_merged_into_what_a_base_in_few_bits_stands_for(tmp_path, monkeypatch, reward):
+    base = save_model(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base, reward=reward, tokenizer=True)
+    load = load_reward_model if reward else load_causal_lm
+    wanted = load(str(adapter), dtype=torch.float32)
+    saved_in_few_bits(monkeypatch, base)
+    merge_adapter(str(adapter), tmp_path / "merged")
+    for path in (adapter, tmp_path / "merged"):
+        got = checksums(load(str(path), dtype=torch.float32))
+        assert got.keys() == checksums(wanted).keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in checksums(wanted).items())
+
+
+@pytest.mark.parametrize("reward", [False, True])
+def test_where_there_is_no_way_back_the_message_names_the_base_and_the_way_out(tmp_path, monkeypatch, reward):
+    base = save_model(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base, reward=reward)
+    saved_in_few_bits(monkeypatch, base, method="gptq", has_way_back=False)
+    wanted = rf"{base}: holds quantised weights, .* for gptq .*base_model_name_or_path in the adapter's adapter_config"
+    with pytest.raises(ModelError, match=wanted):
+        (load_reward_model if reward else load_causal_lm)(str(adapter), dtype=torch.float32)
+
+
+def test_weights_saved_in_few_bits_go_to_the_device_that_computes_as_they_are_loaded(tmp_path, monkeypatch):
+    base = save_model(tmp_path / "base")
+    asked = saved_in_few_bits(monkeypatch, base)
+    roles_of(run_config(base, lora={}))
+    assert asked[-1]["device_map"] == {"": CPU}
+    head = {"v_head.summary.weight": torch.ones(1, 16), "v_head.summary.bias": torch.zeros(1)}
+    save_file(head, base / "value_head.safetensors")
+    _model_and_head(ValueHeadReward(type="value_head", path=str(base)), torch.device("cpu"))
+    assert asked[-1]["device_map"] == {"": CPU} and len(asked) == 2
+
+
+def test_a_judge_saved_in_few_bits_goes_to_the_device_that_computes_as_it_is_loaded(tmp_path, monkeypatch):
+    folder, asked = save_model(tmp_path / "judge", num_labels=1), {}
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    load = AutoModelForSequenceClassification.from_pretrained
+    edit_json(folder / "config.json", lambda config: config.update(quantization_config={"quant_method": "awq"}))
+
+    def from_pretrained(path, **options):
+        asked["device_map"] = options.pop("device_map")
+        return load(plain, **options)
+
+    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", from_pretrained)
+    _model_and_head(ModelReward(type="model", path=str(folder)), CPU)
+    assert asked == {"device_map": {"": CPU}}
 
 
 # With it

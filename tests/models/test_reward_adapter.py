@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
@@ -203,8 +204,9 @@ def test_a_critic_from_the_policy_has_its_settings_and_says_zero(folders, tmp_pa
 
 def test_inits_that_cannot_be_copied_are_refused_before_a_model_loads(folders):
     base, _ = folders
-    with pytest.raises(ConfigError, match=r"value.init reward: the first reward is of type function"):
-        roles_of(run_config(base, lora={}, value={"init": "reward"}))
+    for options, wanted in ({"lora": {}}, "adapter"), ({}, "model or adapter"):
+        with pytest.raises(ValidationError, match=rf"init reward: the first .* of type function, .* from {wanted};"):
+            run_config(base, value={"init": "reward"}, **options)
     with pytest.raises(ConfigError, match=r"value.init: .*/model holds no adapter_config.json"):
         roles_of(run_config(base, lora={}, value={"init": str(base)}))
 

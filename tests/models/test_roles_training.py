@@ -3,7 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    OPTConfig,
+)
 
 from tests.models.build import (
     checksums,
@@ -18,7 +24,7 @@ from tests.models.build import (
 from tests.tiny import EOS, KINDS, VOCAB_SIZE, tiny_tokenizer
 from tether.errors import CheckpointError, ConfigError, ModelError
 from tether.models.build import build_roles
-from tether.models.loading import load_tokenizer
+from tether.models.tokenizer import load_tokenizer
 
 STARTS = ("full", "fresh", "loaded")
 
@@ -205,6 +211,17 @@ def test_a_reward_of_another_vocabulary_is_no_start_of_a_critic(folders, tmp_pat
         roles_of(run_config(model, rewards=judge, value={"init": "reward"}))
     with pytest.raises(ConfigError, match=r"value.init: the tokenizer of .*other has another vocabulary"):
         roles_of(run_config(model, value={"init": str(other)}))
+
+
+def test_a_critic_starts_from_the_label_that_is_the_reward(folders, tmp_path):
+    model, *_ = folders["llama"]
+    judge = save_model(tmp_path / "judge", num_labels=3)
+    roles = roles_of(run_config(model, rewards=[{"type": "model", "path": str(judge), "label": 2}]))
+    critic = roles.role("value")
+    rows = AutoModelForSequenceClassification.from_pretrained(judge).score.weight
+    assert critic.source == str(judge) and critic.head.weight.shape == (1, rows.shape[1])
+    direction = torch.nn.functional.cosine_similarity(critic.head.weight, rows)
+    assert direction[2].item() == pytest.approx(1.0) and max(direction[:2]) < 0.999
 
 
 def test_a_judge_that_is_no_decoder_is_no_start_of_a_critic(folders, tmp_path):

@@ -25,8 +25,9 @@ from tests.rewards.value_heads import plain_value, save_value_head
 from tests.tiny import BOS, EOS, KINDS, PAD, save_tiny
 from tether.data.collate import pad_left
 from tether.errors import CheckpointError, ConfigError, ModelError
-from tether.models import loading
-from tether.models.loading import end_at, load_causal_lm, load_reward_model, load_tokenizer
+from tether.models import classifiers, loading
+from tether.models.classifiers import load_reward_model
+from tether.models.loading import load_causal_lm
 from tether.models.saving import (
     atomic_folder,
     load_policy,
@@ -36,6 +37,7 @@ from tether.models.saving import (
     verify_manifest,
     written_into,
 )
+from tether.models.tokenizer import end_at, load_tokenizer
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
 
@@ -449,13 +451,14 @@ def test_a_generation_config_that_samples_without_saying_so_is_saved(tmp_path):
 @pytest.mark.parametrize("reward", [False, True])
 def test_merging_runs_code_of_a_base_that_is_trusted(tmp_path, monkeypatch, reward):
     adapter = save_adapter(tmp_path / "adapter", save_model(tmp_path / "base", tied=False), reward=reward)
-    load, trusted = loading._from_pretrained, []
+    load, trusted = loading.from_pretrained, []
 
     def spy(*given, **options):
         trusted.append(options["trust_remote_code"])
         return load(*given, **options)
 
-    monkeypatch.setattr(loading, "_from_pretrained", spy)
+    for module in (loading, classifiers):
+        monkeypatch.setattr(module, "from_pretrained", spy)
     merge_adapter(str(adapter), tmp_path / "merged", trust_remote_code=True)
     merge_adapter(str(adapter), tmp_path / "wary")
     assert set(trusted[: len(trusted) // 2]) == {True} and set(trusted[len(trusted) // 2 :]) == {False}

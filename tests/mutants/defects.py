@@ -99,8 +99,8 @@ ADVANTAGES = in_file(
     ),
     (
         "the rows of a prompt are taken for interleaved",
-        "reshape(-1, num_generations)",
-        "reshape(num_generations, -1).T",
+        "dim=1).reshape(-1, num_generations)",
+        "dim=1).reshape(num_generations, -1).T",
     ),
     (
         "group advantages have the wrong sign",
@@ -111,6 +111,16 @@ ADVANTAGES = in_file(
     ("GRPO divides by the variance", "/ (num_generations - 1)).sqrt()", "/ (num_generations - 1))"),
     ("GRPO's standard deviation is biased", "keepdim=True) / (num_generations - 1)", "keepdim=True) / num_generations"),
     ("GRPO's ε is missing", "(std + GROUP_EPSILON)", "std"),
+    (
+        "GRPO's penalty keeps its mean",
+        "_return_gaps(penalties, mask, num_generations).sum(dim=2) / num_generations",
+        "masked_sum(wide(penalties), mask, dim=1).reshape(-1, num_generations)",
+    ),
+    (
+        "GRPO: one equal pair is a group of equal scores",
+        "(groups == groups[:, :1]).all(",
+        "(groups[:, 1:] == groups[:, :1]).any(",
+    ),
     ("the return to go is cut short by λ", "gamma=gamma, lam=1.0", "gamma=gamma, lam=0.95"),
     ("returns are one-step targets", "advantages, advantages + values", "advantages, rewards + gamma * next_values"),
     tests=("tests/algo/test_advantages.py", "tests/algo/test_critic_free.py", "tests/algo/test_padding.py"),
@@ -928,8 +938,8 @@ TRAINER = (
         ("the KL coefficient is never steered", "        self.steer_kl(values)\n", ""),
         (
             "the KL coefficient that is steered is not used",
-            "self.config.ppo, self.state.kl_coef\n        batches",
-            "self.config.ppo, self.config.ppo.kl_coef\n        batches",
+            "self.config.ppo, self.state.kl_coef, self.config.sampling",
+            "self.config.ppo, self.config.ppo.kl_coef, self.config.sampling",
         ),
         ("the controller looks at k3", 'metrics["objective/kl"],', 'metrics["objective/kl_k3"],'),
         (
@@ -1129,8 +1139,9 @@ UPDATE = (
         ),
         (
             "the critic steps where the policy's gradient is not finite",
-            "            is_bad = overflowed = False\n            for optimizer in self.optimizers_in_use():\n",
-            "            overflowed = False\n            for optimizer in self.optimizers_in_use():\n"
+            "            is_bad = overflowed = has_tokens = False\n"
+            "            for optimizer in self.optimizers_in_use():\n",
+            "            overflowed = has_tokens = False\n            for optimizer in self.optimizers_in_use():\n"
             "                is_bad = False\n",
         ),
         (
@@ -1425,6 +1436,13 @@ EXPERIENCE = (
             'mask, num_generations=len(mask))\n        case "grpo"',
         ),
         tests=whole_step("rloo, pairs"),
+    ),
+    *in_file(
+        "train/experience.py",
+        ("GRPO lacks the KL", "num_generations, penalties=penalties)", "num_generations)"),
+        ("GRPO normalises the KL with the score", "algo.grpo(judged, mask", "algo.grpo(rewards, mask"),
+        ("GRPO has the KL twice", "scores, kl, mask, kl_coef=0.0)", "scores, kl, mask, kl_coef=coef)"),
+        tests=whole_step("grpo, KL in the reward"),
     ),
     *in_file(
         "train/experience.py",
@@ -1944,8 +1962,8 @@ FLOAT16 = (
         ),
         (
             "float16: a step with an overflow is counted",
-            "is_whole = not (stopped or is_bad or overflowed)",
-            "is_whole = not (stopped or is_bad)",
+            "is_whole = has_tokens and not (stopped or is_bad or overflowed)",
+            "is_whole = has_tokens and not (stopped or is_bad)",
         ),
         (
             "float16: a step with an overflow is taken",
@@ -1978,7 +1996,7 @@ FLOAT16 = (
         tests=(FP16,),
     ),
     *in_file(
-        "models/loading.py",
+        "models/device.py",
         (
             "float16: a GPU that emulates bfloat16 counts as one that has it",
             "is_bf16_supported(including_emulation=False)",

@@ -18,8 +18,10 @@ from tether.config.schema import RunConfig
 from tether.errors import ConfigError, DataError, ModelError
 from tether.models.adapters import with_adapter
 from tether.models.build import build_roles
-from tether.models.loading import classifier_on, load_causal_lm, load_tokenizer
+from tether.models.classifiers import classifier_on
+from tether.models.loading import load_causal_lm
 from tether.models.roles import ModelRoles
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.build import build_rewards, check_contents, check_conversations, check_rewards, try_sources
 from tether.types import Prompt, RewardSource
 
@@ -150,6 +152,8 @@ def test_what_a_judge_can_be_shown_is_tried_before_it_is_loaded(tmp_path):
     check_conversations(configs(judge), prompts[:1], policy)
     with pytest.raises(ConfigError, match=r"rewards\.1: .*answer to row 4 of the prompts .* has no chat template"):
         check_conversations(configs(judge | {"input_format": "pair"}, judge), prompts, policy)
+    with pytest.raises(ConfigError, match=r"rewards\.0: .*answer to row 3 of the prompts .* has no chat template"):
+        check_conversations(configs(judge | {"input_format": "chat"}), prompts[:1], policy)
     for form in ("joined", "pair", "response"):
         check_conversations(configs(judge | {"input_format": form}), prompts, policy)
     own = encoder_tokenizer("bert")
@@ -159,6 +163,8 @@ def test_what_a_judge_can_be_shown_is_tried_before_it_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match=r"rewards\.0: .*row 7 .* refuses messages of the roles system, user"):
         check_conversations(configs(judge), prompts, policy)
     check_conversations(configs(judge), prompts, own)
+    with pytest.raises(ConfigError, match=r"rewards\.0: .*row 7 .* refuses messages of the roles system, user"):
+        check_conversations(configs(judge | {"input_format": "chat"}), prompts, own)
 
 
 def test_checks_pass_what_can_be_built(tmp_path, function_file):
@@ -247,6 +253,8 @@ def test_what_columns_hold_is_checked_in_every_row():
     for reward, value, wanted in (
         (exact, 4.5, r"holds 4\.5 \(float\), wanted text or a whole number"),
         (exact, None, r"holds None \(NoneType\), wanted text or a whole number"),
+        (mathematics, "", "holds '', wanted a mathematical expression"),
+        (mathematics, r"\$", r"holds '\\\\\$', wanted a mathematical expression"),
         (mathematics, ["4"], r"holds \['4'\] \(list\), wanted text or a number"),
     ):
         with pytest.raises(DataError, match=rf"^row 1 of the prompts, for rewards\.0: column answer {wanted}"):

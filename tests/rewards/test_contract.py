@@ -17,14 +17,9 @@ from tether.config.rewards import HttpReward, JudgeReward, LengthTargetReward
 from tether.config.schema import RunConfig
 from tether.models.adapters import with_adapter
 from tether.models.build import build_roles
-from tether.models.loading import (
-    classifier_on,
-    load_causal_lm,
-    load_classifier,
-    load_reward_model,
-    load_tokenizer,
-    load_value_head_model,
-)
+from tether.models.classifiers import classifier_on, load_classifier, load_reward_model, load_value_head_model
+from tether.models.loading import load_causal_lm
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource

@@ -8,7 +8,8 @@ import torch
 from tests.rewards.batches import text_batch
 from tests.rewards.encoders import ENCODERS, POSITIONS, encoder_tokenizer, plain_score, save_encoder
 from tether.errors import RewardError
-from tether.models.loading import load_reward_model, load_tokenizer, reads_last_token
+from tether.models.classifiers import load_reward_model, reads_last_token
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.encoder import EncoderSource, position_limit
 
 PROMPTS = ["the cat sees ", "rain ", "it is a very nice day and "]

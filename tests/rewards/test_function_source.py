@@ -1,6 +1,7 @@
 """Python functions as judges: what they are given, what they may answer, how their mistakes are told."""
 
 import asyncio
+import importlib
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -68,7 +69,8 @@ def test_no_opinion_is_an_error_unless_it_has_a_score():
     batch = text_batch("yes", "?", "no", "?")
     with pytest.raises(RewardResponseError, match=r"returned None for answer 1 of 4 .* set the reward's `missing`"):
         scores(judge, batch)
-    assert FunctionSource(judge, "brevity", missing=-0.5).score(batch).scores == [1.0, -0.5, 1.0, -0.5]
+    output = FunctionSource(judge, "brevity", missing=-0.5).score(batch)
+    assert (output.scores, output.components) == ([1.0, -0.5, 1.0, -0.5], {"missing": [0.0, 1.0, 0.0, 1.0]})
     with pytest.raises(RewardResponseError, match=r"returned nan .* for answer 0 of 1"):
         FunctionSource(lambda prompts, completions: [float("nan")], "brevity", missing=0.0).score(text_batch("a"))
     with pytest.raises(RewardResponseError, match="returned 1 scores for 2 answers"):
@@ -164,6 +166,41 @@ def test_dataclasses_with_text_annotations_work_in_a_file(tmp_path):
 
 def test_functions_come_from_import_paths_too():
     assert load_function("tests.rewards.judges", "length", "rewards.0")(["p"], ["four"]) == [4.0]
+
+
+@pytest.fixture
+def as_command(monkeypatch, tmp_path):
+    """Modules are looked for as under the command ``tether``: not in the current folder."""
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_file_imports_its_neighbours_at_once_and_when_it_is_called(tmp_path, as_command):
+    (tmp_path / "first_neighbour.py").write_text("factor = 2.0\n")
+    (tmp_path / "later_neighbour.py").write_text("offset = 0.5\n")
+    (tmp_path / "json.py").write_text("raise ImportError('no neighbour hides what others import')\n")
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "from first_neighbour import factor\n"
+        "def f(prompts, completions):\n"
+        "    from later_neighbour import offset\n"
+        "    return [factor * len(text) + offset for text in completions]\n"
+    )
+    function = load_function(str(file), "f", "rewards.0")
+    del sys.modules["json"]
+    importlib.import_module("json")
+    assert scores(function, text_batch("four")) == [8.5]
+    assert sys.path.count(str(tmp_path)) == 1
+
+
+def test_an_import_path_starts_from_the_current_folder(tmp_path, as_command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package_of_judges").mkdir()
+    (tmp_path / "package_of_judges" / "short.py").write_text("def f(prompts, completions): return [1.5]\n")
+    assert load_function("package_of_judges.short", "f", "rewards.0")([], []) == [1.5]
 
 
 def test_what_cannot_be_loaded_is_told_with_key_got_and_wanted(tmp_path):

@@ -102,7 +102,7 @@ WRONG = {
     "too many": (Reply({"scores": [1, 2, 3, 4]}), r"returned 4 scores for 3 answers"),
     "NaN": (Reply(b'{"scores": [1, NaN, 3]}'), r"returned nan \(float\) for answer 1 of 3 .* wanted one finite"),
     "infinite": (Reply(b'{"scores": [1, 2, -Infinity]}'), r"returned -inf \(float\) for answer 2 of 3"),
-    "null": (Reply({"scores": [1, None, 3]}), r"returned None \(NoneType\) for answer 1 of 3"),
+    "null": (Reply({"scores": [1, None, 3]}), r"returned None for answer 1 of 3 .*, or set the reward's `missing`"),
     "text": (Reply({"scores": ["1", "2", "3"]}), r"returned '1' \(str\) for answer 0 of 3"),
     "nested": (Reply({"scores": [[1], [2], [3]]}), r"returned \[1\] \(list\) for answer 0 of 3"),
     "one list too many": (Reply({"scores": [[1, 2, 3]]}), r"returned 1 scores for 3 answers"),
@@ -259,9 +259,22 @@ def test_components_that_change_between_requests_are_an_error():
     replies = Reply({"scores": [1], "components": {"a": [1]}}), Reply({"scores": [1]})
     with (
         local_service(in_turn(*replies)) as local,
-        pytest.raises(RewardResponseError, match=r"the components none in one answer and a in another"),
+        pytest.raises(RewardResponseError, match=r"the components none for answers 1 to 1 and a for answers 0"),
     ):
         source(local.url, batch_size=1, max_concurrency=1).score(text_batch("a", "b"))
+
+
+def test_null_counts_what_is_missing_where_that_is_set(caplog):
+    reply = Reply({"scores": [1, None, [[1, 2.0]]], "components": {"half": [0.5, None, 1]}})
+    with local_service(in_turn(reply)) as local:
+        output = source(local.url, missing=-1).score(text_batch("a", "b", "c"))
+    assert output.scores == [1.0, -1.0, 2.0]
+    assert output.components == {"half": [0.5, -1.0, 1.0], "missing": [0.0, 1.0, 0.0]}
+    assert len(caplog.messages) == 1 and "returned None for answer 1 of 3" in caplog.text
+    taken = Reply({"scores": [1], "components": {"missing": [0]}})
+    for reply in (Reply({"scores": [None]}, 400), Reply({"scores": ["x"]}), taken):
+        with local_service(in_turn(reply)) as local, pytest.raises(RewardResponseError):
+            source(local.url, missing=-1).score(text_batch("a"))
 
 
 def test_components_are_known_by_their_names_in_any_order():

@@ -145,6 +145,44 @@ def test_a_judge_that_never_gives_a_number_is_an_error_that_quotes_it(reply, tol
     assert len(local.seen) == 3
 
 
+FILTERED = {
+    "azure": {"error": {"message": "The response was filtered due to the prompt", "code": "content_filter"}},
+    "openai": {"error": {"message": "Your request was rejected by our safety system", "type": "invalid_request_error"}},
+    "deepseek": {"error": {"message": "Content Exists Risk", "code": "invalid_request_error"}},
+    "dashscope": {"error": {"message": "Output data may contain ...", "code": "data_inspection_failed"}},
+}
+
+
+@pytest.mark.parametrize("reply", [*(Reply(body, 400) for body in FILTERED.values()), says("I will not"), says(None)])
+def test_an_answer_that_is_refused_is_an_error_unless_it_has_a_score(reply, caplog):
+    batch = text_batch("fine", "odd", "fair", "odd")
+    with local_service(lambda payload: reply if '"odd"' in str(payload) else by_length(payload)) as local:
+        with pytest.raises(RewardResponseError, match=r"reward grade: .* set the reward's `missing` to the"):
+            source(local.url).score(batch)
+        output = source(local.url, missing=-0.5).score(batch)
+        assert (output.scores, output.components) == ([4.0, -0.5, 4.0, -0.5], {"missing": [0.0, 1.0, 0.0, 1.0]})
+        assert source(local.url, missing=-0.5).score(text_batch("fine")).components == {"missing": [0.0]}
+    (told,) = caplog.messages
+    assert told.startswith("reward grade: ")
+    assert "It counts -0.5, as the reward's `missing` says; rewards/grade/missing is the share of such" in told
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (Reply(FILTERED["azure"], 401), RewardResponseError),
+        (Reply(FILTERED["azure"], 503), RewardResponseError),
+        (Reply({"error": {"message": "Unsupported parameter: max_tokens"}}, 400), RewardResponseError),
+        (Reply({"choices": []}), RewardResponseError),
+        (Close(), RewardError),
+        (Hang(), RewardTimeout),
+    ],
+)
+def test_what_fails_for_every_answer_never_counts_as_missing(reply, error):
+    with local_service(in_turn(reply)) as local, pytest.raises(error):
+        source(local.url, missing=0.0, read_timeout=0.1, connect_timeout=0.1).score(text_batch("a"))
+
+
 NO_COMPLETIONS = [
     {},
     [],

@@ -90,7 +90,7 @@ def run_of(judges, source, sharing, out):
 
 @pytest.mark.parametrize(("source", "sharing"), CELLS)
 def test_a_run_trains_and_has_the_scores_of_tether_score(judges, tmp_path, monkeypatch, source, sharing):
-    monkeypatch.setattr("tether.train.run.build_generator", lambda config, roles: FakeGenerator(ANSWERS))
+    monkeypatch.setattr("tether.train.build.build_generator", lambda config, roles: FakeGenerator(ANSWERS))
     config = run_of(judges, source, sharing, tmp_path / "out")
     result = train_policy(config)
     rows = read_jsonl(config.output_dir / "samples.jsonl")

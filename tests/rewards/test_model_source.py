@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from tests.rewards.batches import chat_batch, text_batch
 from tests.tiny import KINDS, VOCABULARY, save_tiny, tiny_bpe_tokenizer, tiny_tokenizer
 from tether.errors import RewardError
-from tether.models.loading import load_classifier, load_tokenizer
+from tether.models.classifiers import load_classifier
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.model import ModelSource
-from tether.rewards.reading import same_tokenizer
+from tether.rewards.reading import READS_TO, same_tokenizer
 
 TURNS = [("the cat sees", "good"), ("it is a very nice day", "the sun and the blue night"), ("rain", "bad bad bad")]
 
@@ -154,6 +155,8 @@ def test_the_forms_that_an_answer_can_be_judged_in(tmp_path):
     for form, batch, words in [
         ("auto", plain, "the cat good"),
         ("auto", chat, "<system> nice <eos> <user> the cat <eos> <assistant> good <eos>"),
+        ("chat", plain, "<user> the cat <eos> <assistant> good <eos>"),
+        ("chat", chat, "<system> nice <eos> <user> the cat <eos> <assistant> good <eos>"),
         ("joined", plain, "the cat good"),
         ("joined", chat, "nice the cat good"),
         ("pair", plain, "the cat good"),
@@ -167,7 +170,7 @@ def test_the_forms_that_an_answer_can_be_judged_in(tmp_path):
         assert same.shares_ids == (form == "auto"), "another form than the policy's is text"
 
 
-@pytest.mark.parametrize("form", ["auto", "joined", "pair", "response"])
+@pytest.mark.parametrize("form", ["auto", "chat", "joined", "pair", "response"])
 def test_special_tokens_that_were_typed_are_characters_unless_asked_for(tmp_path, form):
     """By hand: the name of a special token in two pieces, neither of which the vocabulary knows."""
     save_tiny(tmp_path, num_labels=1)
@@ -179,6 +182,7 @@ def test_special_tokens_that_were_typed_are_characters_unless_asked_for(tmp_path
     typed, written = f"the cat {apart} {apart} good", f"bad {apart} {apart} rain"
     wanted = {
         "auto": (f"<user> {typed} <eos> <assistant> {written} <eos>", f"{typed} {written}"),
+        "chat": (f"<user> {typed} <eos> <assistant> {written} <eos>",) * 2,
         "joined": (f"{typed} {written}",) * 2,
         "pair": (f"{typed} {written}",) * 2,
         "response": (written,) * 2,
@@ -272,8 +276,60 @@ def test_a_conversation_that_the_judges_template_refuses_is_named_with_its_roles
         source(tmp_path, tiny_tokenizer()).score(batch)
 
 
-def test_an_empty_text_is_refused(tmp_path):
+@pytest.mark.parametrize(("names", "token"), [({}, "<eos>"), ({"bos_token": "<bos>"}, "<bos>")])
+def test_an_empty_answer_is_read_as_a_token_of_its_own(tmp_path, names, token):
+    """As of a policy that ends at once, where the answer is read alone and the tokenizer puts nothing around text."""
     save_tiny(tmp_path, num_labels=1)
-    permuted_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(RewardError, match=r"answer 1 of 2 .* is an empty text"):
+    permuted_tokenizer(**names).save_pretrained(tmp_path)
+    judge = source(tmp_path, tiny_tokenizer(), input_format="response")
+    wanted = [alone(tmp_path, permuted(words)) for words in ("good", token)]
+    assert judge.score(text_batch("good", "")).scores == pytest.approx(wanted, abs=1e-5)
+
+
+def test_an_empty_text_is_refused_where_no_token_could_stand_for_it(tmp_path):
+    save_tiny(tmp_path, num_labels=1)
+    tokenizer = permuted_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(RewardError, match=r"answer 1 of 2 .* is an empty text, .* give it a bos_token or an eos_token"):
         source(tmp_path, tiny_tokenizer()).score(text_batch("good", "", prompts=["a", ""]))
+
+
+def test_a_whole_text_is_no_conversation(tmp_path):
+    save_tiny(tmp_path, num_labels=1)
+    with pytest.raises(RewardError, match=r"answer 0 of 1 .* is a text without a prompt, .* set input_format to auto"):
+        source(tmp_path, tiny_tokenizer(), input_format="chat").score(text_batch("good", prompts=[""]))
+
+
+def closing_judge(folder, *, chat):
+    """A judge that was trained to read to the end token, after which its template writes a blank that is a token."""
+    save_tiny(folder, "qwen2", num_labels=1, chat_template=chat)
+    tokenizer = tiny_bpe_tokenizer(chat_template=chat)
+    if chat:
+        tokenizer.chat_template = (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos> {% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+    tokenizer.init_kwargs[READS_TO] = "<eos>"
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_judge_of_the_stage_gives_one_score_whichever_tokenizer_the_policy_has(tmp_path, chat):
+    own = closing_judge(tmp_path, chat=chat)
+    turns = [(f" {query}", f" {answer}") for query, answer in TURNS]
+    if chat:
+        same, other = (chat_batch(tokenizer, turns) for tokenizer in (own, permuted_tokenizer()))
+    else:
+        other = text_batch(*(answer for _, answer in turns), prompts=[query for query, _ in turns])
+        ids = [[own(text)["input_ids"] for text in turn] for turn in turns]
+        same = replace(other, query_ids=[q for q, _ in ids], response_ids=[[*a, own.eos_token_id] for _, a in ids])
+    read = source(tmp_path, own)
+    assert read.shares_ids and not source(tmp_path, permuted_tokenizer()).shares_ids
+    assert source(tmp_path, permuted_tokenizer()).read(other) == read.read(same)
+    assert source(tmp_path, permuted_tokenizer()).score(other).scores == read.score(same).scores
+    (tmp_path / "tokenizer_config.json").write_text(
+        (tmp_path / "tokenizer_config.json").read_text().replace(READS_TO, "something_else")
+    )
+    assert source(tmp_path, permuted_tokenizer()).read(other) != read.read(same)

@@ -23,9 +23,10 @@ from tether.errors import CheckpointError, ConfigError, DataError, ModelError, T
 from tether.machine.claim import claimed
 from tether.metrics.writers import read_jsonl
 from tether.models.build import build_roles
-from tether.models.loading import load_tokenizer
-from tether.models.saving import verify_manifest
+from tether.models.saving import merge_adapter, verify_manifest
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.build import build_rewards, check_rewards
+from tether.rewards.reading import READS_TO
 from tether.stages.reward import (
     accuracy_by_length,
     adapted,
@@ -119,6 +120,12 @@ def test_it_learns_and_reports_what_it_learned(trained, request):
     log = read_jsonl(config.output_dir / "metrics.jsonl")
     assert log[-1]["loss"] < 0.3 < log[0]["loss"]
     assert result.metrics["train_loss"] == log[-1]["loss"]
+    assert load_tokenizer(str(result.path)).init_kwargs[READS_TO] == "<eos>"
+
+
+def test_where_it_reads_survives_a_merge(lora, tmp_path):
+    merge_adapter(str(lora[1].path), tmp_path / "merged")
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").init_kwargs[READS_TO] == "<eos>"
 
 
 def test_a_full_model_loads_in_transformers_and_gives_the_rewards_of_the_file(full):
@@ -201,7 +208,7 @@ def test_the_first_loss_is_the_definition_on_the_start_model(tmp_path, kind, coe
     (line,) = read_jsonl(config.output_dir / "metrics.jsonl")
 
     set_seed(config.train.seed)
-    model = start_model(config.model, precision=None)
+    model = start_model(config.model, precision=None, device=torch.device("cpu"))
     tokenizer = load_tokenizer(config.model.path)
     options = {"max_length": 64, "chat_template": "auto", "system_prompt": None, "end_ids": {EOS}, "key": "data.pairs"}
     losses, margins = [], []
@@ -292,20 +299,21 @@ def test_bf16_trains_a_frozen_bf16_base_with_a_float32_head_and_adapter(tmp_path
 
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16, None])
 def test_trl_is_told_the_type_of_autocast(tmp_path, precision):
-    given = trainer_arguments(stage_config(tmp_path), 12, precision=precision, num_processes=1, kind=RewardConfig)
+    how = {"evaluates": False, "precision": precision, "num_processes": 1, "kind": RewardConfig}
+    given = trainer_arguments(stage_config(tmp_path), 12, **how)
     assert (given["fp16"], given["bf16"]) == (precision is torch.float16, precision is torch.bfloat16)
 
 
 def test_fp16_freezes_a_base_in_float16_beside_a_float32_head_and_adapter(tmp_path):
     """What GradScaler unscales is float32, copies of whole modules too."""
     config = stage_config(tmp_path, lora={"r": 4})
-    model = adapted(start_model(config.model, precision=torch.float16), config.model)
+    model = adapted(start_model(config.model, precision=torch.float16, device=torch.device("cpu")), config.model)
     assert model.get_input_embeddings().weight.dtype == torch.float16
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     base = save_model(tmp_path / "base", tied=False)
     start = save_adapter(tmp_path / "start", base, tokenizer=True, modules_to_save=["lm_head"])
     goes_on = SftModelConfig(path=str(start), lora={})
-    model = start_of_sft(goes_on, precision=torch.float16)
+    model = start_of_sft(goes_on, precision=torch.float16, device=torch.device("cpu"))
     trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     assert set(trained.values()) == {torch.float32} and any("lm_head" in name for name in trained)
 
@@ -434,7 +442,7 @@ def row(chosen, rejected, chosen_tokens, rejected_tokens):
 def test_metrics_of_pairs_by_hand():
     rows = [row(2.0, 1.0, 5, 3), row(0.0, 1.0, 4, 6), row(1.0, 1.0, 4, 4), row(3.0, -1.0, 9, 2)]
     metrics = pair_metrics(rows)
-    assert metrics["accuracy"] == 0.5, "a tie is no win"
+    assert metrics["accuracy"] == 0.625, "a tie is half a win, as in tether score"
     assert metrics["margin"] == 1.0
     assert metrics["reward_mean"] == 1.0
     assert metrics["reward_std"] == pytest.approx(math.sqrt((1 + 0 + 1 + 0 + 0 + 0 + 4 + 4) / 8))
@@ -448,8 +456,8 @@ def test_accuracy_by_length_is_over_groups_of_equal_size_by_the_longer_answer():
     rows = [row(float(n % 3 > 0), 0.0, n, 1) for n in range(8, 0, -1)]
     assert accuracy_by_length(rows) == [
         {"tokens": [1, 2], "pairs": 2, "accuracy": 1.0},
-        {"tokens": [3, 4], "pairs": 2, "accuracy": 0.5},
-        {"tokens": [5, 6], "pairs": 2, "accuracy": 0.5},
+        {"tokens": [3, 4], "pairs": 2, "accuracy": 0.75},
+        {"tokens": [5, 6], "pairs": 2, "accuracy": 0.75},
         {"tokens": [7, 8], "pairs": 2, "accuracy": 1.0},
     ]
     assert [group["pairs"] for group in accuracy_by_length(rows[:2])] == [1, 1]

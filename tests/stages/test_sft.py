@@ -18,8 +18,10 @@ from tether.config.schema import LoraConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from tether.metrics.writers import read_jsonl
-from tether.models.loading import load_causal_lm, load_tokenizer
+from tether.models.loading import load_causal_lm
 from tether.models.saving import verify_manifest
+from tether.models.tokenizer import load_tokenizer
+from tether.stages import running
 from tether.stages.sft import IGNORED, _dataset, load_data, train_sft
 from tether.train.saved import generate_path, run_config
 
@@ -179,6 +181,53 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path, how):
     assert log[0] == log[1] and [row["step"] for row in log[0]] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(CheckpointError, match="is finished"):
         train_sft(resumed)
+
+
+def test_a_stopped_run_goes_on_with_smaller_micro_batches(tmp_path):
+    """Optimizer steps read the same rows; what they add up is rounded otherwise."""
+    straight = stage(tmp_path, out="straight", max_steps=4)
+    train_sft(straight)
+    stopped = stage(tmp_path, out="stopped", max_steps=4)
+    asked = iter([None, "SIGTERM"])
+    train_sft(stopped, stop=lambda: next(asked))
+    smaller = {"micro_batch_size": 1, "gradient_checkpointing": True}
+    train_sft(stage(tmp_path, out="stopped", max_steps=4, **smaller).model_copy(update={"resume": True}))
+    start, end = weights(tmp_path / "model"), weights(straight.output_dir)
+    assert max(float((end[name] - x).abs().max()) for name, x in start.items()) > 1e-3
+    for name, x in weights(stopped.output_dir).items():
+        torch.testing.assert_close(x, end[name], atol=1e-5, rtol=0)
+
+
+def test_files_and_links_called_like_a_checkpoint_are_none(tmp_path):
+    config = stage(tmp_path, max_steps=1)
+    train_sft(config)
+    (tmp_path / "outside").mkdir()
+    (config.output_dir / "checkpoint-5").write_text("mine")
+    (config.output_dir / "checkpoint-7").symlink_to(tmp_path / "outside")
+    train_sft(config.model_copy(update={"overwrite_output_dir": True}))
+    assert (config.output_dir / "checkpoint-5").read_text() == "mine" and (tmp_path / "outside").is_dir()
+
+
+def test_a_start_that_failed_is_made_again_by_the_same_command(tmp_path, monkeypatch):
+    config = stage(tmp_path, max_steps=1)
+    monkeypatch.setattr(running, "train", lambda *args: pytest.fail("no trainer"))
+    with pytest.raises(pytest.fail.Exception):
+        train_sft(config)
+    assert (config.output_dir / "config.yaml").exists()
+    monkeypatch.undo()
+    train_sft(config)
+    with pytest.raises(ConfigError, match=r"output_dir: .* is not empty\. Add --resume"):
+        train_sft(config)
+
+
+def test_resume_auto_starts_or_goes_on_and_replaces_nothing(tmp_path):
+    config = stage(tmp_path, max_steps=3).model_copy(update={"resume": "auto"})
+    asked = iter([None, "SIGTERM"])
+    assert train_sft(config, stop=lambda: next(asked)).interrupted == "SIGTERM"
+    train_sft(config)
+    assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1, 2, 3]
+    with pytest.raises(CheckpointError, match="is finished"):
+        train_sft(config)
 
 
 def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):

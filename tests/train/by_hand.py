@@ -86,6 +86,7 @@ class Run(reference.Run):
         self.rewards, self.sampled = rewards, sampled
         taken = super().update(rollouts, scores, steps, demonstrations)
         self.metrics |= {"update/num_steps": taken, "update/num_bad": 0, "episode": self.updates * len(rollouts)}
+        self.metrics |= {"update/num_empty": self.empty} if self.s.mask_truncated else {}
         self.metrics |= {name: mean(numbers) for name, numbers in (self.tokens | self.norms).items()}
         if "val/ratio" in self.tokens:
             ratios = self.tokens["val/ratio"]
@@ -120,6 +121,10 @@ class Run(reference.Run):
             kl = {name: [sum(token_kl(*pair, name) for pair in row) for row in pairs] for name in ("k1", "k2", "k3")}
             self.metrics |= {"objective/kl": mean(kl["k1"]), "objective/kl_k3": mean(kl["k3"])}
             penalties = [-self.kl_coef * x for x in kl[s.kl_estimator]]
+        if s.advantage_estimator in ("rloo", "grpo"):
+            n = s.num_generations
+            groups = [set(shaped[first : first + n]) for first in range(0, len(shaped), n)]
+            self.metrics["objective/equal_scores"] = mean([len(group) == 1 for group in groups])
         distributions = [row_distributions(self.policy, r.query, r.response, s.temperature) for r in rollouts]
         self.metrics |= {
             "objective/non_score_reward": mean(penalties),

@@ -178,7 +178,7 @@ def critic_lam(s):
     return s.lam if s.value_lam is None else s.value_lam
 
 
-def group_advantages(rewards, s):
+def group_advantages(rewards, scores, s):
     """One number an answer, against the other answers to its prompt, on each of its tokens."""
     totals = [sum(row) for row in rewards]
     rows = []
@@ -188,14 +188,16 @@ def group_advantages(rewards, s):
         if s.advantage_estimator == "rloo":
             advantage = total - (sum(group) - total) / (len(group) - 1)
         else:
-            mean = sum(group) / len(group)
-            std = math.sqrt(sum((x - mean) ** 2 for x in group) / (len(group) - 1))
-            advantage = (total - mean) / (std + 1e-4)
+            judged = scores[first : first + s.num_generations]
+            mean = sum(judged) / len(judged)
+            std = math.sqrt(sum((x - mean) ** 2 for x in judged) / (len(judged) - 1))
+            kl_of_others = [x - y for x, y in zip(group, judged, strict=True)]
+            advantage = (scores[i] - mean) / (std + 1e-4) + total - scores[i] - sum(kl_of_others) / len(group)
         rows.append([advantage] * len(rewards[i]))
     return rows
 
 
-def advantages_of(rewards, values, s):
+def advantages_of(rewards, values, scores, s):
     match s.advantage_estimator:
         case "gae":
             return [
@@ -203,7 +205,7 @@ def advantages_of(rewards, values, s):
                 for row, row_values in zip(rewards, values, strict=True)
             ]
         case "rloo" | "grpo":
-            return group_advantages(rewards, s)
+            return group_advantages(rewards, scores, s)
         case "reinforce_pp":
             return [
                 [sum(s.gamma ** (j - t) * row[j] for j in range(t, len(row))) for t in range(len(row))]
@@ -336,10 +338,12 @@ class Run:
         """
         learned = self.learn(rollouts, scores)
         used = {name: optimizer for name, optimizer in self.optimizers.items() if not self.warms_up or name != "policy"}
-        taken, stopped = 0, False
+        taken, stopped, self.empty = 0, False, 0
         for number, rows in enumerate(steps):
+            kept = [i for i in rows if learned.kept[i]]
+            is_empty = not kept and (not demonstrations or self.warms_up)
             if not stopped:
-                gaps = self.add_gradients([i for i in rows if learned.kept[i]], rollouts, learned)
+                gaps = self.add_gradients(kept, rollouts, learned)
                 if demonstrations and not self.warms_up:
                     self.imitate(demonstrations[number])
                 stopped = self.went_too_far(gaps)
@@ -347,11 +351,12 @@ class Run:
                 for p in self.policy.parameters():
                     p.grad = None
             for optimizer in used.values():
-                if stopped:
+                if stopped or is_empty:
                     optimizer.skip()
                 else:
                     optimizer.step()
-            taken += not stopped
+            taken += not (stopped or is_empty)
+            self.empty += is_empty and not stopped
         self.steer_kl(learned)
         if self.s.ema_decay is not None and not self.warms_up:
             for name, p in self.policy.named_parameters():
@@ -383,7 +388,7 @@ class Run:
         if s.whiten_rewards:
             mean, std = scale_of(rewards)
             rewards = [[(x - mean) / std + mean for x in row] for row in rewards]
-        advantages, std = advantages_of(rewards, values, s), 1.0
+        advantages, std = advantages_of(rewards, values, scores, s), 1.0
         if self.critic is not None:
             returns = returns_of(rewards, values, s)
         if s.whiten_advantages:

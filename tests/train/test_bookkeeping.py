@@ -42,7 +42,7 @@ class Recorder(FakeGenerator):
 def recorded(folder, monkeypatch, *, rewards=None, **changes):
     """A run on answers known beforehand: its configuration, its generator and its result."""
     generator = Recorder()
-    monkeypatch.setattr("tether.train.run.build_generator", lambda config, roles: generator)
+    monkeypatch.setattr("tether.train.build.build_generator", lambda config, roles: generator)
     config = tiny_run(folder, train__seed=SEED, **changes)
     return config, generator, train_policy(config, rewards=rewards)
 

@@ -193,6 +193,7 @@ def test_groups_of_answers_have_the_same_components():
     first, second = RewardOutput([1.0, 2.0], {"depth": [0.1, 0.2]}), RewardOutput([3.0], {"depth": [0.3]})
     whole = joined([([0, 2], first), ([1], second)], batch)
     assert whole.scores == [1.0, 3.0, 2.0] and whole.components == {"depth": [0.1, 0.3, 0.2]}
-    for other in ({}, {"depth": [0.3], "length": [1.0]}):
-        with pytest.raises(RewardResponseError, match=r"answers 0, 2 have \['depth'\], answers 1 to 1 have others"):
-            joined([([0, 2], first), ([1], RewardOutput([3.0], other))], batch)
+    for other, told in ({}, "none"), ({"depth": [0.3], "length": [1.0]}, "depth, length"):
+        message = rf"^judge returned the components {told} for answers 1 to 1 and depth for answers 0, 2; wanted"
+        with pytest.raises(RewardResponseError, match=message):
+            joined([([0, 2], first), ([1], RewardOutput([3.0], other))], batch, "judge")

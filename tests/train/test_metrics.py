@@ -63,7 +63,10 @@ COMMON = {
     "train__learning_rate": 1e-2, "train__max_steps": 2,
 }  # fmt: skip
 MODEL, HEAD = {"kind": "gpt2", "value__kind": "model"}, {"kind": "gpt2", "value__kind": "head"}
-RLOO = {"kind": "gpt2", "ppo__advantage_estimator": "rloo", "sampling__num_generations": 2}
+RLOO = {
+    "kind": "gpt2", "ppo__advantage_estimator": "rloo", "sampling__num_generations": 2, "ppo__lam": 0.95,
+    "ppo__cliprange_value": 0.2,
+}  # fmt: skip
 CASES = {
     "critic model": MODEL | {"value__learning_rate": 2e-2},
     "head": HEAD,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from peft import LoHaConfig
+from pydantic import ValidationError
 
-from tests.tiny import save_tiny, tiny_tokenizer
+from tests.models.build import save_adapter
+from tests.tiny import save_tiny, tiny_classifier, tiny_tokenizer
 from tests.train.runs import tiny_run, write_prompts
 from tether.config.load import dump_config
 from tether.errors import USER_ERRORS, ConfigError, DataError
 from tether.machine.claim import claimed
-from tether.models import loading
+from tether.models import classifiers, loading
 from tether.train.display import NullDisplay
+from tether.train.inputs import check_data, load_data, resolved
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path, read_norms, run_config
 
@@ -24,14 +29,40 @@ from tether.train.saved import evaluate_path, generate_path, read_norms, run_con
 @pytest.fixture
 def loaded(monkeypatch):
     """Paths of the models that were loaded."""
-    paths, load = [], loading._from_pretrained
+    paths, load = [], loading.from_pretrained
 
     def spy(kind, path, **options):
         paths.append(path)
         return load(kind, path, **options)
 
-    monkeypatch.setattr(loading, "_from_pretrained", spy)
+    for module in (loading, classifiers):
+        monkeypatch.setattr(module, "from_pretrained", spy)
     return paths
+
+
+def judge_of(folder, *, own_tokenizer, **keys):
+    """A reward model with few positions, and a tokenizer of its own or the policy's."""
+    tiny_classifier(max_position_embeddings=16).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    if own_tokenizer:
+        tokenizer.chat_template = tokenizer.chat_template.replace("<assistant>", "<bos>")
+    tokenizer.save_pretrained(folder)
+    return [{"type": "model", "path": str(folder)} | keys]
+
+
+def own_model(folder, **keys):
+    return {"type": "model", "path": str(folder)} | keys
+
+
+def reward_adapter(folder, **changes):
+    return {"rewards": [{"type": "adapter", "path": str(folder)}], "model__lora": {}} | changes
+
+
+def loha_adapter(folder, base):
+    """The settings of one; its weights are not looked at."""
+    save_adapter(folder, base)
+    LoHaConfig(task_type="CAUSAL_LM", base_model_name_or_path=str(base)).save_pretrained(folder)
+    return str(folder)
 
 
 def foreign_tokenizer(folder):
@@ -73,9 +104,52 @@ MISTAKES = {
         lambda f: {"value__kind": "model", "value__init": str(save_tiny(f / "critic"))},
         r"^value\.init: .*/critic holds no scalar head",
     ),
+    "a critic from a function": (
+        lambda f: {"value__kind": "model", "value__init": "reward"},
+        r"value\.init reward: the first reward is of type function, a critic of kind model is copied from model or ad",
+    ),
+    "a critic from a judge of another vocabulary": (
+        lambda f: {"value__init": "reward", "rewards": [own_model(save_tiny(f / "judge", "qwen2", num_labels=1))]},
+        r"^value\.init reward: the tokenizer of .*/judge has another vocabulary",
+    ),
+    "a critic adapter from a full model": (
+        lambda f: {"value__init": str(save_tiny(f / "critic", num_labels=1)), "model__lora": {}},
+        r"^value\.init: .*/critic holds no adapter_config\.json",
+    ),
+    "an adapter without a head as reward model": (
+        lambda f: {"rewards": [own_model(save_adapter(f / "sft", f / "llama-tied"))]},
+        r"^rewards\.0\.path: .*/sft is an adapter without a head \(task_type CAUSAL_LM\); wanted the adapter of a seq",
+    ),
+    "a reward adapter of another base": (
+        lambda f: reward_adapter(save_adapter(f / "judge", save_tiny(f / "other", seed=1), reward=True)),
+        r"^rewards\.0\.path: .*/judge: the reward adapter was trained on .*/other, the policy's base is .*/llama-tied",
+    ),
+    "a reward adapter beside one of another method": (
+        lambda f: reward_adapter(
+            save_adapter(f / "judge", f / "llama-tied", reward=True),
+            model__path=loha_adapter(f / "start", f / "llama-tied"),
+        ),
+        r"^rewards\.0\.path: .*/judge: got a LORA adapter; wanted a LOHA adapter, as the policy's is",
+    ),
+    "a reward model of two labels": (
+        lambda f: {"rewards": [own_model(save_tiny(f / "judge", num_labels=2))]},
+        r"^rewards\.0\.path: .*/judge is .* with 2 labels; .*, or by rewards\.0\.label the .*: LABEL_0, LABEL_1$",
+    ),
+    "a label that is none": (
+        lambda f: {"rewards": [own_model(save_tiny(f / "judge", num_labels=2), label="POSITIVE")]},
+        r"^rewards\.0\.label: .*/judge: has no label 'POSITIVE'; wanted one of 0 \(LABEL_0\), 1 \(LABEL_1\)",
+    ),
     "a critic of two labels": (
         lambda f: {"value__kind": "model", "value__init": str(save_tiny(f / "critic", num_labels=2))},
         r"^value\.init: .*/critic is a classifier with 2 labels",
+    ),
+    "answers too long for a reward model that reads ids": (
+        lambda f: {"rewards": judge_of(f / "judge", own_tokenizer=False), "sampling__response_length": 12},
+        r"^rewards\.0: sampling\.response_length 12 after the longest query of 5 tokens makes 17, .*judge reads 16: l",
+    ),
+    "prompts too long for a reward model that reads text": (
+        lambda f: {"rewards": judge_of(f / "judge", own_tokenizer=True, max_length=6)},
+        r"^rewards\.0: row 0 of the prompts has 7 tokens with .*, .*judge reads 6: .* rewards\.0\.max_length",
     ),
     "a file in the way": (lambda f: {"output_dir": file_in_the_way(f)}, r"^output_dir: .*/file is a file; name a"),
     "a folder that cannot be made": (lambda f: {"output_dir": "/proc/out"}, r"^output_dir: /proc/out cannot be made"),
@@ -98,11 +172,22 @@ def test_mistake_is_told_before_a_model_is_loaded(tmp_path, loaded, name):
     rows = changes.pop("rows", ["the cat", "the zebra"])
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     written = (tmp_path / "rewards.py").read_text()
-    config = tiny_run(tmp_path, data__prompts=str(tmp_path / "rows.jsonl"), **changes)
-    (tmp_path / "rewards.py").write_text(written)
-    with pytest.raises(USER_ERRORS, match=message):
+    with pytest.raises((*USER_ERRORS, ValidationError), match=message):
+        config = tiny_run(tmp_path, data__prompts=str(tmp_path / "rows.jsonl"), **changes)
+        (tmp_path / "rewards.py").write_text(written)
         train_policy(config)
     assert loaded == []
+
+
+@pytest.mark.parametrize(("response_length", "is_told"), [(3, False), (4, True)])
+def test_answers_that_may_be_too_long_for_a_reward_model_are_told_once(tmp_path, loaded, response_length, is_told):
+    tiny_run(tmp_path)
+    rewards = judge_of(tmp_path / "judge", own_tokenizer=True)
+    config = tiny_run(tmp_path, rewards=rewards, sampling__response_length=response_length)
+    notes = check_data(resolved(config), load_data(config))
+    assert len(notes) == is_told and loaded == []
+    if is_told:
+        assert re.search(r"^rewards\.0: row 3 of the prompts has 10 .*, which leaves 7 of the 16 that", notes[0]), notes
 
 
 def test_run_never_writes_over_what_it_reads(tmp_path, loaded):

@@ -20,11 +20,11 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from tests.train.runs import tiny_run
 from tether import train_policy
-from tether.config.schema import RunConfig, TrainConfig
+from tether.config.schema import RunConfig, TrainConfig, ValueConfig
 from tether.data.collate import collate
 from tether.errors import ConfigError
 from tether.models.build import build_roles
-from tether.models.loading import load_tokenizer
+from tether.models.tokenizer import load_tokenizer
 from tether.train.optim import MOMENT_BYTES, all_finite, build_optimizer, build_optimizers, check_schedule
 
 RATE = 0.01
@@ -505,6 +505,28 @@ def test_critics_learning_rate_is_checked_too():
     slow = config.model_copy(update={"value": config.value.model_copy(update={"learning_rate": 1e-4})})
     with pytest.raises(ConfigError, match=r"does not fit value\.learning_rate 0\.0001: lr_end \(0\.001\) must be"):
         check_schedule(slow, 5)
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("warmup_stable_decay", {"num_decay_steps": 8}, r"8 decay steps after 0 .* the 6 optimizer steps of the pol"),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, None),
+        ("polynomial", {"warmup_ratio": 0.92}, r"over 6 optimizer steps, 6 of them warm-up, does not fit"),
+    ],
+)
+def test_the_policys_schedule_is_checked_over_the_updates_that_it_trains(kind, name, options, told):
+    """Which are fewer than the run's while a critic of its own warms up."""
+    options = dict(options)
+    config = scheduled(name, options, warmup_ratio=options.pop("warmup_ratio", 0.0))
+    later = config.model_copy(update={"value": ValueConfig(kind=kind, warmup_steps=2)})
+    check_schedule(config, 5)
+    if told is None or kind == "head":
+        check_schedule(later, 5)
+    else:
+        with pytest.raises(ConfigError, match=told):
+            check_schedule(later, 5)
 
 
 # What is built for a run

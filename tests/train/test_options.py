@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import cycle
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_without_a_coefficient_no_reference_ever_runs(run, monkeypatch, kl_in, l
     monkeypatch.setattr(ModelRoles, "ref_logprobs", refused)
     with pytest.raises(AssertionError, match="a forward of the reference"):
         train_policy(run("with", ppo__kl_in=kl_in, model__lora=lora))
-    result = train_policy(run("without", ppo__kl_in=kl_in, model__lora=lora, ppo__kl_coef=0.0))
+    result = train_policy(run("without", model__lora=lora, ppo__kl_coef=0.0))
     assert len(result.updates) == 3 and len(result.evaluations) == 2
     assert not {"objective/kl", "objective/kl_k3", "loss/kl_avg", "eval_kl"} & names(result)
     assert all(row["objective/kl_coef"] == 0.0 == row["objective/non_score_reward"] for row in result.updates)
@@ -427,36 +428,92 @@ def test_scores_without_any_spread_cannot_be_frozen(run):
 # Answers that were cut
 
 
-class CutNowAndThen(FakeGenerator):
-    """In every other rollout batch no answer ends."""
+class Cuts(FakeGenerator):
+    """Answers that are all cut, or all end, by turns.
 
-    def __init__(self):
+    Args:
+        turns: whether they are cut, of one rollout batch after the other, then from the first again.
+    """
+
+    def __init__(self, *turns):
         super().__init__([])
-        self.calls = 0
+        self.turns = cycle(turns)
 
     def generate(self, requests, sampling):
-        self.calls += 1
         cut, ended = [[10, 11, 12, 13, 14, 15]], [[10, 11, EOS], [12, 13, 14, EOS], [EOS]]
-        return FakeGenerator(cut if self.calls % 2 else ended).generate(requests, sampling)
+        return FakeGenerator(cut if next(self.turns) else ended).generate(requests, sampling)
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Makes runs have such answers."""
+    return lambda *turns: monkeypatch.setattr("tether.train.build.build_generator", lambda *_: Cuts(*turns))
+
+
+class Told(NullDisplay):
+    """Keeps the messages of a run."""
+
+    def __init__(self):
+        self.messages = []
+
+    def message(self, text):
+        self.messages.append(text)
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
-def test_an_update_whose_answers_were_all_cut_moves_nothing(folder, run, monkeypatch, kind):
-    monkeypatch.setattr("tether.train.run.build_generator", lambda config, roles: CutNowAndThen())
+def test_an_update_whose_answers_were_all_cut_moves_nothing(folder, run, cut, kind):
+    cut(True, False)
     config = run(
         ppo__mask_truncated=True, ppo__max_approx_kl=1.0, value__kind=kind, train__save_steps=1, train__max_steps=4,
         train__weight_decay=0.1, data__eval_prompts=None,
     )  # fmt: skip
-    result = train_policy(config)
+    display = Told()
+    result = train_policy(config, display=display)
     assert [row["rollout/eos_rate"] for row in result.updates] == [0.0, 1.0, 0.0, 1.0]
     for row in result.updates:
         assert all(math.isfinite(value) for value in row.values())
-        assert ("loss/policy_avg" in row) == ("val/ratio" in row) == (row["rollout/eos_rate"] == 1.0)
-        assert row["update/num_steps"] == 2 and (row["policy/grad_norm"] > 0) == (row["rollout/eos_rate"] == 1.0)
+        is_cut = row["rollout/eos_rate"] == 0.0
+        assert ("loss/policy_avg" in row) == ("val/ratio" in row) == ("policy/grad_norm" in row) == (not is_cut)
+        assert (row["update/num_steps"], row["update/num_empty"]) == ((0, 2) if is_cut else (2, 0))
+    (told,) = [text for text in display.messages if "update/num_empty" in text]
+    assert "sampling.response_length" in told and "ppo.mask_truncated" in told
     assert_same_weights(saved(config, 1)[0], weights(folder / "llama-tied"))
     assert_same_weights(saved(config, 3)[1], saved(config, 2)[1])
     assert distance(saved(config, 4)[1], saved(config, 3)[1]) > 1e-5
     assert all(torch.isfinite(p).all() for p in saved(config, 4)[1].values())
+
+
+def test_a_schedule_moves_on_past_steps_without_a_token(run, cut):
+    cut(True, False)
+    result = train_policy(run(ppo__mask_truncated=True, train__max_steps=4, data__eval_prompts=None))
+    of_last_steps = [row.get("lr") for row in result.updates]
+    assert of_last_steps == [None, pytest.approx(1e-3 * 5 / 8), None, pytest.approx(1e-3 * 1 / 8)]
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_run_whose_answers_were_all_cut_fails_and_leaves_no_policy(run, cut, kind):
+    cut(True)
+    changes = {"ppo__mask_truncated": True, "value__kind": kind, "train__save_steps": 1, "data__eval_prompts": None}
+    told = r"none of the answers of 2 updates ended within sampling\.response_length 6, and ppo\.mask_truncated"
+    config = run(**changes, train__max_steps=2)
+    with pytest.raises(TrainingError, match=told):
+        train_policy(config)
+    assert not (config.output_dir / "model.safetensors").exists()
+    resumed = config.model_copy(update={"resume": True})
+    with pytest.raises(TrainingError, match=told):
+        train_policy(resumed)
+    more = config.train.model_copy(update={"max_steps": 3})
+    cut(False)
+    train_policy(resumed.model_copy(update={"train": more}))
+    assert (config.output_dir / "model.safetensors").exists()
+
+
+def test_demonstrations_are_tokens_too(run, cut):
+    """The policy learns from them where all answers were cut."""
+    cut(True, False)
+    config = run(ppo__mask_truncated=True, ppo__ptx_coef=0.5, train__max_steps=1, data__eval_prompts=None)
+    (row,) = train_policy(config).updates
+    assert (row["rollout/eos_rate"], row["update/num_steps"], row["update/num_empty"]) == (0.0, 2.0, 0.0)
 
 
 # The critic's warm-up
@@ -497,8 +554,8 @@ def test_while_the_critic_warms_up_the_policy_stays_bitwise(run, critic):
 RLOO = {"ppo__advantage_estimator": "rloo", "sampling__num_generations": 2}
 NO_STOP = {"sampling__stop_token": None}
 CONTRADICTIONS = [
-    (RLOO | {"ppo__value_lam": 0.9}, "value_lam is a setting of generalized .* advantage_estimator is rloo: leave it"),
-    (RLOO | {"ppo__lam_alpha": 0.1}, "lam_alpha is a setting of generalized .* advantage_estimator is rloo: leave it"),
+    (RLOO | {"ppo__value_lam": 0.9}, r"ppo\.value_lam 0\.9: it is a setting of generalized .* is rloo: leave it"),
+    (RLOO | {"ppo__lam_alpha": 0.1}, r"ppo\.lam_alpha 0\.1: it is a setting of generalized .* is rloo: leave it"),
     (RLOO | {"value__learning_rate": 1e-3}, r"value: there is no critic with ppo\.advantage_estimator rloo; leave the"),
     (RLOO | {"value__warmup_steps": 1}, r"value: there is no critic with ppo\.advantage_estimator rloo; leave the"),
     (
@@ -564,7 +621,8 @@ def test_mistake_that_only_the_data_show_is_told_before_a_model_is_loaded(run, m
     def loaded(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("tether.models.loading._from_pretrained", loaded)
+    for module in ("loading", "classifiers"):
+        monkeypatch.setattr(f"tether.models.{module}.from_pretrained", loaded)
     changes, message = MISTAKES[mistake]
     with pytest.raises(USER_ERRORS, match=message):
         train_policy(run(**changes))

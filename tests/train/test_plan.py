@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tether.algo.logprobs import logits_at_once
 from tether.config.load import load_config, parse_config
 from tether.models.build import build_roles
 from tether.train.inputs import load_data
-from tether.train.plan import plan
+from tether.train.plan import ACTIVATION_FACTOR, model_config, plan
 from tether.train.run import train_policy
 
 
@@ -81,6 +82,20 @@ def test_a_reward_model_counts_whole_or_in_part_by_who_has_it(tmp_path):
     assert kept[None] == kept["sharded"] and kept["all"] == kept["one"]
     spared = {name: kept["all"][name] - kept["sharded"][name] for name in kept["all"]}
     assert spared == {"DDP": 0, "ZeRO-1": 0, "ZeRO-2": 0, "ZeRO-3": size - -(-size // 4), "FSDP2": size - -(-size // 4)}
+
+
+def test_every_process_loads_every_model_whole_where_weights_are_spread(tmp_path):
+    save_tiny(tmp_path / "judge", num_labels=1)
+    loading = {}
+    for processes in ("sharded", "all"):
+        judge = [{"type": "model", "path": str(tmp_path / "judge"), "processes": processes}]
+        planned = plan(tiny_run(tmp_path, rewards=judge, train__micro_batch_size=2), num_processes=4)
+        loading[processes] = planned.loading
+    weights = {role.role: role.weight_bytes for role in planned.roles}
+    roles = weights["policy"] + weights["reference"] + weights["value"]
+    assert loading["all"] == {"ZeRO-3": roles, "FSDP2": roles}
+    assert loading["sharded"] == {name: roles + weights["reward model"] for name in ("ZeRO-3", "FSDP2")}
+    assert plan(tiny_run(tmp_path)).loading == {}
 
 
 def test_a_critic_that_starts_as_a_judge_of_another_size_is_counted_as_that(tmp_path):
@@ -149,3 +164,27 @@ def test_services_add_nothing_and_are_not_asked(tmp_path):
         ("reward http_0", "http://127.0.0.1:1/score", 0, 0, "service"),
         ("reward judge_1", "grader at http://127.0.0.1:1/v1", 0, 0, "service"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [({}, 4), ({"train__micro_batch_size": None, "train__max_tokens_per_micro_batch": 24}, 1)],
+    ids=["answers", "tokens"],
+)
+def test_a_demonstration_longer_than_any_answer_counts_in_the_update(tmp_path, batch, rows):
+    shown = {"ppo__ptx_coef": 0.5, "data__ptx": str(tmp_path / "ptx.jsonl")}
+
+    def with_words(count):
+        row = {"prompt": "you", "completion": " ".join(["sun"] * count)}
+        (tmp_path / "ptx.jsonl").write_text(json.dumps(row) + "\n")
+        config = tiny_run(tmp_path, **batch, **shown)
+        return load_data(config).demonstrations[0].num_tokens, plan(config).memory
+
+    config = tiny_run(tmp_path, **batch)
+    without, shape = plan(config).memory, model_config(config.model.path, config)
+    (few, some), (many, more) = with_words(30), with_words(60)
+    assert 30 < few < many and more["update"] > some["update"] > without["update"]
+    each = shape.hidden_size * shape.num_hidden_layers * ACTIVATION_FACTOR * 2  # in float32 twice as much
+    assert more["update"] - some["update"] == rows * (many - few) * each
+    assert {**more, "update": 0} == {**without, "update": 0}
+    assert with_words(1)[1] == without

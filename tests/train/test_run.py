@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import logging
 import math
 import os
 import signal
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
@@ -20,15 +23,13 @@ from tests.train.test_whole_step import trainer_for
 from tether.errors import CheckpointError, ConfigError, RewardResponseError, TrainingError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
-from tether.metrics.trackers import Trackers
 from tether.metrics.writers import read_jsonl
 from tether.models import saving
+from tether.models.checkpoints import list_checkpoints
 from tether.report.read import read_run
-from tether.train import optim, run
-from tether.train.checkpoint import list_checkpoints
+from tether.train import folder, optim, run
 from tether.train.display import NullDisplay
 from tether.train.interrupt import StopRequest
-from tether.train.log import RunLog
 from tether.train.run import train_policy
 from tether.train.saved import evaluate_path, generate_path
 
@@ -158,7 +159,7 @@ class Signal(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signal_ends_the_run_with_its_state_saved(tmp_path, number):
     changes = {"train__max_steps": 4}
     straight = tiny_run(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
@@ -189,6 +190,17 @@ def test_a_terminal_that_goes_away_stops_a_run_but_under_nohup(under_nohup):
         assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_somebody_else_waits_for_stays_theirs():
+    faulthandler.register(signal.SIGUSR1)  # a handler that Python knows nothing of
+    try:
+        with StopRequest():
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+    with StopRequest():
+        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
 
 
 def test_time_limit_ends_the_run_with_its_state_saved(tmp_path):
@@ -334,7 +346,7 @@ def test_callbacks_stop_save_and_are_told_everything(tmp_path):
             return control
 
         def on_log(self, args, state, control, logs, **kwargs):
-            self.events.append(("log", logs["lr"] > 0))
+            self.events.append(("log", sorted(logs.keys() & {"lr", "eval_scores"})))
 
         def on_evaluate(self, args, state, control, metrics, **kwargs):
             self.events.append(("evaluate", "eval_scores" in metrics))
@@ -349,10 +361,62 @@ def test_callbacks_stop_save_and_are_told_everything(tmp_path):
     config = tiny_run(tmp_path, train__max_steps=5, data__eval_prompts=str(tmp_path / "prompts.jsonl"))
     result = train_policy(config, callbacks=[recorder])
     assert recorder.events == [
-        "train_begin", ("evaluate", True), "step_end", ("log", True), "save", "step_end", ("log", True),
-        ("evaluate", True), "train_end",
+        "train_begin", ("log", ["eval_scores"]), ("evaluate", True), "step_end", ("log", ["lr"]), "save", "step_end",
+        ("log", ["lr"]), ("log", ["eval_scores"]), ("evaluate", True), "train_end",
     ]  # fmt: skip
     assert len(result.updates) == 2 and result.interrupted is None
+
+
+def test_the_last_update_is_told_where_trackers_have_it(tmp_path):
+    told = []
+
+    class Steps(TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            told.append(state.global_step)
+
+    train_policy(tiny_run(tmp_path, train__max_steps=5, train__logging_steps=2), callbacks=[Steps()])
+    assert told == [2, 4, 5]
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_callbacks_know_the_best_checkpoint(tmp_path, caplog, loads):
+    """Also those of a run that goes on; and early stopping warns where it is not loaded in the end, and only there."""
+
+    class Best(TrainerCallback):
+        def __init__(self):
+            self.begun, self.saved = None, []
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.begun = state.best_model_checkpoint
+            assert args.load_best_model_at_end == loads
+
+        def on_save(self, args, state, control, **kwargs):
+            self.saved.append(state.best_model_checkpoint)
+
+    changes = {
+        "train__eval_steps": 1, "train__save_steps": 1, "train__learning_rate": 1e-12, "train__load_best_model_at_end":
+        loads, "train__metric_for_best_model": "eval_scores", "data__eval_prompts": str(tmp_path / "prompts.jsonl"),
+    }  # fmt: skip
+    best, stopping = Best(), EarlyStoppingCallback(early_stopping_patience=9)
+    with caplog.at_level("WARNING", "transformers"), propagated("transformers"):
+        train_policy(tiny_run(tmp_path, **changes), callbacks=[best, stopping])
+    assert any("load_best_model_at_end" in record.message for record in caplog.records) == (not loads)
+    first = str(tmp_path / "out" / "checkpoint-0")
+    assert best.begun is None and best.saved == [first] * 3
+    again = Best()
+    train_policy(tiny_run(tmp_path, **changes | {"train__max_steps": 3, "resume": True}), callbacks=[again])
+    assert again.begun == first
+
+
+@contextmanager
+def propagated(name):
+    """Inside, what a logger says reaches those above it."""
+    logger = logging.getLogger(name)
+    before, logger.propagate = logger.propagate, True
+    try:
+        yield
+    finally:
+        logger.propagate = before
 
 
 def test_early_stopping_of_transformers_works(tmp_path):
@@ -369,11 +433,10 @@ def test_early_stopping_of_transformers_works(tmp_path):
 
 
 def test_a_run_that_goes_on_has_not_come_to_its_end(tmp_path):
-    log = RunLog(tmp_path, NullDisplay(), Trackers("none", "t", tmp_path, {}), logging_steps=1)
-    log.finished(7, 5)
-    assert (read_run(tmp_path).finished_step, read_run(tmp_path).kept_step) == (7, 5)
-    RunLog(tmp_path, NullDisplay(), Trackers("none", "t", tmp_path, {}), logging_steps=1)
-    assert (read_run(tmp_path).finished_step, read_run(tmp_path).kept_step) == (None, None)
+    train_policy(tiny_run(tmp_path, train__save_steps=1))
+    assert (read_run(tmp_path / "out").finished_step, read_run(tmp_path / "out").kept_step) == (2, 2)
+    with run.open_trainer(tiny_run(tmp_path, train__save_steps=1, train__max_steps=3, resume=True)):
+        assert (read_run(tmp_path / "out").finished_step, read_run(tmp_path / "out").kept_step) == (None, None)
 
 
 def test_missing_eos_rules_are_judged_on_the_answer_alone(tmp_path):
@@ -438,13 +501,13 @@ def test_a_run_that_trusts_code_is_evaluated_with_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_policy_is_written_takes_nothing_away(tmp_path, monkeypatch, number):
-    config, save = tiny_run(tmp_path, train__max_steps=1), run.save_policy
+    config, save = tiny_run(tmp_path, train__max_steps=1), folder.save_policy
 
     def saved(*args, **options):
         os.kill(os.getpid(), number)
         return save(*args, **options)
 
-    monkeypatch.setattr(run, "save_policy", saved)
+    monkeypatch.setattr(folder, "save_policy", saved)
     before = signal.getsignal(number)
     result = train_policy(config)
     assert result.interrupted is None and signal.getsignal(number) == before

@@ -6,7 +6,7 @@ import torch
 from tests.models.build import micro_batch
 from tests.train.runs import tiny_run
 from tether.models.build import build_roles
-from tether.models.loading import load_tokenizer
+from tether.models.tokenizer import load_tokenizer
 from tether.train.run import train_policy
 
 

@@ -4,8 +4,11 @@ import json
 import math
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.models.build import edit_json
+from tests.rewards.encoders import save_encoder
 from tests.rewards.services import Reply, local_service
 from tests.rewards.test_judge_source import says
 from tests.tiny import save_tiny
@@ -115,6 +118,79 @@ def test_answers_of_a_run_can_be_scored_again(tmp_path):
     assert scored.tables[0].rows == [["score", 75.0, pytest.approx(math.sqrt((149**2 - 1) / 12)), 1.0, 149.0, 1.0]]
 
 
+def test_a_judge_of_whole_conversations_reads_what_the_template_writes_behind_the_end(tmp_path):
+    """As ChatML writes a newline there, and a reward model was trained to be read at; the policy never samples it."""
+    for name, labels in (("policy", None), ("judge", 1)):
+        save_tiny(tmp_path / name, num_labels=labels)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+        tokenizer.chat_template = (
+            "{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos> and {% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+        tokenizer.save_pretrained(tmp_path / name)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge").eval()
+
+    def plain(ids):
+        with torch.no_grad():
+            return pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-5)
+
+    def score(prompt, form):
+        judge = {"type": "model", "path": str(tmp_path / "judge"), "input_format": form}
+        sources = SourceConfig.model_validate({"rewards": [judge], "model": {"path": str(tmp_path / "policy")}})
+        return score_file(sources, written(tmp_path, {"prompt": prompt, "response": "very good"})).rows[0]["score"]
+
+    user, answer = {"role": "user", "content": "the cat sees"}, {"role": "assistant", "content": "very good"}
+    text = tokenizer.apply_chat_template([user, answer], tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert text.endswith("very good <eos> and ") and ids[-1] != tokenizer.eos_token_id
+    assert score([user], "chat") == score("the cat sees", "chat") == plain(ids)
+    assert score([user], "auto") == plain(ids[:-1]) != plain(ids)
+
+
+@pytest.mark.parametrize("reads", ["ids", "text"])
+def test_a_row_that_no_model_can_read_is_told_before_any_loads(tmp_path, monkeypatch, reads):
+    monkeypatch.setattr("tether.train.scoring.load_judges", None)
+    save_tiny(tmp_path / "policy")
+    judge = {"type": "model", "path": str(save_tiny(tmp_path / "judge", num_labels=1)), "max_length": 16}
+    keys = {"rewards": [judge | {"input_format": "auto" if reads == "ids" else "joined"}]}
+    sources = SourceConfig.model_validate(keys | {"model": {"path": str(tmp_path / "policy")}})
+    row = {"prompt": "the cat", "chosen": "good", "rejected": "bad " * (11 if reads == "ids" else 15)}
+    file = written(tmp_path, {**row, "rejected": "bad"}, row)
+    message = r"FILE: .*row 1 \(line 2\), for rewards\.0: prompt and answer have 17 tokens, .*judge reads 16: .*"
+    with pytest.raises(DataError, match=rf"{message} raise rewards\.0\.max_length"):
+        score_file(sources, file)
+
+
+def test_services_and_functions_are_tried_before_a_model_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr("tether.train.scoring.load_judges", None)
+    file = written(tmp_path, {"prompt": "p", "response": "a"}, {"prompt": "p", "response": "b"})
+    with local_service(lambda payload: Reply({}, 404)) as local:
+        sources = config(tmp_path, {"type": "http", "url": local.url})
+        with pytest.raises(ConfigError, match=r"rewards\.1: the service did not score a first answer: .*status 404"):
+            score_file(sources, file)
+    assert [payload["responses"] for payload in local.seen] == [["a"]]
+    (tmp_path / "judge.py").write_text("def letters(prompts, completions):\n    return [nothing]\n")
+    broken = {"type": "function", "path": str(tmp_path / "judge.py"), "name": "letters"}
+    with pytest.raises(ConfigError, match=r"rewards\.0: the function did not score a first answer: .*NameError"):
+        score_file(SourceConfig.model_validate({"rewards": [broken]}), file)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_a_label_of_a_sentiment_model_scores_answers(tmp_path, kind):
+    judge = tmp_path / "judge"
+    save_tiny(judge, num_labels=2) if kind == "decoder" else save_encoder(judge, num_labels=2)
+    edit_json(judge / "config.json", lambda saved: saved.update(id2label={0: "NEGATIVE", 1: "POSITIVE"}))
+    section = {"type": "model", "path": str(judge), "label": "POSITIVE", "input_format": "response"}
+    answers = ["very good", "bad"]
+    file = written(tmp_path, *({"prompt": "the cat", "response": answer} for answer in answers))
+    rows = score_file(SourceConfig.model_validate({"rewards": [section]}), file).rows
+    model = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    with torch.no_grad():
+        wanted = [model(**tokenizer(answer, return_tensors="pt")).logits[0, 1].item() for answer in answers]
+    assert [row["score"] for row in rows] == pytest.approx(wanted, abs=1e-5)
+
+
 def test_several_sources_are_told_apart(tmp_path):
     save_tiny(tmp_path / "judge", num_labels=1)
     sources = config(tmp_path, {"type": "model", "path": str(tmp_path / "judge"), "weight": -1.0})
@@ -190,7 +266,7 @@ def test_long_texts_are_shown_by_their_ends(tmp_path):
 
 def test_a_source_that_cannot_score_is_an_error(tmp_path):
     file = written(tmp_path, {"prompt": "p", "response": "a"})
-    with local_service(lambda payload: Reply({})) as local, pytest.raises(RewardError, match=WANTED[:4]):
+    with local_service(lambda payload: Reply({})) as local, pytest.raises(ConfigError, match=WANTED[:4]):
         score_file(config(tmp_path, {"type": "http", "url": local.url}), file)
 
 

@@ -342,6 +342,9 @@ CRITIC_FREE = {
         "ppo__advantage_estimator": "grpo", "sampling__num_generations": 4, "ppo__kl_in": "loss",
         "ppo__kl_estimator": "k3", "ppo__loss_reduction": "sequence_mean", "ppo__advantage_clip": 1.0,
     },
+    "grpo, KL in the reward": {
+        "ppo__advantage_estimator": "grpo", "sampling__num_generations": 4, "ppo__missing_eos_penalty": 0.5,
+    },
     "reinforce_pp": {"ppo__advantage_estimator": "reinforce_pp", "ppo__gamma": 0.9},
     "reinforce_pp, several answers": {
         "ppo__advantage_estimator": "reinforce_pp", "sampling__num_generations": 2, "ppo__whiten_advantages": False,

@@ -11,7 +11,7 @@ from tether.generation.build import build_generator
 from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
 from tether.models.build import build_roles
-from tether.models.loading import half_dtype
+from tether.models.device import half_dtype
 from tether.train import evaluate, rollout, update
 from tether.train.callbacks import Callbacks
 from tether.train.display import NullDisplay

@@ -1,6 +1,6 @@
 """The algorithm as pure tensor functions. Imports torch and jaxtyping only."""
 
-from tether.algo.advantages import gae, grpo, length_adaptive_lam, reinforce_pp, rloo, token_rewards
+from tether.algo.advantages import equal_groups, gae, grpo, length_adaptive_lam, reinforce_pp, rloo, token_rewards
 from tether.algo.kl import adaptive_kl_coef, approx_kl, kl_estimate, kl_loss
 from tether.algo.logprobs import (
     LinearHead,
@@ -29,6 +29,7 @@ __all__ = [
     "approx_kl",
     "clipped_sides",
     "dual_clipped",
+    "equal_groups",
     "gae",
     "grpo",
     "kl_estimate",

@@ -7,7 +7,7 @@ from torch import Tensor
 from tether.algo.masking import masked_sum, wide
 
 GROUP_EPSILON = 1e-4
-"""Added to the standard deviation of a prompt's returns, so that equal returns have advantages of 0."""
+"""Added to the standard deviation of what a prompt's answers scored, so that equal ones have advantages of 0."""
 
 
 def token_rewards(
@@ -111,29 +111,50 @@ def rloo(
 
 
 def grpo(
-    rewards: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], *, num_generations: int
+    rewards: Float[Tensor, "B R"],
+    mask: Bool[Tensor, "B R"],
+    *,
+    num_generations: int,
+    penalties: Float[Tensor, "B R"] | None = None,
 ) -> Float[Tensor, "B R"]:
-    """Each answer's return minus its prompt's mean, in standard deviations of that prompt's returns, on every token, 0
-    outside ``mask``.
+    """Each answer's score in standard deviations of those to its prompt, on every token, 0 outside ``mask``.
 
-        R_i = Σ_t r_it
-        A_it = (R_i − mean) / (std + 1e-4)        mean and std over the n answers to the prompt of i
+        R_i = Σ_t r_it,  P_i = Σ_t p_it
+        A_it = (R_i − mean R) / (std R + 1e-4) + P_i − mean P        over the n answers to the prompt of i
 
     The std is the sample standard deviation: the sum of squares is divided by n − 1. Dividing by it weights each prompt
     by the inverse of the spread of its returns: unlike with ``rloo``, the expected gradient is not that of the mean
     return.
 
-    Args:
-        mask: True on response tokens, the end-of-sequence token included.
-        num_generations: n, at least 2. The rows of a prompt are adjacent.
+    The penalty −β·kl stands beside the normalised score, as in the source, where it is in the loss. It has no part in
+    what is normalised: answers that all score the same differ by their KL alone, and over the std of that its noise
+    would have the strength of any score, whatever β is.
 
-    Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
+    Args:
+        rewards: r, of the judge alone.
+        mask: True on response tokens, the end-of-sequence token included.
+        num_generations: n, at least 2. The rows of a prompt lie together.
+        penalties: p, what is added to the rewards and not normalised; None: 0.
+
+    Source: Shao et al. 2024, eq. 3 and section 4.1.2, https://arxiv.org/abs/2402.03300
     """
     assert num_generations > 1
-    gaps = _return_gaps(rewards, mask, num_generations)
-    centred = gaps.sum(dim=2) / num_generations
+    centred = _return_gaps(rewards, mask, num_generations).sum(dim=2) / num_generations
     std = (centred.square().sum(dim=1, keepdim=True) / (num_generations - 1)).sqrt()
-    return _on_tokens(centred / (std + GROUP_EPSILON), mask)
+    advantages = centred / (std + GROUP_EPSILON)
+    if penalties is not None:
+        advantages = advantages + _return_gaps(penalties, mask, num_generations).sum(dim=2) / num_generations
+    return _on_tokens(advantages, mask)
+
+
+def equal_groups(scores: Float[Tensor, " B"], *, num_generations: int) -> Bool[Tensor, " G"]:
+    """Whether the answers to a prompt all score the same, so that nothing is learned from their scores.
+
+    Args:
+        num_generations: answers to a prompt, whose rows lie together.
+    """
+    groups = scores.reshape(-1, num_generations)
+    return (groups == groups[:, :1]).all(dim=1)
 
 
 def reinforce_pp(rewards: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], *, gamma: float) -> Float[Tensor, "B R"]:

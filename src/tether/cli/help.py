@@ -17,7 +17,8 @@ first of a list. Values are YAML. Relative paths start at the current folder.
 {shortcuts}  --debug      full traceback if it fails
 """
 _SHORTCUTS = {
-    "resume": "  --resume     short for --resume=true; --resume=DIR names the checkpoint\n",
+    "resume": "  --resume     short for --resume=true; --resume=DIR names the checkpoint,\n"
+    "               --resume=auto starts where there is nothing to go on from\n",
     "overwrite_output_dir": "  --overwrite  short for --overwrite_output_dir=true\n",
 }
 

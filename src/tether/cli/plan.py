@@ -22,6 +22,8 @@ def show_plan(plan: Plan, display: Display) -> None:
         return
     header = ["phase", "one process", *plan.engines]
     rows = [[k, size(v), *[size(each[k]) for each in plan.engines.values()]] for k, v in plan.memory.items()]
+    loading = [size(plan.loading[name]) if name in plan.loading else "" for name in plan.engines]
+    rows.append(["host memory while loading", "", *loading])
     display.table("peak memory of each process, estimated, by engine", header, rows)
 
 

@@ -295,9 +295,9 @@ def _chat(keys: Translator) -> None:
 
 
 def _own_template(keys: Translator) -> None:
-    """A template that has no name here: the model's own takes its place, if it has one."""
-    from tether.models.loading import load_tokenizer
+    """A template that we have no name for: the model's own stands in, if it has one."""
     from tether.models.paths import check_model_path
+    from tether.models.tokenizer import load_tokenizer
 
     adapters = _names(keys.take("adapter_name_or_path"))
     key = "adapter_name_or_path" if adapters else "model_name_or_path"
@@ -497,6 +497,18 @@ def _ppo_logging(keys: Translator) -> None:
     updates = keys.number("max_steps", -1)
     keys.put("train.logging_steps", keys.steps("logging_steps", 500, updates), "logging_steps")
     _saves(keys)
+    _trackers(keys)
+    if keys.take("resume_from_checkpoint"):
+        keys.put("resume", keys.take("resume_from_checkpoint"), "resume_from_checkpoint")
+    keys.covered("resume_from_checkpoint", by="its default, as here")
+    _evaluations(keys, by="before the first update and after the last")
+    keys.ignore("answers are decoded in batches of sampling.batch_size", "per_device_eval_batch_size")
+    keys.off("the last policy is kept: leave it out", load_best_model_at_end=False)
+    keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
+
+
+def _trackers(keys: Translator) -> None:
+    """Experiment trackers and the name of the run there."""
     trackers = keys.take("report_to", "none")
     if keys.flag("use_swanlab"):
         trackers = [*(trackers if isinstance(trackers, list) else [trackers]), "swanlab"]
@@ -505,13 +517,6 @@ def _ppo_logging(keys: Translator) -> None:
     if (name := next((key for key in ("run_name", "swanlab_run_name") if keys.gives(key)), None)) is not None:
         keys.put("train.run_name", keys.take(name), name)
     keys.ignore("run_name is what counts", "swanlab_run_name")
-    if keys.take("resume_from_checkpoint"):
-        keys.put("resume", keys.take("resume_from_checkpoint"), "resume_from_checkpoint")
-    keys.covered("resume_from_checkpoint", by="its default, as here")
-    _evaluations(keys, by="before the first update and after the last")
-    keys.ignore("answers are decoded in batches of sampling.batch_size", "per_device_eval_batch_size")
-    keys.off("the last policy is kept: leave it out", load_best_model_at_end=False)
-    keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
 
 
 def _evaluations(keys: Translator, *, by: str) -> None:
@@ -554,8 +559,8 @@ def _reward(keys: Translator) -> None:
     if not keys.gives("eval_dataset") and not keys.take("val_size", 0.0):
         keys.put("data.eval_fraction", 0.0, "val_size")
     keys.off("its answers alone are judged: leave it out", train_on_prompt=False, mask_history=False)
+    _evaluations(keys, by="after the last step")
     _stage(keys)
-    keys.covered("eval_strategy", "eval_steps", "do_eval", by="after the last step")
 
 
 def _sft(keys: Translator) -> None:
@@ -593,8 +598,8 @@ def _stage(keys: Translator) -> None:
     keys.off("rows are not sorted by length: leave it out", group_by_length=False)
     keys.off("the last model is kept: leave it out", load_best_model_at_end=False)
     keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
-    why = "metrics.jsonl in output_dir has every step"
-    keys.ignore(why, "logging_steps", "report_to", "run_name", "use_swanlab", "swanlab_run_name")
+    _trackers(keys)
+    keys.ignore("every step is logged", "logging_steps")
     keys.ignore("it saves time or memory only", "per_device_eval_batch_size")
     _saves(keys)
     if keys.take("resume_from_checkpoint"):

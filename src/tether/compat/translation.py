@@ -14,6 +14,7 @@ from tether.compat.scalars import Scalar
 from tether.config import keys, text
 from tether.config.base import Section
 from tether.config.load import checked_config
+from tether.config.schema import without_idle
 from tether.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
@@ -342,7 +343,9 @@ class Translator:
             order = list(self.given)
             self._problems.sort(key=lambda problem: order.index(problem[0]) if problem[0] in order else len(order))
             raise ConfigError(_message(self.source, [self._place(key, what) for key, what in self._problems]))
-        forgotten = {key for key in self.given if self.gives(key)} - self._seen  # null means that a key is not set
+        if "rewards" in self.config:  # a run; stages have sections of their own
+            self._leave_out_idle()
+        forgotten = {key for key in self.given if self.gives(key)} - self._seen  # null leaves a key out
         assert not forgotten, f"known, but neither taken nor passed over: {sorted(forgotten)}"
         return Translation(
             self.source,
@@ -355,6 +358,16 @@ class Translator:
             self._notes,
             self.plots,
         )
+
+    def _leave_out_idle(self) -> None:
+        """Takes away what would do nothing here, as their defaults are not ours; says so of what the file gives."""
+        self.config, idle = without_idle(self.config)
+        for path, why in idle.items():
+            said = next(said for said, became in self._became if became.startswith(f"{path}: "))
+            self._became = [entry for entry in self._became if not entry[1].startswith(f"{path}: ")]
+            self._ours.pop(tuple(path.split(".")))
+            if any(self._shown(key) in said for key in self.given if self.gives(key)):
+                self._ignored.append((said, why.partition(": ")[0]))
 
     def _place(self, key: str, what: str) -> str:
         return ": ".join(part for part in (self._origins.get(key, ""), key, what) if part)

@@ -1,5 +1,6 @@
 """The base of every configuration section."""
 
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +15,11 @@ def check_precision(bf16: bool | None, fp16: bool) -> None:
     """Raises ``ValueError`` where autocast of two types is asked for."""
     if bf16 and fp16:
         raise ValueError("bf16 and fp16 are both true: set one of them; bf16 where the hardware has it")
+
+
+def passes_over(count: int, num_epochs: float) -> Fraction:
+    """What ``num_epochs`` passes over ``count`` things come to, exactly: 1.1 is eleven tenths, no float."""
+    return Fraction(str(num_epochs)) * count
 
 
 class Section(BaseModel):

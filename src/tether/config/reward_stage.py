@@ -47,6 +47,11 @@ class PairsConfig(DataKeys):
         """Share of ``pairs`` that is held out, the default resolved."""
         return held_out_fraction(self.eval_fraction, self.eval_pairs, default=0.1)
 
+    @property
+    def has_eval(self) -> bool:
+        """Whether pairs are held out."""
+        return self.eval_pairs is not None or self.held_out_fraction > 0
+
     @model_validator(mode="after")
     def _one_held_out_source(self) -> PairsConfig:
         check_held_out(self.eval_fraction, self.eval_pairs, "eval_pairs")
@@ -54,7 +59,7 @@ class PairsConfig(DataKeys):
 
 
 class RewardTrainConfig(StageTrainConfig):
-    """Batches, optimizer, saving."""
+    """Batches, optimizer, evaluation, saving."""
 
     center_rewards_coefficient: NonNegativeFloat = 0.0
     """Weight of the squared sum of a pair's two rewards in the loss, which keeps rewards near mean 0; usually 0.01."""
@@ -68,4 +73,10 @@ class RewardStageConfig(StageConfig):
     data: PairsConfig
     """The preference pairs."""
     train: RewardTrainConfig = RewardTrainConfig()
-    """Batches, optimizer, saving."""
+    """Batches, optimizer, evaluation, saving."""
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> RewardStageConfig:
+        if self.train.eval_steps is not None and not self.data.has_eval:
+            raise ValueError("train.eval_steps needs data.eval_pairs or data.eval_fraction")
+        return self

@@ -11,6 +11,7 @@ from pydantic import (
     AfterValidator,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     field_validator,
@@ -84,12 +85,13 @@ class OwnModelReward(_Reward):
     max_length: PositiveInt | None = None
     """Maximum length of prompt plus answer in the reward model's tokens. A longer text is an error. Default: the
     model's own limit."""
-    input_format: Literal["auto", "joined", "pair", "response"] = "auto"
+    input_format: Literal["auto", "chat", "joined", "pair", "response"] = "auto"
     """What the model reads. ``auto``: the policy's token ids if the tokenizers are the same; otherwise conversations in
-    the model's own chat template, and plain text followed by the answer. ``joined``: the messages of the conversation
-    and the answer, separated by blank lines. ``pair``: prompt and answer as the tokenizer combines two texts (``[CLS]
-    prompt [SEP] answer [SEP]``). ``response``: the answer alone. If the tokenizer has no chat template, conversations
-    need one of the last three."""
+    the model's own chat template, and plain text followed by the answer. ``chat``: always the whole conversation as
+    text in the model's own chat template, closed as the template closes it; plain text becomes the user's turn.
+    ``joined``: the messages of the conversation and the answer, separated by blank lines. ``pair``: prompt and answer
+    as the tokenizer combines two texts (``[CLS] prompt [SEP] answer [SEP]``). ``response``: the answer alone. If the
+    tokenizer has no chat template, conversations need one of the last three. docs/rewards.md says which to choose."""
     special_tokens: bool = False
     """Treat the model's special tokens as control tokens if they occur in the text of a prompt or an answer. If false,
     they are plain characters, so that no answer can end its own turn. No effect if the model reads the policy's token
@@ -133,6 +135,9 @@ class ModelReward(OwnModelReward):
     """``model``: a sequence classifier with one label."""
     path: str
     """Hub id or folder of the sequence classifier, or of a PEFT adapter of one (loaded on the adapter's own base)."""
+    label: NonNegativeInt | str | None = None
+    """Label of a classifier with several labels (sentiment, toxicity, …) whose logit is the score, by its name in the
+    model's ``id2label`` or its number. Default: none, for a classifier with one label."""
 
 
 class ValueHeadReward(OwnModelReward):
@@ -286,6 +291,9 @@ class HttpReward(ServiceReward):
     """Dataset columns to send; protocol tether only. Default: all."""
     batch_size: PositiveInt = 32
     """Maximum number of answers per request."""
+    missing: float | None = None
+    """Score of an answer for which the service returns null. Default: null is an error. A status other than 200 is
+    always an error."""
 
     @model_validator(mode="after")
     def _columns_have_a_place(self) -> HttpReward:
@@ -310,6 +318,9 @@ class JudgeReward(ServiceReward):
     """Lowest and highest number. The score is the number itself."""
     attempts: PositiveInt = 3
     """Maximum number of times that the judge is asked until a reply holds a number on the scale."""
+    missing: float | None = None
+    """Score of an answer for which no reply holds such a number, or which a content filter of the service rejects with
+    status 400. Default: both are errors. Timeouts, a wrong key and a service that is down are always errors."""
     temperature: NonNegativeFloat | None = 0.0
     """Temperature of the judge. null leaves it to the service, for models that reject the parameter."""
     max_tokens: PositiveInt | None = 16

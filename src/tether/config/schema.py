@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,13 +22,19 @@ from pydantic import (
     model_validator,
 )
 
-from tether.config.base import Quantization, Section, Seed, check_precision
+from tether.config.base import Quantization, Section, Seed, check_precision, passes_over
 from tether.config.chat import Columns, DataKeys, Sources
+from tether.config.idle import idle
+from tether.config.keys import shown
 from tether.config.rewards import RewardConfig, reward_names, sources_of
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 HeldOut = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A share that leaves something to train on."""
+
+
+COPIED = {"adapter": ("adapter",), "model": ("model", "adapter")}
+"""Types of a first reward source that a critic of each kind can be copied from."""
 
 
 class LoraConfig(Section):
@@ -120,7 +128,9 @@ class ValueConfig(Section):
     init: str | None = None
     """What the critic is initialized from: ``reward`` (the reward model or reward adapter), ``policy``, or the path of
     a sequence classifier (kind model) or reward adapter (kind adapter). Default: reward if the first reward source can
-    be copied, else policy. A head initialized from the policy starts at zero."""
+    be copied, else policy. A copy of the reward source is put on the scale of the scores that are trained on: at the
+    first update the source's weight and norm, ``ppo.score_norm`` and the mean of other sources' contributions are built
+    into its head. A path is taken as it is. A head initialized from the policy starts at zero."""
     learning_rate: PositiveFloat | None = None
     """Learning rate of the critic. Default: the policy's. Not for kind head, which shares the policy's optimizer."""
     warmup_steps: NonNegativeInt = 0
@@ -130,7 +140,9 @@ class ValueConfig(Section):
     """Kind head only: keep the gradient of the value loss out of the policy's weights."""
     save: bool = False
     """At the end, also save the critic, to ``critic`` in ``output_dir``: a sequence classifier, or with LoRA an adapter
-    of one. Its scores are the critic's values, and it can initialize the critic of another run (``value.init``)."""
+    of one. Its scores are the critic's values, and it can initialize the critic of another run (``value.init``). The
+    head of a critic copied from a normalized reward source has a bias, which Tether loads and plain transformers
+    ignores: there the scores differ by a constant."""
 
 
 class DataConfig(DataKeys):
@@ -284,9 +296,10 @@ class PPOConfig(Section):
     """Discount factor per token."""
     advantage_estimator: Literal["gae", "rloo", "grpo", "reinforce_pp"] = "gae"
     """``gae``: generalized advantage estimation with a critic. The others have no critic. ``rloo``: return minus the
-    mean return of the prompt's other answers. ``grpo``: return minus the mean return of the prompt's answers, divided
-    by their standard deviation. ``reinforce_pp``: return to go. Sources: https://arxiv.org/abs/1506.02438,
-    https://arxiv.org/abs/2402.14740, https://arxiv.org/abs/2402.03300, https://arxiv.org/abs/2501.03262."""
+    mean return of the prompt's other answers. ``grpo``: score minus the mean score of the prompt's answers, divided by
+    their standard deviation; the KL penalty minus its mean is added unnormalized. ``reinforce_pp``: return to go.
+    Sources: https://arxiv.org/abs/1506.02438, https://arxiv.org/abs/2402.14740, https://arxiv.org/abs/2402.03300,
+    https://arxiv.org/abs/2501.03262."""
     lam: Fraction = 0.95
     """λ of generalized advantage estimation. Use 1 for answers much longer than 128 tokens."""
     value_lam: Fraction | None = None
@@ -328,35 +341,16 @@ class PPOConfig(Section):
         return self.advantage_estimator == "gae"
 
     @property
+    def compares_answers(self) -> bool:
+        """Whether advantages come from a comparison with the prompt's other answers."""
+        return self.advantage_estimator in ("rloo", "grpo")
+
+    @property
     def whitens_advantages(self) -> bool:
         """Whether advantages are whitened, the default resolved."""
         if self.whiten_advantages is not None:
             return self.whiten_advantages
-        return self.advantage_estimator in ("gae", "reinforce_pp")
-
-    @model_validator(mode="after")
-    def _needs_a_critic(self) -> PPOConfig:
-        given = [key for key in ("value_lam", "lam_alpha") if getattr(self, key) is not None]
-        if given and not self.has_critic:
-            raise ValueError(
-                f"{given[0]} is a setting of generalized advantage estimation; advantage_estimator is "
-                f"{self.advantage_estimator}: leave it out, or set advantage_estimator to gae"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> PPOConfig:
-        if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError(
-                f"kl_target {self.kl_target:g}: kl_coef 0 runs no reference, and no factor moves it: set kl_coef to "
-                "what the coefficient is to start from, or leave kl_target out"
-            )
-        if self.gamma != 1 and self.advantage_estimator in ("rloo", "grpo"):
-            raise ValueError(
-                f"gamma {self.gamma:g}: {self.advantage_estimator} takes the whole return of an answer, without "
-                "discount; leave it out, or set advantage_estimator to gae or reinforce_pp"
-            )
-        return self
+        return not self.compares_answers
 
     @model_validator(mode="after")
     def _one_eos_rule(self) -> PPOConfig:
@@ -538,7 +532,8 @@ class RunConfig(Section):
     overwrite_output_dir: bool = False
     """Start again in a folder that holds an earlier run, and replace its files."""
     resume: bool | str = False
-    """true: continue from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint."""
+    """true: continue from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as
+    true, or start if no update was recorded yet, for launchers that restart a run by themselves."""
 
     @property
     def reward_names(self) -> list[str]:
@@ -610,7 +605,7 @@ class RunConfig(Section):
         if self.train.max_steps is not None:
             return self.train.max_steps
         answers = num_prompts * self.sampling.num_generations
-        episodes = self.train.total_episodes or self.train.num_train_epochs * answers
+        episodes = self.train.total_episodes or passes_over(answers, self.train.num_train_epochs)
         return math.ceil(episodes / self.train.rollout_batch_size)
 
     @model_validator(mode="after")
@@ -623,7 +618,7 @@ class RunConfig(Section):
             raise ValueError(_divide("train.micro_batch_size", micro, "the mini-batch size", self.mini_batch_size))
         if rollout % answers:
             raise ValueError(_divide("sampling.num_generations", answers, "train.rollout_batch_size", rollout))
-        if self.ppo.advantage_estimator in ("rloo", "grpo") and answers < 2:
+        if self.ppo.compares_answers and answers < 2:
             raise ValueError(
                 f"ppo.advantage_estimator {self.ppo.advantage_estimator} compares answers to the same prompt: set "
                 f"sampling.num_generations to 2 or more, got {answers}"
@@ -675,6 +670,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"value.init {value.init}: kind head starts from the policy; set value.kind to model or adapter"
             )
+        if value.init == "reward" and (first := self.rewards[0].type) not in COPIED[kind]:
+            raise ValueError(
+                f"value.init reward: the first reward is of type {first}, a critic of kind {kind} is copied from "
+                f"{' or '.join(COPIED[kind])}; put such a reward first, or set value.init to policy"
+            )
         if value.detach and kind != "head":
             raise ValueError(f"value.detach is for value.kind head; kind {kind} never touches the policy's weights")
         return self
@@ -717,6 +717,43 @@ class RunConfig(Section):
                 f"to at most {longest}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _every_key_is_read(self) -> RunConfig:
+        def value(key: str) -> Any:
+            return reduce(getattr, key.split("."), self)
+
+        for key, why in idle(value, default_of):
+            raise ValueError(f"{key} {shown(value(key))}: {why}")
+        return self
+
+
+def default_of(key: str) -> Any:
+    """The value that a key of one of a run's sections, ``SECTION.KEY``, has where it is left out."""
+    section, name = key.split(".")
+    return RunConfig.model_fields[section].annotation.model_fields[name].default
+
+
+def without_idle(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The keys of a run without those that are set to something and would not be read; and why these would not, by key.
+
+    For configurations of other systems, whose defaults are not ours.
+    """
+
+    def value(key: str) -> Any:
+        if "." not in key:
+            return config[key]
+        section, name = key.split(".")
+        return config.get(section, {}).get(name, default_of(key))
+
+    left_out = dict(idle(value, default_of))
+    kept = {
+        section: {name: x for name, x in inner.items() if f"{section}.{name}" not in left_out}
+        if isinstance(inner, Mapping)
+        else inner
+        for section, inner in config.items()
+    }
+    return kept, left_out
 
 
 def _divide(small: str, value: int, large: str, total: int) -> str:

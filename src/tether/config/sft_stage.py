@@ -8,7 +8,7 @@ from pydantic import PositiveInt, model_validator
 
 from tether.config.chat import DataKeys, Sources
 from tether.config.schema import HeldOut, ModelConfig
-from tether.config.stage import StageConfig, StageTrainConfig, check_held_out, held_out_fraction
+from tether.config.stage import StageConfig, check_held_out, held_out_fraction
 
 
 class SftModelConfig(ModelConfig):
@@ -61,13 +61,6 @@ class DemonstrationsConfig(DataKeys):
         return self
 
 
-class SftTrainConfig(StageTrainConfig):
-    """Batches, optimizer, evaluation, saving."""
-
-    eval_steps: PositiveInt | None = None
-    """Optimizer steps between two evaluations on held-out demonstrations. Default: only after the last step."""
-
-
 class SftStageConfig(StageConfig):
     """One run of ``tether sft``: a policy from demonstrations."""
 
@@ -75,8 +68,6 @@ class SftStageConfig(StageConfig):
     """The model to fine-tune."""
     data: DemonstrationsConfig
     """The demonstrations."""
-    train: SftTrainConfig = SftTrainConfig()
-    """Batches, optimizer, evaluation, saving."""
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> SftStageConfig:

@@ -41,10 +41,16 @@ class StageTrainConfig(Section):
     """Recompute activations in the backward pass to save memory."""
     seed: Seed = 42
     """Seed of new weights, the held-out share and the data order."""
+    eval_steps: PositiveInt | None = None
+    """Optimizer steps between two evaluations on held-out rows. Default: only after the last step."""
     save_steps: PositiveInt | None = None
     """Optimizer steps between two checkpoints. Default: a checkpoint is saved only if a signal stops the run."""
     save_total_limit: PositiveInt | None = 1
     """Number of checkpoints to keep, the newest ones; null keeps all."""
+    report_to: str | list[str] = "none"
+    """Accelerate trackers to log to: none, all, tensorboard, wandb, trackio, …"""
+    run_name: str | None = None
+    """Name of the run in the trackers. Default: the name of ``output_dir``."""
     ddp_timeout: PositiveInt = 1800
     """Seconds that the processes of a run wait for each other before the run ends."""
 
@@ -76,7 +82,8 @@ class StageConfig(Section):
     overwrite_output_dir: bool = False
     """Start again in a folder that holds an earlier run, and replace its files."""
     resume: bool | str = False
-    """true: continue from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint."""
+    """true: continue from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as
+    true, or start if no step was recorded yet, for launchers that restart a run by themselves."""
 
     @property
     def learning_rate(self) -> float:

@@ -35,6 +35,11 @@ class Demonstration:
     response_ids: tuple[int, ...]
     """Tokens that are trained on, including an answer's end token; at least one."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole text."""
+        return len(self.query_ids) + len(self.response_ids)
+
 
 @dataclass(frozen=True)
 class DemonstrationData:

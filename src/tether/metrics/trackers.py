@@ -18,7 +18,11 @@ logger = logging.getLogger(__name__)
 KEY = "train.report_to"
 DEFAULT_PROJECT = "tether"
 RUN_NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name"}
-"""Trackers that group runs into projects, with their argument for the run's name; others take it as first argument."""
+"""Trackers that take a project first: their argument for the name of the run, which the others take first."""
+COMET, CLEARML = "comet_ml", "clearml"
+"""Trackers that have projects as well, and would otherwise make one for every run."""
+PROJECT_VARIABLES = {COMET: "COMET_PROJECT_NAME"}
+"""Where the environment names the project, if not in NAME_PROJECT."""
 
 Tracker = str | GeneralTracker
 """A tracker by name, or one created by the caller."""
@@ -32,9 +36,10 @@ class Trackers:
 
     Args:
         report_to: ``none``, ``all`` (every installed one), a name or a list of names; a list may hold tracker objects.
-        run_name: name of the run. For trackers with projects, the project is the environment's ``WANDB_PROJECT``,
-            ``TRACKIO_PROJECT`` or ``SWANLAB_PROJECT``, else ``tether``.
-        logging_dir: folder for trackers that write files.
+        run_name: name of the run. Its project is ``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``SWANLAB_PROJECT``,
+            ``CLEARML_PROJECT`` or ``COMET_PROJECT_NAME`` of the environment where a tracker has projects, ``tether``
+            without it.
+        logging_dir: where trackers that write files put them.
         config: the run's configuration, stored under dotted names.
 
     Raises:
@@ -73,6 +78,8 @@ class Trackers:
         started = _made(tracker, run_name, logging_dir) if isinstance(tracker, str) else tracker
         started.start()
         self._trackers.append(started)
+        if tracker == COMET:  # Accelerate's class takes the project alone
+            started.tracker.set_name(run_name)
         started.store_init_configuration(config)
 
     def _attempt(self, tracker: GeneralTracker, action: Callable[[], None]) -> None:
@@ -121,8 +128,12 @@ def _chosen(report_to: Tracker | Sequence[Tracker]) -> list[Tracker]:
 
 def _made(name: str, run_name: str, logging_dir: Path) -> GeneralTracker:
     tracker_class = LOGGER_TYPE_TO_CLASS[name]
+    project = os.environ.get(PROJECT_VARIABLES.get(name, f"{name.upper()}_PROJECT")) or DEFAULT_PROJECT
+    if name == COMET:
+        return tracker_class(project)
+    if name == CLEARML:
+        return tracker_class(run_name, project_name=project)
     if name in RUN_NAME_ARGUMENTS:
-        project = os.environ.get(f"{name.upper()}_PROJECT", DEFAULT_PROJECT)
         return tracker_class(project, **{RUN_NAME_ARGUMENTS[name]: run_name})
     if tracker_class.requires_logging_directory:
         # The name becomes a folder in logging_dir: a run named after its output path must not lead out of it.

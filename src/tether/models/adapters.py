@@ -34,7 +34,7 @@ from tether.models.heads import (
     state_size,
     value_head_file,
 )
-from tether.models.paths import ADAPTER_CONFIG, is_same_model, model_errors, some_of
+from tether.models.paths import ADAPTER_CONFIG, is_adapter, is_same_model, model_errors, some_of
 
 DEFAULT = "default"
 """PEFT's name of the policy's adapter: the one that it saves at a folder's root."""
@@ -50,6 +50,9 @@ NOT_LAYERS = {
 """Methods of PEFT that are more than weights in a model's layers, and what they do."""
 LINEAR = nn.Linear | Conv1D
 """Modules that ``all-linear`` means."""
+
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "lm_head", "embed_out")
+"""What models call their input and output embeddings."""
 
 Config = TypeVar("Config", PeftConfig, PreTrainedConfig)
 
@@ -93,6 +96,7 @@ def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     Raises:
         ModelError: the adapter does not fit the model, or is of a kind that cannot be merged.
     """
+    with_tokens(model, adapter)
     _untie(model, adapter)
     with model_errors(adapter.path):
         adapted = with_adapter(model, changed_config(adapter.config, task_type=None))
@@ -110,9 +114,55 @@ def _untie(model: PreTrainedModel, adapter: Adapter) -> None:
     if outer is None or outer.weight is not inner.weight:
         return
     names = [name for name, module in model.named_modules() if module is inner or module is outer]
-    if any(f".{name}.lora_" in key for key in adapter.tensors for name in names):
+    changed = tuple(f".{name}.{what}" for name in names for what in ("lora_", "weight"))
+    if any(part in key for key in adapter.tensors for part in changed):
         outer.weight = nn.Parameter(outer.weight.detach().clone(), requires_grad=outer.weight.requires_grad)
         model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+
+
+def num_tokens(adapter: Adapter) -> int:
+    """Rows of the embeddings that the adapter brings whole; 0 where it leaves them to its base."""
+    ends = tuple(f".{name}.weight" for name in EMBEDDINGS)
+    return max((len(tensor) for key, tensor in adapter.tensors.items() if key.endswith(ends)), default=0)
+
+
+def grown(shape: PreTrainedConfig, path: str, revision: str | None) -> PreTrainedConfig:
+    """The configuration of a model with as many tokens as the adapter in ``path`` has, if it is one and has more."""
+    if not is_adapter(path, revision):
+        return shape
+    changed = copy.deepcopy(shape)
+    text = changed.get_text_config()
+    text.vocab_size = max(text.vocab_size, num_tokens(read_adapter(path, revision)))
+    return changed
+
+
+def with_tokens(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
+    """``model`` with as many tokens as the adapter was trained with, where some were added to its base: the new rows of
+    its embeddings are the adapter's.
+
+    Raises:
+        ModelError: the adapter does not bring them as modules of its own (``modules_to_save``).
+    """
+    size, before = num_tokens(adapter), model.get_input_embeddings().weight.shape[0]
+    if size <= before:
+        return model
+    model.resize_token_embeddings(size, mean_resizing=False)
+    own = set(adapter.config.modules_to_save or ())
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        name = next((name for name, each in model.named_modules() if each is module), None)
+        if name is None:
+            continue
+        given = adapter.tensors.get(f"{MODULE_PREFIX}{name}.weight")
+        if given is None or len(given) != size or name.rpartition(".")[2] not in own:
+            raise ModelError(
+                f"{adapter.path}: was trained with {size} tokens, its base has {before}, and {name} is not among its "
+                "modules_to_save, without which the new tokens are lost when it is trained further. Save the base with "
+                f"its tokens added, and its embeddings as the adapter has them, as a folder, and name that as "
+                f"base_model_name_or_path in {ADAPTER_CONFIG}; or merge the adapter by PEFT's AutoPeftModel"
+            )
+        with torch.no_grad():
+            module.weight[before:] = given[before:]
+    return model
 
 
 def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
@@ -187,24 +237,34 @@ def add_reward(model: PeftModel, name: str, path: str, base_source: str, *, floa
         ModelError: it was trained on another base, does not fit it, or has no scalar head.
     """
     adapter = read_adapter(path)
-    kind, own = adapter.config.peft_type, next(iter(model.peft_config.values())).peft_type
+    check_beside(path, adapter.config, next(iter(model.peft_config.values())).peft_type, base_source)
+    head = head_from(reward_head(adapter), state_size(model.get_base_model()), path)
+    model.add_adapter(name, changed_config(adapter.config, task_type="CAUSAL_LM", inference_mode=False))
+    fill_adapter(model, name, adapter, float32=float32)
+    return head
+
+
+def check_beside(path: str, config: PeftConfig, own: peft.PeftType, base_source: str) -> None:
+    """Raises ``ModelError`` if the reward adapter in ``path`` cannot sit on the policy's base, beside its adapter.
+
+    Args:
+        config: the reward adapter's.
+        own: method of the policy's adapter.
+        base_source: the policy's base.
+    """
+    kind, base = config.peft_type, config.base_model_name_or_path or ""
     if kind != own:
         raise ModelError(
             f"{path}: got a {kind.value} adapter; wanted a {own.value} adapter, as the policy's is: one base carries "
             "adapters of one method. Use it as a reward of type model"
         )
-    check_switched_off(path, adapter.config)
-    base = adapter.config.base_model_name_or_path or ""
+    check_switched_off(path, config)
     if not is_same_model(base, base_source):
         raise ModelError(
             f"{path}: the reward adapter was trained on {base or 'an unnamed model'}, the policy's base is "
             f"{base_source}. Adapters share one base: train the reward adapter on that base, or use it as a reward of "
             f"type model. If both are the same model, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         )
-    head = head_from(reward_head(adapter), state_size(model.get_base_model()), path)
-    model.add_adapter(name, changed_config(adapter.config, task_type="CAUSAL_LM", inference_mode=False))
-    fill_adapter(model, name, adapter, float32=float32)
-    return head
 
 
 def reward_head(adapter: Adapter) -> Mapping[str, Tensor]:

@@ -1,4 +1,7 @@
-"""Weights in 4 or 8 bits and AdamW's moments in 8, by bitsandbytes: whether they can be had, and how they are made."""
+"""Weights in 4 or 8 bits and AdamW's moments in 8, by bitsandbytes: whether they can be had, and how they are made.
+
+Also what to do with checkpoints that others quantised, by whatever method.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from tether.config.base import Quantization
-from tether.errors import ConfigError
+from tether.errors import ConfigError, ModelError
+from tether.models.fit import has_few_bits
+from tether.models.paths import ADAPTER_CONFIG, model_errors
 
 
 def check_bitsandbytes(wanted: str, key: str, device: torch.device | str) -> None:
@@ -82,6 +87,40 @@ class FewBits:
 def is_quantized(model: nn.Module) -> bool:
     """Whether the model holds weights in few bits, which cannot be trained or cast."""
     return bool(getattr(model, "is_quantized", False))
+
+
+def placement(shape: PreTrainedConfig, device: torch.device | str | None) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that put a model there whose checkpoint itself holds weights in few bits.
+
+    Many methods (GPTQ, AWQ, FP8, …) read such weights onto the device that computes with them, and never move them.
+
+    Args:
+        device: None leaves it to transformers.
+    """
+    return {"device_map": {"": torch.device(device)}} if device is not None and has_few_bits(shape) else {}
+
+
+def whole(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The model with weights that an adapter can be merged into: de-quantised to float32 where they are in few bits.
+
+    Args:
+        path: where it was loaded from, for messages.
+
+    Raises:
+        ModelError: its quantisation has no way back.
+    """
+    if not is_quantized(model):
+        return model
+    method = getattr(model.config.quantization_config, "quant_method", "their method")
+    try:
+        with model_errors(path):
+            return model.dequantize(torch.float32)
+    except ModelError as error:
+        raise ModelError(
+            f"{path}: holds quantised weights, which an adapter is merged into only once they are de-quantised, and "
+            f"transformers cannot do that for {getattr(method, 'value', method)} here ({error}). Name the model that "
+            f"was quantised, or a de-quantised copy, as base_model_name_or_path in the adapter's {ADAPTER_CONFIG}"
+        ) from error
 
 
 def placed(model: nn.Module, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from peft import PeftModel, PeftType
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tether.config.schema import RunConfig
+from tether.config.schema import COPIED, RunConfig
 from tether.errors import ConfigError, ModelError
 from tether.models.adapters import (
     DEFAULT,
@@ -23,15 +23,19 @@ from tether.models.adapters import (
     peft_lora_config,
     read_adapter,
     with_adapter,
+    with_tokens,
 )
 from tether.models.bitsandbytes import FewBits, is_quantized
+from tether.models.classifiers import classifier_on, load_classifier, pools_otherwise
 from tether.models.compiled import compile_layers
 from tether.models.forward import check_causal, head_matches
-from tether.models.heads import ScalarHead, state_size
+from tether.models.heads import ScalarHead, state_size, with_bias
 from tether.models.layers import parameters_above
-from tether.models.loading import classifier_on, load_causal_lm, load_classifier, load_tokenizer, pools_otherwise
+from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
+from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+from tether.models.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,10 @@ class CriticSource:
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
     """Run Python code that comes with it."""
+    label: int | str | None = None
+    """Of a classifier with several labels, the one whose logit it is copied from."""
+    is_reward: bool = False
+    """Whether it is the first reward source, and not a path of ``value.init``."""
 
 
 def build_roles(
@@ -90,6 +98,7 @@ def build_roles(
         autocast_dtype=autocast_dtype,
         detach_value=config.value.detach,
         offload_idle=config.train.offload_idle_roles,
+        processor=read_processor(config.model.path, policy.model.config, revision=config.model.revision),
     )
     return finished(models, config)
 
@@ -137,11 +146,12 @@ def _lora_roles(
     dtype = _dtype(config, compute_dtype if bits is None else torch.float32)
     few_bits = None if bits is None else FewBits(bits, torch.device(device), compute_dtype)
     revision = config.model.revision if start is None else start.config.revision
-    base = _load_policy(config, base_source, dtype, revision, few_bits)
+    base = _load_policy(config, base_source, dtype, revision, few_bits, device)
     if start is None:
         settings = changed_config(peft_lora_config(lora, base), base_model_name_or_path=base_source, revision=revision)
     else:
         check_continued(lora, start, base)
+        with_tokens(base, start)
         settings = changed_config(
             start.config, base_model_name_or_path=base_source, task_type="CAUSAL_LM", inference_mode=False
         )
@@ -179,9 +189,10 @@ def _adapter_critic(
         head = ScalarHead(state_size(policy.model))
     else:
         head = add_reward(adapted, VALUE, source.path, _base_source(config), float32=autocast_dtype is not None)
+        head = _critic_head(config, source, head)
     trained = adapter_parameters(adapted, VALUE) | _head_parameters(head)
-    where = "new adapter" if source is None else source.path
-    return Role(VALUE, policy.model, where, "adapter on the policy's base", VALUE, head, trained)
+    where, is_copy = ("new adapter", False) if source is None else (source.path, source.is_reward)
+    return Role(VALUE, policy.model, where, "adapter on the policy's base", VALUE, head, trained, is_copy)
 
 
 def _model_critic(
@@ -197,6 +208,7 @@ def _model_critic(
             revision=source.revision,
             attn_implementation=config.model.attn_implementation,
             trust_remote_code=source.trust_remote_code,
+            label=source.label,
         )
     elif config.model.lora is None:
         model = copy.deepcopy(policy.model)
@@ -209,15 +221,28 @@ def _model_critic(
         )
     if source is None:
         model = classifier_on(model)
-    if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
-        model.config.pad_token_id = padding_id(model, tokenizer)
-    return Role(VALUE, model, where, "own weights", head=model.score, trained=dict(model.named_parameters()))
+    else:
+        model.score = _critic_head(config, source, model.score)
+    pad_as(model, tokenizer)
+    trained, is_copy = dict(model.named_parameters()), source is not None and source.is_reward
+    return Role(VALUE, model, where, "own weights", head=model.score, trained=trained, copies_reward=is_copy)
 
 
-def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The pad token if the model has a row for it, otherwise the end token."""
-    pad = tokenizer.pad_token_id
-    return pad if pad is not None and pad < _vocabulary_size(model) else tokenizer.eos_token_id
+def _critic_head(config: RunConfig, source: CriticSource, head: ScalarHead) -> ScalarHead:
+    """The head of a copied critic, with a bias where what its source counts is shifted; 0 until it is known by how
+    much."""
+    shifts = config.ppo.score_norm is not None or config.rewards[0].norm is not None or len(config.rewards) > 1
+    return with_bias(head) if source.is_reward and shifts else head
+
+
+def pad_as(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Gives a classifier that has no pad token one, which plain transformers wants to score several rows at once: the
+    tokenizer's if the model has a row for it, otherwise the end token. It is read from the text model's settings.
+    """
+    settings, pad = classifier.config.get_text_config(), tokenizer.pad_token_id
+    if getattr(settings, "pad_token_id", None) is None:
+        has_row = pad is not None and pad < _vocabulary_size(classifier)
+        settings.pad_token_id = pad if has_row else tokenizer.eos_token_id
 
 
 def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> CriticSource | None:
@@ -231,12 +256,11 @@ def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Crit
         return None
     if init in (None, "reward"):
         reward = config.rewards[0]
-        wanted = ("adapter",) if kind == "adapter" else ("model", "adapter")
-        if reward.type not in wanted:
-            why_not = f"the first reward is of type {reward.type}, wanted {' or '.join(wanted)}"
-        else:
-            source = CriticSource(reward.path, **reward.model_dump(include={"revision", "trust_remote_code"}))
-            why_not = _no_critic(source, tokenizer) if kind == "model" else None
+        if reward.type not in COPIED[kind]:
+            return None
+        origin = reward.model_dump(include={"revision", "trust_remote_code", "label"})
+        source = CriticSource(reward.path, **origin, is_reward=True)
+        why_not = _no_critic(source, tokenizer) if kind == "model" else None
         if why_not is None:
             return source
         if init is None:
@@ -278,7 +302,12 @@ def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _load_policy(
-    config: RunConfig, path: str, dtype: torch.dtype, revision: str | None, few_bits: FewBits | None = None
+    config: RunConfig,
+    path: str,
+    dtype: torch.dtype,
+    revision: str | None,
+    few_bits: FewBits | None = None,
+    device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """A language model under the options of ``model``."""
     return load_causal_lm(
@@ -288,6 +317,7 @@ def _load_policy(
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,
         few_bits=few_bits,
+        device=device,
     )
 
 

@@ -55,6 +55,12 @@ def gguf_source(path: str) -> GgufSource | None:
     return GgufSource(named[1], named[2]) if named else None
 
 
+def place_of(path: str) -> tuple[str, dict[str, str]]:
+    """What ``from_pretrained`` is given for ``path``: the folder or hub id, and the file there if it is in GGUF."""
+    source = gguf_source(path)
+    return (path, {}) if source is None else (source.folder, {"gguf_file": source.file})
+
+
 def check_gguf(source: GgufSource, key: str) -> None:
     """Raises ``ModelError`` if a GGUF model cannot be read.
 
@@ -91,11 +97,14 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return type(config).from_dict(settings)
 
 
-def plain_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with the weights of one that was de-quantised, in their type, that can be saved; in eval mode."""
-    plain = AutoModelForCausalLM.from_config(
-        plain_config(model.config), dtype=model.dtype, attn_implementation=model.config._attn_implementation
-    )
+def plain_model(model: PreTrainedModel, attn_implementation: str | None) -> PreTrainedModel:
+    """A model with the weights of one that was de-quantised, in their type, that can be saved; in eval mode.
+
+    Args:
+        attn_implementation: the attention kernel that it was loaded with; None: the default.
+    """
+    kernel = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    plain = AutoModelForCausalLM.from_config(plain_config(model.config), dtype=model.dtype, **kernel)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config

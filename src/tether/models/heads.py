@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.errors import ModelError
+from tether.models.paths import some_of
 
 VALUE_HEAD_FILES = ("value_head.safetensors", "value_head.bin")
 """Where LLaMA-Factory puts the head of a reward model, beside the language model or its adapter."""
@@ -53,7 +54,8 @@ def head_from(tensors: Mapping[str, Tensor], hidden_size: int, source: str) -> S
     """
     found = [name for name in HEAD_NAMES if f"{name}.weight" in tensors]
     if len(found) != 1:
-        got = f"several heads: {', '.join(found)}" if found else f"no head; it holds {_some(tensors)}"
+        held = some_of(sorted(tensors)) or "nothing"
+        got = f"several heads: {', '.join(found)}" if found else f"no head; it holds {held}"
         raise ModelError(
             f"{source}: {got}. Wanted one scalar head under one of the names {', '.join(HEAD_NAMES)}: "
             "a model trained as a sequence classifier with num_labels=1"
@@ -70,6 +72,13 @@ def head_from(tensors: Mapping[str, Tensor], hidden_size: int, source: str) -> S
         if bias is not None:
             head.bias.copy_(bias)
     return head
+
+
+def with_bias(head: ScalarHead) -> ScalarHead:
+    """A head that says the same and has a bias."""
+    if head.bias is not None:
+        return head
+    return head_from({"score.weight": head.weight, "score.bias": torch.zeros(1)}, head.in_features, "the head")
 
 
 def is_head_key(name: str) -> bool:
@@ -110,9 +119,3 @@ def no_value_head(folder: Path | str) -> str:
         "`llamafactory-cli train FILE.yaml` with `stage: rm` writes it into its output_dir and into each "
         "checkpoint-N; name a folder that has it, or train a reward model by `tether reward` and use type model"
     )
-
-
-def _some(names: Mapping[str, Tensor], limit: int = 4) -> str:
-    """A few of the names, for a message."""
-    shown = ", ".join(sorted(names)[:limit]) or "nothing"
-    return f"{shown}, … ({len(names)} tensors)" if len(names) > limit else shown

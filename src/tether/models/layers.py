@@ -6,6 +6,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+LAST = ("final_layer_norm", "project_out")
+"""Modules that OPT registers before its layers and runs after them."""
+
 
 def transformer_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The layers, first to last; none for a model that is not built of such."""
@@ -25,7 +28,9 @@ def parameters_above(model: PreTrainedModel, num_layers: int) -> dict[str, nn.Pa
     named = dict(model.named_parameters())
     if num_layers == 0:
         return named
-    first = next(transformer_layers(model.get_decoder())[num_layers].parameters())
+    decoder = model.get_decoder()
+    first = next(transformer_layers(decoder)[num_layers].parameters())
     names = list(named)
     start = next(i for i, name in enumerate(names) if named[name] is first)
-    return {name: named[name] for name in names[start:]}
+    late = {p for name in LAST if getattr(decoder, name, None) is not None for p in getattr(decoder, name).parameters()}
+    return {name: named[name] for i, name in enumerate(names) if i >= start or named[name] in late}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from peft import PeftConfig
 from safetensors import SafetensorError
@@ -120,10 +120,10 @@ def is_same_model(path: str, other: str) -> bool:
     return bool(files) and files.keys() == others.keys() and all(_same_bytes(f, others[n]) for n, f in files.items())
 
 
-def _same_bytes(file: Path, other: Path, *, blocks: int = 256, block: int = 4096) -> bool:
+def _same_bytes(file: Path, other: Path) -> bool:
     if file.stat().st_size != other.stat().st_size:
         return False
-    return all(a == b for a, b in zip(_samples(file, blocks, block), _samples(other, blocks, block), strict=True))
+    return all(a == b for a, b in zip(_samples(file), _samples(other), strict=True))
 
 
 def _samples(file: Path, blocks: int = 256, block: int = 4096) -> Iterator[bytes]:
@@ -151,6 +151,14 @@ def model_digest(path: str) -> str | None:
         for sample in _samples(file):
             digest.update(sample)
     return digest.hexdigest()
+
+
+def downloaded(path: str, revision: str | None, patterns: Iterable[str]) -> Path:
+    """The folder of a model; of one on the hub, with the files that fit the patterns."""
+    if Path(path).is_dir():
+        return Path(path)
+    with model_errors(path):
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
 
 
 def weight_files(folder: Path) -> list[Path]:

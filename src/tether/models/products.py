@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tether.models.processor import is_intel
+from tether.models.device import is_intel
 
 LEAST = 2**20
 """Multiplications of a product that is oneDNN's; smaller ones take less time than it takes to call it."""

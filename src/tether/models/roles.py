@@ -68,6 +68,8 @@ class Role:
     """Makes numbers of its hidden states."""
     trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
     """What of it trains, by name."""
+    copies_reward: bool = False
+    """Whether it says at the start what the first reward source says: a critic's, before what that counts is known."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ class ModelRoles:
         tokenizer: the policy's.
         detach_value: keeps the value loss out of a trunk that policy and critic share.
         offload_idle: keeps frozen models of their own on the CPU while nobody uses them.
+        processor: files that a policy which sees or hears needs beside its tokenizer, by name; None for no such.
     """
 
     def __init__(
@@ -178,6 +181,7 @@ class ModelRoles:
         autocast_dtype: torch.dtype | None,
         detach_value: bool,
         offload_idle: bool = False,
+        processor: Mapping[str, bytes] | None = None,
     ) -> None:
         self._by_name = {role.name: role for role in roles}
         self._adapted = adapted
@@ -189,6 +193,8 @@ class ModelRoles:
         """Absolute path or hub id of the model that adapters sit on; the policy's own where there are none."""
         self.tokenizer = tokenizer
         """The policy's tokenizer, which is the critic's too."""
+        self.processor = processor or {}
+        """Files that a policy which sees or hears needs beside its tokenizer, by name."""
         self.device = torch.device(device)
         """Where all roles are."""
         self.autocast_dtype = autocast_dtype

@@ -25,19 +25,18 @@ from tether.models.adapters import (
     place_adapter,
     read_adapter,
 )
-from tether.models.build import padding_id
+from tether.models.build import pad_as
+from tether.models.classifiers import classifier_on, load_merged_classifier
 from tether.models.heads import value_head_file
-from tether.models.loading import (
-    classifier_on,
-    load_causal_lm,
-    load_generation_config,
-    load_merged_classifier,
-    load_tokenizer,
-)
+from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
+from tether.models.preprocessing import read_processor, write_processor
 from tether.models.roles import POLICY, VALUE, ModelRoles
+from tether.models.tokenizer import load_generation_config, load_tokenizer
 
 MANIFEST = "manifest.json"
+FINAL, TRIAL = "final.tmp", "save-trial.tmp"
+"""Folders whose files go to a run's own folder, and that are written to see whether that can be done."""
 
 
 def policy_weights(roles: ModelRoles) -> dict[str, Tensor]:
@@ -56,7 +55,8 @@ def save_policy(
 ) -> None:
     """Writes the policy as a plain transformers folder, or as a PEFT adapter if it is one, without any value head.
 
-    With it go the tokenizer, its chat template and the generation config. Uses no network.
+    With it go the tokenizer, its chat template and the generation config; with a full model that sees or hears, the
+    files of its processor. Uses no network.
 
     Args:
         weights: values of ``policy_weights``, where an engine has spread them; those of the live model otherwise.
@@ -74,6 +74,8 @@ def save_policy(
     else:
         policy.save_pretrained(folder, **given)
     tokenizer.save_pretrained(folder)
+    if not isinstance(policy, PeftModel):  # an adapter's base has its own
+        write_processor(roles.processor, folder)
 
 
 def load_policy(roles: ModelRoles, folder: Path | str, *, trust_remote_code: bool = False) -> None:
@@ -130,7 +132,8 @@ def save_critic(roles: ModelRoles, folder: Path | str, weights: Mapping[str, Ten
         _save_reward_adapter(roles, folder, **given)
     elif critic.model is roles.role(POLICY).model:
         classifier = classifier_on(critic.model)
-        classifier.score, classifier.config.pad_token_id = critic.head, padding_id(critic.model, roles.tokenizer)
+        classifier.score = critic.head
+        pad_as(classifier, roles.tokenizer)
         classifier.save_pretrained(folder, **given)
     else:
         critic.model.save_pretrained(folder, **given)
@@ -189,14 +192,15 @@ def merge_adapter(
     tokenizer, adapter = load_tokenizer(path, **code), read_adapter(path)
     if adapter.head or adapter.config.task_type == "SEQ_CLS":
         model = load_merged_classifier(path, **code)
-        if model.config.pad_token_id is None:  # plain transformers wants one to score several rows at once
-            model.config.pad_token_id = padding_id(model, tokenizer)
+        pad_as(model, tokenizer)
     else:
         model = load_causal_lm(path, dtype=None, **code)
         model.generation_config = load_generation_config(path) or model.generation_config  # ends as it was trained to
+    processor = read_processor(path, model.config)
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        write_processor(processor, partial)
         if (head := value_head_file(path)) is not None:  # that LLaMA-Factory saves beside its reward adapters
             shutil.copy2(head, partial / head.name)
         also(partial)
@@ -245,6 +249,23 @@ def put_back(path: Path) -> None:
         replaced.rename(path)
 
 
+def remove_unfinished(folder: Path, is_own: Callable[[str], bool]) -> None:
+    """Removes what killed processes left of folders that they were writing in ``folder``, of links the links alone; a
+    folder that was to be replaced, and was not, is put back.
+
+    Args:
+        is_own: whether a folder of that name is one that is written there.
+    """
+    for path in list(folder.glob(".*")):
+        name = path.name.removeprefix(".").removesuffix(".partial").removesuffix(".replaced")
+        if name == path.name[1:] or not is_own(name):
+            continue
+        put_back(folder / name)
+        _remove(path)
+    for name in (FINAL, TRIAL):
+        _remove(folder / name)
+
+
 def _replaced(path: Path) -> Path:
     """Where a folder waits to be removed until the one that replaces it is there."""
     return path.with_name(f".{path.name}.replaced")
@@ -261,9 +282,9 @@ def _remove(path: Path) -> None:
 @contextmanager
 def written_into(folder: Path) -> Iterator[Path]:
     """A new folder to write into, whose files are put into ``folder`` at the end, each whole or not there."""
-    with atomic_folder(folder / "final.tmp") as temporary:
+    written = folder / FINAL
+    with atomic_folder(written) as temporary:
         yield temporary
-    written = folder / "final.tmp"
     files = [path.relative_to(written) for path in written.rglob("*") if path.is_file()]
     for name in sorted(files, key=lambda name: (name.name == MANIFEST, name)):  # which lists the others
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -271,8 +292,11 @@ def written_into(folder: Path) -> Iterator[Path]:
     shutil.rmtree(written)
 
 
-def verify_manifest(folder: Path | str) -> None:
+def verify_manifest(folder: Path | str, *, contents: bool = True) -> None:
     """Checks every file that the folder's manifest lists.
+
+    Args:
+        contents: read every file and take its hash, which takes minutes for a large model; else its size will do.
 
     Raises:
         CheckpointError: the manifest or a file is missing, or a file is not what was written.
@@ -286,7 +310,7 @@ def verify_manifest(folder: Path | str) -> None:
             raise CheckpointError(f"{file} is missing")
         if file.stat().st_size != wanted["bytes"]:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, its manifest says {wanted['bytes']}")
-        if _sha256(file) != wanted["sha256"]:
+        if contents and _sha256(file) != wanted["sha256"]:
             raise CheckpointError(f"{file} is damaged: its content is not what was written (SHA-256 differs)")
 
 

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tether.models.fit import steady_positions
 from tether.models.roles import ModelRoles
 from tether.rewards.base import checked, score_sequences
+from tether.rewards.reading import check_lengths
 from tether.types import RewardBatch, RewardOutput
 
 
@@ -42,13 +44,20 @@ class AdapterSource:
         """The adapter's scores, independent of padding and of the other answers.
 
         Raises:
+            RewardError: an answer with its prompt is too long for the base.
             RewardResponseError: a score is not finite.
         """
         return self.scored(self.read(batch))
 
     def read(self, batch: RewardBatch) -> list[list[int]]:
-        """Query and answer as the policy's token ids."""
-        return [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
+        """Query and answer as the policy's token ids.
+
+        Raises:
+            RewardError: they are more than the base has positions for.
+        """
+        read = [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
+        check_lengths([len(ids) for ids in read], steady_positions(self.roles.policy.config), self.name)
+        return read
 
     def scored(self, read: list[list[int]]) -> RewardOutput:
         """The adapter's scores of token ids."""

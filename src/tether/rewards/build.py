@@ -31,21 +31,21 @@ from tether.config.rewards import (
 )
 from tether.errors import ConfigError, DataError, ModelError, RewardError
 from tether.models.bitsandbytes import FewBits, check_bitsandbytes, is_quantized, placed
-from tether.models.heads import value_head_file
-from tether.models.loading import (
-    bf16_supported,
+from tether.models.classifiers import (
     check_classifier,
     check_value_head,
-    default_device,
-    load_config,
     load_reward_model,
-    load_tokenizer,
     load_value_head_model,
     reads_last_token,
 )
+from tether.models.device import bf16_supported, default_device
+from tether.models.fit import has_few_bits
+from tether.models.heads import value_head_file
+from tether.models.loading import load_config
 from tether.models.offload import Offloaded, has_own_memory
-from tether.models.paths import ADAPTER_CONFIG, check_model_path, own_weights
+from tether.models.paths import ADAPTER_CONFIG, check_model_path, is_adapter
 from tether.models.roles import ModelRoles
+from tether.models.tokenizer import load_tokenizer
 from tether.rewards.adapter import AdapterSource
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.encoder import EncoderSource
@@ -82,8 +82,8 @@ alone has it: the source that knows the scores of a whole batch."""
 def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None = None) -> None:
     """Checks everything about reward sources that shows before a model is loaded.
 
-    Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label,
-    keys of services are set, packages are installed.
+    Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label or
+    the one that is named, keys of services are set, packages are installed.
 
     Args:
         configs: the sources.
@@ -105,7 +105,14 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
                 _check_reward_adapter(config.path, f"{key}.path")
             case ModelReward():
                 check_model_path(config.path, f"{key}.path", revision=config.revision)
-                check_classifier(config.path, f"{key}.path")
+                check_classifier(
+                    config.path,
+                    f"{key}.path",
+                    revision=config.revision,
+                    trust_remote_code=config.trust_remote_code,
+                    label=config.label,
+                    label_key=f"{key}.label",
+                )
             case ValueHeadReward():
                 check_model_path(config.path, f"{key}.path", revision=config.revision)
                 check_value_head(config.path, f"{key}.path")
@@ -149,7 +156,7 @@ def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Ma
 def check_conversations(
     configs: Sequence[RewardConfig], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Checks that judges with another tokenizer than the policy's can be shown the prompts; loads tokenizers only.
+    """Checks that judges that read text can be shown the prompts; loads tokenizers only.
 
     Args:
         prompts: of these, one conversation is tried for each order of roles.
@@ -160,13 +167,12 @@ def check_conversations(
     """
     shapes: dict[tuple[str, ...], Prompt] = {}
     for prompt in prompts:
-        if prompt.conversation is not None:
-            shapes.setdefault(tuple(message["role"] for message in prompt.conversation), prompt)
+        shapes.setdefault(tuple(message["role"] for message in prompt.conversation or ()), prompt)
     for key, config in sources_of(configs):
-        if not isinstance(config, OwnModelReward) or config.input_format != "auto":
+        if not isinstance(config, OwnModelReward) or config.input_format not in ("auto", "chat"):
             continue
         own = load_tokenizer(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
-        if same_tokenizer(own, tokenizer):
+        if config.input_format == "auto" and same_tokenizer(own, tokenizer):
             continue
         reader = Reader(own, config.input_format, config.name or config.path)
         for prompt in shapes.values():
@@ -276,7 +282,7 @@ def try_sources(
     configs: Sequence[RewardConfig],
     names: Sequence[str],
     batch: RewardBatch,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     under: str = "rewards",
 ) -> None:
@@ -284,6 +290,7 @@ def try_sources(
     shows before a run.
 
     Args:
+        tokenizer: as ``build_rewards`` takes it.
         under: configuration key of the sources.
 
     Raises:
@@ -353,10 +360,11 @@ def _is_sharded(config: OwnModelReward) -> bool:
 
 
 def _has_few_bits(config: OwnModelReward) -> bool:
-    """Whether the checkpoint itself, or the base of an adapter, holds weights in few bits."""
-    base, revision = own_weights(config.path, config.revision)
-    saved = load_config(base, revision=revision, trust_remote_code=config.trust_remote_code)
-    return getattr(saved, "quantization_config", None) is not None
+    """Whether the checkpoint itself holds weights in few bits; an adapter is merged into whole ones."""
+    if is_adapter(config.path, config.revision):
+        return False
+    origin = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    return has_few_bits(load_config(config.path, **origin))
 
 
 def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTrainedModel, nn.Module | None]:
@@ -365,13 +373,14 @@ def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTr
         "dtype": None if config.dtype == "auto" else getattr(torch, config.dtype),
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
+        "device": device,
     }
     if config.quantization is not None:
         compute_dtype = torch.bfloat16 if bf16_supported(device) else torch.float32
         options["few_bits"] = FewBits(config.quantization, device, compute_dtype)
     if isinstance(config, ValueHeadReward):
         return load_value_head_model(config.path, **options)
-    model = load_reward_model(config.path, **options)
+    model = load_reward_model(config.path, label=config.label, **options)
     return model, model.score if reads_last_token(model) else None
 
 

@@ -128,16 +128,26 @@ class InGroups:
             self._asked.append((rows, self._ask(rows)))
 
 
-def joined(groups: Sequence[tuple[Sequence[int], RewardOutput]], batch: RewardBatch) -> RewardOutput:
-    """What was said of groups of answers as one output, in the order of the batch; all have the same components."""
+def joined(
+    groups: Sequence[tuple[Sequence[int], RewardOutput]], batch: RewardBatch, source: str = "a reward source"
+) -> RewardOutput:
+    """What was said of groups of answers as one output, in the order of the batch.
+
+    Args:
+        source: how messages name who said it.
+
+    Raises:
+        RewardResponseError: not all groups have the same components.
+    """
     by_row = {row: (output, i) for rows, output in groups for i, row in enumerate(rows)}
     ordered = [by_row[row] for row in range(len(batch))]
     names = groups[0][1].components
-    if unlike := [rows for rows, output in groups if output.components.keys() != names.keys()]:
-        raise RewardResponseError(
-            f"components: {named(sorted(groups[0][0]))} have {sorted(names) or 'none'}, {named(sorted(unlike[0]))} "
-            "have others; wanted the same of every answer"
-        )
+    for rows, output in groups:
+        if output.components.keys() != names.keys():
+            raise RewardResponseError(
+                f"{source} returned the components {', '.join(output.components) or 'none'} for {named(sorted(rows))} "
+                f"and {', '.join(names) or 'none'} for {named(sorted(groups[0][0]))}; wanted the same for all"
+            )
     tokens = None
     if any(output.token_scores is not None for _, output in groups):
         of_row = {

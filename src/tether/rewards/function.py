@@ -7,18 +7,20 @@ import importlib
 import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tether.errors import ConfigError, RewardError, RewardResponseError
+from tether.errors import ConfigError, RewardError
 from tether.report.text import one_line, prompt_text
 from tether.rewards.base import listed
 from tether.rewards.early import Asked, AtOnce, Begun, InGroups, joined, named
 from tether.rewards.loop import awaited, started
+from tether.rewards.missing import Missing
 from tether.rewards.tokens import judged
 from tether.types import RewardBatch, RewardOutput
 
@@ -49,7 +51,7 @@ class FunctionSource:
     def __init__(self, function: RewardFunction, name: str, *, missing: float | None = None) -> None:
         self.function = function
         self.name = name
-        self.missing = missing
+        self.missing = Missing(missing, name)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The function's scores.
@@ -82,7 +84,7 @@ class FunctionSource:
             except (Exception, SystemExit) as error:
                 raise self._failure(error, batch, rows) from error
             groups.append((rows, self._output(scores, batch, rows)))
-        return joined(groups, batch)
+        return joined(groups, batch, f"reward function {self.name}")
 
     def _check(self, batch: RewardBatch) -> None:
         """Raises ``RewardError`` if the function needs what the batch does not have."""
@@ -103,20 +105,8 @@ class FunctionSource:
         """What the function returned for these rows, checked."""
         asked = f", asked for {named(rows)}," if len(rows) < len(batch) else ""
         source = f"reward function {self.name}{asked}"
-        return judged(self._filled(scores, source), batch, source, by_token=True, rows=rows)
-
-    def _filled(self, scores: Any, source: str) -> Any:
-        """The scores with ``missing`` in place of None; messages name the ``source``."""
-        values = listed(scores)
-        if values is None:
-            return scores
-        row = next((row for row, value in enumerate(values) if value is None), None)
-        if row is not None and self.missing is None:
-            raise RewardResponseError(
-                f"{source} returned None for answer {row} of {len(values)} (counted from 0), which is no "
-                "score; wanted a number, or set the reward's `missing` to the score of such answers"
-            )
-        return [self.missing if value is None else value for value in values]
+        output = judged(self.missing.filled(scores, source), batch, source, by_token=True, rows=rows)
+        return self.missing.marked(output, listed(scores))
 
     def _call(self, batch: RewardBatch, rows: Sequence[int]) -> Any:
         """What the function returns for these rows of the batch; waits for what is to be awaited."""
@@ -167,7 +157,8 @@ def load_function(path: str, name: str, key: str) -> RewardFunction:
     """The function ``name`` of a ``.py`` file or of an importable module.
 
     A file is run under a module name made from its full path, so that two files of one name never meet, and once only
-    as long as it does not change.
+    as long as it does not change. It may import what lies beside it, a module what lies in the current folder, however
+    the process was started.
 
     Args:
         key: the configuration key that messages begin with.
@@ -256,7 +247,8 @@ def _run_file(file: Path, source: bytes) -> ModuleType:
     module.__file__ = str(file)
     sys.modules[name] = module  # dataclasses and pickle look modules up by name
     try:
-        exec(compile(source, str(file), "exec"), vars(module))
+        with _imports_from(file.parent):
+            exec(compile(source, str(file), "exec"), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
@@ -265,9 +257,25 @@ def _run_file(file: Path, source: bytes) -> ModuleType:
 
 def _import(path: str, key: str) -> ModuleType:
     try:
-        return importlib.import_module(path)
+        with _imports_from(Path.cwd()):
+            return importlib.import_module(path)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{key}.path: cannot import {path}: {type(error).__name__}: {error}; "
-            "wanted a .py file or the import path of an installed module"
+            "wanted a .py file, or the import path of a module that is installed or in the current folder"
         ) from error
+
+
+@contextmanager
+def _imports_from(folder: Path) -> Iterator[None]:
+    """Has imports look into ``folder`` first, as those of a script look beside it; afterwards in the last place, for
+    what functions import when they are called: nothing there hides what the run itself has yet to import."""
+    place = str(folder)
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        if place in sys.path:  # what was imported may have changed it
+            sys.path.remove(place)
+        if place not in sys.path:
+            sys.path.append(place)

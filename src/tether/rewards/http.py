@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.config.rewards import HttpReward
 from tether.errors import ConfigError, RewardError, RewardResponseError
-from tether.rewards.base import checked
+from tether.rewards.base import checked, listed
 from tether.rewards.early import Asked, Begun, InGroups, joined, named, whole
+from tether.rewards.missing import MISSING, Missing
 from tether.rewards.service import Post, Service, service_of
 from tether.rewards.tokens import judged
 from tether.types import RewardBatch, RewardOutput
@@ -31,13 +32,17 @@ class HttpSource:
         payload: makes them.
         batch_size: most answers of a request.
         takes_steps: whether an answer may have scores of its steps in place of one number.
+        missing: what answers count whose score is null.
     """
 
-    def __init__(self, service: Service, payload: Payload, *, batch_size: int, takes_steps: bool) -> None:
+    def __init__(
+        self, service: Service, payload: Payload, *, batch_size: int, takes_steps: bool, missing: Missing
+    ) -> None:
         self.service = service
         self.payload = payload
         self.batch_size = batch_size
         self.takes_steps = takes_steps
+        self.missing = missing
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The service's scores and components.
@@ -62,14 +67,7 @@ class HttpSource:
     def _joined(self, batch: RewardBatch, asked: Asked[RewardOutput]) -> RewardOutput:
         """What the service said of the batch's answers."""
         groups = [(rows, future.result()) for rows, future in asked]
-        names = groups[0][1].components
-        for _, output in groups:
-            if output.components.keys() != names.keys():
-                raise RewardResponseError(
-                    f"{self.service.place} returned the components {', '.join(output.components) or 'none'} in one "
-                    f"answer and {', '.join(names) or 'none'} in another; wanted the same in all"
-                )
-        return joined(groups, batch)
+        return joined(groups, batch, self.service.place)
 
     async def _scored(self, batch: RewardBatch, rows: Sequence[int], post: Post) -> RewardOutput:
         """What the service says of these rows."""
@@ -84,12 +82,21 @@ class HttpSource:
             raise RewardResponseError(
                 f"{place} returned components of type {type(components).__name__}; wanted names with lists of numbers"
             )
+        if self.missing.score is not None and MISSING in components:
+            raise RewardResponseError(
+                f"{place} returned a component {MISSING}, the name of the one that counts answers without a score; "
+                "wanted another name, or leave out the reward's `missing`"
+            )
+        scores = self.missing.filled(answer["scores"], place)
         if self.takes_steps:
-            output = judged(answer["scores"], batch, place, by_token=False, rows=rows)
+            output = judged(scores, batch, place, by_token=False, rows=rows)
         else:
-            output = RewardOutput(checked(answer["scores"], len(rows), place))
-        parts = {name: checked(values, len(rows), f"{place}, component {name},") for name, values in components.items()}
-        return replace(output, components=parts)
+            output = RewardOutput(checked(scores, len(rows), place))
+        parts = {}
+        for name, values in components.items():
+            source = f"{place}, component {name},"
+            parts[name] = checked(self.missing.filled(values, source), len(rows), source)
+        return self.missing.marked(replace(output, components=parts), listed(answer["scores"]))
 
 
 def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTokenizerBase | None) -> HttpSource:
@@ -109,6 +116,7 @@ def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTo
         tether_payload(f"reward {name}", config.columns) if tethers else llamafactory_payload(tokenizer),
         batch_size=config.batch_size,
         takes_steps=tethers,
+        missing=Missing(config.missing, name),
     )
 
 

@@ -12,7 +12,8 @@ from tether.config.rewards import JudgeReward
 from tether.errors import RewardResponseError
 from tether.report.text import one_line, prompt_text
 from tether.rewards.early import Asked, Begun, InGroups, whole
-from tether.rewards.service import Post, Service, service_of
+from tether.rewards.missing import Missing
+from tether.rewards.service import NoScore, Post, Service, service_of
 from tether.types import RewardBatch, RewardOutput
 
 WANTED = 'JSON {"choices": [{"message": {"content": "..."}}]}'
@@ -31,6 +32,7 @@ class JudgeSource:
         rubric: text with ``{prompt}`` and ``{response}``.
         scale: lowest and highest number.
         attempts: how often the judge is asked, at most.
+        missing: what answers count that it gives no number.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class JudgeSource:
         rubric: str,
         scale: tuple[float, float],
         attempts: int,
+        missing: Missing,
     ) -> None:
         self.service = service
         self.request = request
         self.rubric = rubric
         self.scale = scale
         self.attempts = attempts
+        self.missing = missing
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The numbers that the judge replies with.
@@ -62,9 +66,11 @@ class JudgeSource:
         """Asks about each answer as soon as it is there."""
         session = self.service.session()
 
-        def in_order(asked: Asked[float]) -> RewardOutput:
-            scores = {row: future.result() for (row,), future in asked}
-            return RewardOutput([scores[row] for row in range(len(batch))])
+        def in_order(asked: Asked[float | None]) -> RewardOutput:
+            by_row = {row: future.result() for (row,), future in asked}
+            scores = [by_row[row] for row in range(len(batch))]
+            output = RewardOutput([self.missing.score if score is None else score for score in scores])
+            return self.missing.marked(output, scores)
 
         return InGroups(1, lambda rows: session.start(partial(self._graded, batch, rows[0])), in_order, session.close)
 
@@ -76,7 +82,18 @@ class JudgeSource:
         texts = {"prompt": prompt_text(batch.prompts[row]), "response": batch.responses[row]}
         return re.sub(r"\{(prompt|response)\}", lambda match: texts[match[1]], self.rubric)
 
-    async def _graded(self, batch: RewardBatch, row: int, post: Post) -> float:
+    async def _graded(self, batch: RewardBatch, row: int, post: Post) -> float | None:
+        """The judge's number for one answer; None where it gives none, and that is no error."""
+        try:
+            return await self._number(batch, row, post)
+        except NoScore as error:
+            if self.missing.score is None:
+                way_out = "Or set the reward's `missing` to the score of such answers"
+                raise RewardResponseError(f"{error}. {way_out}") from error
+            self.missing.tell(str(error))
+            return None
+
+    async def _number(self, batch: RewardBatch, row: int, post: Post) -> float:
         """The judge's number for one answer; asked again, it is reminded of the form."""
         lowest, highest = self.scale
         question = self._question(batch, row)
@@ -89,7 +106,7 @@ class JudgeSource:
             if number is not None:
                 return number
         cut = ", cut off at max_tokens" if was_cut else ""
-        raise RewardResponseError(
+        raise NoScore(
             f"{self.service.place} gave no number from {lowest:g} to {highest:g} for answer {row} of {len(batch)} "
             f"(counted from 0), asked {self.attempts} times; the last reply{cut}: "
             f"{one_line(self.service.without_key(text), 300)!r}. Wanted the "
@@ -126,6 +143,7 @@ def judge_source(config: JudgeReward, name: str, key: str) -> JudgeSource:
         rubric=config.rubric,
         scale=(config.scale[0], config.scale[1]),
         attempts=config.attempts,
+        missing=Missing(config.missing, name),
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from functools import lru_cache
 from importlib.util import find_spec
 
 from tether.errors import ConfigError
 
 _SECONDS = 5
 """Longest time to read an expression or to compare two; what takes longer does not match."""
+_MARK = re.compile(r"(?<!\\)\$|\\boxed")
+"""What marks LaTeX in a text."""
 
 
 def check_installed(key: str) -> None:
@@ -21,6 +25,7 @@ def check_installed(key: str) -> None:
         raise ConfigError(f"{key}: type math_match needs math-verify, which is not installed: pip install tether[math]")
 
 
+@lru_cache(maxsize=2**16)
 def is_expression(wanted: str) -> bool:
     """Whether ``wanted`` can be read: LaTeX, with or without dollar signs, or a number."""
     return bool(_parsed(_in_dollars(wanted)))
@@ -40,8 +45,8 @@ def _parsed(text: str) -> list:
 
 
 def _in_dollars(text: str) -> str:
-    """``text`` marked as LaTeX, which also reads fractions, sets and intervals."""
-    return text if "$" in text or "\\boxed" in text else f"${text}$"
+    """``text`` marked as LaTeX, which also reads fractions, sets and intervals; an escaped dollar is no mark of it."""
+    return text if _MARK.search(text) else f"${text}$"
 
 
 def _limit() -> int | None:

@@ -17,8 +17,11 @@ from tether.data.typed import TypedTokens
 from tether.errors import RewardError
 from tether.types import Message, RewardBatch
 
-InputFormat = Literal["auto", "joined", "pair", "response"]
+InputFormat = Literal["auto", "chat", "joined", "pair", "response"]
 
+READS_TO = "judge_reads_to"
+"""What ``tether reward`` adds to the judge's tokenizer_config.json: the token that closed every answer in training, at
+which the judge's score is that of the answer."""
 _PROBE = "Hello, World!  It's 1234567.89 — naïve café,\n\n\tdef f(x): return x  # 漢字 🙂 <|end|> ."
 _LETTER = "a"
 
@@ -50,6 +53,7 @@ class Reader:
     """Puts prompts and answers into the form that a judge was trained on, and encodes them.
 
         auto      a conversation in the judge's chat template; plain text followed by the answer
+        chat      always in the judge's chat template; a plain text is the user's turn
         joined    the contents of a conversation's messages and the answer, blank lines between; plain text as in auto
         pair      two texts: the prompt, a conversation's messages joined as above, and the answer
         response  the answer alone
@@ -67,6 +71,8 @@ class Reader:
         self.input_format = input_format
         self.name = name
         self.typed = None if special_tokens else TypedTokens(tokenizer)
+        closing = tokenizer.init_kwargs.get(READS_TO)
+        self._closing_id = None if closing is None else tokenizer.convert_tokens_to_ids(closing)
 
     def texts(self, batch: RewardBatch) -> list[JudgedText]:
         """What the judge reads of each answer.
@@ -92,7 +98,7 @@ class Reader:
             where: names the answer in messages.
 
         Raises:
-            RewardError: the conversation cannot be put into the judge's chat template.
+            RewardError: the conversation cannot be put into the judge's chat template, or there is none.
         """
         turns = [{"role": "user", "content": prompt}] if conversation is None else list(conversation)
         messages = [*turns, {"role": "assistant", "content": response}]
@@ -102,7 +108,12 @@ class Reader:
         *parts, answer = [message["content"] for message in messages]
         if self.input_format == "response":
             return JudgedText(answer, is_marked=is_marked)
-        if self.input_format == "auto" and conversation is not None:
+        if self.input_format == "chat" and conversation is None and not prompt:
+            raise RewardError(
+                f"reward {self.name}: {where} (counted from 0) is a text without a prompt, which input_format chat has "
+                "no turn for; wanted prompts with answers, or set input_format to auto"
+            )
+        if self.input_format == "chat" or (self.input_format == "auto" and conversation is not None):
             return JudgedText(self._rendered(messages, where), is_templated=True, is_marked=is_marked)
         if self.input_format == "pair":
             return JudgedText("\n\n".join(parts), answer, is_marked=is_marked)
@@ -112,12 +123,28 @@ class Reader:
     def token_ids(self, judged: JudgedText) -> list[int]:
         """Token ids for a decoder: the beginning-of-sequence token once, if the tokenizer or the template writes one.
 
-        A template's text gets nothing else; other text gets what the tokenizer puts around text.
+        A template's text gets nothing else; other text gets what the tokenizer puts around text. Where that is nothing,
+        an empty text is read as the beginning-of-sequence token, or the end token of a tokenizer without one.
+
+        A judge that was trained to read to a closing token (``READS_TO``) reads to that, whatever blanks its template
+        writes after it.
         """
+        ids = self._opened(judged)
+        if self._closing_id is None:
+            return ids
+        end = len(ids) - ids[::-1].index(self._closing_id) if self._closing_id in ids else 0
+        is_closed = end > 0 and not self.tokenizer.decode(ids[end:]).strip()
+        return ids[:end] if is_closed else [*ids, self._closing_id]
+
+    def _opened(self, judged: JudgedText) -> list[int]:
+        """Token ids for a decoder, with what stands before the text."""
         if judged.is_templated:
             ids, start = self._bare(judged.text, judged.is_marked), text_start(self.tokenizer)
             return ids if ids[: len(start)] == start else start + ids
         ids = self._whole(judged)["input_ids"]
+        if not ids:
+            alone = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+            return [token for token in alone if token is not None][:1]
         is_doubled = len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id
         return ids[1:] if is_doubled else ids
 
@@ -160,7 +187,7 @@ class Reader:
         """The whole conversation in the judge's chat template."""
         if self.tokenizer.chat_template is None:
             raise RewardError(
-                f"reward {self.name}: {where} (counted from 0) belongs to a conversation, but the reward model's "
+                f"reward {self.name}: {where} (counted from 0) is to be read as a conversation, but the reward model's "
                 "tokenizer has no chat template. Set the reward's input_format to joined, pair or response, whichever "
                 "the model was trained on, or give its tokenizer a chat template"
             )
@@ -183,11 +210,15 @@ def check_lengths(lengths: Sequence[int], limit: int | None, name: str) -> None:
     for row, length in enumerate(lengths):
         where = f"reward {name}: answer {row} of {len(lengths)} (counted from 0)"
         if length == 0:
-            raise RewardError(f"{where} is an empty text")
+            raise RewardError(
+                f"{where} is an empty text, and the reward model's tokenizer has no token that could stand for it: "
+                "give it a bos_token or an eos_token that the model knows, or set input_format to auto, joined or pair"
+            )
         if limit is not None and length > limit:
             raise RewardError(
-                f"{where} has {length} tokens with its prompt, the limit is {limit}; shorten data.max_prompt_length or "
-                "sampling.response_length, or raise the reward's max_length if the model can take more"
+                f"{where} has {length} tokens with its prompt, the limit is {limit}; wanted shorter prompts or answers "
+                "(in a run data.max_prompt_length, sampling.response_length), or raise the reward's max_length if the "
+                "model can take more"
             )
 
 

@@ -75,13 +75,11 @@ def check_ready(config: ReadyReward, columns: Sequence[str] | None, key: str) ->
 
 
 def check_value(config: ColumnReward, value: Any) -> None:
-    """Raises ``ValueError`` if a row's column holds what the rule cannot compare with; whether text is mathematics is
-    seen when it is compared."""
-    written(value, number=_numbers(config))
-
-
-def _numbers(config: ColumnReward) -> Any:
-    return int | float if isinstance(config, MathMatchReward) else int
+    """Raises ``ValueError`` if a row's column holds what the rule cannot compare with."""
+    if isinstance(config, MathMatchReward):
+        expression(value)
+    else:
+        written(value)
 
 
 def _rule(config: ReadyReward) -> Rule:
@@ -129,10 +127,19 @@ def math_score(answer: str, wanted: Any) -> float:
     Raises:
         ValueError: the wanted one is no mathematical expression.
     """
+    return float(math_verify.is_equal(expression(wanted), answer))
+
+
+def expression(wanted: Any) -> str:
+    """A column's mathematical expression as text.
+
+    Raises:
+        ValueError: it is none.
+    """
     text = written(wanted, number=int | float)
     if not math_verify.is_expression(text):
         raise ValueError(f"holds {text!r}, wanted a mathematical expression")
-    return float(math_verify.is_equal(text, answer))
+    return text
 
 
 def written(wanted: Any, *, number: Any = int) -> str:

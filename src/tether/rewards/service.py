@@ -7,6 +7,7 @@ import ipaddress
 import json
 import math
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -31,6 +32,16 @@ LARGEST_BODY = 16 * 2**20
 LONGEST_DELAY = 30.0
 """Most seconds between two tries."""
 _SHOWN = 300
+_FILTERED = re.compile(
+    r"content[ _-]*(filter|polic|management|exists risk)|inappropriate content|responsible ?ai|data_?inspection"
+    r"|safety (system|polic|reason)|moderation|invalid_prompt",
+    re.IGNORECASE,
+)
+"""What services of language models say where a filter of theirs refuses a text, each in its own words."""
+
+
+class NoScore(RewardResponseError):
+    """A service will not score one answer, asked as often as you like, while it scores others."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,9 @@ class Service:
             else:
                 if status == 200:
                     return self._parsed(body)
-                failure, wait = RewardResponseError(self._refused(status, headers, body, tried)), _asked_delay(headers)
+                is_filtered = status == 400 and _FILTERED.search(body.decode(errors="replace")) is not None
+                kind = NoScore if is_filtered else RewardResponseError
+                failure, wait = kind(self._refused(status, headers, body, tried)), _asked_delay(headers)
                 if status != 429 and status < 500:
                     raise failure
             if tried <= self.retries:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -28,30 +28,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 from tether.config.reward_stage import RewardModelConfig, RewardStageConfig
+from tether.data.answers import closing_token
 from tether.data.joined import check_datasets
-from tether.data.pairs import Pair, load_pairs, split_pairs
+from tether.data.pairs import Pair, load_pairs, pair_accuracy, split_pairs
 from tether.errors import ModelError
 from tether.machine.distributed import Dist, lost_told
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, place_adapter
 from tether.models.chat import check_template_kwargs, templated
+from tether.models.classifiers import classifier_on, load_classifier
 from tether.models.fit import is_classifier
 from tether.models.forward import is_causal, last_token_scores
-from tether.models.loading import (
-    classifier_on,
-    load_causal_lm,
-    load_classifier,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-    stop_token_ids,
-)
+from tether.models.loading import load_causal_lm, load_config
+from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
+from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 from tether.report.card import write_card
 from tether.report.read import REWARD_EVALUATION
 from tether.rewards.base import checked, score_sequences
+from tether.rewards.reading import READS_TO
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
-from tether.stages.start import base_of, check_fit, loading_options, origin, start_adapter, with_lora
+from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
 
 LENGTH_GROUPS = 4
 
@@ -80,9 +77,9 @@ def train_reward_model(
     """Trains a reward model and saves it to ``config.output_dir``.
 
     The folder holds a sequence classifier with one label, or with ``model.lora`` a PEFT adapter of one with its head;
-    the tokenizer with its chat template; ``config.yaml``; ``fingerprints.json``, by which ``resume`` knows rows and
-    model again; ``metrics.jsonl`` with one line a step; and ``reward_eval.json`` with the rewards of the held-out
-    pairs.
+    the tokenizer with its chat template, which says to which token the judge reads (``READS_TO``); ``config.yaml``;
+    ``fingerprints.json``, by which ``resume`` knows rows and model again; ``metrics.jsonl`` with one line a step and
+    one an evaluation on the way; and ``reward_eval.json`` with the rewards of the held-out pairs.
 
     Several launched processes share the pairs of each optimizer step (DDP); the first one writes and speaks.
 
@@ -104,18 +101,30 @@ def train_reward_model(
     read = dist.each(lambda: running.fingerprints(config, data.rows))
     dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
-    model = dist.each(lambda: start_model(config.model, precision=precision))
+    model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
+    processor = dist.each(lambda: processor_of(config.model, model))
     vocab_size = model.config.get_text_config().vocab_size
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
         model = dist.each(lambda: adapted(model, config.model))
-    with running.prepared(run, read):
+    with running.prepared(run, read), running.watched(config, on_progress, stop, dist) as watch:
         settings = model.config.get_text_config()
         uses_cache = settings.use_cache
-        start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
+        start = time.perf_counter()
+        evaluations: dict[int, dict[str, Any]] = {}
+
+        def evaluation(step: int) -> dict[str, Any]:
+            if step not in evaluations:
+                batch_size = 2 * config.train.micro_batch_size
+                made = evaluate(model, data.held_out, batch_size=batch_size, dist=dist, precision=precision)
+                evaluations.clear()
+                evaluations[step] = made
+            return evaluations[step]
+
         with lost_told(dist.num_processes):
-            running.train(
-                lambda: _trainer(model, tokenizer, data.train, config, precision=precision, watch=watch), run.checkpoint
+            trainer = running.train(
+                lambda: _trainer(model, tokenizer, data, config, evaluation, precision=precision, watch=watch),
+                run.checkpoint,
             )
         if watch.interrupted is not None:
             return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
@@ -126,11 +135,12 @@ def train_reward_model(
             "train_loss": dist.by_main(lambda: running.last_loss(config)),
             "time/train_s": time.perf_counter() - start,
         }
-        batch_size = 2 * config.train.micro_batch_size
-        evaluation = evaluate(model, data.held_out, batch_size=batch_size, dist=dist, precision=precision)
-        dist.by_main(lambda: _write(model, tokenizer, config.output_dir, evaluation))
-        metrics |= {f"eval_{k}": v for k, v in evaluation["metrics"].items()}
-        return RewardStageResult(config.output_dir, metrics, evaluation["accuracy_by_length"])
+        last = trainer.state.global_step
+        is_told, result = last in evaluations, evaluation(last)
+        dist.by_main(lambda: _write(model, tokenizer, processor, config.output_dir, result))
+        if not is_told:
+            watch.trackers.log(_told(result), last)
+        return RewardStageResult(config.output_dir, metrics | _told(result), result["accuracy_by_length"])
 
 
 # Before a model is loaded
@@ -198,9 +208,11 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
     tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
     check_template_kwargs(tokenizer, data.chat_template_kwargs)
     generation = load_generation_config(config.model.path, revision=config.model.revision)
+    end_ids = stop_token_ids(tokenizer, generation, "eos")
+    tokenizer.init_kwargs[READS_TO] = tokenizer.convert_ids_to_tokens(closing_token(tokenizer, end_ids))
     same = {
         "max_length": data.max_length,
-        "end_ids": stop_token_ids(tokenizer, generation, "eos"),
+        "end_ids": end_ids,
         **data.chat,
     }
     pairs = load_pairs(data.pairs, tokenizer, **data.reading("pairs"), **same)
@@ -215,7 +227,7 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
 # The model
 
 
-def start_model(config: RewardModelConfig, *, precision: torch.dtype | None) -> PreTrainedModel:
+def start_model(config: RewardModelConfig, *, precision: torch.dtype | None, device: torch.device) -> PreTrainedModel:
     """The sequence classifier that training starts from; with lora, what the adapter is put on.
 
     A language model gets a head drawn from N(0, 1/(d + 1)), so that rewards of a trunk with states of unit scale start
@@ -227,7 +239,7 @@ def start_model(config: RewardModelConfig, *, precision: torch.dtype | None) -> 
         ModelError: it cannot be loaded, or has no classifier of its kind.
     """
     before = start_adapter(config)
-    (path, of), options = base_of(config, before), loading_options(config, precision=precision)
+    (path, of), options = base_of(config, before), loading_options(config, precision=precision, device=device)
     is_merged = before is not None and config.lora is None
     if before.head if is_merged else is_classifier(load_config(path, **of)):
         return load_classifier(path, **options, **of).requires_grad_(True)  # also where an adapter was merged into it
@@ -282,30 +294,62 @@ def spare_token(tokenizer: PreTrainedTokenizerBase, used: set[int], vocab_size: 
 def _trainer(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: Sequence[Pair],
+    data: _Data,
     config: RewardStageConfig,
+    evaluation: Callable[[int], Mapping[str, Any]],
     *,
     precision: torch.dtype | None,
     watch: running.Watch,
 ) -> Trainer:
-    """TRL's trainer, which trains the model in place."""
+    """TRL's trainer, which trains the model in place.
+
+    Args:
+        evaluation: what ``evaluate`` says at a step: the trainer's own means are those of batches, however small.
+    """
     from trl import RewardTrainer
 
     from tether.stages.trl import RewardArguments
 
     arguments = running.trainer_arguments(
-        config, len(pairs), precision=precision, num_processes=watch.dist.num_processes, kind=RewardArguments
+        config,
+        len(data.train),
+        evaluates=bool(data.held_out),
+        precision=precision,
+        num_processes=watch.dist.num_processes,
+        kind=RewardArguments,
     )
-    return RewardTrainer(
+    trainer = RewardTrainer(
         model=model,
         args=RewardArguments(
             **arguments, center_rewards_coefficient=config.train.center_rewards_coefficient or None
         ),
-        train_dataset=Dataset.from_dict(
-            {"chosen_ids": [p.chosen_ids for p in pairs], "rejected_ids": [p.rejected_ids for p in pairs]}
-        ),
+        train_dataset=_dataset(data.train),
+        eval_dataset=_dataset(data.held_out) if data.held_out else None,
         processing_class=tokenizer,
         callbacks=[watch],
+    )
+
+    def on_the_way(**_: Any) -> dict[str, float]:
+        model.eval()
+        metrics = _told(evaluation(trainer.state.global_step))
+        trainer.log(metrics)
+        model.train()
+        trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
+        return metrics
+
+    trainer.evaluate = on_the_way
+    return trainer
+
+
+def _told(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of an evaluation under the names that logs have for them."""
+    return {f"eval_{name}": value for name, value in evaluation["metrics"].items()}
+
+
+def _dataset(pairs: Sequence[Pair]) -> Dataset:
+    """Token ids of both answers."""
+    return Dataset.from_dict(
+        {"chosen_ids": [p.chosen_ids for p in pairs], "rejected_ids": [p.rejected_ids for p in pairs]}
     )
 
 
@@ -387,18 +431,20 @@ def accuracy_by_length(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _accuracy(rows: Sequence[Mapping[str, Any]]) -> float:
-    return fmean(row["chosen"] > row["rejected"] for row in rows)
+    return pair_accuracy([row["chosen"] - row["rejected"] for row in rows])
 
 
 def _write(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
+    processor: Mapping[str, bytes],
     output_dir: Path,
     evaluation: Mapping[str, Any],
 ) -> None:
     """Writes what the run leaves behind, all of it or nothing."""
     with written_into(output_dir) as folder:
         save(model, tokenizer, folder)
+        write_processor(processor, folder)
         (folder / REWARD_EVALUATION).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
         write_card(folder, output_dir, evaluation=evaluation["metrics"])
 

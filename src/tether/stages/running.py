@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,18 +32,22 @@ from transformers import (
 )
 
 from tether.config import launched
+from tether.config.base import passes_over
 from tether.config.load import dump_config, parse_config
+from tether.config.secrets import without_keys
 from tether.config.stage import StageConfig
 from tether.data.digest import rows_digest
 from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, met_by_all
 from tether.machine.precision import check_precision
+from tether.metrics.trackers import Trackers, check_report_to
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
 from tether.models.chat import check_template
-from tether.models.loading import half_dtype
+from tether.models.checkpoints import list_checkpoints
+from tether.models.device import half_dtype
 from tether.models.paths import check_model_path, model_digest
-from tether.models.saving import MANIFEST, check_can_be_made, files_written
+from tether.models.saving import FINAL, MANIFEST, check_can_be_made, files_written, remove_unfinished
 
 CONFIG_FILE, METRICS_FILE, TRAINER_STATE = "config.yaml", "metrics.jsonl", "trainer_state.json"
 FINGERPRINTS_FILE = "fingerprints.json"
@@ -58,9 +61,9 @@ SCHEDULES = tuple(
 """Schedules of transformers that need no arguments of their own, and follow no metric."""
 MAY_CHANGE = frozenset({
     "resume", "overwrite_output_dir", "output_dir", "train.eval_steps", "train.save_steps", "train.save_total_limit",
-    "train.ddp_timeout",
+    "train.ddp_timeout", "train.report_to", "train.run_name", "train.micro_batch_size", "train.gradient_checkpointing",
 })  # fmt: skip
-"""Keys that a resumed run may change."""
+"""Keys that a resumed run may change. An optimizer step reads the same rows with another micro_batch_size."""
 _NOT_LOGGED = frozenset({"num_tokens", "eval_num_tokens"})
 """What TRL counts from where a process began, so that it is of no use in a run that was resumed."""
 
@@ -91,6 +94,7 @@ def check_stage(config: StageConfig, command: str) -> None:
         raise ConfigError(
             f"train.lr_scheduler_type: got {config.train.lr_scheduler_type}, wanted one of {', '.join(SCHEDULES)}"
         )
+    check_report_to(config.train.report_to)
 
 
 def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
@@ -124,20 +128,28 @@ def check_folder(config: StageConfig) -> None:
     """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds what the run would replace unasked."""
     folder = config.output_dir
     check_can_be_made(folder, "output_dir")
-    start, removed = Path(config.model.path).resolve(), [path.resolve() for path in _checkpoints(folder)]
+    start, removed = Path(config.model.path).resolve(), [path.resolve() for path in list_checkpoints(folder)]
     if start == folder.resolve() or any(start.is_relative_to(path) for path in removed):
         raise ConfigError(
             f"output_dir: this run would write over {config.model.path}, which model.path names; choose another"
         )
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if not config.overwrite_output_dir and not config.resume:
+    is_run = _is_run(folder, type(config))
+    if not (config.overwrite_output_dir or config.resume or (is_run and not _has_trained(folder))):
         raise ConfigError(
             f"output_dir: {folder} is not empty. Add --resume to go on with the run in it, name another, or add "
             "--overwrite to replace it"
         )
-    if not _is_run(folder, type(config)):
+    if not is_run:
         raise ConfigError(f"output_dir: {folder} holds something else than a run of this command; name another")
+
+
+def _has_trained(folder: Path) -> bool:
+    """Whether a run recorded a step there, has a checkpoint, or has written its model."""
+    metrics = folder / METRICS_FILE
+    is_logged = metrics.is_file() and metrics.stat().st_size > 0
+    return is_logged or bool(list_checkpoints(folder)) or (folder / MANIFEST).is_file()
 
 
 def _is_run(folder: Path, section: type[StageConfig]) -> bool:
@@ -193,6 +205,7 @@ def begin(config: ConfigT, command: str, check: Callable[[ConfigT], None], tell:
 
 def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
     """The checkpoint to resume from; None if the run starts anew. Incomplete ones are skipped, and ``tell`` says so.
+    With ``resume: auto`` a run starts where none was trained.
 
     Raises:
         CheckpointError: ``resume`` was asked for and nothing complete is there, it belongs to another run, or the run
@@ -200,7 +213,7 @@ def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
     """
     if config.resume is False:
         return None
-    if isinstance(config.resume, str):
+    if isinstance(config.resume, str) and config.resume != "auto":
         found = Path(config.resume)
         if not _is_complete(found):
             raise CheckpointError(f"resume: {found} is not a complete checkpoint (no {TRAINER_STATE} that can be read)")
@@ -208,10 +221,12 @@ def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
         if (config.output_dir / MANIFEST).is_file():
             raise CheckpointError(f"resume: the run in {config.output_dir} is finished; there is nothing to go on with")
         found = newest_checkpoint(config.output_dir, tell)
+        if found is None and config.resume == "auto" and not _has_trained(config.output_dir):
+            return None
         if found is None:
             raise CheckpointError(
-                f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, and set "
-                "train.save_steps to have checkpoints"
+                f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, with "
+                "--overwrite where an earlier run is to be replaced, and set train.save_steps to have checkpoints"
             )
     _check_same_run(found, config)
     return found
@@ -219,17 +234,11 @@ def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
 
 def newest_checkpoint(folder: Path, tell: Tell) -> Path | None:
     """The newest complete checkpoint in a run's folder, if there is one."""
-    for path in reversed(_checkpoints(folder)):
+    for path in reversed(list_checkpoints(folder)):
         if _is_complete(path):
             return path
         tell(f"{path} was not written to its end; trying the checkpoint before it")
     return None
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """The folders that the trainer wrote into, by their steps; a copy under another name is none of them."""
-    named = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def _step(checkpoint: Path) -> int | None:
@@ -336,14 +345,15 @@ def clear(config: StageConfig) -> None:
 
 def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
     folder = config.output_dir
+    remove_unfinished(folder, lambda name: name == FINAL)
     if checkpoint is None:
-        for path in _checkpoints(folder):
+        for path in list_checkpoints(folder):
             shutil.rmtree(path)
         for name in (METRICS_FILE, FINGERPRINTS_FILE, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
     else:
         step = _step(checkpoint)
-        for path in _checkpoints(folder):
+        for path in list_checkpoints(folder):
             if path.resolve() != checkpoint.resolve() and (_step(path) is None or _step(path) > step):
                 shutil.rmtree(path)  # its steps are made anew, and so is it
         truncate_after(folder / METRICS_FILE, step, step)
@@ -354,20 +364,28 @@ def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
 
 
 def trainer_arguments(
-    config: StageConfig, num_rows: int, *, precision: torch.dtype | None, num_processes: int, kind: type
+    config: StageConfig,
+    num_rows: int,
+    *,
+    evaluates: bool,
+    precision: torch.dtype | None,
+    num_processes: int,
+    kind: type,
 ) -> dict[str, Any]:
     """Arguments of TRL's trainers that both stages set.
 
     Args:
         num_rows: rows that are trained on.
+        evaluates: whether there are held-out rows, which are evaluated on every ``train.eval_steps`` then.
         precision: the type that forwards run in under autocast, None without it.
         kind: class of the arguments.
     """
     train = config.train
+    eval_steps = train.eval_steps if evaluates else None
     at_once = train.micro_batch_size * num_processes
     accumulation = train.batch_size // at_once
     steps_an_epoch = math.ceil(math.ceil(num_rows / at_once) / accumulation)
-    num_steps = train.max_steps or math.ceil((train.num_train_epochs or 1.0) * steps_an_epoch)
+    num_steps = train.max_steps or math.ceil(passes_over(steps_an_epoch, train.num_train_epochs or 1.0))
     has_accelerator = torch.accelerator.is_available()
     names = {argument.name for argument in fields(kind)}  # transformers is renaming this one
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
@@ -389,6 +407,8 @@ def trainer_arguments(
         "max_length": None,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
+        "eval_strategy": "no" if eval_steps is None else "steps",
+        "eval_steps": eval_steps,
         "save_strategy": "steps" if train.save_steps else "no",
         "save_steps": train.save_steps or num_steps,
         "save_total_limit": train.save_total_limit,
@@ -402,7 +422,7 @@ def trainer_arguments(
 
 @dataclass
 class Watch(TrainerCallback):
-    """Writes what TRL logs to metrics.jsonl, passes it on, and ends a run that is to stop or whose loss diverged.
+    """Writes what TRL logs to metrics.jsonl, tells trackers and callers, and ends a run that is to stop or diverged.
 
     Every process has one.
     """
@@ -412,6 +432,8 @@ class Watch(TrainerCallback):
     on_progress: OnProgress | None
     stop: Stop | None
     dist: Dist
+    trackers: Trackers
+    """Those of the main process; elsewhere none."""
     interrupted: str | None = None
     """Why the run was asked to stop, if it was."""
 
@@ -423,7 +445,7 @@ class Watch(TrainerCallback):
         logs: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if logs is None or not {"loss", "eval_loss"} & logs.keys():
+        if logs is None or not {"loss", "eval_loss", "eval_accuracy"} & logs.keys():
             return
         numbers = {name: float(value) for name, value in logs.items() if name not in _NOT_LOGGED}
         if not math.isfinite(numbers.get("loss", 0.0)):
@@ -435,6 +457,7 @@ class Watch(TrainerCallback):
         if self.writer is None:
             return
         self.writer.write({"step": state.global_step, **numbers})
+        self.trackers.log(numbers, state.global_step)
         if self.on_progress is not None and "loss" in numbers:
             self.on_progress(state.global_step, state.max_steps, numbers)
 
@@ -448,9 +471,27 @@ class Watch(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def watch(config: StageConfig, on_progress: OnProgress | None, stop: Stop | None, dist: Dist) -> Watch:
-    """A callback that keeps the run's log."""
-    return Watch(JsonlWriter(config.output_dir / METRICS_FILE) if dist.is_main else None, on_progress, stop, dist)
+@contextmanager
+def watched(config: StageConfig, on_progress: OnProgress | None, stop: Stop | None, dist: Dist) -> Iterator[Watch]:
+    """A callback that keeps the run's log and tells its trackers, which end with the ``with``.
+
+    Raises:
+        ConfigError: a tracker did not start.
+    """
+    folder, train = config.output_dir, config.train
+    writer = JsonlWriter(folder / METRICS_FILE) if dist.is_main else None
+    trackers = dist.each(
+        lambda: Trackers(
+            train.report_to if dist.is_main else "none",
+            run_name=train.run_name or folder.name,
+            logging_dir=folder / "logs",
+            config=without_keys(config.model_dump(mode="json")),
+        )
+    )
+    try:
+        yield Watch(writer, on_progress, stop, dist, trackers)
+    finally:
+        trackers.close()
 
 
 def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Trainer:

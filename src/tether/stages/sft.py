@@ -27,18 +27,14 @@ from tether.errors import DataError, ModelError
 from tether.machine.distributed import lost_told
 from tether.models.adapters import DEFAULT, place_adapter
 from tether.models.chat import check_template_kwargs, templated
-from tether.models.loading import (
-    end_at,
-    load_causal_lm,
-    load_generation_config,
-    load_tokenizer,
-    stop_token_ids,
-)
+from tether.models.loading import load_causal_lm
+from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
+from tether.models.tokenizer import end_at, load_generation_config, load_tokenizer, stop_token_ids
 from tether.report.card import write_card
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
-from tether.stages.start import base_of, check_fit, loading_options, origin, start_adapter, with_lora
+from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
 
 IGNORED = -100
 """Label of tokens that are not trained on."""
@@ -90,9 +86,10 @@ def train_sft(
     read = dist.each(lambda: running.fingerprints(config, data.rows))
     dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
-    model = dist.each(lambda: start_model(config.model, precision=precision))
-    with running.prepared(run, read):
-        start, watch = time.perf_counter(), running.watch(config, on_progress, stop, dist)
+    model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
+    processor = dist.each(lambda: processor_of(config.model, model))
+    with running.prepared(run, read), running.watched(config, on_progress, stop, dist) as watch:
+        start = time.perf_counter()
         with _settings_kept(model), lost_told(dist.num_processes):
             trainer = running.train(
                 lambda: _trainer(model, data, config, precision=precision, watch=watch), run.checkpoint
@@ -108,7 +105,7 @@ def train_sft(
             **_last_evaluation(trainer),
         }
         end_at(model, data.end_ids)
-        dist.by_main(lambda: _write(model, data.tokenizer, config.output_dir, _last_evaluation(trainer)))
+        dist.by_main(lambda: _write(model, data.tokenizer, processor, config.output_dir, _last_evaluation(trainer)))
         return SftResult(config.output_dir, metrics)
 
 
@@ -223,7 +220,9 @@ def _read(
 # The model
 
 
-def start_model(config: SftModelConfig, *, precision: torch.dtype | None) -> PreTrainedModel | PeftModel:
+def start_model(
+    config: SftModelConfig, *, precision: torch.dtype | None, device: torch.device
+) -> PreTrainedModel | PeftModel:
     """The language model that training starts from; with lora, an adapter on it, fresh or the one that goes on.
 
     Raises:
@@ -234,7 +233,7 @@ def start_model(config: SftModelConfig, *, precision: torch.dtype | None) -> Pre
     if before is not None and before.head:
         raise ModelError(f"model.path: {config.path} is a reward adapter (it holds a head); wanted a language model's")
     path, of = base_of(config, before)
-    model = load_causal_lm(path, **loading_options(config, precision=precision), **of)
+    model = load_causal_lm(path, **loading_options(config, precision=precision, device=device), **of)
     if config.lora is None:
         return model.requires_grad_(True)  # also where an adapter was merged into it
     adapted = with_lora(model, config, before, task_type="CAUSAL_LM")
@@ -271,16 +270,16 @@ def _trainer(
     from tether.stages.trl import SftArguments
 
     arguments = running.trainer_arguments(
-        config, len(data.train), precision=precision, num_processes=watch.dist.num_processes, kind=SftArguments
+        config,
+        len(data.train),
+        evaluates=bool(data.held_out),
+        precision=precision,
+        num_processes=watch.dist.num_processes,
+        kind=SftArguments,
     )
-    evaluates = bool(data.held_out) and config.train.eval_steps is not None
     return SFTTrainer(
         model=model,
-        args=SftArguments(
-            **arguments,
-            eval_strategy="steps" if evaluates else "no",
-            eval_steps=config.train.eval_steps if evaluates else None,
-        ),
+        args=SftArguments(**arguments),
         train_dataset=_dataset(data.train),
         eval_dataset=_dataset(data.held_out) if data.held_out else None,
         processing_class=copy.deepcopy(data.tokenizer),  # it is given a pad token where it has none
@@ -312,12 +311,14 @@ def _last_evaluation(trainer: Trainer) -> Mapping[str, float]:
 def _write(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
+    processor: Mapping[str, bytes],
     output_dir: Path,
     evaluation: Mapping[str, float],
 ) -> None:
     """Writes what the run leaves behind, all of it or nothing."""
     with written_into(output_dir) as folder:
         save(model, tokenizer, folder)
+        write_processor(processor, folder)
         write_card(folder, output_dir, evaluation=evaluation)
 
 

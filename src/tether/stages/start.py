@@ -18,13 +18,16 @@ from tether.models.adapters import (
     check_continued,
     check_shareable,
     check_targets,
+    grown,
     peft_lora_config,
     read_adapter,
     with_adapter,
+    with_tokens,
 )
 from tether.models.fit import check_language_model, check_tokens, check_trainable, is_classifier, positions
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, is_adapter, own_weights
+from tether.models.preprocessing import read_processor
 
 
 def origin(config: ModelConfig) -> dict[str, Any]:
@@ -65,27 +68,35 @@ def check_fit(
                 f"data.max_length {config.data.max_length}: the {kind} in row {row} has {len(ids)} tokens, the model "
                 f"has {limit} positions. Set it to at most {limit}"
             )
+    shape = grown(shape, model.path, model.revision)
     check_tokens(model.path, shape, tokenizer, ((kind, row, ids) for row, ids in texts))
     if model.lora is not None and base == model.path and not is_classifier(shape):
         check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
 
 
-def loading_options(config: ModelConfig, *, precision: torch.dtype | None) -> dict[str, Any]:
+def loading_options(config: ModelConfig, *, precision: torch.dtype | None, device: torch.device) -> dict[str, Any]:
     """How the model is loaded: float32 where its weights train, in the type of autocast where they are frozen.
 
     Args:
         precision: the type that forwards run in under autocast, None without it.
+        device: where a base goes whose weights are in few bits.
     """
     auto = (precision if config.lora is not None else None) or torch.float32
     return {
         "dtype": auto if config.dtype == "auto" else getattr(torch, config.dtype),
         "attn_implementation": config.attn_implementation,
+        "device": device,
     }
 
 
 def start_adapter(config: ModelConfig) -> Adapter | None:
     """The adapter in ``model.path``, None where it holds a full model."""
     return read_adapter(config.path, config.revision) if is_adapter(config.path, config.revision) else None
+
+
+def processor_of(config: ModelConfig, model: PreTrainedModel) -> dict[str, bytes]:
+    """Files of the start model's processor that are saved with a full model; an adapter's base has its own."""
+    return {} if config.lora is not None else read_processor(config.path, model.config, revision=config.revision)
 
 
 def base_of(config: ModelConfig, start: Adapter | None) -> tuple[str, dict[str, Any]]:
@@ -114,6 +125,7 @@ def with_lora(
     else:
         check_shareable(start)
         check_continued(config.lora, start, model)
+        with_tokens(model, start)
         settings = start.config
     modules = [*(settings.modules_to_save or ()), *([kept] if kept else [])]
     changes = {"base_model_name_or_path": absolute_source(path), "revision": of["revision"], "inference_mode": False}

@@ -31,7 +31,7 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
     """The configuration as a real ``TrainingArguments``, for callbacks that read one."""
     train = config.train
     evaluates = config.data.has_eval
-    return TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(config.output_dir),
         per_device_train_batch_size=train.max_rows_per_micro_batch or config.mini_batch_size,
         learning_rate=config.learning_rate,
@@ -55,6 +55,9 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
         disable_tqdm=True,
         accelerator_config={"use_configured_state": is_initialized()},  # which would be taken away otherwise
     )
+    # Not as an argument: with it those wants evaluations and saves at the same steps, here the best saves itself.
+    args.load_best_model_at_end = train.load_best_model_at_end
+    return args
 
 
 def _named_schedule(train: TrainConfig) -> str:
@@ -64,8 +67,6 @@ def _named_schedule(train: TrainConfig) -> str:
 
 class Callbacks:
     """Calls every callback at the events of a run and keeps what they ask for.
-
-    Make it before the run's ``Dist``: a new ``TrainingArguments`` resets the process-wide state of Accelerate.
 
     Args:
         num_prompts: prompts in the training data.
@@ -129,6 +130,8 @@ class Callbacks:
         """
         self.state.global_step, self.state.best_metric = state.step, state.best_metric
         self.state.best_global_step = state.best_step
+        if state.best_step is not None:
+            self.state.best_model_checkpoint = str(self._config.output_dir / f"checkpoint-{state.best_step}")
         self.state.log_history = [dict(line) for line in history[-KEPT_LINES:]]
         left = {name: list(states) for name, states in state.callbacks.items()}
         for callback in self.callbacks:
@@ -150,7 +153,8 @@ class Callbacks:
         self.count()
         self.call("on_step_end")
         self.record(metrics)
-        if self.control.should_log or self.state.global_step % self._config.train.logging_steps == 0:
+        is_due = self.state.global_step % self._config.train.logging_steps == 0
+        if self.control.should_log or is_due or self.state.global_step == self.state.max_steps:
             self.call("on_log", logs=dict(metrics))
 
     def count(self) -> None:
@@ -169,8 +173,8 @@ class Callbacks:
         del self.state.log_history[:-KEPT_LINES]
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """After an evaluation; ``state.best_metric`` is still the one before it, as Trainer has it."""
-        self.record(metrics)
+        """After an evaluation, which is logged; ``state.best_metric`` is still the one before it, as Trainer has it."""
+        self.log_evaluation(metrics)
         self.call("on_evaluate", metrics=dict(metrics))
         name = self._config.train.metric_for_best_model
         if name is not None:
@@ -178,8 +182,15 @@ class Callbacks:
             if improves(value, self.state.best_metric, greater_is_better=self._config.train.greater_is_better):
                 self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
+    def log_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics of an evaluation to the history and tells of them."""
+        self.record(metrics)
+        self.call("on_log", logs=dict(metrics))
+
     def saved(self, path: Path) -> None:
-        """After a checkpoint."""
+        """After a checkpoint, which may be that of the best evaluation so far."""
+        if self.state.best_global_step is not None and self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(path)
         self.call("on_save", checkpoint=str(path))
 
     def train_end(self) -> None:

@@ -16,10 +16,12 @@ from tether.data.prompts import encoded_queries
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
+from tether.models.bitsandbytes import placed
 from tether.models.chat import templated
-from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.loading import load_causal_lm
 from tether.models.paths import check_model_path
-from tether.train.run import sampling_of
+from tether.models.tokenizer import load_tokenizer, stop_token_ids
+from tether.train.build import sampling_of
 from tether.train.saved import chat_keys, policy_config
 from tether.types import Message, Request, Sampling, noise_key
 
@@ -147,7 +149,9 @@ class _Source:
 def _speaker(
     source: _Source, run: RunConfig | None, tokenizer: PreTrainedTokenizerBase, asked: Mapping[str, Any]
 ) -> Speaker:
-    policy = load_causal_lm(source.path, dtype=None, **source.options).to(Dist().device)
+    device = Dist().device
+    policy = load_causal_lm(source.path, dtype=None, device=device, **source.options)
+    placed(policy, device)
     stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
     sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)
     return Speaker(source.path, policy, tokenizer, replace(sampling, **asked))

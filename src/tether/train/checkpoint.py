@@ -20,7 +20,6 @@ import errno
 import json
 import math
 import pickle
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,18 +38,28 @@ from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import met_by_all
+from tether.metrics.writers import read_jsonl
+from tether.models.checkpoints import list_checkpoints
 from tether.models.roles import ModelRoles
-from tether.models.saving import atomic_folder, files_written, policy_weights, put_back, save_policy, verify_manifest
+from tether.models.saving import (
+    TRIAL,
+    atomic_folder,
+    files_written,
+    policy_weights,
+    put_back,
+    save_policy,
+    verify_manifest,
+)
 from tether.report.card import write_card
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import Engine
+from tether.train.log import METRICS
 from tether.train.optim import MOMENT_BYTES, PassOptimizer
 from tether.train.parts import Parts
 from tether.train.random_state import random_states, set_random_states
 
 STATE_DIR, STATE, ROLES = "tether_state", "state.json", "roles.safetensors"
 OPTIMIZERS, AVERAGE, RANDOM = "optimizers.pt", "average.safetensors", "random.pt"
-TRIAL = "save-trial.tmp"
 DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """What the system says when a disk takes no more."""
 
@@ -75,6 +84,8 @@ class RunState:
     """Best value of ``metric_for_best_model`` so far."""
     best_step: int | None = None
     """Update that it belongs to."""
+    had_tokens: bool = False
+    """Whether a token took part in the losses of any update so far."""
     bad_batches: int = 0
     """Batches in a row that were left out because something in them was not finite."""
     halvings: int = 0
@@ -82,6 +93,8 @@ class RunState:
     decode_batch_size: int | None = None
     """Answers decoded side by side, fewer than ``sampling.batch_size`` where so many did not fit into memory; None in
     the start's trial."""
+    is_critic_scaled: bool = False
+    """Whether a critic that is a copy of the first reward source was put on the scale of what is trained on."""
     callbacks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """By class, what callbacks that have a state remember, in the form of ``transformers``."""
 
@@ -161,13 +174,13 @@ class Checkpoints:
                 with atomic_folder(trial) as folder:
                     self._write(folder, contents)
                 verify_manifest(trial)
-                size = sum(file.stat().st_size for file in trial.rglob("*"))
-                policy = sum(file.stat().st_size for file in trial.iterdir())
+                size = sum(file.stat().st_size for file in trial.rglob("*") if file.is_file())
+                policy = sum(file.stat().st_size for file in trial.iterdir() if file.is_file())
             except (OSError, RuntimeError, SafetensorError) as error:
                 raise ConfigError(f"output_dir: no checkpoint can be written to {self._where()}: {error}") from error
             finally:
                 shutil.rmtree(trial, ignore_errors=True)
-            self._check_room(size + self._moments_to_come(), policy, num_updates)
+            self._check_room(size + self._moments_to_come(contents), policy, num_updates)
 
         self.dist.by_main(write)
 
@@ -271,20 +284,27 @@ class Checkpoints:
             told = f"{path} is not written: {len(bad)} tensors of weights are not finite, {bad[0]} the first"
             raise met_by_all(TrainingError(told))
 
-    def _moments_to_come(self) -> int:
-        """Bytes of the optimizers' moments that the present state has not yet."""
-        count = sum(p.numel() for o in self.optimizers for p in o.parameters if p not in o.optimizer.state)
+    def _moments_to_come(self, contents: Contents) -> int:
+        """Bytes of the optimizers' moments that a checkpoint of the start does not hold yet: engines make moments when
+        they will, and keep parts of parameters here."""
+        sizes, count = {id(p): contents.roles[name].numel() for name, p in self.roles.trained.items()}, 0
+        for optimizer in self.optimizers:
+            held = contents.optimizers[optimizer.name]["optimizer"]["state"]
+            parameters = (p for group in optimizer.optimizer.param_groups for p in group["params"])
+            count += sum(sizes[id(p)] for i, p in enumerate(parameters) if i not in held)
         return int(MOMENT_BYTES[self.config.train.optim] * count)
 
     def _check_room(self, size: int, policy: int, num_updates: int) -> None:
         """Raises ``ConfigError`` if checkpoints of ``size`` bytes, as many as will lie there at once, and the trained
         policy have no room."""
         train = self.config.train
-        written = 1 if train.save_steps is None else max(1, num_updates // train.save_steps)
-        written += train.metric_for_best_model is not None
-        kept = written
+        keeps_best = train.metric_for_best_model is not None
+        steps = set(_every(train.save_steps, num_updates)) or {None}  # one where the run is stopped
+        if keeps_best:  # each evaluation may be the best so far
+            steps |= {0, num_updates, *_every(train.eval_steps, num_updates)}
+        kept = len(steps)
         if train.save_total_limit is not None:  # a new one is there before an old one goes
-            kept = min(written, train.save_total_limit + 1 + (train.metric_for_best_model is not None))
+            kept = min(kept, train.save_total_limit + 1 + keeps_best)
         free = shutil.disk_usage(self.config.output_dir).free
         if (needed := kept * size + policy) > free:
             raise ConfigError(
@@ -309,23 +329,32 @@ class Checkpoints:
     def _restored(self, path: Path) -> RunState:
         record = read_state(path)
         self.restore_weights_from(path)
-        states = _loaded(path, OPTIMIZERS)
+        states = _loaded(path, OPTIMIZERS, mapped=True)
         missing = {o.name for o in self.optimizers} ^ set(states)
         if missing:
             raise CheckpointError(f"{path}: optimizer state does not fit the run's roles: {', '.join(sorted(missing))}")
         for optimizer in self.optimizers:
             self.engine.load_optimizer_state(optimizer, states[optimizer.name])
         del record["data"], record["num_processes"], record["engine"]
-        saved = parse_config(record.pop("config"), RunConfig).train
+        saved = parse_config(record.pop("config"), RunConfig)
         sources = {name: ScoreMoments(**moments) for name, moments in record.get("source_moments", {}).items()}
         moments = {"score_moments": ScoreMoments(**record["score_moments"]), "source_moments": sources}
         state = RunState(**record | moments)
-        criterion = (self.config.train.metric_for_best_model, self.config.train.greater_is_better)
-        if criterion != (saved.metric_for_best_model, saved.greater_is_better) or not self._has_best(state):
+        self._fit_memory(state, saved)
+        if _criterion(self.config) != _criterion(saved) or not self._has_best(state):
             state.best_metric = state.best_step = None  # measured by something else, or not there to come back to
         states = _loaded(path, RANDOM)
         set_random_states(states[self.dist.rank if self.dist.rank < len(states) else 0])
         return state
+
+    def _fit_memory(self, state: RunState, saved: RunConfig) -> None:
+        """Forgets what was found to fit into memory of sizes that the configuration now says otherwise."""
+        sizes = [(c.train.micro_batch_size, c.train.max_tokens_per_micro_batch) for c in (saved, self.config)]
+        if sizes[0] != sizes[1]:
+            state.halvings = 0
+        before, most = saved.sampling.batch_size, self.config.sampling.batch_size
+        if state.decode_batch_size is not None and before != most:
+            state.decode_batch_size = most if state.decode_batch_size == before else min(state.decode_batch_size, most)
 
     def restore_weights(self, step: int) -> None:
         """Brings the weights of policy and critic, and their average, back to those after ``step`` updates."""
@@ -354,6 +383,16 @@ class Checkpoints:
             shutil.rmtree(path)
 
 
+def _every(steps: int | None, num_updates: int) -> range:
+    """The updates after which something is done every so many steps."""
+    return range(0) if steps is None else range(steps, num_updates + 1, steps)
+
+
+def _criterion(config: RunConfig) -> tuple[str | None, bool]:
+    """What the best evaluation is measured by."""
+    return config.train.metric_for_best_model, config.train.greater_is_better
+
+
 def kept_whole(
     engine: Engine, weights: Callable[[ModelRoles], Mapping[str, Tensor]], roles: ModelRoles
 ) -> dict[str, Tensor] | None:
@@ -361,24 +400,16 @@ def kept_whole(
     return engine.full(weights(roles)) if engine.spreads_weights else None
 
 
-def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Finished checkpoints in ``output_dir``, oldest first. Links are none: what they lead to is not the run's."""
-    named = (path for path in output_dir.glob("checkpoint-*") if is_checkpoint_name(path.name))
-    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=checkpoint_step)
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder of a run that is called so is one of its checkpoints."""
-    return re.fullmatch(r"checkpoint-[0-9]+", name) is not None
-
-
-def verify(path: Path) -> None:
+def verify(path: Path, *, contents: bool = True) -> None:
     """Checks that a checkpoint is what was written, and has every piece that all runs need.
+
+    Args:
+        contents: as ``verify_manifest``.
 
     Raises:
         CheckpointError: a file is missing or damaged; names it.
     """
-    verify_manifest(path)
+    verify_manifest(path, contents=contents)
     listed = files_written(path)
     for name in (STATE, ROLES, OPTIMIZERS, RANDOM):
         _piece(path, name)
@@ -387,32 +418,29 @@ def verify(path: Path) -> None:
 
 
 def last_complete(output_dir: Path) -> Path | None:
-    """The newest checkpoint in ``output_dir`` that is what was written, or None."""
+    """The newest checkpoint in ``output_dir`` that has all its files in full length, or None: for a message of a run
+    that ends, which must not have to wait until gigabytes are read."""
     for path in reversed(list_checkpoints(output_dir)):
         try:
-            verify(path)
+            verify(path, contents=False)
         except CheckpointError:
             continue
         return path
     return None
 
 
-def checkpoint_step(path: Path) -> int:
-    """Updates that were finished when the checkpoint was written."""
-    return int(path.name.removeprefix("checkpoint-"))
-
-
 def find_checkpoint(config: RunConfig, *, tell: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume from, verified; None if the run starts anew.
 
-    A damaged one is skipped, and ``tell`` is called with a line that says so; the one before it is used.
+    A damaged one is skipped, and ``tell`` is called with a line that says so; the one before it is used. With ``resume:
+    auto`` a run starts where no update was recorded.
 
     Raises:
         CheckpointError: ``resume`` was asked for and nothing complete is there.
     """
     if config.resume is False:
         return None
-    if isinstance(config.resume, str):
+    if isinstance(config.resume, str) and config.resume != "auto":
         path = Path(config.resume)
         if not (path / STATE_DIR / STATE).is_file():
             raise CheckpointError(f"resume: {path} is not a checkpoint of a run (no {STATE_DIR}/{STATE})")
@@ -428,10 +456,18 @@ def find_checkpoint(config: RunConfig, *, tell: Callable[[str], None]) -> Path |
             tell(f"{error}; trying the checkpoint before it")
             continue
         return path
+    if config.resume == "auto" and not has_updates(config.output_dir):
+        return None
     raise CheckpointError(
-        f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, "
-        "and set train.save_steps to have checkpoints"
+        f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, with --overwrite where "
+        "an earlier run is to be replaced, and set train.save_steps to have checkpoints"
     )
+
+
+def has_updates(output_dir: Path) -> bool:
+    """Whether a run recorded a finished update there."""
+    metrics = output_dir / METRICS
+    return metrics.is_file() and any("eval_scores" not in row for row in read_jsonl(metrics))
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -470,11 +506,15 @@ def _tensors(path: Path, name: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def _loaded(path: Path, name: str) -> Any:
-    """A file of tensors and numbers; one that would run code as it is read is refused."""
+def _loaded(path: Path, name: str, *, mapped: bool = False) -> Any:
+    """A file of tensors and numbers; one that would run code as it is read is refused.
+
+    Args:
+        mapped: read no tensor before it is needed: processes that each need a part of them do not all hold the whole.
+    """
     file = _piece(path, name)
     try:
-        return torch.load(file, weights_only=True, map_location="cpu")
+        return torch.load(file, weights_only=True, map_location="cpu", mmap=mapped)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise CheckpointError(f"{file} holds more than tensors and numbers, or is no file of torch's") from error
 

@@ -77,7 +77,8 @@ def targets(
     mask = outputs.mask
     coef = kl_coef if ppo.kl_in == "reward" else 0.0
     early = None if early_scores is None else _on_tokens(early_scores, scores, mask)
-    rewards = algo.token_rewards(scores, outputs.kl(ppo.kl_estimator), mask, kl_coef=coef, token_scores=early)
+    kl = outputs.kl(ppo.kl_estimator)
+    rewards = algo.token_rewards(scores, kl, mask, kl_coef=coef, token_scores=early)
     if ppo.whiten_rewards:
         rewards = algo.whiten(rewards, mask, keep_mean=True)
     returns = None
@@ -87,7 +88,9 @@ def targets(
         case "rloo":
             advantages = algo.rloo(rewards, mask, num_generations=num_generations)
         case "grpo":
-            advantages = algo.grpo(rewards, mask, num_generations=num_generations)
+            judged = algo.token_rewards(scores, kl, mask, kl_coef=0.0)
+            penalties = algo.token_rewards(torch.zeros_like(scores), kl, mask, kl_coef=coef)
+            advantages = algo.grpo(judged, mask, num_generations=num_generations, penalties=penalties)
         case "reinforce_pp":
             advantages = algo.reinforce_pp(rewards, mask, gamma=ppo.gamma)
     std = 1.0

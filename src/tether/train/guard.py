@@ -127,7 +127,8 @@ def _not_finite(batch: MicroBatch, tensors: Mapping[str, Tensor | None]) -> Iter
 
 def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: int = 0) -> list[str]:
     """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on, it
-    says nothing but one token or one answer, or its answers are not told apart.
+    says nothing but one token or one answer, its answers are not told apart, or nothing was
+    trained.
 
     Args:
         forward_type: key of ``LOGPROB_GAP``.
@@ -154,6 +155,12 @@ def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: in
         found.append(
             "no step of this update was taken: scaled gradients are not finite in float16 (policy/num_overflows). The "
             "scale is halved each time; if it goes on, set train.fp16: false"
+        )
+    if metrics.get("update/num_empty", 0.0) > 0 and metrics.get("update/num_steps") == 0:
+        found.append(
+            "no step of this update was taken: none of its answers ended within sampling.response_length, and "
+            "ppo.mask_truncated leaves such answers out (update/num_empty). If it goes on, set a larger "
+            "sampling.response_length, or ppo.mask_truncated: false"
         )
     if metrics.get("rollout/top_token_share", 0.0) > MOST_SHARE and _could_say_more(metrics):
         found.append(

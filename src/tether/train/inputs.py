@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from peft import PeftConfig
+from peft import PeftConfig, PeftType
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.config import launched
@@ -15,12 +14,15 @@ from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.joined import check_datasets
 from tether.data.prompts import PromptData, load_prompts, split_prompts
-from tether.errors import ConfigError, DataError
+from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.trackers import check_report_to
-from tether.models.adapters import check_switched_off, check_targets
+from tether.models.adapters import check_beside, check_switched_off, check_targets, grown
 from tether.models.bitsandbytes import check_bitsandbytes
+from tether.models.build import critic_source
 from tether.models.chat import check_template, check_template_kwargs, templated
+from tether.models.classifiers import check_classifier
 from tether.models.compiled import check_compile
+from tether.models.device import bf16_supported, default_device
 from tether.models.fit import (
     check_language_model,
     check_positions,
@@ -29,21 +31,19 @@ from tether.models.fit import (
     has_few_bits,
     steady_positions,
 )
-from tether.models.loading import (
-    bf16_supported,
-    check_classifier,
-    default_device,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-    stop_token_ids,
-)
-from tether.models.paths import check_model_path, own_weights
+from tether.models.gguf import gguf_source
+from tether.models.loading import load_config
+from tether.models.paths import absolute_source, check_model_path, is_adapter, model_errors, own_weights
+from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 from tether.rewards.build import check_contents, check_conversations, check_rewards
+from tether.rewards.lengths import check_room
 from tether.train.display import Display
 from tether.train.optim import check_schedule
 from tether.train.rollout import Answers
 from tether.types import Completion, RewardBatch
+
+OF_SCRIPT = "train_dataset"
+"""``data.prompts`` of a run whose prompts were handed over by a script, on ``tether.compat.trl``."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def check(config: RunConfig) -> None:
     if config.value.init not in (None, "reward", "policy"):
         check_model_path(config.value.init, "value.init")
         if config.value_kind == "model":
-            check_classifier(config.value.init, "value.init")
+            check_classifier(
+                config.value.init, "value.init", trust_remote_code=config.model.trust_remote_code
+            )
 
 
 def check_batches(config: RunConfig, num_processes: int) -> None:
@@ -106,9 +108,8 @@ def check_batches(config: RunConfig, num_processes: int) -> None:
 
 def resolved(config: RunConfig) -> RunConfig:
     """The configuration with the defaults filled in that depend on this machine and on what launched the run."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     asked = launched.mixed_precision()
-    return config.resolved(bf16=asked == "bf16" or bf16_supported(device), fp16=asked == "fp16")
+    return config.resolved(bf16=asked == "bf16" or bf16_supported(default_device()), fp16=asked == "fp16")
 
 
 def model_paths(config: RunConfig) -> dict[str, str]:
@@ -164,40 +165,54 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
     )
 
 
-def check_data(config: RunConfig, data: RunData) -> None:
+def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> list[str]:
     """Raises for what only the data and the policy's own configuration show: a column that a reward asks for and that
     is not there, or holds what it cannot use, tokens without an embedding, a stop token that is none, layers that the
-    policy has not, texts that do not fit into its positions, updates that leave the policy none.
+    policy has not, texts that do not fit into its positions or a reward model's, updates that leave the policy none,
+    adapters of another base, a start of the critic that cannot be one.
+
+    Args:
+        has_policy: whether ``model.path`` holds the policy, and not what it is yet to be made from.
+
+    Returns:
+        What may go wrong all the same: warnings.
 
     Raises:
         ConfigError, DataError: says which it is.
     """
-    for prompts in data.prompt_sets:
-        check_judged(config, prompts, data.tokenizer)
+    notes = [note for prompts in data.prompt_sets for note in check_judged(config, prompts, data.tokenizer)]
     model = config.model
     base, revision = own_weights(model.path, model.revision)
     if base != model.path and model.lora is not None:
-        check_switched_off(model.path, PeftConfig.from_pretrained(model.path, revision=model.revision))
+        check_switched_off(model.path, _peft_config(model.path, model.revision))
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
     check_language_model(base, shape)
     _check_weights(config, shape)
-    _check_tokens(config, data, shape)
+    _check_tokens(config, data, grown(shape, model.path, model.revision))
     _check_layers(config, shape, is_fresh=base == model.path)
     _check_lengths(config, data, shape)
     _check_updates(config, len(data.prompts.prompts))
+    critic_source(config, data.tokenizer)
+    if has_policy:
+        _check_adapters(config)
+    return notes
 
 
-def check_judged(config: RunConfig, prompts: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_judged(config: RunConfig, prompts: PromptData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Raises for what keeps a run's reward sources from judging answers to these prompts.
 
+    Returns:
+        What may keep them from judging some answers: warnings.
+
     Raises:
-        ConfigError, DataError: a column is not there or holds what a source cannot use, or a judge's chat template
-            refuses a conversation.
+        ConfigError, DataError: a column is not there or holds what a source cannot use, a judge's chat template
+            refuses a conversation, or prompts leave no room for answers.
     """
     check_rewards(config.rewards, columns=prompts.columns)
     check_conversations(config.rewards, prompts.prompts, tokenizer)
     rows = ((prompt.source, prompt.columns, f"row {prompt.row} of the prompts") for prompt in prompts.prompts)
     check_contents(config.rewards, rows)
+    return check_room(config.rewards, prompts.prompts, tokenizer, config.sampling.response_length)
 
 
 def first_answer(data: RunData) -> RewardBatch:
@@ -254,12 +269,29 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
     words = {"key": "sampling.response_length", "way_out": "lower it, or data.max_prompt_length"}
     check_positions(shape, longest, answer, **words)
     limit = steady_positions(shape)
-    longest = max((len(each.query_ids) + len(each.response_ids) for each in data.demonstrations), default=0)
+    longest = max((each.num_tokens for each in data.demonstrations), default=0)
     if limit is not None and longest > limit:
         raise ConfigError(
             f"data.max_ptx_length {config.data.max_ptx_length}: the longest demonstration in {config.data.ptx} has "
             f"{longest} tokens, the model has {limit} positions. Set it to at most {limit}"
         )
+
+
+def _check_adapters(config: RunConfig) -> None:
+    """Reward adapters, and one that the critic is copied from, sit on the policy's base beside its own adapter."""
+    model = config.model
+    if model.lora is None or gguf_source(model.path) is not None:  # of a GGUF file the base has yet to be written
+        return
+    own = _peft_config(model.path, model.revision) if is_adapter(model.path, model.revision) else None
+    base, kind = own_weights(model.path, model.revision)[0], PeftType.LORA if own is None else own.peft_type
+    sources = {f"{key}.path": each.path for key, each in sources_of(config.rewards) if isinstance(each, AdapterReward)}
+    if config.value_kind == "adapter" and config.value.init not in (None, "reward", "policy"):
+        sources["value.init"] = config.value.init
+    for key, path in sources.items():
+        try:
+            check_beside(path, _peft_config(path), kind, absolute_source(base))
+        except ModelError as error:
+            raise ModelError(f"{key}: {error}") from error
 
 
 def _check_updates(config: RunConfig, num_prompts: int) -> None:
@@ -270,6 +302,12 @@ def _check_updates(config: RunConfig, num_prompts: int) -> None:
             f"never train. Set it below {updates}"
         )
     check_schedule(config, updates)
+
+
+def _peft_config(path: str, revision: str | None = None) -> PeftConfig:
+    """The settings of the adapter in ``path``."""
+    with model_errors(path):
+        return PeftConfig.from_pretrained(path, revision=revision)
 
 
 def tell_data(config: RunConfig, data: RunData, display: Display) -> None:

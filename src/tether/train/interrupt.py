@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from tether.machine.distributed import Dist
+
+T = TypeVar("T")
 
 
 class Stopped(Exception):
@@ -22,10 +25,11 @@ class _AtOnce(BaseException):
 
 
 class StopRequest:
-    """Notices SIGINT, SIGTERM, SIGHUP and the time limit, so that the run stops where its state is whole.
+    """Notices SIGINT, SIGTERM, SIGHUP, SIGUSR1 and the time limit, so that the run stops where its state is whole.
 
-    A SIGHUP that was ignored before, as under ``nohup``, still is. A second SIGINT raises KeyboardInterrupt at once.
-    Inside a thread other than the main one only the time limit works. What it is entered for may enter it again.
+    A SIGHUP that was ignored before, as under ``nohup``, still is, and a SIGUSR1 that somebody else waits for stays
+    theirs; else it is a scheduler's word that the time is nearly over. A second SIGINT raises KeyboardInterrupt at
+    once. Inside a thread other than the main one only the time limit works. What it is entered for may enter it again.
 
     Args:
         max_runtime: hours after entering, or None.
@@ -50,7 +54,7 @@ class StopRequest:
             for number in _signals():
                 self._before[number] = signal.signal(number, self._on_signal)
         if self._dist is not None:
-            self._dist.stop_asked = self.asked
+            self._dist.stop_asked, self._dist.interruptible = self.asked, self.interruptible
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -60,7 +64,7 @@ class StopRequest:
                 signal.signal(number, handler)
             self._before.clear()
             if self._dist is not None:
-                self._dist.stop_asked = lambda: None
+                self._dist.stop_asked, self._dist.interruptible = lambda: None, lambda work: work()
         if kind is _AtOnce:
             raise Stopped(self.reason)
 
@@ -75,13 +79,30 @@ class StopRequest:
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Inside, a signal ends the run wherever it comes: for waits that change nothing of the run, and may be
-        longer than the machine is left to it. Where there are other processes it waits for ``agree`` all the same."""
+        longer than the machine is left to it. Where there are other processes that is so in ``interruptible`` alone."""
         self.check()
         self._is_waiting = self._dist is None or self._dist.num_processes == 1
         try:
             yield
         finally:
             self._is_waiting = False
+
+    def interruptible(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns, in which this process waits for no other one; a signal ends it wherever it comes.
+
+        Raises:
+            Stopped: there was a signal, of which the other processes are yet to be told.
+        """
+        if (reason := self.asked()) is not None:
+            raise Stopped(reason)
+        try:
+            try:
+                self._is_waiting = True
+                return work()
+            finally:
+                self._is_waiting = False
+        except _AtOnce:  # wherever it came: no statement outside of these has a signal raise anything
+            raise Stopped(self.reason) from None
 
     def check(self) -> None:
         """Raises ``Stopped`` if the run was asked to stop; waits for ``agree`` where there are other processes."""
@@ -104,8 +125,18 @@ class StopRequest:
 
 
 def _signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop. Windows knows no SIGHUP."""
+    """The signals that ask a run to stop. Windows knows neither SIGHUP nor SIGUSR1."""
     asked = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         asked.append(signal.SIGHUP)
+    if hasattr(signal, "SIGUSR1") and _is_free(signal.SIGUSR1):
+        asked.append(signal.SIGUSR1)
     return asked
+
+
+def _is_free(number: signal.Signals) -> bool:
+    """Whether nobody handles a signal, in Python or below it, as ``faulthandler`` does; of the latter Linux tells."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else ()
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return signal.getsignal(number) is signal.SIG_DFL and not int(caught, 16) >> (number - 1) & 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,9 +19,10 @@ from tether.errors import ConfigError, DataError
 from tether.machine.distributed import Dist
 from tether.models.build import build_roles
 from tether.models.chat import check_template, check_template_kwargs, templated
-from tether.models.loading import half_dtype, load_generation_config, load_tokenizer, stop_token_ids
+from tether.models.device import half_dtype
 from tether.models.paths import check_model_path
 from tether.models.roles import ModelRoles
+from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 from tether.report.text import prompt_text
 from tether.rewards.build import build_rewards, check_rewards
 from tether.rewards.server import Asked, RewardServer
@@ -34,19 +35,22 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
-class Judges:
-    """Reward sources, and what makes batches for them."""
+class PolicyReader:
+    """What reads prompts and answers as a policy would, and makes batches of them for reward sources."""
 
-    rewards: RewardSource
-    """The weighted sum of the sources."""
     tokenizer: PreTrainedTokenizerBase | None
     """The policy's, or the one that stands in for it; None where no source brings one."""
-    query: QueryConfig
-    """How prompts become queries."""
     closing_id: int | None
     """The token that ends an answer; None where there is none."""
+    query: QueryConfig
+    """How prompts become queries."""
     is_stand_in: bool
     """Whether the tokenizer is a reward model's, as no policy is named."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts become queries through a chat template."""
+        return self.tokenizer is not None and uses_template(self.tokenizer, self.query.chat_template)
 
     def batch(
         self,
@@ -109,10 +113,20 @@ class Judges:
         leads = answer_leads(prompts, self.tokenizer, self.query.chat_template)
         return encoded_answers(responses, leads, self.tokenizer, self.closing_id)
 
+
+@dataclass(frozen=True)
+class Judges:
+    """Reward sources, and what makes batches for them."""
+
+    rewards: RewardSource
+    """The weighted sum of the sources."""
+    reader: PolicyReader
+    """Makes the batches."""
+
     def score(self, request: Asked) -> Mapping[str, Any]:
         """The scores that a request to the reward server asks for, as its protocol has them."""
         places = [f"entry {i}" for i in range(len(request.prompts))]
-        batch = self.batch(request.prompts, request.responses, request.columns, places)
+        batch = self.reader.batch(request.prompts, request.responses, request.columns, places)
         output = self.rewards.score(batch)
         return {"scores": steps(output, batch), "components": dict(output.components)}
 
@@ -134,22 +148,6 @@ def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) ->
     check_rewards(config.rewards, columns)
 
 
-class PolicyReader(NamedTuple):
-    """What reads prompts and answers as a policy would."""
-
-    tokenizer: PreTrainedTokenizerBase | None
-    """The policy's, or what stands in for it; None where no source brings one."""
-    closing_id: int | None
-    """The token that ends an answer; None where there is none."""
-    query: QueryConfig
-    """How prompts become queries."""
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether prompts become queries through a chat template."""
-        return self.tokenizer is not None and uses_template(self.tokenizer, self.query.chat_template)
-
-
 def load_reader(config: SourceConfig) -> PolicyReader:
     """The policy's tokenizer, or what stands in for it; no model.
 
@@ -157,17 +155,17 @@ def load_reader(config: SourceConfig) -> PolicyReader:
         ConfigError, ModelError: it cannot be loaded.
     """
     own = next((reward for _, reward in sources_of(config.rewards) if isinstance(reward, OwnModelReward)), None)
-    model = config.model or own
+    model, query = config.model or own, {"query": config.data, "is_stand_in": config.model is None}
     if model is None:
-        return PolicyReader(None, None, config.data)
+        return PolicyReader(None, None, **query)
     tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
     tokenizer = templated(tokenizer, config.data.chat_template)
     check_template_kwargs(tokenizer, config.data.chat_template_kwargs)
     if config.model is None and tokenizer.eos_token_id is None:  # an encoder's, which reads no ids of the policy
-        return PolicyReader(tokenizer, None, config.data)
+        return PolicyReader(tokenizer, None, **query)
     generation = load_generation_config(model.path, revision=model.revision)
     closing_id = closing_token(tokenizer, stop_token_ids(tokenizer, generation, "eos"))
-    return PolicyReader(tokenizer, closing_id, config.data)
+    return PolicyReader(tokenizer, closing_id, **query)
 
 
 def load_judges(config: SourceConfig, reader: PolicyReader) -> Judges:
@@ -184,7 +182,7 @@ def load_judges(config: SourceConfig, reader: PolicyReader) -> Judges:
     if any(isinstance(reward, AdapterReward) for _, reward in sources_of(config.rewards)):
         roles = _roles(config, tokenizer, str(device))
     rewards = build_rewards(config.rewards, config.reward_names, roles=roles, tokenizer=tokenizer, device=device)
-    return Judges(rewards, tokenizer, config.data, reader.closing_id, is_stand_in=config.model is None)
+    return Judges(rewards, reader)
 
 
 def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Display) -> str:

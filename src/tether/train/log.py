@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,19 @@ class RunLog:
 
     def __init__(self, folder: Path | None, display: Display, trackers: Trackers, *, logging_steps: int) -> None:
         self.display, self.trackers, self.logging_steps = display, trackers, logging_steps
-        self._metrics, self._samples = (folder and JsonlWriter(folder / name) for name in (METRICS, SAMPLES))
-        self._end = folder and folder / FINISHED
-        if self._end is not None:
-            self._end.unlink(missing_ok=True)  # of an earlier run that this one goes on with
+        self._folder = folder
         self._warned: set[str] = set()
         self._updates = History()
         self.evaluations: list[dict[str, float]] = []
+
+    @cached_property
+    def _metrics(self) -> JsonlWriter | None:
+        """Made with the first line: until then the files of an earlier run may lie there."""
+        return self._folder and JsonlWriter(self._folder / METRICS)
+
+    @cached_property
+    def _samples(self) -> JsonlWriter | None:
+        return self._folder and JsonlWriter(self._folder / SAMPLES)
 
     @property
     def updates(self) -> list[dict[str, float]]:
@@ -83,8 +90,8 @@ class RunLog:
             step: updates that it made.
             kept_step: updates before the policy that it leaves.
         """
-        if self._end is not None:
-            write_whole(self._end, json.dumps({"step": step, "kept_step": kept_step}).encode() + b"\n")
+        if self._folder is not None:
+            write_whole(self._folder / FINISHED, json.dumps({"step": step, "kept_step": kept_step}).encode() + b"\n")
 
     def message(self, text: str) -> None:
         """Shows one line."""

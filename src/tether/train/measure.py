@@ -30,7 +30,14 @@ def measure_answers(metrics: Metrics, answers: Answers) -> None:
 
 
 def measure_objective(
-    metrics: Metrics, outputs: Outputs, scores: Tensor, answers: Answers, ppo: PPOConfig, *, kl_coef: float
+    metrics: Metrics,
+    outputs: Outputs,
+    scores: Tensor,
+    answers: Answers,
+    ppo: PPOConfig,
+    *,
+    kl_coef: float,
+    num_generations: int,
 ) -> None:
     """The objective and its parts at rollout. ``scores`` is [B]."""
     mask = outputs.mask
@@ -41,6 +48,9 @@ def measure_objective(
     metrics.mean("objective/entropy", -algo.masked_sum(outputs.logprobs, mask, dim=1))
     metrics.mean("objective/non_score_reward", penalty)
     metrics.mean("objective/rlhf_reward", scores + penalty)
+    if ppo.compares_answers:
+        equal = algo.equal_groups(scores, num_generations=num_generations)
+        metrics.mean("objective/equal_scores", equal.double())
     metrics.mean("policy/entropy_avg", outputs.entropy, mask)
     for row, completion in enumerate(answers.completions):
         if completion.logprobs is not None:

@@ -27,9 +27,10 @@ def dry_step(
     one_update: Callable[..., Update],
 ) -> str:
     """Decodes as many answers as will be decoded side by side, runs a micro-batch of the longest query with answers of
-    ``sampling.response_length`` forward and backward, beside memory for the optimizers' moments, and forgets it all;
-    returns what it took, in a line. Where so many cannot be decoded side by side, the generator decodes fewer. It comes
-    first, as a cache of fixed size stays for the next answers.
+    ``sampling.response_length`` forward and backward, the longest demonstration in a mini-batch's number if there are
+    any, beside memory for the optimizers' moments, and forgets it all; returns what it took, in a line. Where so many
+    answers cannot be decoded side by side, the generator decodes fewer. Decoding comes first, as a cache of fixed size
+    stays for the next answers.
 
     Args:
         micro_batches: of answers, as the run forms them.
@@ -48,6 +49,8 @@ def dry_step(
     if dist.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(dist.device)
     update = one_update(answers, Metrics(), step=config.value.warmup_steps)  # the first in which everything trains
+    if parts.demonstrations:
+        update.demonstrations = [max(parts.demonstrations, key=lambda each: each.num_tokens)]
     each, engine = MOMENT_BYTES[config.train.optim], parts.engine
     moments = [
         torch.empty(int(each * engine.num_stepped(p)), dtype=torch.uint8, device=engine.part(p).device)

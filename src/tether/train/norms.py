@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 
 from tether import algo
+from tether.algo import ScoreMoments
 from tether.config.schema import RunConfig
 from tether.data.stream import PromptStream
-from tether.errors import TrainingError
+from tether.errors import ConfigError, TrainingError
 from tether.machine.distributed import met_by_all
+from tether.metrics.writers import write_whole
+from tether.models.checkpoints import run_folders
+from tether.train.checkpoint import STATE, STATE_DIR, RunState
 from tether.train.parts import Parts
 from tether.train.rollout import Answers, PhaseReport, answer
 from tether.types import Request, noise_key
+
+SCORE_NORM = "score_norm.json"
 
 
 def start_answers(parts: Parts, config: RunConfig, *, phase: PhaseReport, check: Callable[[], None]) -> Answers:
@@ -52,3 +61,34 @@ def spread(moments: algo.ScoreMoments, what: str, key: str) -> str:
         f"{what}: scores are normalised by those of {count}: mean {moments.mean:.3g}, standard deviation "
         f"{moments.var**0.5:.3g}"
     )
+
+
+def write_norms(path: Path, state: RunState) -> None:
+    """Writes what the run's scores, and those of sources with ``norm: auto``, were normalised by, for evaluations."""
+    record = asdict(state.score_moments)
+    if state.source_moments:
+        record["sources"] = {name: asdict(moments) for name, moments in state.source_moments.items()}
+    write_whole(path, json.dumps(record).encode() + b"\n")
+
+
+def read_norms(run: Path) -> tuple[ScoreMoments, dict[str, ScoreMoments]]:
+    """What the run's scores were normalised by, and by name those of sources with ``norm: auto``; of a checkpoint, at
+    that time.
+
+    Raises:
+        ConfigError: the run has not measured it yet.
+    """
+    if (state := run / STATE_DIR / STATE).is_file():
+        record = json.loads(state.read_text(encoding="utf-8"))
+        return ScoreMoments(**record["score_moments"]), _moments(record["source_moments"])
+    path = next((folder / SCORE_NORM for folder in run_folders(run) if (folder / SCORE_NORM).is_file()), None)
+    if path is None:
+        told = f"{run}: no {SCORE_NORM} beside its config.yaml; it is written when the run ends or is stopped"
+        raise ConfigError(told)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    sources = _moments(record.pop("sources", {}))
+    return ScoreMoments(**record), sources
+
+
+def _moments(records: Mapping[str, Mapping[str, float]]) -> dict[str, ScoreMoments]:
+    return {name: ScoreMoments(**record) for name, record in records.items()}

@@ -166,8 +166,11 @@ class PassOptimizer:
         return {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(), **scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state_dict``'s result."""
+        """Goes on from ``state_dict``'s result, and keeps none of its tensors: they may be parts of a file."""
         self.optimizer.load_state_dict(state["optimizer"])
+        for kept in self.optimizer.state.values():
+            own = {name: x.clone() for name, x in kept.items() if isinstance(x, Tensor) and x.device.type == "cpu"}
+            kept.update(own)
         self.scheduler.load_state_dict(state["scheduler"])
         if self.loss_scale is not None:
             self.loss_scale = LossScale(**state["loss_scale"])
@@ -181,9 +184,15 @@ def build_optimizers(config: RunConfig, roles: ModelRoles, num_updates: int) -> 
     optimizers = []
     for pass_ in roles.passes:
         rate = (config.value.learning_rate if POLICY not in pass_.trains else None) or config.learning_rate
-        updates = num_updates if VALUE in pass_.trains else num_updates - config.value.warmup_steps
+        updates = num_updates if VALUE in pass_.trains else updates_of_policy(config, num_updates)
         optimizers.append(build_optimizer(config, pass_.name, pass_.parameters(), rate, updates))
     return optimizers
+
+
+def updates_of_policy(config: RunConfig, num_updates: int) -> int:
+    """Updates of ``num_updates`` in which the policy's own optimizer steps: after the critic has warmed up, unless they
+    share one."""
+    return num_updates if config.value_kind in (None, "head") else num_updates - config.value.warmup_steps
 
 
 def build_optimizer(
@@ -246,19 +255,24 @@ def _schedule(train: TrainConfig, optimizer: Optimizer, total_steps: int) -> Sch
 
 
 def check_schedule(config: RunConfig, num_updates: int) -> None:
-    """Checks the schedule of the learning rate over a run of ``num_updates`` updates; needs no model.
+    """Checks the schedules of policy and critic over a run of ``num_updates`` updates; needs no model.
 
     Raises:
         ConfigError: ``train.lr_scheduler_kwargs`` holds what the schedule does not take or lacks what it needs, or the
             learning rate would leave the range from 0 to its peak.
     """
-    train, total_steps = config.train, _total_steps(config, num_updates)
+    train, of_policy = config.train, updates_of_policy(config, num_updates)
     _check_options(train)
-    _check_stages(train, total_steps)
-    rates = {"train.learning_rate": config.learning_rate, "value.learning_rate": config.value.learning_rate}
-    for key, rate in rates.items():
-        if rate is not None:
-            _check_rates(train, total_steps, key, rate)
+    rates = [("train.learning_rate", config.learning_rate, of_policy)]
+    if config.value_kind in ("model", "adapter"):
+        own = config.value.learning_rate
+        key = "train.learning_rate" if own is None else "value.learning_rate"
+        rates.append((key, own or config.learning_rate, num_updates))
+    for key, rate, updates in rates:
+        total_steps = _total_steps(config, updates)
+        whose = "the run" if updates == num_updates else "the policy after value.warmup_steps"
+        _check_stages(train, total_steps, whose)
+        _check_rates(train, total_steps, key, rate)
 
 
 def _check_options(train: TrainConfig) -> None:
@@ -289,8 +303,12 @@ def _listed(names: Sequence[Any]) -> str:
     return ", ".join(str(name).lower() for name in names)
 
 
-def _check_stages(train: TrainConfig, total_steps: int) -> None:
-    """Raises ``ConfigError`` for a warm-up that the schedule does not have, or stages longer than the run."""
+def _check_stages(train: TrainConfig, total_steps: int, whose: str) -> None:
+    """Raises ``ConfigError`` for a warm-up that the schedule does not have, or stages longer than the steps.
+
+    Args:
+        whose: steps they are, for the message.
+    """
     name, options = train.lr_scheduler_type, train.lr_scheduler_kwargs
     if train.warmup_ratio > 0 and name in _WITHOUT_WARMUP:
         raise ConfigError(
@@ -302,7 +320,7 @@ def _check_stages(train: TrainConfig, total_steps: int) -> None:
     if warmup + stable + decay > total_steps:
         raise ConfigError(
             f"train.lr_scheduler_kwargs: got {stable} stable and {decay} decay steps after {warmup} of warm-up, wanted "
-            f"at most the {total_steps} optimizer steps of the run"
+            f"at most the {total_steps} optimizer steps of {whose}"
         )
 
 

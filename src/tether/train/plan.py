@@ -42,9 +42,11 @@ from tether.models.adapters import (
     with_adapter,
 )
 from tether.models.build import critic_source
+from tether.models.device import default_device, half_dtype
+from tether.models.fit import has_few_bits
 from tether.models.heads import state_size
 from tether.models.layers import parameters_above
-from tether.models.loading import default_device, half_dtype, load_config
+from tether.models.loading import load_config
 from tether.models.paths import is_adapter, own_weights
 from tether.train.inputs import check, check_batches, check_data, load_data, resolved
 from tether.train.optim import MOMENT_BYTES
@@ -112,6 +114,9 @@ class Plan:
     """Estimated peak bytes of each phase, in one process."""
     engines: dict[str, dict[str, int]]
     """The same of each of several processes, by engine; empty for one."""
+    loading: dict[str, int]
+    """Estimated bytes of the machine's own memory that each process needs while models load, by engine that spreads
+    weights: every process makes every model whole before it keeps its part."""
 
 
 def plan(config: RunConfig, num_processes: int = 1) -> Plan:
@@ -145,13 +150,15 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     ]
     roles = plan_roles(config, data.tokenizer)
     shape = model_config(config.model.path, config)
-    memory = estimate_memory(config, roles, shape, longest)
+    demonstration = max((each.num_tokens for each in data.demonstrations), default=0)
+    memory = estimate_memory(config, roles, shape, longest, demonstration=demonstration)
     engines = {} if num_processes == 1 else ENGINES
     each = {
-        name: estimate_memory(config, roles, shape, longest, num_processes, spreading)
+        name: estimate_memory(config, roles, shape, longest, num_processes, spreading, demonstration=demonstration)
         for name, spreading in engines.items()
     }
-    return Plan(dump_config(config), arithmetic, updates, roles, memory, each)
+    loading = {name: _while_loading(roles) for name, spreading in engines.items() if spreading.weights}
+    return Plan(dump_config(config), arithmetic, updates, roles, memory, each, loading)
 
 
 def _each(config: RunConfig) -> str:
@@ -265,8 +272,8 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
             dtype = saved if reward.dtype == "auto" else getattr(torch, reward.dtype)
             role = _frozen(label, reward.path, judge, dtype, "own weights", reward.quantization)
             size = role.parameters + (state_size(judge) if is_beside else 0)
-            has_few_bits = getattr(of, "quantization_config", None) is not None
-            is_whole = reward.processes in ("all", "one") or not reward.can_be_sharded or has_few_bits
+            is_fixed = base == reward.path and has_few_bits(of)  # an adapter is merged into whole weights
+            is_whole = reward.processes in ("all", "one") or not reward.can_be_sharded or is_fixed
             return replace(role, parameters=size, is_whole=is_whole)
 
 
@@ -294,12 +301,15 @@ def estimate_memory(
     longest: int,
     num_processes: int = 1,
     spreading: Spreading | None = None,
+    *,
+    demonstration: int = 0,
 ) -> dict[str, int]:
     """Estimated peak bytes while answering, scoring and updating, for queries of at most ``longest`` tokens.
 
     Args:
         num_processes: of which one is estimated.
         spreading: what an engine spreads over them.
+        demonstration: tokens of the longest demonstration; 0 without any.
     """
     spreading = spreading or Spreading()
 
@@ -321,13 +331,16 @@ def estimate_memory(
     answers = sum(role.weight_bytes for role in roles if role.role in ("policy", "base"))
     gathered = answers if spreading.weights and config.train.ds3_gather_for_generation else 0
     rows = min(config.sampling.batch_size, -(-config.train.rollout_batch_size // num_processes))
-    tokens = config.train.max_tokens_per_micro_batch or config.train.micro_batch_size * width
+    budget, micro = config.train.max_tokens_per_micro_batch, config.train.micro_batch_size
+    tokens = budget or micro * width
+    shown = max(budget, demonstration) if budget and demonstration else (micro or 0) * demonstration
     cache = rows * width * text.num_hidden_layers * 2 * heads * head_dim * unit
     chunk = 2 * logits_at_once(default_device()) * 4
     if any(getattr(text, key, None) not in (None, 1.0) for key in CHANGES_LOGITS):
-        chunk = 3 * -(-tokens // width) * config.sampling.response_length * text.vocab_size * 4
+        responses = max(-(-tokens // width) * config.sampling.response_length, shown)
+        chunk = 3 * responses * text.vocab_size * 4
     layers = 2 if config.train.gradient_checkpointing else text.num_hidden_layers
-    activations = tokens * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
+    activations = max(tokens, shown) * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
     one_layer = tokens * text.hidden_size * ACTIVATION_FACTOR * unit // 2
     return {
         "weights and optimizer": kept,
@@ -335,6 +348,12 @@ def estimate_memory(
         "log-probabilities and values": kept + one_layer + chunk,
         "update": kept + part(GRAD_BYTES * at_once, spreading.gradients) + activations + chunk,
     }
+
+
+def _while_loading(roles: Sequence[RolePlan]) -> int:
+    """Bytes of the models that wait for an engine to spread them: those of roles together, a reward's one by one."""
+    judges = [role.weight_bytes for role in roles if role.role.startswith("reward ") and not role.is_whole]
+    return sum(role.weight_bytes for role in roles if not role.role.startswith("reward ")) + max(judges, default=0)
 
 
 def _role(role: str, source: str, parameters: int, trainable: int, dtype: torch.dtype, sharing: str) -> RolePlan:

@@ -15,33 +15,42 @@ from tether.machine.distributed import Dist
 from tether.models.paths import model_digest
 from tether.types import Prompt
 
-MAY_CHANGE = frozenset({
+OF_MEMORY = frozenset({
+    "train.micro_batch_size", "train.max_tokens_per_micro_batch", "train.gradient_checkpointing", "sampling.batch_size",
+    "train.offload_idle_roles",
+})
+"""What a run that does not fit into memory is told to change. Numbers are rounded otherwise then."""
+MAY_CHANGE = OF_MEMORY | {
     "resume", "overwrite_output_dir", "output_dir", "train.total_episodes", "train.num_train_epochs", "train.max_steps",
     "train.logging_steps", "train.log_samples", "train.eval_steps", "train.save_steps", "train.save_total_limit",
     "train.report_to", "train.run_name", "train.max_runtime", "train.metric_for_best_model", "train.greater_is_better",
     "train.load_best_model_at_end", "value.save", "train.push_to_hub", "train.hub_model_id", "train.hub_private_repo",
     "train.max_bad_batches", "train.dry_step", "train.ddp_timeout", "train.ds3_gather_for_generation",
-})
+}
 """Keys that a resumed run may change."""
-MOVED_MAY_CHANGE = frozenset({"train.micro_batch_size", "train.max_tokens_per_micro_batch"})
-"""Keys that a run may change as well that goes on with another number of processes."""
+_REWARD = r"rewards\.\d+\.(members\.\d+\.)?"
 SERVICE_MAY_CHANGE = re.compile(
-    r"rewards\.\d+\.(members\.\d+\.)?"
-    r"(url|base_url|api_key_env|connect_timeout|read_timeout|retries|retry_delay|max_concurrency)"
+    _REWARD + r"(url|base_url|api_key_env|connect_timeout|read_timeout|retries|retry_delay|max_concurrency)"
 )
 """Also these, of where and how a reward service is asked: services fail, and move."""
-JUDGE_MAY_CHANGE = re.compile(r"rewards\.\d+\.(members\.\d+\.)?(processes|offload)")
-"""And these, of where a reward model is: an engine may spread it, and the next one not."""
+JUDGE_MAY_CHANGE = re.compile(_REWARD + r"(processes|offload|batch_size)")
+"""And these, of where a reward model is, and how much it reads at a time: an engine may spread it and the next one not,
+and it may not fit into memory."""
+ERROR_MAY_CHANGE = re.compile(_REWARD + r"(max_length|missing|attempts|max_tokens|temperature|extra_body(\..+)?)")
+"""And these, by which an answer has a score that had none, which ended the run: too long for its judge, without an
+opinion of the function, refused by a service, or with a reply that holds no number."""
 OF_RESULT = frozenset({
     "train.total_episodes", "train.num_train_epochs", "train.max_steps", "train.metric_for_best_model",
     "train.greater_is_better", "train.load_best_model_at_end", "value.save", "train.push_to_hub", "train.hub_model_id",
     "train.hub_private_repo",
 })
 """Keys of ``MAY_CHANGE`` without effect on a run that is finished, though they say what it leaves behind."""
+_ROUNDED = re.compile("|".join([*map(re.escape, sorted(OF_MEMORY)), _REWARD + "batch_size"]))
 
 
 def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig, dist: Dist, engine: str) -> str | None:
-    """What is no longer bitwise in a run that goes on elsewhere than its checkpoint was written, or None.
+    """What is no longer bitwise in a run that goes on elsewhere than its checkpoint was written, or with other sizes of
+    what is computed at a time; None where all is.
 
     Args:
         saved: the configuration that it was written with.
@@ -49,23 +58,33 @@ def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig,
         engine: what spreads this run over its processes.
     """
     before, now = record["num_processes"], dist.num_processes
-    if (before, record["engine"]) == (now, engine):
+    keys = differences(saved.model_dump(mode="json"), config.model_dump(mode="json"))
+    rounded = [key for key in keys if _ROUNDED.fullmatch(key)]
+    if (before, record["engine"]) != (now, engine):
+        told = (
+            f"the checkpoint was written by {_processes(before, record['engine'])} and goes on with "
+            f"{_processes(now, engine)}"
+        )
+    elif rounded:
+        told = f"the checkpoint was written with another {' and '.join(rounded)}"
+    else:
         return None
-    told = (
-        f"the checkpoint was written by {_processes(before, record['engine'])} and goes on with "
-        f"{_processes(now, engine)}: prompts, their order and the noise of answers are what they would have been, but "
-        "sums are added up in another order and so rounded otherwise, and what follows is not bitwise the same"
+    told += (
+        ": prompts, their order and the noise of answers are what they would have been, but sums are added up in "
+        "another order and so rounded otherwise, and what follows is not bitwise the same"
     )
     if now > before:
         told += f". Reward functions that draw at random draw the same in process 0 and in those from {before} on"
+    if config.ppo.num_mini_batches == 1:
+        return told
     at_once = (saved.answers_at_once(before), config.answers_at_once(now))
-    budget = config.train.max_tokens_per_micro_batch or saved.train.max_tokens_per_micro_batch
-    if budget is not None and before != now and config.ppo.num_mini_batches > 1:
+    budgets = (saved.train.max_tokens_per_micro_batch, config.train.max_tokens_per_micro_batch)
+    if budgets != (None, None) and (before != now or budgets[0] != budgets[1]):
         told += (
             ". train.max_tokens_per_micro_batch counts the tokens of each process, so that other answers than before "
             "are trained on at once, and mini-batches hold other ones"
         )
-    elif at_once[0] != at_once[1] and config.ppo.num_mini_batches > 1:
+    elif at_once[0] != at_once[1]:
         told += (
             f". Before, {at_once[0]} answers were trained on at once, and now {at_once[1]}, so that mini-batches hold "
             f"other ones; they do not where train.micro_batch_size times the number of processes stays {at_once[0]}"
@@ -77,18 +96,16 @@ def _processes(count: int, engine: str) -> str:
     return engine if count == 1 else f"{count} processes under {engine}"
 
 
-def may_change(key: str, *, is_moved: bool = False) -> bool:
+def may_change(key: str, *, is_finished: bool = False) -> bool:
     """Whether a run that goes on may change a key, which counts the rewards and their members.
 
     Args:
-        is_moved: whether the run goes on with another number of processes.
+        is_finished: whether it has nothing left to do, so that only what has no part in its result may change.
     """
-    of_rewards = (SERVICE_MAY_CHANGE, JUDGE_MAY_CHANGE)
-    return (
-        key in MAY_CHANGE
-        or (is_moved and key in MOVED_MAY_CHANGE)
-        or any(pattern.fullmatch(key) for pattern in of_rewards)
-    )
+    if is_finished and (key in OF_RESULT or ERROR_MAY_CHANGE.fullmatch(key)):
+        return False
+    of_rewards = (SERVICE_MAY_CHANGE, JUDGE_MAY_CHANGE, ERROR_MAY_CHANGE)
+    return key in MAY_CHANGE or any(pattern.fullmatch(key) for pattern in of_rewards)
 
 
 def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
@@ -101,26 +118,20 @@ def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     }
 
 
-def check_same_run(
-    saved: dict[str, Any], config: dict[str, Any], path: Path, *, is_moved: bool = False
-) -> list[str]:
+def check_same_run(saved: dict[str, Any], config: dict[str, Any], path: Path) -> list[str]:
     """A line for every key that differs between a checkpoint's run and this one, and may.
-
-    Args:
-        is_moved: whether the run goes on with another number of processes.
 
     Raises:
         CheckpointError: keys differ that may not; names them, and those that may.
     """
     lines = differences(saved, config)
-    if changed := [key for key in lines if not may_change(key, is_moved=is_moved)]:
-        named = MAY_CHANGE | MOVED_MAY_CHANGE if is_moved else MAY_CHANGE
+    if changed := [key for key in lines if not may_change(key)]:
         differ = "".join(f"  {lines[key]}\n" for key in changed)
         raise CheckpointError(
             f"resume: {path} was made with another configuration:\n{differ}"
             f"Put these back, or start a new run in another output_dir. What may change: "
-            f"{', '.join(sorted(named))}, where and how a reward service is asked, and which processes have a "
-            "reward model"
+            f"{', '.join(sorted(MAY_CHANGE))}, where and how a reward service is asked, which processes have a reward "
+            "model and how much it reads at a time, and what gives an answer a score that had none"
         )
     return [line for key, line in lines.items() if key not in ("resume", "overwrite_output_dir")]
 

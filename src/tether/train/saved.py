@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,18 +25,22 @@ from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
 from tether.metrics.writers import JsonlWriter
+from tether.models.bitsandbytes import placed
+from tether.models.checkpoints import run_folders
 from tether.models.fit import check_positions, steady_positions, steady_positions_told
-from tether.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from tether.models.loading import load_causal_lm
 from tether.models.loading import load_config as load_shape
 from tether.models.paths import check_model_path, own_weights
 from tether.models.saving import check_can_be_made, load_policy
+from tether.models.tokenizer import load_tokenizer, stop_token_ids
 from tether.rewards.build import try_sources
 from tether.rewards.norms import normalised
-from tether.train.checkpoint import STATE, STATE_DIR, is_checkpoint_name
+from tether.train.build import build_parts, sampling_of
 from tether.train.display import Display, NullDisplay
 from tether.train.evaluate import evaluate
-from tether.train.inputs import RunData, check_judged, first_answer, load_prompt_sets, resolved
-from tether.train.run import CONFIG, OF_SCRIPT, SCORE_NORM, build_parts, sampling_of
+from tether.train.folder import CONFIG
+from tether.train.inputs import OF_SCRIPT, RunData, check_judged, first_answer, load_prompt_sets, resolved
+from tether.train.norms import read_norms
 from tether.types import Request, Sampling, noise_key
 
 
@@ -63,11 +66,6 @@ def _section(file: Path) -> type[RunConfig] | type[SftStageConfig] | None:
     return SftStageConfig if isinstance(read, dict) and "demonstrations" in read else None
 
 
-def _run_folders(path: Path) -> Sequence[Path]:
-    """Where files of the run may lie that a policy is of: beside it, and beside the checkpoint that it is."""
-    return (path, path.parent) if is_checkpoint_name(path.name) else (path,)
-
-
 def run_config(path: Path) -> RunConfig | None:
     """The configuration of the PPO run that a policy is of, at its root or in a checkpoint in it; None if of none."""
     config = policy_config(path)
@@ -76,31 +74,9 @@ def run_config(path: Path) -> RunConfig | None:
 
 def policy_config(path: Path) -> RunConfig | SftStageConfig | None:
     """The configuration of the run of PPO or SFT that a policy is of, at its root or in a checkpoint in it."""
-    file = next((folder / CONFIG for folder in _run_folders(path) if (folder / CONFIG).is_file()), None)
+    file = next((folder / CONFIG for folder in run_folders(path) if (folder / CONFIG).is_file()), None)
     section = None if file is None else _section(file)
     return None if section is None else load_config(file, section=section)
-
-
-def read_norms(run: Path) -> tuple[ScoreMoments, dict[str, ScoreMoments]]:
-    """What the run's scores were normalised by, and by name those of sources with ``norm: auto``; of a checkpoint, at
-    that time.
-
-    Raises:
-        ConfigError: the run has not measured it yet.
-    """
-    if (state := run / STATE_DIR / STATE).is_file():
-        record = json.loads(state.read_text(encoding="utf-8"))
-        return ScoreMoments(**record["score_moments"]), _moments(record["source_moments"])
-    path = next((folder / SCORE_NORM for folder in _run_folders(run) if (folder / SCORE_NORM).is_file()), None)
-    if path is None:
-        raise ConfigError(f"{run}: no {SCORE_NORM} beside its {CONFIG}; it is written when the run ends or is stopped")
-    record = json.loads(path.read_text(encoding="utf-8"))
-    sources = _moments(record.pop("sources", {}))
-    return ScoreMoments(**record), sources
-
-
-def _moments(records: Mapping[str, Mapping[str, float]]) -> dict[str, ScoreMoments]:
-    return {name: ScoreMoments(**record) for name, record in records.items()}
 
 
 def evaluate_path(
@@ -160,7 +136,8 @@ def evaluate_path(
     shape = load_shape(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
     words = {"key": "the run's sampling.response_length", "way_out": "leave longer prompts out"}
     check_positions(shape, _longest(data), config.sampling.response_length, **words)
-    check_judged(config, data, tokenizer)
+    for note in check_judged(config, data, tokenizer):
+        display.message(f"warning: {note}")
     run_data = RunData(tokenizer, data, data, None)
     try_sources(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
     display.phase("loading models", 0, 1)
@@ -238,7 +215,8 @@ def generate_path(
     check_positions(shape, _longest(data), longest_answer, **words)
     display.phase("loading the model", 0, 1)
     device = Dist().device
-    policy = load_causal_lm(model, dtype=None, **code).to(device)
+    policy = load_causal_lm(model, dtype=None, device=device, **code)
+    placed(policy, device)
     stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
     sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)
     sampling = replace(sampling, max_new_tokens=longest_answer)

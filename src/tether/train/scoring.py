@@ -8,17 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tether.config.rewards import OwnModelReward, sources_of
 from tether.config.source import SourceConfig
-from tether.data.judged import JudgedData, load_judged
+from tether.data.judged import JudgedData, JudgedRow, load_judged
+from tether.data.pairs import pair_accuracy
 from tether.data.sources import check_source
-from tether.rewards.build import check_contents
+from tether.errors import DataError
+from tether.rewards.build import check_contents, try_sources
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.ensemble import Ensemble
+from tether.rewards.lengths import Room, or_raise
 from tether.rewards.reading import Reads
 from tether.train.display import Display, NullDisplay
-from tether.train.judges import Judges, check_sources, load_judges, load_reader
+from tether.train.judges import Judges, PolicyReader, check_sources, load_judges, load_reader
 from tether.train.saved import check_output, kept
 from tether.types import RewardBatch, RewardOutput
+
+Answers = Sequence[tuple[JudgedRow, str]]
+"""Answers, each with its row."""
 
 BATCH = 64
 """Answers between two signs of progress."""
@@ -80,11 +87,16 @@ def score_file(
     data = load_judged(file, split=split, subset=subset, key="FILE", is_chat=reader.is_chat)
     check_sources(config, data.columns)
     check_contents(config.rewards, ((row.prompt or "", row.columns, row.place) for row in data.rows))
+    answers = [(row, answer) for row in data.rows for answer in row.answers]
+    batches = [answers[start : start + BATCH] for start in range(0, len(answers), BATCH)]
+    _check_lengths(config, reader, batches, data.columns)
+    first = _batch(reader, answers[:1], data.columns)
+    try_sources(config.rewards, config.reward_names, first, reader.tokenizer)
     display.phase("loading models", 0, 1)
     judges = load_judges(config, reader)
     outputs: list[RewardOutput] = []
     with kept(output, lambda: _rows(data, outputs), display):
-        for scored in _scored(judges, data, display):
+        for scored in _scored(judges, batches, data.columns, display):
             outputs.append(scored)
     totals, components = _joined(outputs)
     scores = {SCORE: totals} | {name: values for name, values in components.items() if values != totals}
@@ -154,8 +166,8 @@ def answer_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int],
 
 
 def accuracy(margins: Sequence[float]) -> tuple[float, float]:
-    """Share of margins above 0, those of 0 counted half, and its standard error √(p(1 − p)/n)."""
-    share = sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
+    """``pair_accuracy`` and its standard error √(p(1 − p)/n)."""
+    share = pair_accuracy(margins)
     return share, (share * (1 - share) / len(margins)) ** 0.5
 
 
@@ -178,13 +190,34 @@ def thirds(lengths: Sequence[int]) -> dict[str, list[int]]:
     return groups
 
 
-def _scored(judges: Judges, data: JudgedData, display: Display) -> Iterator[RewardOutput]:
+def _check_lengths(
+    config: SourceConfig, reader: PolicyReader, batches: Sequence[Answers], columns: Sequence[str]
+) -> None:
+    """Raises ``DataError`` for the first answer that is longer with its prompt than a model can read."""
+    models = [(key, reward) for key, reward in sources_of(config.rewards) if isinstance(reward, OwnModelReward)]
+    rooms = [(key, reward, Room(reward, reader.tokenizer)) for key, reward in models]
+    limited = [(key, reward, room) for key, reward, room in rooms if room.limit is not None]
+    for answers in batches if limited else ():
+        batch = _batch(reader, answers, columns)
+        for key, reward, room in limited:
+            for (row, _), length in zip(answers, room.lengths(batch), strict=True):
+                if length > room.limit:
+                    raise DataError(
+                        f"{row.place}, for {key}: prompt and answer have {length} tokens, {reward.path} reads "
+                        f"{room.limit}: leave the row out, or take a model that reads more{or_raise(key, reward)}"
+                    )
+
+
+def _scored(
+    judges: Judges, batches: Sequence[Answers], columns: Sequence[str], display: Display
+) -> Iterator[RewardOutput]:
     """What the sources say of all answers of all rows in turn, a batch at a time."""
-    answers = [(row, answer) for row in data.rows for answer in row.answers]
-    for start in range(0, len(answers), BATCH):
-        display.phase("scoring", start, len(answers))
-        yield judges.rewards.score(_batch(judges, answers[start : start + BATCH], data.columns))
-    display.phase("scoring", len(answers), len(answers))
+    done, total = 0, sum(map(len, batches))
+    for answers in batches:
+        display.phase("scoring", done, total)
+        yield judges.rewards.score(_batch(judges.reader, answers, columns))
+        done += len(answers)
+    display.phase("scoring", total, total)
 
 
 def _joined(outputs: Sequence[RewardOutput]) -> tuple[list[float], dict[str, list[float]]]:
@@ -196,8 +229,8 @@ def _joined(outputs: Sequence[RewardOutput]) -> tuple[list[float], dict[str, lis
     return [score for output in outputs for score in output.scores], components
 
 
-def _batch(judges: Judges, answers: Sequence[tuple[Any, str]], columns: Sequence[str]) -> RewardBatch:
-    return judges.batch(
+def _batch(reader: PolicyReader, answers: Answers, columns: Sequence[str]) -> RewardBatch:
+    return reader.batch(
         [row.prompt for row, _ in answers],
         [answer for _, answer in answers],
         {name: [row.columns[name] for row, _ in answers] for name in columns},
@@ -224,7 +257,7 @@ def _seen(judges: Judges, data: JudgedData) -> list[str]:
     """The first rows as the models among the sources read them."""
     kinds = ("chosen", "rejected") if data.is_pairs else ("answer",)
     answers = [(row, answer) for row in data.rows[:SHOWN_ROWS] for answer in row.answers]
-    batch = _batch(judges, answers, data.columns)
+    batch = _batch(judges.reader, answers, data.columns)
     assert isinstance(judges.rewards, WeightedSum), "sources are summed"
     return [
         f"row {i // len(kinds)}, {kinds[i % len(kinds)]}, as {name} reads it: {_shortened(text)!r}"

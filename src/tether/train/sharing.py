@@ -155,7 +155,8 @@ class _BegunShare:
 
     Args:
         shares: rows of each process.
-        most: rows that each process must score at least; the first of its own again, or of the batch.
+        most: rows that each process must score at least, in step with the others; the first of its own again, or of
+            the batch.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class _BegunShare:
         self._rows = [*own, *[own[0] if own else 0] * (most - len(own))]
         self._part = _part(batch, self._rows)
         self._asked = begun(source, self._part) if self._rows else None
+        self._in_step = most > 0
 
     def finished(self, rows: Sequence[int]) -> None:
         """Tells the source of those that are its."""
@@ -179,12 +181,21 @@ class _BegunShare:
             self._asked.finished(ready)
 
     def output(self) -> RewardOutput:
-        """The scores of the whole batch."""
-        outputs = self._dist.together(lambda: None if self._asked is None else self._asked.output())
+        """The scores of the whole batch.
+
+        Raises:
+            Stopped: one of the processes was asked to stop while it waited for its own share.
+        """
+        outputs = self._dist.together(self._own_output)
         groups = [
             (rows, _first(output, len(rows))) for rows, output in zip(self._shares, outputs, strict=True) if len(rows)
         ]
         return joined(groups, self._batch)
+
+    def _own_output(self) -> RewardOutput | None:
+        if self._asked is None:
+            return None
+        return self._asked.output() if self._in_step else self._dist.interruptible(self._asked.output)
 
     def give_up(self) -> None:
         """Ends what this process has under way."""

@@ -30,14 +30,17 @@ from tether.errors import (
     RewardResponseError,
     TrainingError,
 )
+from tether.machine.distributed import met_by_all
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
-from tether.models.roles import POLICY, Pass
+from tether.models.roles import POLICY, VALUE, Pass
 from tether.report.limits import forward_type, scores_alike
+from tether.rewards.combine import WeightedSum
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState, last_complete
 from tether.train.costs import PassCosts, num_read, phase, product_rate, timed, with_rates
+from tether.train.critic_scale import rescale, score_scale
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import out_of_step
 from tether.train.evaluate import evaluate
@@ -122,12 +125,13 @@ class PPOTrainer:
             RewardError: answers could not be scored; the state after the last finished update is saved.
             ConfigError: a checkpoint cannot be written, or there will be no room for it.
             CheckpointError: the disk takes no more; checkpoints that were finished are whole.
-            GenerationError, TrainingError: too much was not finite, or not even one answer fits into memory.
+            GenerationError, TrainingError: too much was not finite, not even one answer fits into memory, or no token
+                took part in a loss.
             LostProcess, OutOfStep: one of several processes could not go on, and so none can.
         """
         try:
             with self.stop, self.checkpoints.may_run_out():  # while something is saved, too: no signal takes it away
-                return self._fit()
+                interrupted = self._fit()
         except (GenerationError, TrainingError) as error:
             if self.state.step > 0:
                 error.add_note(self.guard.marked(last_complete(self.config.output_dir)))
@@ -136,6 +140,16 @@ class PPOTrainer:
             if self.dist.is_main:
                 error.add_note(f"{self.checkpoints.way_on()}.")
             raise
+        if interrupted is None and self.state.step > 0 and not self.state.had_tokens:
+            raise met_by_all(
+                TrainingError(
+                    f"nothing was trained: none of the answers of {self.state.step} updates ended within "
+                    f"sampling.response_length {self.config.sampling.response_length}, and ppo.mask_truncated leaves "
+                    "such answers out of all losses. Set a larger sampling.response_length, or ppo.mask_truncated: "
+                    "false. No policy is written"
+                )
+            )
+        return interrupted
 
     def _fit(self) -> str | None:
         if self.state.saved_step is None:
@@ -263,14 +277,16 @@ class PPOTrainer:
         if by_source or of_sum:
             answers = start_answers(self.parts, self.config, phase=self.log.phase, check=self.stop.check)
         if by_source:
-            moments = measured(self.parts.rewards, answers.reward_batch(self.parts.tokenizer))
+            with self.stop.at_once():
+                moments = measured(self.parts.rewards, answers.reward_batch(self.parts.tokenizer))
             for name, own in moments.items():
                 self.log.message(spread(own, f"norm auto of the reward {name}", "norm"))
             self.state.source_moments = moments
         if self.state.source_moments:
             self.parts = replace(self.parts, rewards=normalised(self.parts.rewards, self.state.source_moments))
         if of_sum:
-            moments = algo.merged_moments(algo.ScoreMoments(), raw_scores(self.parts, answers)[0])
+            with self.stop.at_once():
+                moments = algo.merged_moments(algo.ScoreMoments(), raw_scores(self.parts, answers)[0])
             self.log.message(spread(moments, "ppo.score_norm frozen", "score_norm"))
             self.state.score_moments = moments
 
@@ -378,7 +394,8 @@ class PPOTrainer:
     def score(
         self, answers: Answers, metrics: Metrics, output: RewardOutput | None = None
     ) -> tuple[Judged, algo.ScoreMoments]:
-        """What is trained on, and the moments that it was normalised by.
+        """What is trained on, and the moments that it was normalised by. The first time a critic that is a copy of the
+        first reward source is put on their scale.
 
         Args:
             output: scores of the answers, for callers that scored them; the reward sources are asked otherwise.
@@ -402,13 +419,30 @@ class PPOTrainer:
                 metrics.mean(f"rewards/{name}", values)
         judged = Judged(scores, output.components, early_scores(output, answers, self.config, moments))
         self.log.samples(self.state.step + 1, "train", answers, judged, limit=self.config.train.log_samples)
+        self.scale_critic(judged, moments)
         self.stop.agree()
         return judged, moments
+
+    def scale_critic(self, judged: Judged, moments: algo.ScoreMoments) -> None:
+        """Puts a critic that is a copy of the first reward source on the scale of what is trained on, once, before its
+        first values are asked for."""
+        if self.state.is_critic_scaled:
+            return
+        self.state.is_critic_scaled, rewards = True, self.parts.rewards
+        is_copy = self.roles.has_critic and self.roles.role(VALUE).copies_reward
+        if not is_copy or not isinstance(rewards, WeightedSum) or not judged.components:
+            return  # of a judge of the caller's, or scores, nothing is known
+        norm = None if self.config.ppo.score_norm is None else moments
+        slope, shift = score_scale(rewards.parts, judged.components, norm)
+        if (slope, shift) != (1.0, 0.0):
+            rescale(self.roles, self.engine, self.dist, slope, shift)
+            name = rewards.parts[0].name
+            self.log.message(f"the critic starts at {slope:.3g} times the score of {name} plus {shift:.3g}")
 
     @torch.no_grad()
     def experience(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[Experience]:
         """Everything the update needs, a record for each of this process's micro-batches."""
-        ppo, kl_coef = self.config.ppo, self.state.kl_coef
+        ppo, kl_coef, each = self.config.ppo, self.state.kl_coef, self.config.sampling.num_generations
         batches = self.micro_batches(answers)
         with self.roles.fetched():
             outputs = self.outputs(batches, answers, metrics)
@@ -420,11 +454,11 @@ class PPOTrainer:
             kept,
             ppo,
             kl_coef=kl_coef,
-            num_generations=self.config.sampling.num_generations,
+            num_generations=each,
             early_scores=judged.early_scores,
         )
         with metrics.known():
-            measure_objective(metrics, outputs, scores, answers, ppo, kl_coef=kl_coef)
+            measure_objective(metrics, outputs, scores, answers, ppo, kl_coef=kl_coef, num_generations=each)
             measure_critic(metrics, outputs, learned)
         in_loss = kl_coef if ppo.kl_in == "loss" else 0.0
         return experience(batches, outputs, learned, kept, kl_loss_coef=in_loss, dist=self.dist)
@@ -506,6 +540,7 @@ class PPOTrainer:
     def record(self, metrics: dict[str, float]) -> None:
         """Counts an update and logs its metrics."""
         self.state.step += 1
+        self.state.had_tokens |= metrics["update/num_steps"] > 0 or metrics.get("update/num_empty", 0.0) == 0
         self.state.bad_batches, self.guard.step = self.guard.in_a_row, self.state.step + 1
         is_alike = scores_alike(metrics["objective/scores"], metrics["objective/scores_std"])
         self.num_alike = self.num_alike + 1 if is_alike and self.config.train.rollout_batch_size > 1 else 0

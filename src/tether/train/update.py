@@ -36,6 +36,8 @@ class Gradients(Enum):
     """None: they are not finite, which the scale of the loss may have made them."""
     TOO_FAR = auto()
     """None, and no other either: the policy has moved too far."""
+    EMPTY = auto()
+    """None: there are none, as no token takes part."""
 
 
 class Update:
@@ -84,7 +86,8 @@ class Update:
 
         With optimizers of their own, policy and critic take turns: the gradients of one are gone before those of the
         other are made. What is not finite in the policy's keeps both from stepping, in the critic's the critic alone.
-        Gradients that overflow because the loss was scaled keep but their own optimizer from stepping.
+        Gradients that overflow because the loss was scaled keep but their own optimizer from stepping. Where no token
+        takes part no optimizer steps and no step is counted; schedules move on, as with every step that is left out.
 
         Raises:
             TrainingError: too many mini-batches in a row are not finite.
@@ -93,7 +96,7 @@ class Update:
         """
         total, stopped = self.config.ppo.num_ppo_epochs * self.config.ppo.num_mini_batches, False
         for done, mini_batch in enumerate(mini_batches(experience, self.config, self.step)):
-            is_bad = overflowed = False
+            is_bad = overflowed = has_tokens = False
             for optimizer in self.optimizers_in_use():
                 gradients = None
                 if not (stopped or is_bad):
@@ -105,18 +108,21 @@ class Update:
                         self.guard.leave_out(error)
                         is_bad = True
                 overflowed |= gradients is Gradients.OVERFLOWED
+                has_tokens |= gradients not in (None, Gradients.EMPTY)
                 if gradients is Gradients.FIT:
                     with self.changing():
                         self.take_step(optimizer)
                 else:
                     self.engine.skip(optimizer)
                 self.rescale(optimizer, gradients)
-            is_whole = not (stopped or is_bad or overflowed)
+            is_whole = has_tokens and not (stopped or is_bad or overflowed)
             if is_whole:
                 self.guard.took_step()
             with self.metrics.known():
                 self.metrics.sum("update/num_steps", float(is_whole))
                 self.metrics.sum("update/num_bad", float(is_bad))
+                if self.config.ppo.mask_truncated:
+                    self.metrics.sum("update/num_empty", float(not (has_tokens or stopped or is_bad)))
 
     def fitting_gradients(self, optimizer: PassOptimizer, mini_batch: list[Experience], number: int) -> Gradients:
         """``add_gradients``, with micro-batches halved as often as it takes for them to fit into memory.
@@ -184,6 +190,8 @@ class Update:
         learned = sorted((item for item in mini_batch if item.takes_part), key=num_places, reverse=True)
         acts = not self.is_warming_up and any(POLICY in pass_.trains for pass_ in passes)
         shown, num_tokens = self.own_demonstrations(number) if self.demonstrations and acts else ([], 0.0)
+        if not (learned or shown):
+            return Gradients.EMPTY
         self.engine.expect({p.name: len(learned) + len(shown) * (POLICY in p.trains) for p in passes})
         for pass_ in passes:
             for item in learned:

@@ -18,14 +18,14 @@ from tether.compat.translation import warmup_share
 from tether.compat.trl.former import OF_CONFIG, telling
 from tether.config import launched
 from tether.config.load import checked_config
-from tether.config.schema import RunConfig
+from tether.config.schema import RunConfig, without_idle
 from tether.errors import ConfigError
 from tether.machine.distributed import Dist
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.compiled import check_compile
-from tether.models.loading import bf16_supported, default_device
+from tether.models.device import bf16_supported, default_device
 from tether.train.engines.deepspeed import load_whole
-from tether.train.run import OF_SCRIPT
+from tether.train.inputs import OF_SCRIPT
 
 REFUSED = {
     "optim_args": "the optimizer is AdamW: use learning_rate, weight_decay and adam_*, or hand over `optimizers`",
@@ -333,7 +333,7 @@ def run_config(
         "run_name": args.run_name,
     }
     data = {"prompts": OF_SCRIPT} | ({"eval_prompts": "eval_dataset"} if evaluates else {})
-    return checked_config(
+    config, _ = without_idle(
         {
             "model": {"path": model_path, "lora": lora},
             "value": {"kind": "model"},
@@ -342,11 +342,9 @@ def run_config(
             "output_dir": args.output_dir,
             "overwrite_output_dir": (Path(args.output_dir) / "metrics.jsonl").exists(),
             **given,
-        },
-        RunConfig,
-        source="PPOConfig",
-        origins=origins,
+        }
     )
+    return checked_config(config, RunConfig, source="PPOConfig", origins=origins)
 
 
 def warmup_ratio(args: PPOConfig, num_updates: int) -> float:

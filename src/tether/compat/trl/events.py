@@ -82,8 +82,12 @@ class Events(Callbacks):
         super().resume(state, [{**row, **epoch} for row, epoch in zip(history, epochs, strict=True)])
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Logs metrics."""
+        """Logs metrics, which tells callbacks too."""
         self.log(dict(metrics))
+
+    def log_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Logs metrics."""
+        self.record(metrics)
 
     def call(self, event: str, **kwargs: Any) -> None:
         """Calls every callback at an event."""

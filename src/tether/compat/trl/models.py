@@ -27,10 +27,12 @@ from tether.models.adapters import (
 )
 from tether.models.bitsandbytes import is_quantized
 from tether.models.build import check_token_ids, finished
+from tether.models.device import half_dtype
 from tether.models.heads import ScalarHead
-from tether.models.loading import TOKENIZER_FILES, half_dtype
 from tether.models.paths import absolute_source, model_errors
+from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+from tether.models.tokenizer import TOKENIZER_FILES
 from tether.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -229,6 +231,7 @@ class Models:
             device=device,
             autocast_dtype=half_dtype(config.train, device),
             detach_value=False,
+            processor=None if source == IN_MEMORY else read_processor(source, self.base.config),
         )
         return finished(models, config)
 

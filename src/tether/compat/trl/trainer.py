@@ -55,11 +55,12 @@ from tether.train.display import NullDisplay
 from tether.train.engines.build import build_engine
 from tether.train.engines.deepspeed import Zero
 from tether.train.engines.fsdp import FullySharded
-from tether.train.log import METRICS, RunLog
+from tether.train.folder import CONFIG, check_files, check_models_kept, holds_run, prepare_folder
+from tether.train.log import RunLog
 from tether.train.optim import check_schedule
 from tether.train.parts import Parts
 from tether.train.rollout import answer
-from tether.train.run import CONFIG, check_files, check_models_kept, check_processes, prepare_folder
+from tether.train.run import check_processes
 from tether.train.same_run import check_same_data, check_same_run, told_of_move
 from tether.train.sharing import shared, shared_generator
 from tether.train.trainer import PPOTrainer as PhaseTrainer
@@ -161,10 +162,8 @@ class PPOTrainer:
         if inert := sorted(INERT & args.set_arguments):
             logger.warning("PPOConfig: not read here: %s", ", ".join(inert))
 
-        # From here on the models change.
         set_seed((args.seed + dist.rank) % 2**32)
         device = torch.device("cpu") if engine.spreads_weights else dist.device
-        roles = models.roles(self._config, processing_class, device=device)
         rewards = judges.source(
             processing_class,
             batch_size=args.local_rollout_forward_batch_size,
@@ -172,6 +171,8 @@ class PPOTrainer:
             shards=engine.spreads_weights,
             shared=partial(shared, dist=dist, engine=engine),
         )
+        # From here on the models change.
+        roles = models.roles(self._config, processing_class, device=device)
         before = roles.trained
         engine.place(roles)
         self._rewards = rewards
@@ -350,18 +351,18 @@ class PPOTrainer:
         """Raises ``ConfigError`` if the run would remove or overwrite something that no earlier run in the folder
         wrote."""
         check_models_kept(folder, self._sources)
-        check_files(folder, is_new=not (folder / METRICS).exists(), way_out="remove it")
+        check_files(folder, is_new=not holds_run(folder), way_out="remove it")
 
     def _check_resumed(self, config: RunConfig, checkpoint: Path, display: NullDisplay) -> None:
         """Raises ``CheckpointError`` if the checkpoint belongs to another run; says what differs."""
         record = read_state(checkpoint)
-        saved, is_moved = parse_config(record["config"], RunConfig), record["num_processes"] != self._dist.num_processes
+        saved = parse_config(record["config"], RunConfig)
         self._dist.each(lambda: self._check_warmup(saved, checkpoint))
         # The same number of updates as before; their share depends on the length of the run.
         same_warmup = saved.train.model_copy(update={"warmup_ratio": config.train.warmup_ratio})
         saved = saved.model_copy(update={"train": same_warmup})
         before, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
-        self._dist.each(lambda: check_same_run(before, now, checkpoint, is_moved=is_moved))
+        self._dist.each(lambda: check_same_run(before, now, checkpoint))
         if (told := told_of_move(saved, record, config, self._dist, self._engine.name)) is not None:
             display.message(told)
 
@@ -378,7 +379,7 @@ class PPOTrainer:
     def _resumed(self, asked: str | bool | None) -> RunConfig:
         """The configuration, with its settings for an earlier run in its folder."""
         resume = self.args.resume_from_checkpoint if asked is None else asked
-        is_again = not resume and (self._config.output_dir / METRICS).exists()
+        is_again = not resume and holds_run(self._config.output_dir)
         return self._config.model_copy(update={"resume": resume or False, "overwrite_output_dir": is_again})
 
     def evaluate(

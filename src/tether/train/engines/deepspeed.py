@@ -397,18 +397,30 @@ class Unit:
         return norm
 
     def drop_gradients(self) -> None:
-        """Forgets gradients, whether reduced or not."""
+        """Forgets gradients, whether reduced or not.
+
+        DeepSpeed adds a backward to what an earlier one of the same step left in its buffers. A parameter that the
+        first backward of the next step passes by would find there what is dropped here, so the buffers are emptied.
+        """
         from deepspeed.utils import safe_set_local_grad
 
         zero = self.engine.optimizer
         zero.zero_grad(set_to_none=True)
         for number, share in enumerate(self.joint.shares):
             share.scale, share.is_forgotten = None, False
-            if self._stage == 3:  # a parameter that the next first backward passes by would keep them
+            if self._stage < 3:
+                zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
+            elif zero.offload_optimizer:
                 for p in share.parameters:
                     safe_set_local_grad(p, torch.zeros_like(p.ds_tensor))
-            else:
-                zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
+        if self._stage == 3:
+            zero.grad_partitions_flat_buffer.zero_()
+        elif zero.cpu_offload:
+            zero.micro_step_id = -1  # so that the next backward is the first of a step
+            zero.reset_cpu_buffers()
+            flats = [flat.grad for flat in zero.single_partition_of_fp32_groups]
+            for buffer in (*zero.accumulated_grads_in_cpu.values(), *flats):
+                buffer.zero_()
         self._ran.clear()
 
     # The optimizers' states as one process has them
@@ -496,8 +508,11 @@ class Unit:
                 for name, value in self.joint.state[flat].items():
                     if not _is_moment(value, flat):
                         self.joint.state[flat][name] = _like(0, value)
-            if not (self._stage < 3 and zero.cpu_offload):
+            if self._stage < 3 and not zero.cpu_offload:
                 zero.averaged_gradients[number] = [torch.zeros_like(flat) for flat in flats]
+        if self._stage == 3:  # where they are by sub-group, of which a share may have several
+            for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
+                zero.averaged_gradients[number] = [torch.zeros_like(flat)]
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()  # in which no share takes part
         self.drop_gradients()

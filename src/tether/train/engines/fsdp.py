@@ -10,6 +10,7 @@ Gradients are summed over processes after every backward, so that no process eve
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -32,6 +33,8 @@ from tether.train.engines.base import Hosted, all_together, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
 
+logger = logging.getLogger(__name__)
+
 
 class FullySharded:
     """FSDP2 as the launcher's configuration asks for it.
@@ -47,7 +50,12 @@ class FullySharded:
     def __init__(self, dist: Dist) -> None:
         plugin = FullyShardedDataParallelPlugin()  # what the launcher said
         _check(plugin, dist.accelerator.parallelism_config)
-        disable_fsdp_ram_efficient_loading()  # heads and adapters are made of the weights, in every process alike
+        if plugin.cpu_ram_efficient_loading and dist.is_main:
+            logger.warning(
+                "fsdp_cpu_ram_efficient_loading of the launch is switched off: every process reads every model, as "
+                "heads and adapters are made of the weights"
+            )
+        disable_fsdp_ram_efficient_loading()
         self._dist = dist
         self._reshards = plugin.reshard_after_forward
         on_device = dist.device.type != "cpu"

@@ -1,0 +1,430 @@
+"""From a path to a classifier: a decoder with a scalar head, or one of a family that pools otherwise.
+
+Nothing is left at random, as in ``loading.py``: a head that a checkpoint lacks is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from safetensors import safe_open
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from tether.errors import ModelError
+from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
+from tether.models.bitsandbytes import FewBits, placement, whole
+from tether.models.fit import has_few_bits, is_classifier
+from tether.models.heads import (
+    HEAD_NAMES,
+    VALUE_HEAD_FILES,
+    ScalarHead,
+    head_from,
+    is_head_key,
+    no_value_head,
+    read_value_head,
+    state_size,
+    value_head_file,
+)
+from tether.models.loading import (
+    cast,
+    check_complete,
+    check_full,
+    from_pretrained,
+    load_causal_lm,
+    load_config,
+    saved_dtype,
+)
+from tether.models.paths import (
+    MODEL_WEIGHTS,
+    downloaded,
+    is_adapter,
+    model_errors,
+    own_weights,
+    some_of,
+    weight_files,
+)
+
+POOLED_HEADS = ("classifier", "classification_head", "logits_proj")
+"""What the heads of classifiers are called whose families pool otherwise than at the last token."""
+HEADS = ("score", *POOLED_HEADS)
+"""The same, and that of the others."""
+OUTPUT_MODULES = ("classifier", "logits_proj", "classifier.out_proj", "classification_head.out_proj")
+"""The last layers of the heads of such families, with a row for each label."""
+OUTPUT_LAYERS = tuple(f"{name}.weight" for name in (*HEAD_NAMES, *OUTPUT_MODULES))
+"""Their weights, and those of the others."""
+
+
+def load_classifier(path: str, **options: Any) -> PreTrainedModel:
+    """The decoder with a scalar head in ``path``, as ``load_reward_model`` gives it, for callers that need one.
+
+    Raises:
+        ModelError: as ``load_reward_model``, or it is of a family that pools otherwise than at the last token.
+    """
+    model = load_reward_model(path, **options)
+    _check_decoder(model, path)
+    return model
+
+
+def load_reward_model(
+    path: str,
+    *,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    few_bits: FewBits | None = None,
+    device: torch.device | str | None = None,
+    label: int | str | None = None,
+) -> PreTrainedModel:
+    """The sequence classifier with one label in ``path``, in eval mode; an adapter is merged into its base.
+
+    A decoder's ``score`` is a float32 ``ScalarHead``. A head under another known name, or with a bias, is taken over
+    whole. Other families (BERT, RoBERTa, DeBERTa, …) keep the pooling and the head of their class.
+
+    Args:
+        dtype: of the weights, a decoder's head aside; None: as saved.
+        few_bits: holds the linear layers in 4 or 8 bits, on their device.
+        device: where weights go that are saved in few bits; all others wait on the CPU for the caller.
+        label: of a classifier with several labels the one to keep alone, by name or number.
+
+    Raises:
+        ModelError: it is not there, has more labels than one, or not the one that is asked for, no head, several, or
+            weights that are missing or that have no place in the model; or it is an adapter, and ``few_bits`` are
+            asked for.
+    """
+    options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    if few_bits is not None:
+        check_full(path, revision, few_bits)
+        options |= few_bits.options(heads=HEADS)
+    if is_adapter(path, revision):
+        adapter = read_adapter(path, revision)
+        if label is None:
+            return _adapted_classifier(adapter, dtype, options, device=device)
+        every = _adapted_classifier(adapter, dtype, options, num_labels=_num_labels(adapter), device=device)
+        return _with_one_label(every, label, path)
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    if label is None and is_classifier(config) and config.num_labels != 1:
+        raise ModelError(f"{path}: got a classifier with {config.num_labels} labels; wanted one label (num_labels=1)")
+    options = placement(config, device) | options
+    labels = 1 if label is None else config.num_labels
+    model, info = from_pretrained(
+        AutoModelForSequenceClassification, path, dtype=dtype or "auto", revision=revision, num_labels=labels, **options
+    )
+    has_known_head = reads_last_token(model) and label is None
+    heads = {name for name in info["unexpected_keys"] if is_head_key(name) and has_known_head}
+    foreign = sorted(n for n in set(info["unexpected_keys"]) - heads if not _is_unused(n, model))
+    if foreign:
+        raise ModelError(f"{path}: holds weights that have no place in {type(model).__name__}: {some_of(foreign)}")
+    check_complete(info, path, but={"score.weight"} if has_known_head else ())
+    if label is not None:
+        return _with_one_label(model, label, path)
+    if not reads_last_token(model):
+        return model
+    tensors = read_tensors(path, heads, revision=revision)
+    if "score.weight" not in info["missing_keys"]:
+        tensors["score.weight"] = model.score.weight
+    model.score = head_from(tensors, model.score.in_features, path)
+    return model
+
+
+def _with_one_label(model: PreTrainedModel, label: int | str, path: str) -> PreTrainedModel:
+    """The classifier with one of its labels alone: the last layer of its head keeps that label's row."""
+    row = label_number(model.config, label, path)
+    layers = dict(model.named_modules())
+    name = next((n for n in ("score", *OUTPUT_MODULES) if isinstance(layers.get(n), torch.nn.Linear)), None)
+    if name is None:
+        raise ModelError(f"{path}: the head of {type(model).__name__} has no last layer with a row for each label")
+    whole = layers[name]
+    head = ScalarHead(whole.in_features, bias=whole.bias is not None)
+    with torch.no_grad():
+        head.weight.copy_(whole.weight[row : row + 1])
+        if whole.bias is not None:
+            head.bias.copy_(whole.bias[row : row + 1])
+    model.set_submodule(name, head.to(whole.weight.device))
+    model.config.num_labels = model.num_labels = 1
+    return model
+
+
+def label_number(config: PreTrainedConfig, label: int | str, path: str) -> int:
+    """Number of a classifier's label.
+
+    Raises:
+        ModelError: it has none of that name or number.
+    """
+    names = config.id2label
+    found = [number for number, name in names.items() if label in (number, name)]
+    if len(found) != 1:
+        raise ModelError(
+            f"{path}: has no label {label!r}; wanted one of {', '.join(f'{n} ({name})' for n, name in names.items())}"
+        )
+    return found[0]
+
+
+def _is_unused(name: str, model: PreTrainedModel) -> bool:
+    """Whether a weight has no part in the score: of a language model's head, or of a pooler that this very class of
+    transformers saved and does without."""
+    own_pooler = f"{model.base_model_prefix}.pooler."
+    return name.startswith("lm_head.") or (
+        name.startswith(own_pooler) and type(model).__name__ in (model.config.architectures or ())
+    )
+
+
+def load_merged_classifier(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The sequence classifier that the adapter in ``path`` makes of its base, of any family and number of labels, in
+    eval mode; the weights have the base's type.
+
+    Raises:
+        ModelError: the adapter does not fit its base, or holds no head.
+    """
+    adapter = read_adapter(path)
+    options = {"trust_remote_code": trust_remote_code}
+    return _adapted_classifier(adapter, None, options, num_labels=_num_labels(adapter))
+
+
+def _num_labels(adapter: Adapter) -> int:
+    """Labels of the classifier that an adapter makes of its base.
+
+    Raises:
+        ModelError: it holds no head, or several.
+    """
+    tensors = {name.removeprefix(MODULE_PREFIX): tensor for name, tensor in adapter.tensors.items()} | adapter.head
+    outputs = [tensors[name] for name in OUTPUT_LAYERS if name in tensors]
+    if len(outputs) != 1:
+        raise ModelError(
+            f"{adapter.path}: wanted an adapter with one head, {' or '.join(OUTPUT_LAYERS)}; got {len(outputs)}"
+        )
+    return outputs[0].shape[0]
+
+
+def _adapted_classifier(
+    adapter: Adapter,
+    dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+    *,
+    num_labels: int = 1,
+    device: torch.device | str | None = None,
+) -> PreTrainedModel:
+    """The classifier that an adapter makes of its base; merged in float32, then cast."""
+    base, code = adapter.config.base_model_name_or_path, {"trust_remote_code": options["trust_remote_code"]}
+    of_base = {"dtype": torch.float32, "revision": adapter.config.revision, **options}
+    dtype = dtype or saved_dtype(adapter, **code)
+    shape = load_config(base, revision=adapter.config.revision, **code)
+    if num_labels == 1 and _is_headed(adapter, base, shape, **code):
+        model = classifier_on(whole(load_causal_lm(base, device=device, **of_base), base))
+        return _with_head(cast(merged(model, adapter), dtype), adapter)
+    model, info = from_pretrained(
+        AutoModelForSequenceClassification, base, num_labels=num_labels, **placement(shape, device), **of_base
+    )
+    if not reads_last_token(model) or num_labels != 1:
+        tensors = adapter.tensors | {f"{MODULE_PREFIX}{name}": tensor for name, tensor in adapter.head.items()}
+        mine = {name.removeprefix(MODULE_PREFIX) for name in tensors}
+        others = [each for each in info["mismatched_keys"] if each[0] not in mine]
+        check_complete({**info, "mismatched_keys": others}, base, but=mine)
+        heads = {name.partition(".")[0] for name in mine} & set(HEADS)
+        kept = [*(adapter.config.modules_to_save or ()), *sorted(heads)]
+        settings = changed_config(adapter.config, modules_to_save=kept)
+        return cast(merged(whole(model, base), replace(adapter, config=settings, tensors=tensors)), dtype)
+    check_complete(info, base, but={"score.weight"})
+    return _with_head(cast(merged(whole(model, base), adapter), dtype), adapter)
+
+
+def _is_headed(adapter: Adapter, base: str, shape: PreTrainedConfig, *, trust_remote_code: bool) -> bool:
+    """Whether the adapter's classifier is a head on its base's language model, as ``tether reward`` trains one, and
+    not what transformers makes of the base: that one has another trunk (the model with its eyes and not the text model
+    alone) or would hold its missing head in few bits.
+    """
+    if is_classifier(shape):
+        return False
+    with model_errors(base), torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(shape, trust_remote_code=trust_remote_code)
+    leaves = tuple(f"{name}." for name, module in classifier.named_modules() if next(module.children(), None) is None)
+    has_place = all(name.removeprefix(MODULE_PREFIX).startswith(leaves) for name in adapter.tensors)
+    return reads_last_token(classifier) and (has_few_bits(shape) or not has_place)
+
+
+def _with_head(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
+    """The classifier with the adapter's head, in float32."""
+    model.score = head_from(adapter.head, model.score.in_features, adapter.path)
+    return model
+
+
+def check_classifier(
+    path: str,
+    key: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    label: int | str | None = None,
+    label_key: str | None = None,
+) -> None:
+    """Raises ``ModelError`` if a model is no classifier with one label, or an adapter has no head; loads no weights.
+
+    Of a model on the hub, the configuration is looked at.
+
+    Args:
+        key: the configuration key that named it, for the message.
+        label: of a classifier with several labels the one that is kept.
+        label_key: the configuration key that ``label`` is given by; None where there is none.
+    """
+    folder = Path(path)
+    if (beside := value_head_file(folder)) is not None:
+        raise ModelError(
+            f"{key}: {path} keeps its head in {beside.name}, as LLaMA-Factory does; wanted a model with a head of its "
+            "own. As a reward it is of type value_head"
+        )
+    if is_adapter(path, revision):
+        _check_head_of_adapter(path, key, revision)
+        return
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    if label is not None:
+        label_number(config, label, f"{label_key}: {path}")
+    elif is_classifier(config) and config.num_labels != 1:
+        names = ", ".join(map(str, config.id2label.values()))
+        way_out = "" if label_key is None else f", or by {label_key} the one whose logit is the score: {names}"
+        raise ModelError(
+            f"{key}: {path} is a classifier with {config.num_labels} labels; wanted one label (num_labels=1){way_out}"
+        )
+    names = _tensor_names(folder)
+    if names and not any(is_head_key(name) or name.partition(".")[0] in POOLED_HEADS for name in names):
+        raise ModelError(
+            f"{key}: {path} holds no scalar head; wanted a model trained as a sequence classifier with num_labels=1"
+        )
+
+
+def _check_head_of_adapter(path: str, key: str, revision: str | None) -> None:
+    """Raises ``ModelError`` if an adapter has no head by its weights, or by its settings where those are not here."""
+    with model_errors(path):
+        settings = PeftConfig.from_pretrained(path, revision=revision)
+        names: list[str] = []
+        if (file := Path(path) / "adapter_model.safetensors").is_file():
+            with safe_open(file, framework="pt") as tensors:
+                names = [name.removeprefix(MODULE_PREFIX) for name in list(tensors.keys())]
+    kept = names or [f"{name}.weight" for name in getattr(settings, "modules_to_save", None) or ()]
+    is_known = bool(names) or settings.task_type not in ("SEQ_CLS", None)
+    if is_known and not any(is_head_key(name) or name.partition(".")[0] in POOLED_HEADS for name in kept):
+        raise ModelError(
+            f"{key}: {path} is an adapter without a head (task_type {settings.task_type}); wanted the adapter of a "
+            "sequence classifier with one label, which brings its head"
+        )
+
+
+def reads_last_token(model: PreTrainedModel) -> bool:
+    """Whether the classifier is a decoder, whose head reads the state of the last token."""
+    return isinstance(getattr(model, "score", None), torch.nn.Linear)
+
+
+def empty_classifier(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The classifier in ``path``, or on the base of an adapter there, without weights."""
+    base, at = own_weights(path, revision)
+    config = load_config(base, revision=at, trust_remote_code=trust_remote_code)
+    with model_errors(path), torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def pools_otherwise(path: str, **origin: Any) -> bool:
+    """Whether the classifier in ``path`` is of a family that reads more than the last token; loads no weights.
+
+    Args:
+        origin: as ``empty_classifier`` takes it.
+    """
+    return not reads_last_token(empty_classifier(path, **origin))
+
+
+def load_value_head_model(
+    path: str, *, revision: str | None = None, **options: Any
+) -> tuple[PreTrainedModel, ScalarHead]:
+    """The language model in ``path`` with the value head beside it, as LLaMA-Factory saves reward models.
+
+    The folder holds a full causal language model, or a PEFT adapter of one, and ``value_head.safetensors`` or
+    ``value_head.bin`` with ``v_head.summary.weight`` and ``v_head.summary.bias``.
+
+    Args:
+        options: as ``load_causal_lm`` takes them.
+
+    Raises:
+        ModelError: the model or its head is not there, or does not fit.
+    """
+    head = read_value_head(downloaded(path, revision, VALUE_HEAD_FILES))
+    model = load_causal_lm(path, revision=revision, **options)
+    return model, head_from(head, state_size(model), path)
+
+
+def check_value_head(path: str, key: str) -> None:
+    """Raises ``ModelError`` if a local folder has no value head beside its model.
+
+    Args:
+        key: the configuration key that named it, for the message.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or value_head_file(folder) is not None:
+        return
+    if any(is_head_key(name) for name in _tensor_names(folder)):
+        raise ModelError(f"{key}: {path} holds its head among its own weights; use type model")
+    raise ModelError(f"{key}: {no_value_head(folder)}")
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """Names of the weights in a folder, as far as they are in safetensors."""
+    names = []
+    with model_errors(str(folder)):
+        for file in weight_files(folder):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    names += tensors.keys()
+    return names
+
+
+def classifier_on(model: PreTrainedModel) -> PreTrainedModel:
+    """A sequence classifier with one label on the trunk of a causal language model, its head says 0 of everything.
+
+    Raises:
+        ModelError: transformers has no classifier of this kind of model.
+    """
+    config = changed_config(model.config, num_labels=1)
+    code = {"trust_remote_code": hasattr(config, "auto_map")}  # it runs already: the model is there
+    with model_errors(type(model).__name__), torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(config, **code)
+    _check_decoder(classifier, type(model).__name__)
+    if type(classifier.base_model) is not type(model.base_model):
+        names = f"{type(model).__name__} and {type(classifier).__name__}"
+        raise ModelError(f"{names} have different trunks: use value.kind head")
+    setattr(classifier, classifier.base_model_prefix, model.base_model)
+    classifier.score = ScalarHead(classifier.score.in_features)
+    return classifier.eval()
+
+
+def read_tensors(path: str, names: Iterable[str], *, revision: str | None = None) -> dict[str, Tensor]:
+    """The named tensors of a full model's checkpoint; names that it does not hold are left out."""
+    wanted = set(names)
+    if not wanted:
+        return {}
+    folder = downloaded(path, revision, MODEL_WEIGHTS)
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                found |= {name: tensors.get_tensor(name) for name in wanted & set(tensors.keys())}
+        else:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+            found |= {name: tensors[name] for name in wanted & tensors.keys()}
+    return found
+
+
+def _check_decoder(model: PreTrainedModel, path: str) -> None:
+    if not reads_last_token(model):
+        raise ModelError(
+            f"{path}: {type(model).__name__} has no head called score; wanted a decoder (GPT-2, Llama, Qwen2, …) "
+            "trained as a sequence classifier"
+        )

@@ -1,0 +1,153 @@
+"""From a path to a tokenizer, and which tokens end an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tether.errors import ConfigError, ModelError
+from tether.models.chat import turn_end
+from tether.models.gguf import own_tokens, place_of
+from tether.models.loading import load_config
+from tether.models.paths import (
+    is_adapter,
+    model_errors,
+    own_weights,
+)
+
+MISTRAL = "MistralCommonBackend"
+"""transformers' class around mistral-common's tokenizers."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def load_tokenizer(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, or that of its base for an adapter that brings none.
+
+    It is left as it is: pads never reach a model here, so a tokenizer needs no pad token.
+    """
+    code, is_local = {"trust_remote_code": trust_remote_code}, Path(path).exists()
+    brings_none = is_local and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+    if brings_none and is_adapter(path):
+        base, at = own_weights(path)
+        return load_tokenizer(base, revision=at, **code)
+    place, file = place_of(path)
+    options = {"revision": revision, **code, **file}
+    with model_errors(path):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        except OSError:
+            if is_local or not is_adapter(path, revision):
+                raise
+            base, at = own_weights(path, revision)
+            return load_tokenizer(base, revision=at, **code)
+    if type(tokenizer).__name__ == MISTRAL:
+        tokenizer = _without_mistral_common(path, options)
+    if not file:
+        return tokenizer
+    return own_tokens(tokenizer, load_config(path, revision=revision).get_text_config().vocab_size)
+
+
+def _without_mistral_common(path: str, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``path`` from the files that transformers reads without mistral-common.
+
+    Where that package is installed, which vLLM brings, transformers takes its tokenizer for every model that has a
+    tekken.json; that one has no chat template, and tells none of its special tokens.
+
+    Raises:
+        ModelError: there are no such files, or this release of transformers does not let one choose.
+    """
+    try:
+        with model_errors(path):
+            tokenizer = AutoTokenizer.from_pretrained(path, mistral_format=False, **options)
+    except ModelError as error:
+        raise ModelError(
+            f"{path}: its tokenizer is in tekken.json, for mistral-common, and cannot be had without it ({error}); "
+            "wanted tokenizer.json and tokenizer_config.json beside it, with a chat template: add those of a copy of "
+            "the model in the format of transformers"
+        ) from error
+    if type(tokenizer).__name__ == MISTRAL:
+        raise ModelError(
+            f"{path}: transformers reads its tokenizer by mistral-common, which has no chat template. Take the model "
+            "from a folder without tekken.json, uninstall mistral-common, or update transformers"
+        )
+    return tokenizer
+
+
+def load_generation_config(path: str, *, revision: str | None = None) -> GenerationConfig | None:
+    """What came with the model in ``path`` about generation, or with the base of the adapter there, if anything."""
+    for place, at in dict.fromkeys([(path, revision), own_weights(path, revision)]):
+        try:
+            return GenerationConfig.from_pretrained(place_of(place)[0], revision=at)
+        except OSError:
+            continue
+    return None
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None, stop_token: str | None
+) -> frozenset[int]:
+    """Tokens that end an answer.
+
+    Args:
+        generation_config: the policy's; its end tokens count beside the tokenizer's and the chat template's.
+        stop_token: ``sampling.stop_token``: ``eos``, one token, or None for no end but the length.
+
+    Raises:
+        ConfigError: ``stop_token`` is not one token, or the model has no end token.
+    """
+    if stop_token is None:
+        return frozenset()
+    if stop_token != "eos":
+        return frozenset({_token_id(tokenizer, stop_token)})
+    configured = getattr(generation_config, "eos_token_id", None)
+    ends = {configured} if isinstance(configured, int) else set(configured or ())
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    if (closing := turn_end(tokenizer)) is not None:
+        ends.add(closing)
+    if not ends:
+        raise ConfigError(
+            "sampling.stop_token eos: neither the model's generation config nor its tokenizer has an end token; "
+            "set sampling.stop_token to the token that ends an answer, or to null"
+        )
+    return frozenset(ends)
+
+
+def end_at(model: PreTrainedModel | PeftModel, stops: Collection[int]) -> None:
+    """Makes the model's generation config end answers at all of these tokens, also after it was saved and loaded.
+
+    One that says how to sample and not that it samples, which transformers does not save once it was changed, samples.
+    """
+    generation = model.generation_config
+    configured = generation.eos_token_id
+    ends = {configured} if isinstance(configured, int) else set(configured or ())
+    if not ends >= set(stops):
+        generation.eos_token_id = sorted(ends | set(stops))
+        try:
+            generation.validate(strict=True)
+        except ValueError:
+            generation.do_sample = True
+
+
+def _token_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    vocabulary = tokenizer.get_vocab()
+    if text in vocabulary:
+        return vocabulary[text]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        raise ConfigError(
+            f"sampling.stop_token {text!r}: got {tokenizer.convert_ids_to_tokens(ids)} from the tokenizer, wanted one "
+            "token of its vocabulary"
+        )
+    return ids[0]

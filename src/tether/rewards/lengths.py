@@ -1,0 +1,128 @@
+"""Whether texts fit the reward models that are to read them, told before any of them is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.config.rewards import OwnModelReward, RewardConfig, ValueHeadReward, sources_of
+from tether.errors import ConfigError, RewardError
+from tether.models.classifiers import empty_classifier, reads_last_token
+from tether.models.fit import steady_positions
+from tether.models.loading import load_config
+from tether.models.paths import own_weights
+from tether.models.tokenizer import load_tokenizer
+from tether.rewards.encoder import position_limit
+from tether.rewards.reading import JudgedText, Reader, same_tokenizer
+from tether.types import Prompt, RewardBatch
+
+_LETTER = "a"
+"""The shortest answer that is text."""
+
+
+class Room:
+    """How many tokens a reward model reads of answers, and how many it can; its tokenizer and configuration say so.
+
+    Args:
+        config: its section.
+        policy_tokenizer: the one that made the ids of queries and answers.
+    """
+
+    def __init__(self, config: OwnModelReward, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+        code = {"trust_remote_code": config.trust_remote_code}
+        tokenizer = load_tokenizer(config.path, revision=config.revision, **code)
+        if isinstance(config, ValueHeadReward):
+            base, revision = own_weights(config.path, config.revision)
+            self._is_decoder, limit = True, steady_positions(load_config(base, revision=revision, **code))
+        else:
+            model = empty_classifier(config.path, revision=config.revision, **code)
+            self._is_decoder = reads_last_token(model)
+            limit = steady_positions(model.config) if self._is_decoder else position_limit(model)
+        self.limit = config.max_length or limit
+        """Most tokens that it reads; None where there is no limit."""
+        self.shares_ids = (
+            self._is_decoder and config.input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
+        )
+        """Whether it reads the policy's token ids."""
+        self._reader = Reader(
+            tokenizer, config.input_format, config.name or config.path, special_tokens=config.special_tokens
+        )
+
+    def lengths(self, batch: RewardBatch) -> list[int]:
+        """Tokens that it would read of each answer with its prompt.
+
+        Raises:
+            RewardError: a conversation cannot be put into its chat template.
+        """
+        if self.shares_ids:
+            return [len(query) + len(answer) for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
+        return [self._length(text) for text in self._reader.texts(batch)]
+
+    def length_of(self, prompt: Prompt) -> int:
+        """Tokens that it would read of a prompt with the shortest answer.
+
+        Raises:
+            RewardError: as ``lengths``.
+        """
+        where = f"an answer to row {prompt.row} of the prompts"
+        return self._length(self._reader.text(prompt.source, prompt.conversation, _LETTER, where))
+
+    def _length(self, text: JudgedText) -> int:
+        read = self._reader.token_ids(text) if self._is_decoder else self._reader.features(text)["input_ids"]
+        return len(read)
+
+
+def check_room(
+    configs: Sequence[RewardConfig],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    response_length: int,
+) -> list[str]:
+    """Checks that answers to all prompts fit the reward models; loads tokenizers and configurations only.
+
+    Args:
+        tokenizer: the policy's.
+        response_length: most tokens of an answer.
+
+    Returns:
+        What may turn out too long: warnings of models that read answers in tokens of their own.
+
+    Raises:
+        ConfigError: the longest query with an answer does not fit a model that reads the policy's token ids, or a
+            prompt leaves no room for an answer in one that reads text, or cannot be shown to it.
+    """
+    notes = []
+    for key, config in sources_of(configs):
+        if not isinstance(config, OwnModelReward) or (room := Room(config, tokenizer)).limit is None:
+            continue
+        ways = f"lower data.max_prompt_length, or take a reward model that reads more{or_raise(key, config)}"
+        if room.shares_ids:
+            longest = max(len(prompt.token_ids) for prompt in prompts)
+            if longest + response_length > room.limit:
+                raise ConfigError(
+                    f"{key}: sampling.response_length {response_length} after the longest query of {longest} tokens "
+                    f"makes {longest + response_length}, {config.path} reads {room.limit}: lower it, {ways}"
+                )
+            continue
+        try:
+            lengths = [room.length_of(prompt) for prompt in prompts]
+        except RewardError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        longest, row = max((length, -prompt.row) for length, prompt in zip(lengths, prompts, strict=True))
+        told = f"row {-row} of the prompts has {longest} tokens with an answer of one letter"
+        if longest > room.limit:
+            raise ConfigError(f"{key}: {told}, {config.path} reads {room.limit}: {ways}")
+        left = room.limit - longest + 1
+        if left < 2 * response_length:  # tokens of its own may be more than the policy's
+            notes.append(
+                f"{key}: {told}, which leaves {left} of the {room.limit} that {config.path} reads to an answer, and "
+                f"sampling.response_length is {response_length} of the policy's tokens. A longer answer ends the run: "
+                f"{ways}"
+            )
+    return notes
+
+
+def or_raise(key: str, config: OwnModelReward) -> str:
+    """What else helps where the user set a limit."""
+    return "" if config.max_length is None else f", or raise {key}.max_length"

@@ -1,0 +1,69 @@
+"""What answers count that a source gives no score: what the user set, said once and counted, or an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tether.errors import RewardResponseError
+from tether.rewards.base import answer_of, listed
+from tether.types import RewardOutput
+
+logger = logging.getLogger(__name__)
+
+MISSING = "missing"
+"""Component of a source whose ``missing`` is set: 1 for an answer that counted that, else 0."""
+
+
+class Missing:
+    """The score of answers that a source gives none.
+
+    Args:
+        score: as the source's section has it; None: such an answer is an error.
+        name: of the source in metrics.
+    """
+
+    def __init__(self, score: float | None, name: str) -> None:
+        self.score, self.name = score, name
+        self._is_told = False
+
+    def tell(self, why: str) -> None:
+        """Says once that an answer counts it; further ones are for the metric to tell."""
+        if not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "%s. It counts %g, as the reward's `missing` says; rewards/%s/%s is the share of such answers",
+                why, self.score, self.name, MISSING,
+            )  # fmt: skip
+
+    def filled(self, scores: Any, source: str) -> Any:
+        """What a source returned, with the score in place of each None.
+
+        Args:
+            source: how messages name it.
+
+        Raises:
+            RewardResponseError: it holds None, and that is an error.
+        """
+        values = listed(scores)
+        row = None if values is None else next((row for row, value in enumerate(values) if value is None), None)
+        if row is None:
+            return scores
+        why = f"{source} returned None for {answer_of(row, len(values))}, which is no score"
+        if self.score is None:
+            way_out = "or set the reward's `missing` to the score of such answers"
+            raise RewardResponseError(f"{why}; wanted a number, {way_out}")
+        self.tell(why)
+        return [self.score if value is None else value for value in values]
+
+    def marked(self, output: RewardOutput, scores: Sequence[Any]) -> RewardOutput:
+        """The output with the component that counts such answers, where they are no error.
+
+        Args:
+            scores: what the source gave for each answer, None where it gave nothing.
+        """
+        if self.score is None:
+            return output
+        return replace(output, components={**output.components, MISSING: [float(s is None) for s in scores]})

@@ -1,0 +1,135 @@
+"""The parts of a run, and its trainer, as the configuration asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback, set_seed
+
+from tether.config.schema import ModelConfig, RunConfig, SamplingConfig
+from tether.generation.build import build_generator
+from tether.machine.distributed import Dist
+from tether.models.build import build_roles
+from tether.models.device import half_dtype
+from tether.models.gguf import gguf_source
+from tether.models.loading import load_causal_lm
+from tether.models.offload import has_own_memory
+from tether.models.roles import ModelRoles
+from tether.models.saving import atomic_folder
+from tether.models.tokenizer import end_at, load_tokenizer, stop_token_ids
+from tether.rewards.build import build_rewards
+from tether.train.callbacks import Callbacks
+from tether.train.engines.build import build_engine
+from tether.train.inputs import RunData
+from tether.train.log import RunLog
+from tether.train.parts import Parts
+from tether.train.sharing import shared, shared_generator
+from tether.train.trainer import PPOTrainer
+from tether.types import RewardSource, Sampling
+
+BASE = "base"
+"""Folder of a run with the model that its adapters are on, where that was a GGUF file."""
+
+
+def build_trainer(
+    config: RunConfig,
+    data: RunData,
+    rewards: RewardSource | None,
+    log: RunLog,
+    callbacks: Sequence[TrainerCallback],
+    dist: Dist,
+) -> PPOTrainer:
+    """Loads the models and puts the trainer together."""
+    set_seed((config.train.seed + dist.rank) % 2**32)
+    events = Callbacks(callbacks, config, len(data.prompts.prompts))
+    if config.train.offload_idle_roles and not has_own_memory(dist.device):
+        log.message(f"train.offload_idle_roles: nothing moves, as {dist.device} and the CPU have one memory")
+    log.phase("loading models", 0, 1)
+    parts = build_parts(config, data, rewards, dist)
+    log.display.table("roles", *role_table(parts.roles))
+    return PPOTrainer(config, parts, log=log, callbacks=events)
+
+
+def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, dist: Dist) -> Parts:
+    """Models, generator and reward sources as the resolved configuration asks for them."""
+    tokenizer = data.tokenizer
+    config = with_base(config)
+    engine = build_engine(dist)
+    device = torch.device("cpu") if engine.spreads_weights else dist.device
+    precision = half_dtype(config.train, dist.device)
+    roles = dist.each(lambda: build_roles(config, tokenizer, device=device, autocast_dtype=precision))
+    if rewards is not None:
+        source = shared(lambda _: rewards, dist=dist)
+    else:
+        source = build_rewards(
+            config.rewards,
+            config.reward_names,
+            roles=roles,
+            tokenizer=tokenizer,
+            device=dist.device,
+            offload_idle=config.train.offload_idle_roles,
+            shards=engine.spreads_weights,
+            shared=partial(shared, dist=dist, engine=engine),
+        )
+    engine.place(roles)
+    stops = stop_token_ids(tokenizer, roles.policy.generation_config, config.sampling.stop_token)
+    if config.sampling.stop_token == "eos":
+        end_at(roles.policy, stops)
+    return Parts(
+        roles=roles,
+        generator=shared_generator(
+            build_generator(config, roles), dist, engine, gather=config.train.ds3_gather_for_generation
+        ),
+        rewards=source,
+        tokenizer=tokenizer,
+        sampling=sampling_of(config.sampling, stops),
+        prompts=data.prompts.prompts,
+        eval_prompts=data.eval_prompts.prompts if data.eval_prompts else [],
+        demonstrations=data.demonstrations,
+        dist=dist,
+        engine=engine,
+    )
+
+
+def is_from_gguf(config: RunConfig) -> bool:
+    """Whether a run trains an adapter on a GGUF model, which is written down as the base that the adapter names."""
+    return config.model.lora is not None and gguf_source(config.model.path) is not None
+
+
+def with_base(config: RunConfig) -> RunConfig:
+    """The configuration with the folder that ``write_base`` wrote in the policy's place, if it did."""
+    base = config.output_dir / BASE
+    if not is_from_gguf(config) or not base.is_dir():
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(base), "revision": None})})
+
+
+def write_base(model: ModelConfig, folder: Path, *, is_kept: bool) -> None:
+    """Writes a GGUF model as a plain folder in float32: the base that a saved adapter names.
+
+    Args:
+        is_kept: whether one that is there is this run's already.
+    """
+    if is_kept and folder.is_dir():
+        return
+    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    with atomic_folder(folder) as partial:
+        load_causal_lm(model.path, dtype=torch.float32, **options).save_pretrained(partial)
+        load_tokenizer(model.path, **options).save_pretrained(partial)
+
+
+def sampling_of(config: SamplingConfig, stop_token_ids: frozenset[int]) -> Sampling:
+    """How a run draws its answers."""
+    return Sampling(config.response_length, config.temperature, stop_token_ids, config.top_p, config.top_k)
+
+
+def role_table(roles: ModelRoles) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table of roles."""
+    header = ["role", "source", "parameters", "trainable", "dtype", "sharing"]
+    return header, [
+        [row.role, row.source, f"{row.parameters:,}", f"{row.trainable:,}", row.dtype, row.sharing]
+        for row in roles.table()
+    ]

@@ -1,0 +1,166 @@
+"""The output folder of a run: what a run may write over there, how it is made ready, and what is left in it at the end.
+
+    output_dir/
+      config.yaml, metrics.jsonl, samples.jsonl, bad_batches.jsonl, logs/     while it trains
+      checkpoint-N/                                                           by train.save_steps
+      base/                           the model that an adapter is on, where it was a GGUF file
+      report.html, score_norm.json, critic/, and the policy with its manifest.json at the end
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tether.config.load import dump_config, parse_config
+from tether.config.schema import RunConfig
+from tether.errors import ConfigError
+from tether.metrics.writers import truncate_after, write_whole
+from tether.models.checkpoints import checkpoint_step, is_checkpoint_name, list_checkpoints
+from tether.models.paths import ADAPTER_CONFIG
+from tether.models.roles import ModelRoles
+from tether.models.saving import (
+    FINAL,
+    TRIAL,
+    atomic_folder,
+    check_can_be_made,
+    files_written,
+    remove_unfinished,
+    save_critic,
+    save_policy,
+    written_into,
+)
+from tether.report.card import CARD, write_card
+from tether.report.html import REPORT
+from tether.report.read import FINISHED
+from tether.train.build import BASE, is_from_gguf
+from tether.train.checkpoint import read_state
+from tether.train.guard import BAD_BATCHES
+from tether.train.inputs import model_paths
+from tether.train.log import METRICS, SAMPLES
+from tether.train.norms import SCORE_NORM
+
+CONFIG, CRITIC = "config.yaml", "critic"
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run trained there: it has a checkpoint, or recorded an evaluation or an update. One that could not load
+    its models has left nothing to go on from."""
+    metrics = folder / METRICS
+    return (metrics.is_file() and metrics.stat().st_size > 0) or bool(list_checkpoints(folder))
+
+
+def check_folder(config: RunConfig) -> None:
+    """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds another run."""
+    folder = config.output_dir
+    try:
+        is_taken = holds_run(folder)
+    except OSError as error:
+        raise ConfigError(f"output_dir: {folder} cannot be looked into: {error.strerror}") from error
+    goes_on = config.resume in (True, "auto")
+    goes_on = goes_on or (config.resume and Path(config.resume).resolve().parent == folder.resolve())
+    if is_taken and not goes_on and not config.overwrite_output_dir:
+        raise ConfigError(
+            f"output_dir: {folder} holds an earlier run. Add --resume to go on with it, choose another output_dir, "
+            "or add --overwrite to replace it"
+        )
+    if not is_taken and any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise ConfigError(f"output_dir: {folder} holds a model, which the trained policy would replace; name another")
+    check_models_kept(folder, model_paths(config))
+    is_new = not is_taken and not config.overwrite_output_dir
+    check_files(folder, is_new=is_new, way_out="add --overwrite to replace it")
+    check_can_be_made(folder, "output_dir")
+
+
+def check_models_kept(folder: Path, read: Mapping[str, str]) -> None:
+    """Raises ``ConfigError`` if a run that writes to ``folder`` would remove or write over a model that it reads.
+
+    Args:
+        read: key and path of every model that the run reads.
+    """
+    removed = [path.resolve() for path in (*list_checkpoints(folder), folder / CRITIC, folder / BASE)]
+    for key, path in read.items():
+        source = Path(path).resolve()
+        if source == folder.resolve() or any(source.is_relative_to(path) for path in removed):
+            raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
+
+
+def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:
+    """Raises ``ConfigError`` if a run that writes to ``folder`` would write elsewhere, or over what no run wrote.
+
+    Args:
+        is_new: whether no earlier run is gone on with or replaced. One that ended before its first record is replaced.
+        way_out: what to do but name another folder, for the message.
+    """
+    written, is_new = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM, FINISHED}, is_new and not _was_begun(folder)
+    for path in folder.glob("*") if folder.is_dir() else ():
+        if path.name.removeprefix(".").removesuffix(".tmp") in written and (path.is_symlink() or not path.is_file()):
+            kind = "a link" if path.is_symlink() else "no file"
+            raise ConfigError(f"output_dir: {path} is {kind}, and a run writes to files of its own alone: remove it")
+        if is_new and path.name in (SAMPLES, REPORT, CARD, CONFIG):
+            raise ConfigError(
+                f"output_dir: {folder} holds a {path.name}, which the run would write over; name another folder, or "
+                f"{way_out}"
+            )
+
+
+def _was_begun(folder: Path) -> bool:
+    """Whether the configuration there is one that a run wrote, which somebody's own file hardly ever is."""
+    path = folder / CONFIG
+    try:
+        text = path.read_text(encoding="utf-8")
+        return dump_config(parse_config(text, RunConfig)) == text
+    except (OSError, ConfigError, UnicodeDecodeError):
+        return False
+
+
+def goes_on_in(folder: Path, checkpoint: Path | None) -> bool:
+    """Whether a run goes on with the one in its folder."""
+    return checkpoint is not None and checkpoint.resolve().parent == folder.resolve()
+
+
+def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable[[str], None]) -> None:
+    """Makes ``output_dir`` ready: empty of an earlier run, or cut back to the checkpoint that the run goes on from.
+
+    Comes when all models are loaded: what keeps a run from starting costs no earlier one its checkpoints.
+    """
+    folder = config.output_dir
+    remove_unfinished(folder, lambda name: is_checkpoint_name(name) or name in (CRITIC, BASE, FINAL, TRIAL))
+    (folder / FINISHED).unlink(missing_ok=True)
+    if goes_on_in(folder, checkpoint):
+        state = read_state(checkpoint)
+        for path in list_checkpoints(folder)[::-1]:
+            if checkpoint_step(path) > state["step"]:  # its updates are made anew, and so is it
+                tell(f"removing {path}, as the run goes on from {checkpoint}")
+                shutil.rmtree(path)
+        evaluated = -1 if state["evaluated_step"] is None else state["evaluated_step"]
+        for name in (METRICS, SAMPLES, BAD_BATCHES):
+            truncate_after(folder / name, state["step"], evaluated)
+    elif config.overwrite_output_dir or _was_begun(folder):
+        others = (CRITIC,) if is_from_gguf(config) else (CRITIC, BASE)  # a base is this run's by now
+        for path in (*list_checkpoints(folder), *(folder / name for name in others)):
+            shutil.rmtree(path, ignore_errors=not path.exists())
+        # the policy too: an adapter beside another run's full model would be loaded together with it
+        for name in (METRICS, SAMPLES, BAD_BATCHES, REPORT, SCORE_NORM, *files_written(folder)):
+            (folder / name).unlink(missing_ok=True)
+    write_whole(folder / CONFIG, dump_config(config).encode())
+
+
+def save_final(
+    folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None
+) -> None:
+    """Puts the policy at the root of ``folder``, each file whole or not there."""
+    with written_into(folder) as temporary:
+        save_policy(roles, tokenizer, temporary, weights)
+        write_card(temporary, folder)
+
+
+def save_final_critic(folder: Path, roles: ModelRoles, weights: Mapping[str, Tensor] | None) -> None:
+    """Puts the critic into a folder of its own in ``folder``, complete or not there."""
+    with atomic_folder(folder / CRITIC) as temporary:
+        save_critic(roles, temporary, weights)
+        write_card(temporary, folder, role="critic")

@@ -1,0 +1,90 @@
+"""Keys that would do nothing are refused by what they lack; their defaults never are."""
+
+from __future__ import annotations
+
+import pytest
+
+from tether.compat.openrlhf import translated as from_openrlhf
+from tether.config.idle import NEEDS
+from tether.config.load import dump_config, parse_config
+from tether.config.schema import RunConfig, default_of
+from tether.errors import ConfigError
+
+FILE = """
+model: {path: m}
+rewards: [{type: http, url: "http://judge"}]
+data: {prompts: p.jsonl}
+sampling: {num_generations: 2}
+train: {max_steps: 1}
+output_dir: out
+"""
+HELD_OUT = ["data.eval_prompts=e.jsonl"]
+RLOO, GRPO, REINFORCE = (f"ppo.advantage_estimator={name}" for name in ("rloo", "grpo", "reinforce_pp"))
+CASES = [
+    (["data.eval_split=test"], HELD_OUT, "set data.eval_prompts"),
+    (["data.ptx_split=test"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
+    (["data.max_ptx_length=9"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
+    (["ppo.kl_in=loss", "ppo.kl_coef=0"], ["ppo.kl_coef=0.1"], "kl_coef 0 runs no reference"),
+    (["ppo.kl_estimator=k3", "ppo.kl_coef=0"], ["ppo.kl_coef=0.1"], "kl_coef 0 runs no reference"),
+    (["ppo.kl_target=6", "ppo.kl_coef=0"], ["ppo.kl_coef=0.1"], "kl_coef 0 runs no reference"),
+    (["ppo.kl_horizon=500"], ["ppo.kl_target=6"], "set ppo.kl_target"),
+    (["ppo.gamma=0.9", RLOO], [REINFORCE], "rloo takes the whole return"),
+    (["ppo.gamma=0.9", GRPO], ["ppo.advantage_estimator=gae"], "grpo takes the whole return"),
+    (["ppo.lam=0.9", RLOO], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is rloo"),
+    (["ppo.lam=0.9", GRPO], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is grpo"),
+    (["ppo.lam=0.9", REINFORCE], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is reinforce_pp"),
+    (["ppo.lam=0.9", "ppo.lam_alpha=1", "ppo.value_lam=1"], ["ppo.value_lam=null"], "ppo.lam_alpha 1.0 stands in"),
+    (["ppo.value_lam=0.9", RLOO], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is rloo"),
+    (["ppo.lam_alpha=0.9", RLOO], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is rloo"),
+    (["ppo.cliprange_value=0.3", RLOO], ["ppo.advantage_estimator=gae"], "there is no critic with"),
+    (["ppo.cliprange_value=null", GRPO], ["ppo.advantage_estimator=gae"], "there is no critic with"),
+    (["ppo.whiten_rewards=true", GRPO], [RLOO], "grpo divides scores by their own spread"),
+    (["ppo.score_norm_samples=99"], ["ppo.score_norm=frozen"], "set ppo.score_norm to frozen"),
+    (["ppo.score_norm_samples=99", "ppo.score_norm=running"], ["rewards.0.norm=auto"], "set ppo.score_norm to frozen"),
+    (["ppo.overlong_penalty=2"], ["ppo.overlong_buffer=9"], "set ppo.overlong_buffer"),
+    (["train.greater_is_better=false"], [*HELD_OUT, "train.metric_for_best_model=eval_kl"], "set train.metric"),
+    (["train.hub_model_id=me/it"], ["train.push_to_hub=true"], "set train.push_to_hub: true"),
+    (["train.hub_private_repo=false"], ["train.push_to_hub=true"], "set train.push_to_hub: true"),
+]
+
+
+def parsed(changes) -> RunConfig:
+    return parse_config(FILE, overrides=[f"--{change}" for change in changes])
+
+
+@pytest.mark.parametrize(("given", "lacking", "told"), CASES, ids=[" ".join(given) for given, *_ in CASES])
+def test_a_key_that_would_do_nothing_is_refused_until_it_is_read(given, lacking, told):
+    key, _, _ = given[0].partition("=")
+    with pytest.raises(ConfigError) as refused:
+        parsed(given)
+    (line,) = str(refused.value).splitlines()
+    assert line.partition(": ")[2].startswith(f"{key} ") or line.startswith(f"{key} ")
+    assert told in line
+    config = parsed([*given, *lacking])
+    assert parse_config(dump_config(config)) == config
+
+
+def test_every_need_has_a_case():
+    assert {given[0].partition("=")[0] for given, *_ in CASES} == NEEDS.keys()
+
+
+@pytest.mark.parametrize("estimator", ["gae", "rloo", "grpo", "reinforce_pp"])
+@pytest.mark.parametrize("coef", [0, 0.05])
+def test_a_written_configuration_names_every_key_and_loads(estimator, coef):
+    config = parsed([f"ppo.advantage_estimator={estimator}", f"ppo.kl_coef={coef}"]).resolved(bf16=False)
+    text = dump_config(config)
+    assert all(f"{key.partition('.')[2]}:" in text for key in NEEDS)
+    assert parse_config(text).ppo == config.ppo
+    explicit = [f"{key}={'null' if (value := default_of(key)) is None else value}" for key in NEEDS]
+    assert parsed(explicit) == parsed([])
+
+
+def test_what_another_systems_file_sets_in_vain_is_left_out_and_said():
+    options = {
+        "actor.model_name_or_path": "m", "reward.remote_url": "http://judge", "data.prompt_dataset": "p.jsonl",
+        "algo.advantage.estimator": "rloo", "algo.advantage.lambd": 0.9, "rollout.n_samples_per_prompt": 2,
+    }  # fmt: skip
+    translation = from_openrlhf("run.sh", options)
+    assert "lam" not in translation.config["ppo"] and "cliprange_value" not in translation.config["ppo"]
+    assert [theirs for theirs, _ in translation.ignored] == ["algo.advantage.lambd: 0.9"]
+    assert translation.checked(RunConfig).ppo.advantage_estimator == "rloo"

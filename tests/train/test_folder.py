@@ -1,0 +1,135 @@
+"""The folder of a run: what of an earlier one stays there until a new one trains, and what a start may go on from."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.train.runs import tiny_run
+from tether.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from tether.metrics.writers import read_jsonl
+from tether.models import saving
+from tether.models.checkpoints import list_checkpoints
+from tether.models.saving import verify_manifest
+from tether.train import build
+from tether.train.run import train_policy
+from tether.train.trainer import PPOTrainer
+
+
+def no_model(*args, **kwargs):
+    raise ModelError("model.path: cannot be loaded")
+
+
+def steps(config):
+    return [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")]
+
+
+def test_an_earlier_run_stays_until_the_models_of_the_next_are_there(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path, train__save_steps=1, value__save=True)
+    train_policy(config)
+    before = (config.output_dir / "config.yaml").read_bytes()
+    monkeypatch.setattr(build, "build_roles", no_model)
+    next_one = tiny_run(tmp_path, train__max_steps=1, train__seed=1, overwrite_output_dir=True)
+    with pytest.raises(ModelError):
+        train_policy(next_one)
+    for folder in (config.output_dir, config.output_dir / "critic", *list_checkpoints(config.output_dir)):
+        verify_manifest(folder)
+    assert len(list_checkpoints(config.output_dir)) == 2 and steps(config) == [1, 2]
+    assert (config.output_dir / "config.yaml").read_bytes() == before
+    monkeypatch.undo()
+    train_policy(next_one)
+    assert list_checkpoints(config.output_dir) == [] and steps(config) == [1]
+    assert not (config.output_dir / "critic").exists()
+
+
+@pytest.mark.parametrize("place", ["build_roles", "answer"])
+def test_a_start_that_failed_is_made_again_by_the_same_command(tmp_path, monkeypatch, place):
+    """Before any model is there, and in the first update, whose answers are written down before it ends."""
+    config = tiny_run(tmp_path)
+    if place == "build_roles":
+        monkeypatch.setattr(build, place, no_model)
+    else:
+        monkeypatch.setattr("tether.train.trainer.PPOTrainer.learn", no_model)
+    with pytest.raises(ModelError):
+        train_policy(config)
+    assert (config.output_dir / "samples.jsonl").exists() == (place == "answer")
+    monkeypatch.undo()
+    train_policy(config)
+    assert steps(config) == [1, 2]
+    assert {row["step"] for row in read_jsonl(config.output_dir / "samples.jsonl")} == {1, 2}
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        train_policy(config)
+
+
+def test_resume_auto_goes_on_or_starts(tmp_path, monkeypatch):
+    held_out = {"data__eval_prompts": str(tmp_path / "prompts.jsonl")}
+    config = tiny_run(tmp_path, resume="auto", train__save_steps=1, **held_out)
+    with monkeypatch.context() as patch:  # after the evaluation that comes before the first update
+        patch.setattr("tether.train.trainer.PPOTrainer.rollout", no_model)
+        with pytest.raises(ModelError):
+            train_policy(config)
+    assert steps(config) == [0]
+    assert [row["step"] for row in train_policy(config).updates] == [1, 2]
+    assert steps(config) == [0, 1, 2, 2]
+    longer = tiny_run(tmp_path, resume="auto", train__save_steps=1, train__max_steps=3, **held_out)
+    assert [row["step"] for row in train_policy(longer).updates] == [3]
+
+
+def test_resume_auto_does_not_replace_updates(tmp_path):
+    train_policy(tiny_run(tmp_path))
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .* with --overwrite where"):
+        train_policy(tiny_run(tmp_path, resume="auto"))
+    assert steps(tiny_run(tmp_path)) == [1, 2]
+
+
+LEFT = (
+    ".checkpoint-9.partial", ".checkpoint-1.replaced", ".save-trial.tmp.partial", ".final.tmp.partial",
+    ".critic.partial", "save-trial.tmp", "final.tmp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite_output_dir": True}], ids=["new", "resume", "anew"])
+def test_what_killed_processes_left_unfinished_is_removed(tmp_path, how):
+    config = tiny_run(tmp_path, train__save_steps=1, **how)
+    if how:
+        train_policy(tiny_run(tmp_path, train__save_steps=1, train__max_steps=1))
+    outside = tmp_path / "outside"
+    for folder in (outside, *(config.output_dir / name for name in (*LEFT, ".mine.partial"))):
+        folder.mkdir(parents=True)
+        (folder / "half").write_text("x")
+    (config.output_dir / ".checkpoint-8.partial").symlink_to(outside)
+    train_policy(config)
+    there = {path.name for path in config.output_dir.iterdir()}
+    assert not there & {*LEFT, ".checkpoint-8.partial"}
+    assert ".mine.partial" in there and (outside / "half").exists()
+
+
+def test_a_checkpoint_that_was_being_replaced_is_no_litter(tmp_path):
+    """The run is named by its checkpoint, so that nothing looked for the newest one before."""
+    config = tiny_run(tmp_path, train__save_steps=1)
+    train_policy(config)
+    out = config.output_dir
+    os.rename(out / "checkpoint-1", out / ".checkpoint-1.replaced")
+    (out / ".checkpoint-1.partial").mkdir()
+    longer = tiny_run(tmp_path, train__save_steps=1, train__max_steps=3, resume=str(out / "checkpoint-2"))
+    train_policy(longer)
+    assert [path.name for path in list_checkpoints(out)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_the_message_of_a_run_that_ends_does_not_wait_for_hashes(tmp_path, monkeypatch):
+    """Launchers kill soon, and a large checkpoint takes minutes to read; a file that was cut shows without."""
+    learn = PPOTrainer.learn
+
+    def failing(self, answers, judged, metrics):
+        if self.state.step < 2:
+            return learn(self, answers, judged, metrics)
+        monkeypatch.setattr(saving, "_sha256", lambda path: pytest.fail("a whole file was read"))
+        cut = self.config.output_dir / "checkpoint-2" / "tether_state" / "optimizers.pt"
+        cut.write_bytes(cut.read_bytes()[:100])
+        raise TrainingError("too much was not finite")
+
+    monkeypatch.setattr(PPOTrainer, "learn", failing)
+    with pytest.raises(TrainingError) as caught:
+        train_policy(tiny_run(tmp_path, train__save_steps=1, train__max_steps=3))
+    assert "the last good checkpoint is" in caught.value.__notes__[0] and "checkpoint-1;" in caught.value.__notes__[0]

@@ -1,0 +1,93 @@
+"""What a run may change that goes on: what it is told to change where it does not fit into memory, and what gives an
+answer a score that had none."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+import torch
+
+from tests.faults.test_bad_numbers import Heard
+from tests.train.runs import tiny_run
+from tests.train.test_run import Signal, reproducible, weights
+from tether.train.engines.base import out_of_step
+from tether.train.run import open_trainer, train_policy
+from tether.train.same_run import ERROR_MAY_CHANGE, may_change
+
+
+def test_every_key_that_would_help_a_run_of_several_processes_may_change():
+    told = str(out_of_step("a forward", torch.OutOfMemoryError("CUDA out of memory")))
+    keys = re.findall(r"(?:train|sampling)\.\w+", told)
+    assert len(keys) == 3 and "a reward's batch_size" in told
+    for key in [*keys, "rewards.0.batch_size", "rewards.3.members.1.batch_size", "train.offload_idle_roles"]:
+        assert may_change(key) and may_change(key, is_finished=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_length", "missing", "attempts", "max_tokens", "temperature", "extra_body.max_completion_tokens"]
+)
+def test_what_gives_an_answer_a_score_may_change_unless_the_run_is_finished(name):
+    for key in (f"rewards.0.{name}", f"rewards.11.members.2.{name}"):
+        assert may_change(key) and not may_change(key, is_finished=True)
+    assert not ERROR_MAY_CHANGE.fullmatch(f"sampling.{name}") and not may_change(f"rewards.0.weight.{name}")
+
+
+def test_the_sampling_temperature_may_not_change():
+    assert not may_change("sampling.temperature")
+
+
+SMALLER = {
+    "train__micro_batch_size": 2, "train__gradient_checkpointing": True, "sampling__batch_size": 2,
+    "train__offload_idle_roles": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SMALLER)
+def test_a_run_goes_on_with_less_at_a_time(tmp_path, key):
+    """One mini-batch an update, so that it holds the same rows: numbers are rounded otherwise, and that is said."""
+    usual = tiny_run(tmp_path, output_dir=str(tmp_path / "usual"))
+    train_policy(usual)
+    train_policy(tiny_run(tmp_path), callbacks=[Signal(signal.SIGTERM, 1)])
+    display = Heard()
+    train_policy(tiny_run(tmp_path, resume=True, **{key: SMALLER[key]}), display=display)
+    told = [text for text in display.said if "rounded otherwise" in text]
+    assert len(told) == 1 and f"another {key.replace('__', '.')}:" in told[0] and "hold other ones" not in told[0]
+    for name, x in weights(usual.output_dir).items():
+        torch.testing.assert_close(weights(tmp_path / "out")[name], x, atol=1e-6, rtol=0)
+    assert [row["step"] for row in reproducible(tmp_path / "out")] == [1, 2]
+
+
+@pytest.mark.parametrize("budget", [{"train__micro_batch_size": 2}, {"train__max_tokens_per_micro_batch": 64}])
+def test_it_is_said_where_mini_batches_hold_other_answers(tmp_path, budget):
+    minis = {"train__save_steps": 1, "ppo__num_mini_batches": 2}
+    train_policy(tiny_run(tmp_path, train__max_steps=1, **minis))
+    display = Heard()
+    if "train__max_tokens_per_micro_batch" in budget:
+        minis["train__micro_batch_size"] = None
+    train_policy(tiny_run(tmp_path, resume=True, **minis | budget), display=display)
+    assert sum("mini-batches hold other ones" in text for text in display.said) == 1
+
+
+def test_what_was_found_to_fit_is_of_the_sizes_that_were_tried(tmp_path):
+    halved = tiny_run(tmp_path, train__save_steps=1, sampling__batch_size=8)
+    with open_trainer(halved) as trainer:
+        trainer.state.halvings, trainer.parts.generator.batch_size = 1, 4
+        trainer.save()
+    path = halved.output_dir / "checkpoint-0"
+    for changes, wanted in {
+        (): (1, 4),
+        (("train__micro_batch_size", 2),): (0, 4),
+        (("sampling__batch_size", 16),): (1, 4),
+        (("sampling__batch_size", 2),): (1, 2),
+    }.items():
+        config = tiny_run(tmp_path, resume=str(path), **{"sampling__batch_size": 8} | dict(changes))
+        with open_trainer(config) as trainer:
+            assert (trainer.state.halvings, trainer.parts.generator.batch_size) == wanted
+
+
+def test_more_answers_are_decoded_where_as_many_as_were_asked_for_had_fitted(tmp_path):
+    train_policy(tiny_run(tmp_path, train__save_steps=1, sampling__batch_size=8))
+    with open_trainer(tiny_run(tmp_path, train__save_steps=1, sampling__batch_size=16, resume=True)) as trainer:
+        assert trainer.parts.generator.batch_size == 16

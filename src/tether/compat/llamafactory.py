@@ -295,7 +295,7 @@ def _chat(keys: Translator) -> None:
 
 
 def _own_template(keys: Translator) -> None:
-    """A template that we have no name for: the model's own stands in, if it has one."""
+    """A template that has no name here: the model's own takes its place, if it has one."""
     from tether.models.paths import check_model_path
     from tether.models.tokenizer import load_tokenizer
 

@@ -345,7 +345,7 @@ class Translator:
             raise ConfigError(_message(self.source, [self._place(key, what) for key, what in self._problems]))
         if "rewards" in self.config:  # a run; stages have sections of their own
             self._leave_out_idle()
-        forgotten = {key for key in self.given if self.gives(key)} - self._seen  # null leaves a key out
+        forgotten = {key for key in self.given if self.gives(key)} - self._seen  # null means that a key is not set
         assert not forgotten, f"known, but neither taken nor passed over: {sorted(forgotten)}"
         return Translation(
             self.source,

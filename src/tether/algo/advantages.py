@@ -7,7 +7,7 @@ from torch import Tensor
 from tether.algo.masking import masked_sum, wide
 
 GROUP_EPSILON = 1e-4
-"""Added to the standard deviation of what a prompt's answers scored, so that equal ones have advantages of 0."""
+"""Added to the standard deviation of the scores of a prompt's answers, so that equal scores give advantages of 0."""
 
 
 def token_rewards(
@@ -117,24 +117,25 @@ def grpo(
     num_generations: int,
     penalties: Float[Tensor, "B R"] | None = None,
 ) -> Float[Tensor, "B R"]:
-    """Each answer's score in standard deviations of those to its prompt, on every token, 0 outside ``mask``.
+    """Each answer's score minus its prompt's mean, in standard deviations of that prompt's scores, on every token, 0
+    outside ``mask``.
 
         R_i = Σ_t r_it,  P_i = Σ_t p_it
         A_it = (R_i − mean R) / (std R + 1e-4) + P_i − mean P        over the n answers to the prompt of i
 
     The std is the sample standard deviation: the sum of squares is divided by n − 1. Dividing by it weights each prompt
-    by the inverse of the spread of its returns: unlike with ``rloo``, the expected gradient is not that of the mean
+    by the inverse of the spread of its scores: unlike with ``rloo``, the expected gradient is not that of the mean
     return.
 
-    The penalty −β·kl stands beside the normalised score, as in the source, where it is in the loss. It has no part in
-    what is normalised: answers that all score the same differ by their KL alone, and over the std of that its noise
-    would have the strength of any score, whatever β is.
+    The penalty −β·kl is added to the normalised score, as in the source, where it is in the loss. It is not normalised
+    itself: answers with equal scores differ only by their KL, whose noise, divided by its own std, would weigh as much
+    as any score, whatever β is.
 
     Args:
-        rewards: r, of the judge alone.
+        rewards: r, from the judge alone.
         mask: True on response tokens, the end-of-sequence token included.
-        num_generations: n, at least 2. The rows of a prompt lie together.
-        penalties: p, what is added to the rewards and not normalised; None: 0.
+        num_generations: n, at least 2. The rows of a prompt are adjacent.
+        penalties: p, added to the rewards without normalisation. None: 0.
 
     Source: Shao et al. 2024, eq. 3 and section 4.1.2, https://arxiv.org/abs/2402.03300
     """
@@ -151,7 +152,7 @@ def equal_groups(scores: Float[Tensor, " B"], *, num_generations: int) -> Bool[T
     """Whether the answers to a prompt all score the same, so that nothing is learned from their scores.
 
     Args:
-        num_generations: answers to a prompt, whose rows lie together.
+        num_generations: number of answers per prompt; their rows are adjacent.
     """
     groups = scores.reshape(-1, num_generations)
     return (groups == groups[:, :1]).all(dim=1)

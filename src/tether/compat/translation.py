@@ -360,7 +360,8 @@ class Translator:
         )
 
     def _leave_out_idle(self) -> None:
-        """Takes away what would do nothing here, as their defaults are not ours; says so of what the file gives."""
+        """Drops keys that would have no effect, which exist because their defaults are not ours; reports those that the
+        file sets."""
         self.config, idle = without_idle(self.config)
         for path, why in idle.items():
             said = next(said for said, became in self._became if became.startswith(f"{path}: "))

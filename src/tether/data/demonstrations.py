@@ -37,7 +37,7 @@ class Demonstration:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole text."""
+        """Number of tokens in the whole text."""
         return len(self.query_ids) + len(self.response_ids)
 
 

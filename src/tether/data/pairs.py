@@ -255,7 +255,7 @@ def encoded_prompts(
 
 
 def pair_accuracy(margins: Sequence[float]) -> float:
-    """Share of margins, chosen less rejected, above 0; those of 0 count half."""
+    """Share of margins (chosen minus rejected) above 0; margins of 0 count half."""
     return sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
 
 

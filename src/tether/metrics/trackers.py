@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 KEY = "train.report_to"
 DEFAULT_PROJECT = "tether"
 RUN_NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name"}
-"""Trackers that take a project first: their argument for the name of the run, which the others take first."""
+"""Trackers whose first argument is a project, with their argument for the run's name, which others take first."""
 COMET, CLEARML = "comet_ml", "clearml"
-"""Trackers that have projects as well, and would otherwise make one for every run."""
+"""Trackers that have projects too, and would otherwise create one for every run."""
 PROJECT_VARIABLES = {COMET: "COMET_PROJECT_NAME"}
-"""Where the environment names the project, if not in NAME_PROJECT."""
+"""Environment variables that name the project, if not NAME_PROJECT."""
 
 Tracker = str | GeneralTracker
 """A tracker by name, or one created by the caller."""
@@ -36,10 +36,9 @@ class Trackers:
 
     Args:
         report_to: ``none``, ``all`` (every installed one), a name or a list of names; a list may hold tracker objects.
-        run_name: name of the run. Its project is ``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``SWANLAB_PROJECT``,
-            ``CLEARML_PROJECT`` or ``COMET_PROJECT_NAME`` of the environment where a tracker has projects, ``tether``
-            without it.
-        logging_dir: where trackers that write files put them.
+        run_name: name of the run. For trackers with projects, the project is the environment's ``WANDB_PROJECT``,
+            ``TRACKIO_PROJECT``, ``SWANLAB_PROJECT``, ``CLEARML_PROJECT`` or ``COMET_PROJECT_NAME``, else ``tether``.
+        logging_dir: folder for trackers that write files.
         config: the run's configuration, stored under dotted names.
 
     Raises:

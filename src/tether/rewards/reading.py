@@ -28,21 +28,21 @@ _LETTER = "a"
 
 @dataclass(frozen=True)
 class JudgedText:
-    """What a judge reads of one answer, before it is encoded."""
+    """What a judge reads for one answer, before encoding."""
 
     text: str
     """The text, or the first of two."""
     second: str | None = None
-    """The second of two texts that the tokenizer puts together."""
+    """The second of two texts that the tokenizer joins."""
     is_templated: bool = False
     """Whether a chat template wrote it, special tokens included."""
     is_marked: bool = False
-    """Whether marks of ``TypedTokens`` stand in it for special tokens that were typed."""
+    """Whether it contains marks of ``TypedTokens`` in place of typed special tokens."""
 
 
 @runtime_checkable
 class Reads(Protocol):
-    """A reward source with a model that reads text, which can be looked at."""
+    """A reward source with a model that reads text, which can be inspected."""
 
     def seen(self, batch: RewardBatch) -> list[str]:
         """What the model reads of each answer, special tokens visible."""
@@ -60,8 +60,8 @@ class Reader:
 
     Args:
         tokenizer: the judge's.
-        name: how messages name the source.
-        special_tokens: whether the judge's special tokens are control tokens where they stand in a prompt or an answer.
+        name: the source's name in messages.
+        special_tokens: whether the judge's special tokens are control tokens within a prompt or an answer.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Reader:
         """What the judge reads of one answer.
 
         Args:
-            prompt: as the dataset had it; text where there is no conversation.
+            prompt: the prompt as in the dataset; text if there is no conversation.
             conversation: the chat messages that the policy was shown, None for plain text.
-            where: names the answer in messages.
+            where: name of the answer in messages.
 
         Raises:
             RewardError: the conversation cannot be put into the judge's chat template, or there is none.
@@ -205,7 +205,7 @@ def check_lengths(lengths: Sequence[int], limit: int | None, name: str) -> None:
     """Raises ``RewardError`` naming the first answer that is empty, or longer with its prompt than the judge can read.
 
     Args:
-        lengths: tokens of each answer with its prompt.
+        lengths: number of tokens in each answer with its prompt.
     """
     for row, length in enumerate(lengths):
         where = f"reward {name}: answer {row} of {len(lengths)} (counted from 0)"

@@ -82,7 +82,7 @@ class Events(Callbacks):
         super().resume(state, [{**row, **epoch} for row, epoch in zip(history, epochs, strict=True)])
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Logs metrics, which tells callbacks too."""
+        """Logs metrics, which also calls the callbacks."""
         self.log(dict(metrics))
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:

@@ -191,7 +191,7 @@ class _How(NamedTuple):
     """Whether the probabilities of the last chunk are kept for the backward pass."""
 
     def scaled(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """z = logits / temperature of some tokens, in float32 or float64: a tensor of its own."""
+        """z = logits / temperature of some tokens, in float32 or float64: a new tensor."""
         z = wide(self.multiply(rows, weight, bias))
         return z if self.temperature == 1 else z.div_(self.temperature)
 

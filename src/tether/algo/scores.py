@@ -22,7 +22,7 @@ def missing_eos_scores(
     Args:
         ended: True where the response's last token is a stop token. Judged on the response alone: an end token inside
             the query does not count.
-        penalty: subtracted, at least 0; at most one of the two is set.
+        penalty: amount subtracted, at least 0; at most one of the two is set.
         replacement: score given to every answer that did not end.
 
     Source: ``missing_eos_penalty`` of TRL (subtracted); Ziegler et al. 2019, section 3.1.2 (a fixed score),

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.errors import ConfigError, DataError
 
 _ANSWER = "Xyzzy, said he."
-"""An answer that no chat template writes of its own accord."""
+"""A placeholder answer that no chat template writes by itself."""
 
 
 def last_turn(conversation: Any, where: str) -> tuple[list[Any], str]:

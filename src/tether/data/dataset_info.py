@@ -103,11 +103,11 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
     are dropped with a warning.
 
     Args:
-        folder, name, key: as ``check_entry``.
+        folder, name, key: as in ``check_entry``.
         max_rows: maximum number of rows to read.
 
     Raises:
-        DataError: as ``check_entry``; a row lacks a column or has one of the wrong type, or no conversation is left.
+        DataError: as in ``check_entry``; a row lacks a column or has one of the wrong type, or no conversation is left.
             Names the row.
     """
     entry = _entry(folder, name, key)

@@ -98,7 +98,7 @@ class Batch:
         return [(row.position, self._completion(row)) for row in finished]
 
     def keep(self, kept: Sequence[int]) -> None:
-        """Goes on with only these of the unfinished rows."""
+        """Keeps only these of the unfinished rows."""
         self.rows, self._slots = [self.rows[i] for i in kept], [self._slots[i] for i in kept]
         if self.rows and self._decoding.may_drop:
             self._select()

@@ -53,7 +53,7 @@ class AdapterSource:
         """Query and answer as the policy's token ids.
 
         Raises:
-            RewardError: they are more than the base has positions for.
+            RewardError: they exceed the base's positions.
         """
         read = [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
         check_lengths([len(ids) for ids in read], steady_positions(self.roles.policy.config), self.name)

@@ -159,7 +159,7 @@ def check_conversations(
     """Checks that judges that read text can be shown the prompts; loads tokenizers only.
 
     Args:
-        prompts: of these, one conversation is tried for each order of roles.
+        prompts: prompts, of which one conversation is tried for each order of roles.
         tokenizer: the policy's.
 
     Raises:
@@ -290,7 +290,7 @@ def try_sources(
     run.
 
     Args:
-        tokenizer: as ``build_rewards`` takes it.
+        tokenizer: as in ``build_rewards``.
         under: configuration key of the sources.
 
     Raises:
@@ -360,7 +360,7 @@ def _is_sharded(config: OwnModelReward) -> bool:
 
 
 def _has_few_bits(config: OwnModelReward) -> bool:
-    """Whether the checkpoint itself holds weights in few bits; an adapter is merged into whole ones."""
+    """Whether the checkpoint itself holds quantized weights; an adapter is merged into unquantized ones."""
     if is_adapter(config.path, config.revision):
         return False
     origin = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}

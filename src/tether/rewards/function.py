@@ -45,7 +45,7 @@ class FunctionSource:
         function: returns one number per answer, in order, or the scores of its parts as
             ``tether.rewards.tokens.judged`` reads them, or None for an answer on which it has no opinion.
         name: its name in messages.
-        missing: score of answers that it has no opinion on; if left out, such an answer is an error.
+        missing: score of answers on which it has no opinion. Default: such an answer is an error.
     """
 
     def __init__(self, function: RewardFunction, name: str, *, missing: float | None = None) -> None:
@@ -269,14 +269,14 @@ def _import(path: str, key: str) -> ModuleType:
 
 @contextmanager
 def _imports_from(folder: Path) -> Iterator[None]:
-    """Has imports look into ``folder`` first, as those of a script look beside it; afterwards in the last place, for
-    what functions import when they are called: nothing there hides what the run itself has yet to import."""
+    """A context in which imports search ``folder`` first, like the folder of a script; afterwards they search it last,
+    for imports within function calls: nothing in it then hides modules that the run has yet to import."""
     place = str(folder)
     sys.path.insert(0, place)
     try:
         yield
     finally:
-        if place in sys.path:  # what was imported may have changed it
+        if place in sys.path:  # the imported code may have changed it
             sys.path.remove(place)
         if place not in sys.path:
             sys.path.append(place)

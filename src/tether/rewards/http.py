@@ -103,7 +103,7 @@ def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTo
     """The source that a reward section describes.
 
     Args:
-        name: of the source.
+        name: name of the source.
         key: the section's configuration key, which messages about it begin with.
         tokenizer: the policy's; None will do for protocol tether.
 
@@ -138,7 +138,7 @@ def check_sent_values(config: HttpReward, prompt: Any, columns: Mapping[str, Any
     """Checks that what a row would send can be written as JSON.
 
     Args:
-        prompt: as the dataset had it.
+        prompt: the prompt as in the dataset.
         columns: the row's other columns.
 
     Raises:

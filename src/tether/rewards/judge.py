@@ -32,7 +32,7 @@ class JudgeSource:
         rubric: text with ``{prompt}`` and ``{response}``.
         scale: lowest and highest number.
         attempts: maximum number of times that the judge is asked.
-        missing: what answers count that it gives no number.
+        missing: the score of answers to which it gives no number.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class JudgeSource:
         return re.sub(r"\{(prompt|response)\}", lambda match: texts[match[1]], self.rubric)
 
     async def _graded(self, batch: RewardBatch, row: int, post: Post) -> float | None:
-        """The judge's number for one answer; None where it gives none, and that is no error."""
+        """The judge's number for one answer; None if it gives none and that is not an error."""
         try:
             return await self._number(batch, row, post)
         except NoScore as error:
@@ -128,7 +128,7 @@ def judge_source(config: JudgeReward, name: str, key: str) -> JudgeSource:
     """The source that a reward section describes.
 
     Args:
-        name: of the source.
+        name: name of the source.
         key: the section's configuration key, which messages about it begin with.
 
     Raises:

@@ -1,7 +1,7 @@
-"""How a judge is shown an answer that another tokenizer wrote: as text, in its own chat template or joined.
+"""How a judge reads an answer that another tokenizer wrote: as text, in its own chat template or joined.
 
-Where a judge's tokenizer is the policy's, it reads token ids instead, exactly as they were sampled. Elsewhere special
-tokens of the judge are text like any other, where somebody typed them into a prompt or the policy wrote them out.
+If a judge's tokenizer is the policy's, it reads token ids instead, exactly as they were sampled. Otherwise special
+tokens of the judge are ordinary text if typed into a prompt or spelled out by the policy.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def service_of(config: ServiceReward, url: str, *, name: str, key: str, wanted: 
 
     Args:
         url: address that requests are posted to.
-        name: of the source.
+        name: name of the source.
         key: the section's configuration key, which messages about it begin with.
         wanted: the answer that is wanted, in words.
 

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        from tether.report.text import visible  # a reward function's error can hold what the model wrote
+        from tether.report.text import visible  # a reward function's error can contain text of the model
 
         if speaks(error):
             print(visible(signed(_message(error, debug=debug))), file=sys.stderr)

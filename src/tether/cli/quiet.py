@@ -38,7 +38,7 @@ class _Stderr(logging.Handler):
     terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tether.report.text import visible  # a warning can hold what a model wrote, or a client sent
+        from tether.report.text import visible  # a warning can contain text of a model or a client
 
         with suppress(OSError):  # nobody is left to read it, and a run continues without
             print(visible(self.format(record)), file=sys.stderr)

@@ -59,7 +59,7 @@ def encoded_answers(
 
 
 def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The blank that the chat template writes between prompt and answer, where it belongs to the answer's first token.
+    """The blank that the chat template writes between prompt and answer, if it belongs to the answer's first token.
 
     Empty without a template, or if the tokenizer itself puts a blank before every text.
     """

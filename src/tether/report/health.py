@@ -600,7 +600,7 @@ def noise_ascent(run: Run) -> Finding | None:
 
 
 def pattern_collapse(run: Run) -> Finding | None:
-    """Score and KL up, entropy gone: one answer for every prompt."""
+    """Score and KL rise while entropy vanishes: one answer for every prompt."""
     early, late = run.series("policy/entropy_avg").early, run.series("policy/entropy_avg").late
     kl, gain = run.series("objective/kl").late, score_change(run)
     if not early or late is None or kl is None or gain is None or run.num_updates < MIN_UPDATES:

@@ -368,7 +368,7 @@ def _has_few_bits(config: OwnModelReward) -> bool:
 
 
 def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTrainedModel, nn.Module | None]:
-    """The model of a source, and the head that reads its last token's state; None where the model pools otherwise."""
+    """The model of a source, and the head that reads its last token's state; None if the model pools differently."""
     options = {
         "dtype": None if config.dtype == "auto" else getattr(torch, config.dtype),
         "revision": config.revision,

@@ -42,8 +42,8 @@ class Part:
         return self.weight * score
 
     def counted_tokens(self, token_scores: Sequence[float], score: float) -> list[float]:
-        """What scores of an answer's tokens count: weight / std each, and on the last one what that leaves of what the
-        whole answer's score counts, its part of the mean and of the clip."""
+        """The contributions of an answer's token scores: weight / std each, and on the last token the rest of the whole
+        answer's contribution, including its share of mean and clip."""
         factor = self.weight if self.norm is None else self.weight / self.norm[1]
         return with_rest([factor * value for value in token_scores[:-1]], self.counted(score))
 

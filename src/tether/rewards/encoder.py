@@ -57,7 +57,7 @@ class EncoderSource:
         self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """The classifier's scores; each equals what it gives for that text alone.
+        """The classifier's scores; each equals the score of that text alone.
 
         Raises:
             RewardError: an answer with its prompt is too long for the model, or cannot be put in its chat template.

@@ -157,12 +157,12 @@ def _prompt(batch: RewardBatch, row: int) -> str:
 def load_function(path: str, name: str, key: str) -> RewardFunction:
     """The function ``name`` of a ``.py`` file or of an importable module.
 
-    A file is run under a module name made from its full path, so that two files of one name never meet, and once only
-    as long as it does not change. It may import what lies beside it, a module what lies in the current folder, however
-    the process was started.
+    A file is run under a module name made from its full path, so that two files of the same name never clash, and only
+    once unless it changes. A file may import modules from its own folder, a module from the current folder, however the
+    process was started.
 
     Args:
-        key: the configuration key that messages begin with.
+        key: the configuration key with which messages begin.
 
     Raises:
         ConfigError: no such file, module or function; the file fails to import; the function does not take

@@ -135,7 +135,7 @@ def check_sent_columns(config: HttpReward, columns: Sequence[str], key: str) -> 
 
 
 def check_sent_values(config: HttpReward, prompt: Any, columns: Mapping[str, Any]) -> None:
-    """Checks that what a row would send can be written as JSON.
+    """Checks that a row's payload can be written as JSON.
 
     Args:
         prompt: the prompt as in the dataset.

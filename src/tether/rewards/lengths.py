@@ -124,5 +124,5 @@ def check_room(
 
 
 def or_raise(key: str, config: OwnModelReward) -> str:
-    """What else helps where the user set a limit."""
+    """Further advice for a limit that the user set."""
     return "" if config.max_length is None else f", or raise {key}.max_length"

@@ -30,7 +30,7 @@ class ModelSource:
         tokenizer: the model's own.
         policy_tokenizer: the tokenizer that made ``query_ids`` and ``response_ids``.
         name: its name in messages.
-        input_format: ``auto`` reads the policy's token ids where the tokenizers are the same; see ``Reader``.
+        input_format: ``auto`` reads the policy's token ids if the tokenizers are the same; see ``Reader``.
         batch_size: number of answers per forward.
         max_length: maximum number of tokens in query and answer. None: the model's own limit.
         special_tokens: as in ``Reader``.
@@ -68,7 +68,7 @@ class ModelSource:
         self.shares_ids = input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """The model's scores; each equals what the model gives for that text alone.
+        """The model's scores; each equals the score of that text alone.
 
         Raises:
             RewardError: an answer with its prompt is too long for the model, or cannot be put in its chat template.

@@ -123,11 +123,11 @@ class Reader:
     def token_ids(self, judged: JudgedText) -> list[int]:
         """Token ids for a decoder: the beginning-of-sequence token once, if the tokenizer or the template writes one.
 
-        A template's text gets nothing else; other text gets what the tokenizer puts around text. Where that is nothing,
-        an empty text is read as the beginning-of-sequence token, or the end token of a tokenizer without one.
+        A template's text gets nothing else; other text gets what the tokenizer puts around text. If that is nothing, an
+        empty text is read as the beginning-of-sequence token, or the end token of a tokenizer without one.
 
-        A judge that was trained to read to a closing token (``READS_TO``) reads to that, whatever blanks its template
-        writes after it.
+        A judge trained to read up to a closing token (``READS_TO``) reads up to it, whatever blanks its template writes
+        after it.
         """
         ids = self._opened(judged)
         if self._closing_id is None:
@@ -149,9 +149,9 @@ class Reader:
         return ids[1:] if is_doubled else ids
 
     def features(self, judged: JudgedText) -> dict[str, list[int]]:
-        """What the tokenizer makes of the text for its own family: token ids, mask and, where it has them, token types.
+        """What the tokenizer makes of the text for its own family: token ids, mask and, if it has them, token types.
 
-        Its special tokens stand around the text once, also where a template wrote the first or the last one itself.
+        Its special tokens surround the text once, even if a template wrote the first or the last one itself.
         """
         encoded = self._whole(judged)
         if not judged.is_templated:

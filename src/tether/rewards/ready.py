@@ -75,7 +75,7 @@ def check_ready(config: ReadyReward, columns: Sequence[str] | None, key: str) ->
 
 
 def check_value(config: ColumnReward, value: Any) -> None:
-    """Raises ``ValueError`` if a row's column holds what the rule cannot compare with."""
+    """Raises ``ValueError`` if a row's column holds a value that the rule cannot use."""
     if isinstance(config, MathMatchReward):
         expression(value)
     else:

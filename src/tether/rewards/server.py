@@ -244,7 +244,7 @@ def _scored(score: Callable[[Asked], Mapping[str, Any]], request: Asked) -> Cont
         logger.warning("%s", error)
         is_late = isinstance(error, RewardTimeout)
         return HTTPStatus.GATEWAY_TIMEOUT if is_late else HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
-    except Exception as error:  # a fault of a model or of ours: told to both sides
+    except Exception as error:  # a fault of a model or of ours: reported to both sides
         logger.exception("a request could not be scored")
         return HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
 

@@ -37,7 +37,7 @@ _FILTERED = re.compile(
     r"|safety (system|polic|reason)|moderation|invalid_prompt",
     re.IGNORECASE,
 )
-"""What services of language models say where a filter of theirs refuses a text, each in its own words."""
+"""Phrases with which services of language models report that a filter refused a text."""
 
 
 class NoScore(RewardResponseError):
@@ -284,7 +284,7 @@ def _proxy_variables(*schemes: str) -> list[str]:
 
 
 def _proxy_variable(url: str) -> str | None:
-    """The environment variable whose proxy an address is asked through; None where it is asked directly."""
+    """The environment variable whose proxy an address is asked through; None if it is contacted directly."""
     parts = urlsplit(url)
     if _is_on_this_machine(parts.hostname) or proxy_bypass_environment(parts.hostname or ""):
         return None

@@ -19,8 +19,8 @@ def judged(
     """What a source returned, checked: for each answer one number, or the scores of its parts.
 
     A list of ``[end, score]`` pairs scores an answer's steps: ``end`` counts the characters of the answer up to the end
-    of the step, and the score falls on the token that completes them; on the answer's last token where the step ends
-    with the answer, as a score of the whole would. A list of numbers scores its tokens.
+    of the step, and the score falls on the token that completes them; on the answer's last token if the step ends with
+    the answer, as a score of the whole would. A list of numbers scores its tokens.
 
     Args:
         source: the source's name in messages.

@@ -60,4 +60,5 @@ def test_mistakes_are_errors_of_the_package(tmp_path):
     (tmp_path / "run.yaml").write_text("model: {path: nowhere}", encoding="utf-8")
     with pytest.raises(tether.ConfigError):
         tether.load_config(tmp_path / "run.yaml")
-    assert all(issubclass(each, tether.TetherError) for each in (tether.DataError, tether.ModelError, tether.RewardError))
+    for each in (tether.DataError, tether.ModelError, tether.RewardError):
+        assert issubclass(each, tether.TetherError)

@@ -169,9 +169,9 @@ def test_an_answer_that_is_refused_is_an_error_unless_it_has_a_score(reply, capl
 
 @pytest.mark.parametrize("missing", [None, 0.0])
 def test_a_judge_that_never_replies_in_form_is_told_before_a_run_whatever_its_missing(missing, caplog):
-    with local_service(in_turn(says("I like it"))) as local:
-        with pytest.raises(ConfigError, match=r"rewards\.0: .* gave no number from 1 to 10 .*'I like it'") as caught:
-            try_sources([config(local.url, missing=missing)], ["grade"], text_batch("a"), tiny_tokenizer())
+    wanted = r"rewards\.0: .* gave no number from 1 to 10 .*'I like it'"
+    with local_service(in_turn(says("I like it"))) as local, pytest.raises(ConfigError, match=wanted) as caught:
+        try_sources([config(local.url, missing=missing)], ["grade"], text_batch("a"), tiny_tokenizer())
     assert "missing" not in str(caught.value) and not caplog.messages
     with local_service(in_turn(Reply(FILTERED["azure"], 400))) as local:
         filtered = [config(local.url, missing=missing)], ["grade"], text_batch("a"), tiny_tokenizer()

@@ -1,4 +1,4 @@
-"""What a key of a configuration names: one dataset or several, in files, on the hub, or in a ``dataset_info.json``."""
+"""The datasets that a configuration key names: one or several, in files, on the hub, or in a ``dataset_info.json``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def check_datasets(given: Sources, key: str, *, dataset_dir: str | None = None) 
     """Checks that datasets can be read, in milliseconds and without reading a row.
 
     Args:
-        given: what the user wrote.
-        key: the configuration key it stands under, for messages.
+        given: the value that the user wrote.
+        key: its configuration key, for messages.
         dataset_dir: folder of a ``dataset_info.json``, whose entries ``given`` then names.
 
     Raises:
-        DataError: one of them is not there, or of no known form.
+        DataError: one of them does not exist, or has an unknown format.
     """
     for source in sources(given):
         if dataset_dir is None:
@@ -39,16 +39,17 @@ def read_datasets(
     subset: str | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Rows:
-    """The rows of one or several datasets, in their order; at least one.
+    """The rows of one or several datasets, in order; at least one.
 
     Args:
-        split, subset: those to read where a source has several; the entries of a ``dataset_info.json`` name their own.
-        max_samples: rows of each source that are read at most.
-        columns: names that a source has for columns which are called otherwise here, by our names. They go before a
-            column under our name in a run's own sources, for which they were written, and after it elsewhere.
+        split, subset: split and subset to read if a source has several; entries of a ``dataset_info.json`` name their
+            own.
+        max_samples: maximum number of rows to read from each source.
+        columns: the sources' column names by ours, where they differ. In a run's own sources they take precedence over
+            a column with our name; in sources named on the command line, that column does.
 
     Raises:
-        DataError: a source is not there, cannot be read or has no rows, or lacks a column.
+        DataError: a source does not exist, cannot be read, has no rows or lacks a column.
     """
     tables = []
     for source in sources(given):
@@ -69,8 +70,8 @@ def read_datasets(
 
 
 def _renamed(table: Rows, columns: Mapping[str, str], key: str) -> Rows:
-    """The rows with our names for columns that the source calls otherwise. They were written for a run's own sources:
-    what the command line names may lack them, and its columns under our names are what it says they are."""
+    """The rows with our names for columns that the source names differently. Sources named on the command line may lack
+    these columns, which belong to the run's own sources, and keep those that already have our names."""
     names, is_of_run = column_names(table.rows), key.startswith("data.")
     for ours, theirs in columns.items():
         if table.rows and ours not in names and theirs not in names and is_of_run:
@@ -92,5 +93,5 @@ def _renamed_row(row: Row, columns: Mapping[str, str], *, keeps_ours: bool) -> R
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
-    """Names of all columns, in the order in which they first appear."""
+    """Names of all columns, in order of first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))

@@ -533,7 +533,8 @@ class RunConfig(Section):
     """Start again in a folder that holds an earlier run, and replace its files."""
     resume: bool | str = False
     """true: continue from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as
-    true, or start if no update was recorded yet, for launchers that restart a run by themselves."""
+    true, but start if no update was recorded yet, and train nothing if the run is finished, for launchers that restart
+    a run by themselves."""
 
     @property
     def reward_names(self) -> list[str]:

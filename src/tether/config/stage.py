@@ -83,7 +83,8 @@ class StageConfig(Section):
     """Start again in a folder that holds an earlier run, and replace its files."""
     resume: bool | str = False
     """true: continue from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as
-    true, or start if no step was recorded yet, for launchers that restart a run by themselves."""
+    true, but start if no step was recorded yet, and train nothing if the run is finished, for launchers that restart a
+    run by themselves."""
 
     @property
     def learning_rate(self) -> float:

@@ -1,15 +1,15 @@
-"""Every causal language model of transformers, tiny and random: python -m benchmarks.architectures [KIND …]
+"""Tests every causal language model of transformers, tiny and random: python -m benchmarks.architectures [KIND …]
 
 Run from the repository's root. For each type that a small configuration can be made of:
 
     passes      log-probabilities of a padded micro-batch, as updates read them, against the model's own forward over
                 one unpadded text at a time: largest difference, nats
-    decoding    how the model is decoded, and the log-probabilities that its answers were drawn with against the same
+    decoding    how the model is decoded, and the log-probabilities with which its answers were drawn against the same
                 forward: largest difference, nats
 
-Promised: at most .001 nats, or a model that is refused with a message. Prints a row for every type that differs or is
-not decoded in padded batches, then how many were tried; exits with 1 if the promise is broken. Types whose smallest
-configuration could not be found are named at the end: nothing is said of them.
+Promise: at most .001 nats, or the model is refused with a message. Prints a row for every type that differs or is not
+decoded in padded batches, then the number of types tested; exits with 1 if the promise is broken. Types without a
+working small configuration are listed at the end as untested.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RESPONSES = ([9, 10, 2], [11, 12, 13, 14, 2], [20, 21, 22, 23])
 SAMPLING = Sampling(7, temperature=0.7, stop_token_ids=frozenset({2}))
 MOST_PARAMETERS = 80_000_000
 SCALE = 4.0
-"""Times what matrices are initialised with, so that logits are far from equal."""
+"""Factor on the initialisation of matrices, so that logits are far from equal."""
 
 WIDTHS = dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "embedding_size", "embedding_dim"), 32)
 INNER = dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "word_embed_proj_dim"), 32)
@@ -78,12 +78,12 @@ OF_TYPES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "zamba2": {"num_hidden_layers": 2, "layer_types": ["mamba", "hybrid"], "mamba_headdim": 16, "n_mamba_heads": 4},
 }  # fmt: skip
-"""Keys of single types, for which those above are not enough."""
+"""Keys of individual types, for which those above are not enough."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one type of model."""
+    """The result for one type of model."""
 
     kind: str
     passes: float
@@ -92,7 +92,7 @@ class Finding:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the promise is."""
+        """Whether the promise is kept."""
         return self.passes <= MOST_DIFFERENCE and self.decoded <= MOST_DIFFERENCE
 
 
@@ -101,7 +101,7 @@ class Finding:
 
 def small_model(kind: str) -> PreTrainedModel | None:
     """A random model of a type in eval mode, from the first of several small configurations that works; None if none
-    does."""
+    works."""
     for changes in candidates(AutoConfig.for_model(kind)):
         try:
             config = AutoConfig.for_model(kind, **changes)
@@ -112,7 +112,7 @@ def small_model(kind: str) -> PreTrainedModel | None:
             torch.manual_seed(3)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
             model(input_ids=torch.tensor([[1, 4, 5]]), use_cache=False)
-        except Exception:  # whatever a configuration that does not fit makes a model raise
+        except Exception:  # whatever a model raises for an invalid configuration
             continue
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -138,7 +138,7 @@ def candidates(default: PreTrainedConfig) -> Iterator[dict[str, Any]]:
     yield {}
 
 
-# What is held against what
+# Comparisons
 
 
 def whole_logprobs(model: PreTrainedModel, query: list[int], response: list[int]) -> list[float]:
@@ -178,7 +178,7 @@ def examined(kind: str, model: PreTrainedModel) -> Finding:
 
 @torch.no_grad()
 def main() -> int:
-    """Tries all types, or those that are named."""
+    """Tests all types, or those named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", help="model types; all if left out")
     kinds = parser.parse_args().kinds or sorted(CONFIG_MAPPING_NAMES.keys() & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
@@ -201,7 +201,7 @@ def main() -> int:
         except TetherError as error:
             table.add_row(kind, "refused", str(error).split(": ", 1)[-1], "")
             continue
-        except Exception as error:  # to be shown beside all the others
+        except Exception as error:  # to be shown together with the others
             table.add_row(kind, f"[red]{type(error).__name__}", str(error)[:80], "")
             faults.append(kind)
             continue

@@ -1,15 +1,15 @@
 """Where a step of decoding spends its time: python benchmarks/decode.py [--model FOLDER] [--dtype bfloat16] [--rows N]
 
 The answers of one batch, by Tether's loop and by transformers' ``generate`` on the same model with the same prompts, on
-one core. Prints milliseconds a token of
+one core. Prints milliseconds per token of
 
-    products     of matrices
+    products     matrix products
     attention
-    drawing      of tokens: noise, argmax, log-probability
-    cache        new keys and values put to the others
+    drawing      drawing tokens: noise, argmax, log-probability
+    cache        appending new keys and values
     all else     norms, rotations, activations, Python
 
-and exits with 1 if products and attention are less than three quarters of Tether's time in float32.
+and exits with 1 if products and attention make up less than three quarters of Tether's time in float32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    heap.keep()  # as a run does
+    heap.keep()  # as in a run
     model = load_causal_lm(str(given.model or smollm2()), dtype=getattr(torch, given.dtype))
     parts = {
         "Tether": profiled(lambda: decode(model, given.rows, given.tokens)),
@@ -92,7 +92,7 @@ def decode(model: PreTrainedModel, rows: int, tokens: int) -> None:
 
 
 def generate(model: PreTrainedModel, rows: int, tokens: int) -> None:
-    """The same by transformers."""
+    """The same with transformers."""
     ids, mask, _ = pad_left([request.token_ids for request in requests(model, rows)])
     config = GenerationConfig(
         max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, temperature=0.7, top_k=0, pad_token_id=0
@@ -101,7 +101,7 @@ def generate(model: PreTrainedModel, rows: int, tokens: int) -> None:
 
 
 def profiled(action: Callable[[], None]) -> dict[str, float]:
-    """Seconds of the parts of an action, and their sum, of one run; the profiler's own time is in ``all else``."""
+    """Seconds of the parts of an action in one run, and their sum; the profiler's own time is in ``all else``."""
     action()
     with labelled(), profile(activities=[ProfilerActivity.CPU]) as seen, record_function(WHOLE):
         action()
@@ -118,7 +118,7 @@ def profiled(action: Callable[[], None]) -> dict[str, float]:
 
 @contextmanager
 def labelled() -> Iterator[None]:
-    """Inside, the profile knows which operations draw tokens and which fill Tether's cache."""
+    """A context in which the profile knows which operations draw tokens and which fill Tether's cache."""
     draw, update = batch.drawn_tokens, RoomyLayer.update
 
     def within(label: str, function: Callable) -> Callable:

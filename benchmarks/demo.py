@@ -1,12 +1,12 @@
-"""The demo for several seeds, against what it promises: python benchmarks/demo.py [--seeds 1 2 3] [-o FOLDER]
+"""The demo for several seeds, against its promises: python benchmarks/demo.py [--seeds 1 2 3] [-o FOLDER]
 
-Each seed trains its own reward model and its own policy. Prints a table with a row a seed and exits with 1 if a promise
-is not kept by one of them.
+Each seed trains its own reward model and its own policy. Prints a table with one row per seed and exits with 1 if any
+of them breaks a promise.
 
     reward    held-out reward rises by at least 0.8 standard deviations of the start policy's own scores
-    VADER     sentiment, which no training saw, rises by at least 0.25
+    VADER     sentiment, which was not used in training, rises by at least 0.25
     ended     the share of answers that end by themselves falls by at most two standard errors
-    KL        at most 8 nats an answer
+    KL        at most 8 nats per answer
     answers   at least 128 held-out answers were judged
 """
 
@@ -40,7 +40,7 @@ def promises(result: DemoResult) -> dict[str, tuple[str, bool]]:
 
 
 def main() -> int:
-    """Runs the demo once a seed."""
+    """Runs the demo once per seed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/bench-demo"))

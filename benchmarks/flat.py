@@ -1,11 +1,11 @@
 """Memory that does not grow: python benchmarks/flat.py [--updates N] [--tokens N …] [--vocabulary N …]
 
-    log-probabilities   peak memory of a pass over more and more tokens and larger and larger vocabularies, forward and
-                        backward, in the product's chunks and by whole logits; hidden size 64, float32
-    updates             resident memory of a run of thousands of updates on the smallest model there is, a table
+    log-probabilities   peak memory of a pass over growing numbers of tokens and growing vocabularies, forward and
+                        backward, in the product's chunks and with whole logits; hidden size 64, float32
+    updates             resident memory of a run of thousands of updates on the smallest possible model, a table
 
 Exits with 1 if the pass over 2,048 tokens takes more than one over 512 does, or if the run grows by more than its
-history of metrics: a kilobyte an update, once ``state.log_history`` is full.
+history of metrics: a kilobyte per update, once ``state.log_history`` is full.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from tether.train.costs import Peak, resident_bytes  # noqa: E402
 MIB = 2**20
 WIDTH = 64
 MOST_MORE = 1.25
-"""Peak over 2,048 tokens against that over 512, at most: noise, and a hidden state more for each token."""
+"""Maximum ratio of the peak over 2,048 tokens to that over 512: noise, and one more hidden state per token."""
 MOST_GROWTH, NOISE = 1024, MIB
-"""Bytes that a run grows by in an update, at most, and of all of it."""
+"""Maximum number of bytes by which a run may grow per update, and in total."""
 
 
 def main() -> int:
@@ -69,10 +69,10 @@ def main() -> int:
 
 
 def grown(sizes: Mapping[int, int]) -> list[str]:
-    """What a run does not keep of its promise.
+    """The promises that a run breaks.
 
     Args:
-        sizes: resident bytes by the number of updates.
+        sizes: resident bytes by number of updates.
     """
     first, last = min(update for update in sizes if update >= min(KEPT_LINES, max(sizes))), max(sizes)
     more = sizes[last] - sizes[first]
@@ -82,8 +82,8 @@ def grown(sizes: Mapping[int, int]) -> list[str]:
 
 
 def pass_peaks(vocabulary: int, tokens: int) -> tuple[float, float, float]:
-    """MiB that log-probabilities and entropy of ``tokens`` tokens take beside what is there: in chunks without and with
-    gradients, and by whole logits with gradients."""
+    """Additional MiB for log-probabilities and entropy of ``tokens`` tokens: in chunks without and with gradients, and
+    with whole logits and gradients."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, WIDTH, generator=generator)
     targets = torch.randint(vocabulary, (tokens,), generator=generator)
@@ -104,14 +104,14 @@ def pass_peaks(vocabulary: int, tokens: int) -> tuple[float, float, float]:
 
     def backward(loss: Any) -> None:
         loss(hidden.clone().requires_grad_()).backward()
-        head.zero_grad(set_to_none=True)  # what is there before the next one has no part in it
+        head.zero_grad(set_to_none=True)  # memory in use before the next pass is not part of it
 
     return tuple(more_memory(action) for action in (forward, lambda: backward(chunks), lambda: backward(whole)))
 
 
 def more_memory(action: Callable[[], None]) -> float:
-    """MiB of resident memory that an action needs at most beside what is there: by the system's own mark of the peak,
-    which misses nothing, or where that cannot be set back by looking every few milliseconds."""
+    """Peak MiB of additional resident memory during an action: by the system's own peak mark, which misses nothing, or,
+    if that cannot be reset, by sampling every few milliseconds."""
     gc.collect()
     Dist().trim_heap()
     before = resident_bytes()
@@ -133,14 +133,14 @@ class Sizes(TrainerCallback):
         self._every, self.sizes = every, {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Looks at it."""
+        """Records it."""
         if state.global_step % self._every == 0:
             gc.collect()
             self.sizes[state.global_step] = resident_bytes()
 
 
 def run_sizes(updates: int) -> dict[int, int]:
-    """Resident bytes of this process by the number of updates of a run: a table, eight answers each."""
+    """Resident bytes of this process by number of updates of a run: a table, eight answers per update."""
     sizes = Sizes(max(1, updates // 10))
     with tempfile.TemporaryDirectory() as folder:
         changes = {"train.rollout_batch_size": 8, "train.micro_batch_size": 8, "ppo.num_ppo_epochs": 1}

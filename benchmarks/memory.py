@@ -1,10 +1,10 @@
 """Peak memory of four roles on one base against four models: python benchmarks/memory.py [--updates 2] [--model FOLDER]
 
 Both sides are the same job on SmolLM2-135M-Instruct in float32 (the same prompts, batch sizes and lengths, gradient
-checkpointing as one has it on where memory is short), each in a process of its own:
+checkpointing on, as is usual when memory is short), each in its own process:
 
-    four models   full fine-tuning, a frozen copy as reference, a critic and a reward model of their own
-    one base      LoRA policy, critic and reward as adapters, the base without any as reference
+    four models   full fine-tuning, a frozen copy as reference, a separate critic and reward model
+    one base      LoRA policy, critic and reward as adapters, the base without adapters as reference
 
 Prints the peak resident memory of both, imports included, and their ratio; exits with 1 if it is over 0.35.
 """
@@ -95,7 +95,7 @@ if shared:
 judge.save_pretrained(folder)
 tokenizer.save_pretrained(folder)
 """
-"""Writes a reward model with a random head, in a process of its own so that its memory is not counted."""
+"""Writes a reward model with a random head, in a separate process so that its memory is not counted."""
 
 
 if __name__ == "__main__":

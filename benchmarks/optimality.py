@@ -1,13 +1,13 @@
 """Toy languages with a known optimum, Tether and TRL 1.12.0 side by side: python -m benchmarks.optimality [-o FOLDER]
 
 Run from the repository's root. Both trainers get the same tables, 300 rollouts of 1,024 answers, 4 epochs and learning
-rate 0.03; Tether has the defaults of its algorithm. TRL is installed into an environment of its own, .peers/trl-1.12,
-the first time. Prints one table and exits with 1 if a promise is not kept:
+rate 0.03; Tether uses the defaults of its algorithm. TRL is installed into its own environment, .peers/trl-1.12, the
+first time. Prints one table and exits with 1 if a promise is not kept:
 
-    regret      at most .005 on toy A and .040 on toy B, in every seed (the defaults miss it in some: --preset steady)
+    regret      at most .005 on toy A and .040 on toy B, for every seed (the defaults miss it in some: --preset steady)
     episodes    to 10 %, 5 % and 2 % regret: at most 1.1 × what TRL takes in the same run, means over seeds
 
-docs/algorithm.md has what came of it, seeds that miss included, and which changes of the defaults were tried.
+docs/algorithm.md has the results, including seeds that miss, and the changes of the defaults that were tried.
 
 --grid trains on toy A with 300,000 episodes over learning rates, scales of the judge and batch sizes instead, scores
 normalised by frozen statistics:
@@ -43,7 +43,7 @@ from benchmarks.toys.run import HARNESS, Course, train_tables
 MOST_REGRET = {"A": 0.005, "B": 0.040}
 LEVELS = (0.10, 0.05, 0.02)
 MOST_EPISODES = 1.1
-"""Times TRL's."""
+"""Maximum multiple of TRL's episodes."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -58,15 +58,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Named changes of the configuration, by dotted keys.
 
-``steady`` keeps tokens alive that a few unlucky answers speak against: what is left of the regret at the defaults is
-almost all in tokens that became too rare early on to be tried again. A tight lower clip lets one batch take little
-from a token, and a wide upper one gives it back quickly; λ 1 has no bias from a critic that lags; a critic at half the
-policy's rate follows the noise of single batches less; ε far below the gradient of a state that is seldom visited.
-The tight clip and the slow critic are what counts, and are no defaults: a language model, whose states share weights,
-wants a critic at two to ten times the policy's rate, and a clip of .2.
+``steady`` keeps tokens alive that a few unlucky answers count against: the regret that remains at the defaults is
+almost entirely in tokens that became too rare early on to be tried again. A tight lower clip lets one batch take little
+from a token, and a wide upper one gives it back quickly; λ 1 has no bias from a lagging critic; a critic at half the
+policy's learning rate follows the noise of single batches less; ε is far below the gradient of a rarely visited state.
+The tight clip and the slow critic matter most, and are not defaults: a language model, whose states share weights,
+needs a critic at two to ten times the policy's rate, and a clip of .2.
 
-``once`` trains on each answer once. Of small batches four steps on the same few answers of a state learn their noise,
-the more the higher the rate is; one step does not.
+``once`` trains on each answer once. With small batches, four steps on the same few answers of a state learn their
+noise, more so at higher rates; one step does not.
 """
 
 GRID = {"learning rate": (1 / 3, 1.0, 3.0), "score scale": (0.1, 1.0, 10.0), "batch": (64, 256)}
@@ -86,7 +86,7 @@ class Run:
 
 
 def tether_runs(name: str, seeds: Sequence[int], changes: Mapping[str, Any]) -> list[Run]:
-    """Tether on a toy, once a seed."""
+    """Tether on a toy, once per seed."""
     runs = []
     for seed in seeds:
         start = time.perf_counter()
@@ -97,13 +97,13 @@ def tether_runs(name: str, seeds: Sequence[int], changes: Mapping[str, Any]) -> 
 
 
 def trained(language: Language, changes: Mapping[str, Any]) -> Course:
-    """How a run went whose files nobody needs."""
+    """The course of a run whose files are not kept."""
     with tempfile.TemporaryDirectory() as folder:
         return train_tables(language, Path(folder), changes)
 
 
 def trl_runs(name: str, seeds: Sequence[int], folder: Path) -> list[Run]:
-    """TRL on a toy, once a seed, in a process of its own."""
+    """TRL on a toy, once per seed, in its own process."""
     results, batch = folder / f"trl-{name}.json", HARNESS["train.rollout_batch_size"]
     command = [
         *(trl_python(), "-m", "benchmarks.peers.trl_toys", name, "--seeds", *map(str, seeds), "-o", results.resolve()),
@@ -117,17 +117,17 @@ def trl_runs(name: str, seeds: Sequence[int], folder: Path) -> list[Run]:
     return [Run(row["seed"], Course(batch, row["regrets"]), row["seconds"]) for row in rows]
 
 
-# What came out
+# Results
 
 
 def mean_episodes(runs: Sequence[Run], level: float) -> float | None:
-    """Answers until the regret was this low, mean over seeds; None if a seed never got there."""
+    """Number of answers until the regret was this low, mean over seeds; None if a seed never got there."""
     episodes = [run.course.episodes_to(level) for run in runs]
     return None if None in episodes else mean(episodes)
 
 
 def rows_of(name: str, system: str, runs: Sequence[Run], peer: Sequence[Run]) -> list[list[str]]:
-    """A row a seed, then their mean and largest regret, and how many times the peer's episodes it took."""
+    """One row per seed, then mean and largest regret, and the multiple of the peer's episodes."""
     rows = [
         [name, system, str(run.seed), f"{run.course.regret:.4f}"]
         + [thousands(run.course.episodes_to(level)) for level in LEVELS]
@@ -146,14 +146,14 @@ def rows_of(name: str, system: str, runs: Sequence[Run], peer: Sequence[Run]) ->
 
 
 def ratio(ours: float | None, theirs: float | None) -> float | None:
-    """How many times the peer's episodes; infinite where only the peer got there, None where it did not."""
+    """Multiple of the peer's episodes; infinite if only the peer got there, None if the peer did not."""
     if theirs is None:
         return None
     return math.inf if ours is None else ours / theirs
 
 
 def broken(name: str, runs: Sequence[Run], peer: Sequence[Run]) -> list[str]:
-    """The promises that these runs do not keep."""
+    """The promises that these runs break."""
     limit = MOST_REGRET[name]
     faults = [
         f"toy {name}, seed {run.seed}: regret {run.course.regret:.5f}, promised at most {limit}"
@@ -198,7 +198,7 @@ def side_by_side(given: argparse.Namespace) -> list[str]:
 
 
 def grid(given: argparse.Namespace) -> list[str]:
-    """Prints how the runs of the grid end; returns the promise if it is broken."""
+    """Prints the final regret of the grid's runs; returns the promise if it is broken."""
     table = Table("learning rate", "score scale", "batch", *(f"seed {s}" for s in given.seeds), title="toy A, regret")
     regrets = []
     for times, scale, batch in product(*GRID.values()):
@@ -223,7 +223,7 @@ def grid(given: argparse.Namespace) -> list[str]:
 
 
 def main() -> int:
-    """Runs what was asked for; 1 if a promise is broken."""
+    """Runs the requested benchmark; returns 1 if a promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toys", nargs="+", choices=list(MOST_REGRET), default=list(MOST_REGRET))
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 9; with --grid 0 and 1")

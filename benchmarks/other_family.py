@@ -1,9 +1,9 @@
 """A reward model of another family drives PPO: python benchmarks/other_family.py [--updates 12] [-o FOLDER]
 
-A BERT-type classifier with word pieces of its own learns the demo's preference pairs, and then judges what
-SmolLM2-135M-Instruct writes, as LoRA trains it. Prints how many held-out pairs the classifier orders rightly, and the
-held-out answers before and after: reward in standard deviations of the start policy's scores, KL, and the sentiment by
-VADER, which no training saw. Exits with 1 unless the reward rises by at least half a standard deviation.
+A BERT-type classifier with its own word pieces learns the demo's preference pairs, and then judges
+SmolLM2-135M-Instruct during LoRA training. Prints how many held-out pairs the classifier ranks correctly, and the
+held-out answers before and after: reward in standard deviations of the start policy's scores, KL, and VADER sentiment,
+which was not used in training. Exits with 1 unless the reward rises by at least half a standard deviation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HELD_OUT_PAIRS, HELD_OUT_PROMPTS = 100, 64
 
 
 def word_pieces(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer as BERT's, its pieces learned from the texts."""
+    """A tokenizer like BERT's, with pieces learned from the texts."""
     backend = Tokenizer(WordPiece(unk_token="[UNK]"))
     backend.normalizer, backend.pre_tokenizer = BertNormalizer(), BertPreTokenizer()
     backend.train_from_iterator(

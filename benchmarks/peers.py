@@ -1,16 +1,16 @@
 """Tether and TRL 1.12.0 side by side on SmolLM2-135M, two cores: python benchmarks/peers.py [--jobs NAME …] [-o FOLDER]
 
-Both get the same prompts, judge, lengths, batches, updates, learning rate and type of weights, each in a process of its
-own, TRL in an environment of its own (.peers/trl-1.12, made the first time). The first update of each is not counted.
-Prints episodes a second and peak memory (resident, imports included) of both, their ratios, and the mean scores of the
-first and the last update, which show that the work was the same; writes all to peers.json, and exits with 1 if a ratio
-is worse than promised:
+Both get the same prompts, judge, lengths, batches, updates, learning rate and type of weights, each in its own process,
+TRL in its own environment (.peers/trl-1.12, created the first time). The first update of each is not counted. Prints
+episodes per second and peak memory (resident, imports included) of both, their ratios, and the mean scores of the first
+and the last update, which show that the work was the same; writes all to peers.json, and exits with 1 if a ratio is
+worse than promised:
 
     job      what                                                                       episodes/s   memory
     full     full fine-tuning, a critic of its own, float32, 16 × exactly 48 tokens     ≥ 1.6        ≤ .70
     bf16     the same in pure bfloat16                                                  ≥ 1.6        ≤ .70
     epochs   the same with 4 epochs                                                     ≥ 1.5        ≤ .70
-    ragged   answers that end when they end, up to 128 tokens, 64 episodes              ≥ 2.5        ≤ .50
+    ragged   answers that end by themselves, up to 128 tokens, 64 episodes              ≥ 2.5        ≤ .50
              (asked for one short sentence: 11 to 128 tokens, 61 on average)
     lora     four roles on one base, against TRL with a LoRA policy                     ≥ 3.0        ≤ .35
     head     the same with the critic a head on the policy                              ≥ 3.0        ≤ .35
@@ -49,10 +49,10 @@ PROMISES = {
     "lora": (3.0, 0.35),
     "head": (3.0, 0.35),
 }
-"""Episodes a second over TRL's at least, peak memory over TRL's at most."""
+"""Minimum ratio of episodes per second to TRL's, and maximum ratio of peak memory to TRL's."""
 SUBJECTS = ("the weather", "my dog", "a long walk", "dinner", "the train to work", "an old friend", "the sea", "music")
 SHORT = "Answer in one short sentence."
-"""The system prompt where answers end by themselves; of other prompts this model's seldom do within 128 tokens."""
+"""The system prompt for answers that end by themselves; with other prompts this model's rarely do within 128 tokens."""
 SIDES = ("tether", "trl")
 
 JUDGE = """
@@ -71,11 +71,11 @@ get_peft_model(judge, lora).save_pretrained(adapter)
 for folder in (full, adapter):
     tokenizer.save_pretrained(folder)
 """
-"""One judge with a random head as a whole model and as an adapter, which says the same."""
+"""One judge with a random head, as a whole model and as an equivalent adapter."""
 
 
 def main() -> int:
-    """Runs the jobs on both sides; 1 if a promise is broken."""
+    """Runs the jobs on both sides; returns 1 if a promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", nargs="+", choices=list(CHANGES), default=list(CHANGES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
@@ -110,11 +110,11 @@ def main() -> int:
 
 
 def broken(name: str, speed: float, memory: float) -> list[str]:
-    """What a job does not keep of its promises.
+    """The promises that a job breaks.
 
     Args:
-        speed: episodes a second over TRL's.
-        memory: peak memory over TRL's.
+        speed: ratio of episodes per second to TRL's.
+        memory: ratio of peak memory to TRL's.
     """
     least, most = PROMISES[name]
     faults = [] if speed >= least else [f"{name}: {speed:.2f} times TRL's episodes a second, promised {least}"]
@@ -122,7 +122,7 @@ def broken(name: str, speed: float, memory: float) -> list[str]:
 
 
 def outcome(side: str, job: Job, folder: Path) -> Outcome:
-    """What a side makes of a job, in a process of its own."""
+    """Runs a side on a job, in its own process."""
     folder.mkdir(parents=True, exist_ok=True)
     task, result = folder / "job.json", folder / "outcome.json"
     write_job(Job(**asdict(job) | {"folder": str(folder / "run")}), task)
@@ -137,10 +137,10 @@ def outcome(side: str, job: Job, folder: Path) -> Outcome:
 
 
 def material(model: Path, folder: Path, *, ends: bool = False) -> dict[str, str]:
-    """Prompts of unequal length and both forms of the judge, written to ``folder`` unless they are there.
+    """Prompts of unequal length and both forms of the judge, written to ``folder`` unless they exist.
 
     Args:
-        ends: whether the prompts are a chat that asks for short answers, written as the model's template has it.
+        ends: whether the prompts are a chat that asks for short answers, in the model's template.
     """
     prompts = folder / ("chats.jsonl" if ends else "prompts.jsonl")
     judge, adapter = folder / "judge", folder / "judge-adapter"

@@ -1,14 +1,14 @@
 """PPO on a real model against the best that any policy could do: python benchmarks/real_optimum.py --tokens {1,16}
 
-SmolLM2-135M-Instruct continues eight short texts. A reward of 0 or 1, which the start policy earns with probability
-.1 to .3 on each of them, has a known optimum, so the distance of the trained policy to the best one can be told:
+SmolLM2-135M-Instruct continues eight short texts. A reward of 0 or 1, which the start policy earns with probability .1
+to .3 on each of them, has a known optimum, so that the distance of the trained policy to the best one can be measured:
 
     J(π)                = mean over prompts of s − β·KL(π ‖ π_ref)             s: success rate of π
     J*                  = mean over prompts of β·log(1 − p + p·e^{1/β})        p: success rate of π_ref
     fraction of optimum = (J(π) − J(π_ref)) / (J* − J(π_ref))                  1 − regret
-    KL efficiency       = least KL with which the success rates can be had / KL spent
+    KL efficiency       = least KL that gives the success rates / KL spent
 
---tokens 1    answers of one token, which should be one of a few words: one forward pass over the prompts tells the
+--tokens 1    answers of one token, which should be one of a few words: one forward pass over the prompts gives the
               whole policy, so everything is exact.
               Promise: fraction of optimum at least .95 within 15 minutes on two CPU cores.
 --tokens 16   answers of 16 tokens, which should begin with one of a few words and go on as they would have,
@@ -62,16 +62,16 @@ PROMPTS = (
     *("The old man", "My dog likes", "We went to", "She said that"),
     *("In the morning", "They have been", "You can see", "There was a"),
 )
-"""Three tokens each for SmolLM2, so that nothing is padded."""
+"""Prompts of three SmolLM2 tokens each, so that nothing is padded."""
 LEAST, MOST = 0.1, 0.3
-"""Between these is the success rate of the start policy on every prompt."""
+"""Bounds of the start policy's success rate on every prompt."""
 LEAST_OF_FIRST = 0.15
-"""Least share of first tokens that are a wanted word where answers go on: some of them are the beginning of another."""
+"""Minimum share of first tokens that are a wanted word if answers continue: some of them begin another word."""
 RESULT = "real_optimum.json"
 RESAMPLES = 500
-"""Of the bootstrap."""
+"""Number of bootstrap samples."""
 ROWS = 13
-"""Rows of the table that shows a run's course."""
+"""Number of rows in the table of a run's course."""
 
 RECIPES = {
     1: """
@@ -132,16 +132,16 @@ overwrite_output_dir: true
 
 @dataclass(frozen=True)
 class Standing:
-    """How a policy stands between the reference and the optimum; rates and nats are means over prompts."""
+    """Where a policy stands between the reference and the optimum; rates and nats are means over prompts."""
 
     success: float
     """Success rate, E[r]."""
     kl: float
-    """KL(π ‖ π_ref), nats an answer."""
+    """KL(π ‖ π_ref), nats per answer."""
     objective: float
     """E[r] − β·KL."""
     fraction: float
-    """Share of what can be gained over the reference, 1 − regret."""
+    """Share of the possible gain over the reference, 1 − regret."""
     kl_efficiency: float
     """Least KL for these success rates over the KL spent; NaN where none is spent."""
 
@@ -161,7 +161,7 @@ def least_kl(s: Float[Tensor, " X"], p: Float[Tensor, " X"]) -> Float[Tensor, " 
 
         s·log(s/p) + (1 − s)·log((1 − s)/(1 − p))
 
-    The KL between the two coins: telling success from failure only cannot tell more than the whole answer does.
+    The KL between two coins: success or failure carries no more information than the whole answer.
     """
     return torch.special.xlogy(s, s / p) + torch.special.xlogy(1 - s, (1 - s) / (1 - p))
 
@@ -188,27 +188,28 @@ class Point:
     """How far a run had come."""
 
     episodes: int
-    """Answers trained on."""
+    """Number of answers trained on."""
     seconds: float
-    """Since the first update began."""
+    """Seconds since the first update began."""
     success: float
     """Success rate."""
     kl: float
-    """KL(π ‖ π_ref), nats an answer."""
+    """KL(π ‖ π_ref), nats per answer."""
     fraction: float
     """Fraction of optimum."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a run came to."""
+    """The result of a run."""
 
     course: list[Point]
-    """From the start policy to the trained one; of 16 tokens by the answers of each update, and so rougher."""
+    """From the start policy to the trained one; for 16 tokens measured on the answers of each update, and so
+    noisier."""
     end: Standing
     """The trained policy."""
     errors: Standing | None
-    """Standard errors of ``end``; None where it is exact."""
+    """Standard errors of ``end``; None if it is exact."""
     start_rates: list[float]
     """Success rate of the start policy on each prompt."""
     seconds: float
@@ -255,23 +256,23 @@ def timed_run(
 
 
 def is_wanted(prompts: Sequence[str], completions: Sequence[str], words: Sequence[Sequence[str]]) -> list[float]:
-    """1 for an answer that is, spaces around it aside, one of the words of its prompt."""
+    """1 for an answer that is, apart from surrounding spaces, one of the words of its prompt."""
     return [float(text.strip() in own) for text, own in zip(completions, words, strict=True)]
 
 
 def drawn_words(
     probabilities: Sequence[float], texts: Sequence[str], rng: random.Random, least: float = LEAST
 ) -> list[str]:
-    """Words that ``least`` to ``MOST`` of the first tokens are.
+    """Words that make up ``least`` to ``MOST`` of the first tokens.
 
     They are drawn from the reference; one that would lift the sum over ``MOST`` is passed over.
 
     Args:
-        probabilities: of each token of the vocabulary, under the reference.
+        probabilities: probability of each token of the vocabulary under the reference.
         texts: the tokens as text.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no such words.
     """
     shares: dict[str, float] = {}
     for probability, text in zip(probabilities, texts, strict=True):
@@ -331,7 +332,7 @@ class OptimumMeter(TrainerCallback):
     ) -> None:
         self._queries, self._rewarded, self._beta, self._every, self._bf16 = queries, rewarded, beta, every, bf16
         self.course: list[tuple[int, float, Standing]] = []
-        """Updates, seconds since the first one began, and where the policy stood."""
+        """Number of updates, seconds since the first one began, and the policy's standing."""
         self.start_rates: Float[Tensor, " X"] | None = None
         """Success rate of the start policy, which is the reference, on each prompt."""
 
@@ -343,7 +344,7 @@ class OptimumMeter(TrainerCallback):
         self._measure(model, 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
-        """Measures, if it is time."""
+        """Measures, if due."""
         if state.global_step % self._every == 0 or state.global_step == state.max_steps:
             self._measure(model, state.global_step)
 
@@ -357,7 +358,7 @@ class OptimumMeter(TrainerCallback):
 
 @dataclass(frozen=True)
 class Task:
-    """What is wanted of the answers."""
+    """What the answers should be."""
 
     queries: list[list[int]]
     """The prompts as token ids."""
@@ -368,7 +369,7 @@ class Task:
 
 
 def drawn_task(config: RunConfig) -> Task:
-    """The prompts, with words drawn from what the start policy says first."""
+    """The prompts, with words drawn from the start policy's first tokens."""
     model, tokenizer = load_causal_lm(config.model.path, dtype=torch.float32), load_tokenizer(config.model.path)
     _, queries = encoded_queries(PROMPTS, tokenizer, "none", None, PROMPTS, [{}] * len(PROMPTS))
     reference = next_logprobs(model, queries, bf16=False).exp()
@@ -382,7 +383,7 @@ def drawn_task(config: RunConfig) -> Task:
 
 
 def one_token(config: RunConfig, display: Display) -> Trial:
-    """Trains on answers of one token and measures the policy exactly on the way."""
+    """Trains on answers of one token and measures the policy exactly along the way."""
     task = drawn_task(config)
     write_prompts(config.data.prompts, PROMPTS, task.words)
     rewarded = torch.tensor([is_wanted(task.texts, task.texts, [own] * len(task.texts)) for own in task.words]) == 1
@@ -404,8 +405,8 @@ def begins_well(
 ) -> list[list[list[float]]]:
     """1 for an answer whose first word, or run of other signs, is one of the words of its prompt.
 
-    It falls on the token that writes the first character after the word, for no earlier one settles what the word is:
-    ``[[end, score]]``, a step of the answer.
+    The score falls on the token that writes the first character after the word, since no earlier token determines the
+    word: ``[[end, score]]``, a step of the answer.
     """
     firsts = [re.match(r"\s*(\w+|[^\w\s]+)?", text) for text in completions]
     return [
@@ -417,7 +418,7 @@ def begins_well(
 def measured(
     before: Float[Tensor, "X N"], after: Float[Tensor, "X N"], kl: Float[Tensor, "X N"], *, beta: float
 ) -> Standing:
-    """Where a policy stands by N answers to each prompt.
+    """Where a policy stands, by N answers to each prompt.
 
     Args:
         before: 1 for each success of the reference.
@@ -432,7 +433,7 @@ def standard_errors(
 ) -> Standing:
     """Standard errors of ``measured``, by bootstrap over each prompt's answers.
 
-    Answers of one number are drawn together: before and after, they were sampled with the same noise.
+    Answers with the same index are drawn together: before and after, they were sampled with the same noise.
 
     Source: Efron 1979, https://doi.org/10.1214/aos/1176344552
     """
@@ -446,7 +447,7 @@ def standard_errors(
 
 
 def sixteen_tokens(config: RunConfig, display: Display, *, samples: int) -> Trial:
-    """Trains on answers of 16 tokens and measures the start policy and the trained one by ``samples`` a prompt."""
+    """Trains on answers of 16 tokens and measures the start policy and the trained one by ``samples`` per prompt."""
     prompts, words = PROMPTS, drawn_task(config).words
     write_prompts(config.data.prompts, prompts, words)
     write_prompts(config.data.eval_prompts, prompts, words, times=samples)
@@ -509,7 +510,7 @@ def _number(value: float, error: float | None) -> str:
 
 
 def main() -> int:
-    """Runs one of the two; arguments that are not its own change the run's settings, as on Tether's command line."""
+    """Runs one of the two; unknown arguments override the run's settings, as on Tether's command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, choices=sorted(RECIPES), required=True)
     parser.add_argument("--model", type=Path, help="folder of the start policy; the demo's model if left out")

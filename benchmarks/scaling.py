@@ -1,10 +1,10 @@
 """Cost of an episode by the size of the rollout batch and by length: python benchmarks/scaling.py [-o FOLDER]
 
 A random Qwen2 of two layers, as wide as a small language model's, on one core, answers of a fixed length, one epoch, a
-critic of its own, the second update of each run. Prints processor seconds an episode for rollout batches of 64 to 4,096
+separate critic, the second update of each run. Prints CPU seconds per episode for rollout batches of 64 to 4,096
 answers of 16 tokens, and for answers of 16 to 1,024 tokens in batches of 64; draws scaling.png; and exits with 1 if
 
-    an episode of the largest batch costs more than 1.25 of one of the smallest
+    an episode of the largest batch costs more than 1.25 times one of the smallest
     the cost grows by more than the length to the power of 1.25 between two lengths
 """
 
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def broken(by_batch: Mapping[int, float], by_length: Mapping[int, float]) -> list[str]:
-    """What is not kept of the promises."""
+    """The promises that are broken."""
     sizes, lengths = sorted(by_batch), sorted(by_length)
     more = by_batch[sizes[-1]] / by_batch[sizes[0]]
     faults = [f"an episode of {sizes[-1]} costs {more:.2f} of one of {sizes[0]}"] if more > MOST_MORE else []
@@ -76,7 +76,7 @@ def broken(by_batch: Mapping[int, float], by_length: Mapping[int, float]) -> lis
 
 
 class Seconds(TrainerCallback):
-    """Processor seconds of each update."""
+    """CPU seconds of each update."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
@@ -96,7 +96,7 @@ def length_score(prompts: Sequence[str], completions: Sequence[str]) -> list[flo
 
 
 def episode_cost(model: Path, batch: int, tokens: int) -> float:
-    """Processor seconds an episode of the second update."""
+    """CPU seconds per episode in the second update."""
     seconds = Seconds()
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
@@ -125,7 +125,7 @@ def table(title: str, costs: Mapping[int, float]) -> None:
 
 
 def plot(series: Mapping[str, Mapping[int, float]], path: Path) -> None:
-    """Draws each series in a panel of its own, both axes logarithmic."""
+    """Draws each series in its own panel, both axes logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")

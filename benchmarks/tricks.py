@@ -1,8 +1,8 @@
-"""What each trick brings: python benchmarks/tricks.py [--model FOLDER] [--only WORDS] [--repeats N] [--small]
+"""The gain of each trick: python benchmarks/tricks.py [--model FOLDER] [--only WORDS] [--repeats N] [--small]
 
-Each row runs the same work in turn with a trick of Tether's and without it, on one core unless it says otherwise:
-seconds of the processor, the least of some repetitions, or MiB. SmolLM2-135M, float32, 8 answers of 48 tokens a pass,
-16 side by side while decoding. ``--small`` takes fewer and shorter answers, to try the script.
+Each row runs the same work in turn with a trick of Tether's and without it, on one core unless it says otherwise: CPU
+seconds, the minimum of several repetitions, or MiB. SmolLM2-135M, float32, 8 answers of 48 tokens per pass, 16 side by
+side while decoding. ``--small`` takes fewer and shorter answers, to test the script.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Bench:
 
     Args:
         model: folder of the policy.
-        repeats: of each measurement, the least of which counts.
+        repeats: number of repetitions of each measurement, whose minimum counts.
         small: whether answers are few and short.
     """
 
@@ -86,7 +86,7 @@ class Bench:
         with_trick: Callable[[], None],
         clock: Callable[[], float] = time.process_time,
     ) -> tuple[float, float]:
-        """Processor time of both, or what another clock says, taken in turn."""
+        """CPU time of both, or that of another clock, measured in turn."""
         best = [float("inf")] * 2
         for _ in range(1 + self.repeats):
             for i, action in enumerate((without, with_trick)):
@@ -107,7 +107,7 @@ class Bench:
 
 
 def products(bench: Bench) -> Iterator[Row]:
-    """oneDNN against the BLAS of torch."""
+    """oneDNN against torch's BLAS."""
     batch = bench.batch()
 
     def passed(gradients: bool, enabled: bool) -> None:
@@ -130,7 +130,7 @@ def products(bench: Bench) -> Iterator[Row]:
 
 
 def few_rows(bench: Bench) -> Iterator[Row]:
-    """A step of decoding by W xᵀ and by x Wᵀ, on two cores."""
+    """A decoding step by W xᵀ and by x Wᵀ, on two cores."""
     layers = [module for module in bench.model.modules() if isinstance(module, nn.Linear)]
     usual = type(layers[0])
 
@@ -169,7 +169,7 @@ def logits(bench: Bench) -> Iterator[Row]:
     yield "logits of response tokens in chunks: forward and backward", "s", *bench.seconds(whole, chunks)
     yield "the same, peak memory", "MiB", *(more_memory(action) for action in (whole, chunks))
 
-    def called() -> None:  # as a head that is more than a product
+    def called() -> None:  # for a head that is more than a matrix product
         handle = bench.model.get_output_embeddings().register_forward_hook(lambda *call: None)
         chunks()
         handle.remove()
@@ -179,7 +179,7 @@ def logits(bench: Bench) -> Iterator[Row]:
 
 
 def lengths(bench: Bench) -> Iterator[Row]:
-    """Micro-batches sorted by length, of answers from 1 to 128 tokens, against the order in which they came."""
+    """Micro-batches sorted by length, of answers from 1 to 128 tokens, against their original order."""
     generator, longest = torch.Generator().manual_seed(2), 4 if bench.rows < 8 else 128
     spans = torch.randint(1, longest + 1, (4 * bench.rows,), generator=generator)
     queries, responses = bench.ids(*[12] * len(spans)), bench.ids(*spans.tolist(), seed=1)
@@ -220,7 +220,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def cache(bench: Bench) -> Iterator[Row]:
-    """Keys and values with room behind them against copying all for every token."""
+    """Keys and values with spare room against copying everything for every token."""
     asked = [Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * bench.decoded))]
 
     def decode(gives_room: bool) -> None:
@@ -235,7 +235,7 @@ def cache(bench: Bench) -> Iterator[Row]:
 
 
 def draws(bench: Bench) -> Iterator[Row]:
-    """Gumbel-max with keyed noise against a multinomial, and against a sort as for top-p; and what keys cost."""
+    """Gumbel-max with keyed noise against a multinomial, and against a sort as for top-p; also the cost of keys."""
     scores = torch.randn(bench.decoded, bench.vocabulary, generator=torch.Generator().manual_seed(0))
     generators = [torch.Generator().manual_seed(i) for i in range(bench.decoded)]
 
@@ -270,7 +270,7 @@ def draws(bench: Bench) -> Iterator[Row]:
 
 
 def optimizer(bench: Bench) -> Iterator[Row]:
-    """AdamW in one kernel against tensor after tensor, and finite gradients seen from their sums."""
+    """AdamW in one kernel against one tensor at a time, and detecting non-finite gradients from their sums."""
     sections = {
         "model": {"path": bench.path},
         "rewards": [{"type": "function", "path": "rewards.py", "name": "score"}],
@@ -304,7 +304,7 @@ def optimizer(bench: Bench) -> Iterator[Row]:
 
 
 def roles(bench: Bench) -> Iterator[Row]:
-    """Four roles on one base, by the table that is shown at the start; a head in the policy's pass."""
+    """Four roles on one base, by the table shown at the start; a head in the policy's pass."""
     four, one = bench.roles(), bench.roles(lora={"r": 16})
     held = [sum(row.bytes for row in made.table()) / 2**20 for made in (four, one)]
     yield "policy, reference and critic on one base: weights", "MiB", *held
@@ -341,7 +341,7 @@ TRICKS = (products, few_rows, logits, lengths, rows, cache, draws, optimizer, ro
 
 
 def main() -> int:
-    """Runs the rows and prints them as they are there."""
+    """Runs the rows and prints each when it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="SmolLM2-135M from its package if left out")
     parser.add_argument("--only", nargs="+", choices=[trick.__name__ for trick in TRICKS])
@@ -356,7 +356,7 @@ def main() -> int:
             for name, unit, without, with_trick in trick(bench):
                 digits = 0 if unit == "MiB" else 3
                 cells = f"{without:,.{digits}f} {unit} | {with_trick:,.{digits}f} {unit}"
-                ratio = f"{without / with_trick:.2f}" if with_trick else "–"  # memory that was there already
+                ratio = f"{without / with_trick:.2f}" if with_trick else "–"  # memory that was already in use
                 print(f"| {name} | {cells} | {ratio} |", flush=True)
     return 0
 

@@ -1,14 +1,14 @@
-"""Whether the engines of several processes work on GPUs: python benchmarks/gpu/processes.py [-o FOLDER], some minutes
+"""Whether the multi-process engines work on GPUs: python benchmarks/gpu/processes.py [-o FOLDER], a few minutes
 
-Trains a model of two layers by each launch file of examples/accelerate/, on every GPU that there is, in float32, with a
-reward model as small, and by one process without a launcher. Prints for each
+Trains a model of two layers with each launch file of examples/accelerate/, on all GPUs, in float32, with an equally
+small reward model, and in one process without a launcher. Prints for each
 
-    parameters   the largest difference from the one process, and how far that moved
-    NCCL         whether its processes talked through it
+    parameters   the largest difference from the single process, and how far that one moved
+    NCCL         whether its processes communicated through it
 
-One GPU is enough for ZeRO and NCCL: DeepSpeed spreads weights over one process as it does over many. Ends with 1 if an
-engine failed, is further off than rounding, or talked through something else. On a machine without GPUs two processes
-talk through gloo, to try the script.
+One GPU is enough for ZeRO and NCCL: DeepSpeed shards weights over one process as it does over many. Exits with 1 if an
+engine failed, differs by more than rounding, or communicated through something else. On a machine without GPUs two
+processes communicate through gloo, to test the script.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.train.runs import tiny_run  # noqa: E402
 from tether.config.load import dump_config  # noqa: E402
 
 MOST = 1e-5
-"""Parameters are this near after two updates at a learning rate of 1e-3, or an engine is wrong."""
+"""Maximum difference of parameters after two updates at a learning rate of 1e-3; beyond it an engine is wrong."""
 AT_ONCE = 8
-"""Answers of all processes in a forward; their number has to divide it."""
+"""Number of answers of all processes in a forward; divisible by the number of processes."""
 
 
 def main() -> int:
-    """Runs every engine and prints what came of it."""
+    """Runs every engine and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="*", default=["ddp", "fsdp2", "zero1", "zero2", "zero3"])
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/bench-processes"))
@@ -54,7 +54,7 @@ def main() -> int:
     for engine in given.engines:
         file = ROOT / "examples" / "accelerate" / f"{engine}.yaml"
         launcher = ["accelerate.commands.launch", "--config_file", str(file)]
-        if engine == "ddp" and count == 1:  # with one process Accelerate takes no launch of several GPUs
+        if engine == "ddp" and count == 1:  # with one process Accelerate accepts no multi-GPU launch
             launcher = ["torch.distributed.run"]
         flag = "--nproc_per_node" if launcher[0] == "torch.distributed.run" else "--num_processes"
         weights, log = trained(folder, engine, [*launcher, flag, str(count), "-m"], count)
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def trained(folder: Path, name: str, launcher: list[str], count: int) -> tuple[dict[str, torch.Tensor] | None, str]:
-    """The policy that a run left, None if it failed; and everything that its processes wrote."""
+    """The policy that a run saved, None if it failed; and everything that its processes printed."""
     config = tiny_run(
         folder,
         rewards=[{"type": "model", "path": str(folder / "judge"), "batch_size": 2}],
@@ -88,7 +88,7 @@ def trained(folder: Path, name: str, launcher: list[str], count: int) -> tuple[d
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Largest difference of a number."""
+    """Largest difference of any element."""
     return max(float((x - theirs[name]).abs().max()) for name, x in ours.items())
 
 

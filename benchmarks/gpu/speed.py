@@ -1,15 +1,15 @@
-"""How near a GPU is to its limits: python benchmarks/gpu/speed.py [--skip-trl] [-o FOLDER], about ten minutes
+"""How close a GPU comes to its limits: python benchmarks/gpu/speed.py [--skip-trl] [-o FOLDER], about ten minutes
 
 Two jobs on random weights, answers of exactly 512 tokens, pure bfloat16: full fine-tuning of a Qwen2 of 0.5B
 parameters, and LoRA on one of 1.5B, four roles on one base. Prints for each
 
-    decode     tokens a second, and the share of what the memory's bandwidth allows:
+    decode     tokens per second, and the share of what the memory bandwidth allows:
                    rows · bandwidth / (bytes of the weights + bytes of the rows' keys and values, half full)
-               in a cache that grows, and in one of fixed size with the forward of a token compiled
-    update     10¹² operations a second, and the share of the rate of the GPU's own matrix product
-    episodes   a second, and peak memory; both over TRL 1.12.0 (--skip-trl: Tether alone)
+               in a growing cache, and in one of fixed size with the forward of a token compiled
+    update     10¹² operations per second, and the share of the rate of the GPU's own matrix product
+    episodes   per second, and peak memory; both relative to TRL 1.12.0 (--skip-trl: Tether alone)
 
---tiny runs the same on any machine with a model of two layers, to try the script.
+--tiny runs the same on any machine with a model of two layers, to test the script.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARED = {"num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_
 
 
 def main() -> int:
-    """Runs both jobs and prints what came of them."""
+    """Runs both jobs and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--skip-trl", action="store_true")
     parser.add_argument("--tiny", action="store_true")
@@ -76,10 +76,10 @@ def main() -> int:
 
 
 def lines(job: Job, sides: dict[str, Outcome], model: Path, rate: float | None) -> list[str]:
-    """What is printed of a job.
+    """The lines to print about a job.
 
     Args:
-        rate: bytes a second that the device's memory reads and writes; None if that is not of interest.
+        rate: memory bandwidth of the device in bytes per second, read and written; None if not of interest.
     """
     ours, said, told = sides["tether"], sides["tether"].details, []
     for side, kind in (("tether", "in a cache that grows"), ("static", "in one of fixed size, compiled")):
@@ -101,7 +101,7 @@ def lines(job: Job, sides: dict[str, Outcome], model: Path, rate: float | None) 
 
 
 def step_bytes(job: Job, model: Path) -> int:
-    """Bytes that one step of decoding has to read: the weights, and keys and values of rows that are half written."""
+    """Bytes that one decoding step has to read: the weights, and keys and values of half-written rows."""
     config = AutoConfig.from_pretrained(model)
     weights = (model / "model.safetensors").stat().st_size
     width = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
@@ -109,7 +109,7 @@ def step_bytes(job: Job, model: Path) -> int:
 
 
 def bandwidth() -> float:
-    """Bytes a second of a copy within the GPU's memory, read and written, the best of a few."""
+    """Bytes per second, read and written, of a copy within the GPU's memory, best of a few."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target, best = torch.empty_like(source), 0.0
     for _ in range(5):
@@ -122,7 +122,7 @@ def bandwidth() -> float:
 
 
 def save_random(folder: Path, shape: dict[str, int], vocab_size: int) -> Path:
-    """A Qwen2 of this shape with random bfloat16 weights, and a tokenizer of single bytes, unless it is there."""
+    """Saves a Qwen2 of this shape with random bfloat16 weights and a tokenizer of single bytes, unless it exists."""
     if (folder / "config.json").exists():
         return folder
     torch.manual_seed(0)
@@ -136,7 +136,7 @@ def save_random(folder: Path, shape: dict[str, int], vocab_size: int) -> Path:
 
 
 def peers_script():
-    """benchmarks/peers.py, whose name the package of its sides has too."""
+    """The script benchmarks/peers.py, which shares its name with the package of its sides."""
     spec = importlib.util.spec_from_file_location("peers_script", ROOT / "benchmarks" / "peers.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

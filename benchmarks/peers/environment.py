@@ -1,4 +1,4 @@
-"""TRL 1.12.0, the last release that has the PPO trainer, in an environment of its own: .peers/trl-1.12."""
+"""TRL 1.12.0, the last release that has the PPO trainer, in its own environment: .peers/trl-1.12."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRL_PACKAGES = ("torch==2.13.0", "trl==1.12.0", "peft", "jaxtyping")
 
 
 def trl_python() -> Path:
-    """The Python of TRL's environment, which is made the first time."""
+    """The Python of TRL's environment, which is created the first time."""
     python, complete = TRL_ENVIRONMENT / "bin" / "python", TRL_ENVIRONMENT / "complete"
     if not complete.exists():
         say(f"installing {', '.join(TRL_PACKAGES)} into {TRL_ENVIRONMENT}")
@@ -24,5 +24,5 @@ def trl_python() -> Path:
 
 
 def say(text: str) -> None:
-    """Progress, apart from the table."""
+    """Prints progress, separately from the table."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""One PPO job that both systems are given, and what a side says of it; nothing but the standard library."""
+"""One PPO job for both systems, and a side's result; uses only the standard library."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class Job:
     prompts: str
     """JSONL with ``prompt``."""
     folder: str
-    """Where a side may write."""
+    """Folder for a side's files."""
     episodes: int = 16
-    """Answers an update."""
+    """Number of answers per update."""
     micro: int = 8
-    """Answers in a forward of the update."""
+    """Number of answers per forward of the update."""
     decoded: int = 16
-    """Answers decoded side by side."""
+    """Number of answers decoded side by side."""
     tokens: int = 48
-    """Tokens of an answer, at most."""
+    """Maximum number of tokens in an answer."""
     ends: bool = False
     """Whether an answer ends at its end token."""
     epochs: int = 1
-    """Optimizer steps on a rollout batch, each on all of it."""
+    """Number of optimizer steps per rollout batch, each on all of it."""
     updates: int = 3
-    """The first one warms up and is not counted."""
+    """Number of updates; the first one warms up and is not counted."""
     lora: bool = False
-    """A LoRA policy of rank 16."""
+    """Whether the policy is a LoRA of rank 16."""
     critic: str = "reward"
-    """How Tether's starts: ``reward`` as the judge, which is TRL's start too; ``head`` as zero on the policy itself."""
+    """How Tether's critic starts: ``reward`` as the judge, like TRL's; ``head`` as a zero head on the policy itself."""
     bfloat16: bool = False
-    """Pure bfloat16 weights in place of float32."""
+    """Whether weights are pure bfloat16 instead of float32."""
     cache: str = "dynamic"
-    """Kind of the cache that Tether decodes in."""
+    """Kind of Tether's decoding cache."""
     threads: int = 2
-    """Of torch."""
+    """Number of torch's threads."""
     seed: int = 1
 
 
@@ -55,18 +55,18 @@ class Outcome:
     """What a side measured."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of each update, between two log entries."""
+    """Seconds of each update, between two log entries."""
     scores: list[float] = field(default_factory=list)
     """Mean score of each update."""
     lengths: list[float] = field(default_factory=list)
-    """Mean answer length of each update, where the side tells."""
+    """Mean answer length of each update, if the side reports it."""
     peak_gib: float = 0.0
     """Peak memory: resident on a CPU, allocated on a GPU."""
     details: dict[str, float] = field(default_factory=dict)
     """Metrics of the last update."""
 
     def episodes_per_second(self, job: Job) -> float:
-        """Answers a second, the first update left out."""
+        """Answers per second, without the first update."""
         counted = self.seconds[1:]
         return job.episodes * len(counted) / sum(counted)
 

@@ -31,7 +31,7 @@ class Meter(TrainerCallback):
 
 
 def config_of(job: Job) -> RunConfig:
-    """The job as Tether has it: with LoRA, four roles on one base."""
+    """The job as Tether's configuration: with LoRA, four roles on one base."""
     lora = {"r": SETTINGS["rank"], "alpha": SETTINGS["alpha"]}
     return RunConfig.model_validate(
         {
@@ -75,7 +75,7 @@ def config_of(job: Job) -> RunConfig:
 
 
 def train(job: Job) -> Outcome:
-    """Trains, and says what it took."""
+    """Trains, and returns the measurements."""
     torch.set_num_threads(job.threads)
     meter = Meter()
     updates = train_policy(config_of(job), callbacks=[meter]).updates

@@ -40,7 +40,7 @@ class Meter(TrainerCallback):
 
 
 def train(job: Job) -> Outcome:
-    """Trains as TRL's users do: a model for each role, the reference for a LoRA policy its base."""
+    """Trains as TRL's users do: one model per role; the reference of a LoRA policy is its base."""
     torch.set_num_threads(job.threads)
     on_gpu = torch.cuda.is_available()
     kind = {"dtype": torch.bfloat16 if job.bfloat16 else torch.float32}

@@ -1,6 +1,6 @@
 """TRL's PPOTrainer on a toy language, as tables: python -m benchmarks.peers.trl_toys A --seeds 0 -o OUT.json
 
-Runs in an environment with TRL 1.12.0, the last release that has the trainer, and without Tether. Writes one entry a
+Runs in an environment with TRL 1.12.0, the last release that has the trainer, and without Tether. Writes one entry per
 seed, with the exact regret after every update.
 """
 
@@ -55,7 +55,7 @@ class GeneratingTable(TablePolicy, GenerationMixin):
 
 
 class RowsWithEnds(Rows):
-    """Rows of which a text has two: one for while it is written, one for after its end token."""
+    """Two rows per text: one for while it is written, one for after its end token."""
 
     def forward(self, hidden: Float[Tensor, "*columns 3"]) -> Float[Tensor, "*columns width"]:
         """The rows."""
@@ -143,7 +143,7 @@ def train(language: Language, settings: argparse.Namespace, seed: int) -> list[f
 
 
 def main() -> None:
-    """Trains once a seed."""
+    """Trains once per seed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("toy", choices=["A", "B"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

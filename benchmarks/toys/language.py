@@ -1,4 +1,4 @@
-"""Languages small enough to enumerate, so that the best reachable objective is a number and not a guess.
+"""Languages small enough to enumerate, so that the best reachable objective is known exactly.
 
 With π*(y|x) = π_ref(y|x) · exp(r(x, y) / β) / Z(x), every policy π obeys
 
@@ -6,13 +6,13 @@ With π*(y|x) = π_ref(y|x) · exp(r(x, y) / β) / Z(x), every policy π obeys
     regret(π) = (J* − J(π)) / (J* − J(π_ref))                0 is perfect, 1 has learned nothing
 
 A language has V tokens. Token 0 ends an answer, the others are letters; an answer without token 0 is cut after L
-tokens. Prompts are equally likely. What was written so far, without the end token, is a prefix. Prefixes are numbered
-breadth first, letters in order, so that with d = V − 1
+tokens. Prompts are equally likely. The letters written so far, without the end token, form a prefix. Prefixes are
+numbered breadth first, letters in order, so that with d = V − 1
 
     0 is the empty prefix,      prefix s followed by letter a is prefix d · s + a
 
 Prompt x is written with the letters of prefix x + 1, an end token and a letter that opens the answer, so that queries
-are of unequal length and hold an end token that no answer wrote.
+have unequal lengths and contain an end token that no answer wrote.
 
     X  prompts      S  prefixes of fewer than L letters, in which a token is drawn      W  prefixes of up to L letters
 """
@@ -39,16 +39,16 @@ OPEN = 1
 
 @dataclass(frozen=True)
 class Figures:
-    """What a policy comes to, exactly; means over prompts and answers. Tensors, so that they can be differentiated."""
+    """Exact figures of a policy, means over prompts and answers; tensors, so that they can be differentiated."""
 
     objective: Tensor
     """J = E[r] − β KL."""
     reward: Tensor
     """E[r]."""
     kl: Tensor
-    """KL to the reference, nats an answer."""
+    """KL to the reference, nats per answer."""
     length: Tensor
-    """Tokens of an answer, the end token included."""
+    """Number of tokens in an answer, including the end token."""
     ended: Tensor
     """Share of answers that end by themselves."""
 
@@ -57,19 +57,20 @@ class Reading(NamedTuple):
     """What was read, after each column."""
 
     prompts: Int[Tensor, "M T"]
-    """x; means nothing before the query is over."""
+    """x; meaningless before the query is over."""
     texts: Int[Tensor, "M T"]
-    """Number of the letters answered so far, the empty prefix before the answer begins."""
+    """Index of the prefix of letters answered so far; the empty prefix before the answer begins."""
     ended: Bool[Tensor, "M T"]
-    """Whether the answer's end token was read."""
+    """Whether the answer's end token has been read."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """A language with its reference policy, its judge and the price of leaving the one for the other; in float64."""
+    """A language with its reference policy, its judge, and the price of leaving the reference for the judge; in
+    float64."""
 
     max_length: int
-    """L: most tokens of an answer, its end token included."""
+    """L: maximum number of tokens in an answer, including its end token."""
     ref_logprobs: Float[Tensor, "X S V"]
     """log π_ref of each token after each prefix."""
     scores: Float[Tensor, "X W"]
@@ -96,7 +97,7 @@ class Language:
 
     @property
     def answer_scores(self) -> Float[Tensor, "X W"]:
-        """Score of each answer, the rule for cut ones applied."""
+        """Score of each answer, with the rule for cut ones applied."""
         if self.cut_score is None:
             return self.scores
         return torch.cat(
@@ -126,19 +127,19 @@ class Language:
         return Reading(prompts, torch.stack(texts, dim=1), ends > 1)
 
     def number(self, letters: Iterable[int]) -> int:
-        """Number of a text, by its letters."""
+        """Index of a text, by its letters."""
         text = 0
         for letter in letters:
             text = self.extended(text, letter)
         return text
 
     def letters(self, text: int) -> tuple[int, ...]:
-        """Letters of a text, by its number."""
+        """Letters of a text, by its index."""
         before, last = divmod(text - 1, self.vocab_size - 1)
         return (*self.letters(before), last + 1) if text > 0 else ()
 
     def extended(self, text: Numbers, letter: Numbers) -> Numbers:
-        """Number of a text with one more letter."""
+        """Index of a text with one more letter."""
         return (self.vocab_size - 1) * text + letter
 
     # Exact figures
@@ -197,7 +198,7 @@ class Language:
         return (self.best - float(self.figures(logprobs.double()).objective)) / (self.best - self.start)
 
     def _levels(self) -> list[slice]:
-        """Where the prefixes of 0, 1, … L − 1 letters are."""
+        """Positions of the prefixes of 0, 1, … L − 1 letters."""
         branches = self.vocab_size - 1
         firsts = [(branches**k - 1) // (branches - 1) for k in range(self.max_length + 1)]
         return [slice(a, b) for a, b in pairwise(firsts)]

@@ -1,7 +1,7 @@
-"""A policy as a table behind the face of a Hugging Face model. Plain transformers, so that any trainer can take it.
+"""A policy as a table behind the interface of a Hugging Face model. Plain transformers, so that any trainer can use it.
 
-The trunk's hidden state says what was read: (prompt, text, whether it ended). Heads look up a row by it, of logits or
-of a value, so that no network's limits stand between a trainer and the optimum.
+The trunk's hidden state holds what was read: (prompt, text, whether it ended). Heads use it to look up a row of logits
+or a value, so that no network's limits stand between a trainer and the optimum.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Reader(PreTrainedModel):
         self.tokens = nn.Embedding.from_pretrained(torch.arange(float(language.vocab_size)).unsqueeze(1))
 
     def get_input_embeddings(self) -> nn.Module:
-        """Tokens as their numbers."""
+        """Tokens as their ids."""
         return self.tokens
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
-        """The reading, wherever padding is. Positions and caches are of no use to a table."""
+        """The reading, wherever padding is. A table has no use for positions and caches."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         reading = self.language.read(self.tokens(input_ids).squeeze(-1).long(), mask.bool())
         hidden = torch.stack(reading, dim=-1).to(self.tokens.weight.dtype)
@@ -40,7 +40,7 @@ class Reader(PreTrainedModel):
 
 
 class Rows(nn.Module):
-    """A head that gives each text of each prompt a row of its own; texts beyond the table have the last one."""
+    """A head with one row for each text of each prompt; texts beyond the table share the last row."""
 
     def __init__(self, table: Float[Tensor, "X texts width"]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Rows(nn.Module):
 
 
 class TablePolicy(PreTrainedModel):
-    """A causal language model that is a table of logits, one row a state. It starts as the language's reference."""
+    """A causal language model that is a table of logits, one row per state. It starts as the language's reference."""
 
     config_class = PreTrainedConfig
     base_model_prefix = "reader"

@@ -36,7 +36,7 @@ HARNESS = {
 
 
 def judged(language: Language, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """The judge's score of each answer, from texts. That an answer was cut is the trainer's business."""
+    """The judge's score of each answer, from texts. Handling cut answers is up to the trainer."""
     numbers = {prompt.text: prompt.row for prompt in toy_prompts(language)}
     return [
         float(language.scores[numbers[prompt], language.number([int(letter) for letter in completion.split()])])
@@ -63,10 +63,10 @@ class AfterUpdates(TrainerCallback):
 
 @dataclass(frozen=True)
 class Course:
-    """How a run went."""
+    """The course of a run."""
 
     batch_size: int
-    """Answers an update."""
+    """Number of answers per update."""
     regrets: Sequence[float] = field(repr=False)
     """Regret after each update."""
 
@@ -76,16 +76,16 @@ class Course:
         return self.regrets[-1]
 
     def episodes_to(self, regret: float) -> int | None:
-        """Answers until the regret was this low for the first time; None if it never was."""
+        """Number of answers until the regret was this low for the first time; None if it never was."""
         reached = (i for i, r in enumerate(self.regrets, start=1) if r <= regret)
         return next((i * self.batch_size for i in reached), None)
 
 
 def toy_config(language: Language, folder: Path, changes: Mapping[str, Any]) -> RunConfig:
-    """A run on the language: the product's defaults but for what the language fixes, which is β, length and cut score.
+    """A run on the language: the product's defaults, except for β, length and cut score, which the language fixes.
 
     Args:
-        changes: by dotted keys.
+        changes: changes of the configuration, by dotted key.
     """
     settings: dict[str, Any] = {
         "model.path": "table",
@@ -109,7 +109,7 @@ def toy_config(language: Language, folder: Path, changes: Mapping[str, Any]) -> 
 
 
 def toy_tokenizer(language: Language) -> PreTrainedTokenizerFast:
-    """Tokens written as their numbers, with spaces between; padding is the end token."""
+    """Tokens written as their ids, separated by spaces; the pad token is the end token."""
     vocabulary = {str(token): token for token in range(language.vocab_size)}
     backend = Tokenizer(WordLevel(vocabulary, unk_token=str(END)))
     backend.pre_tokenizer = WhitespaceSplit()
@@ -130,7 +130,7 @@ def table_trainer(
     """The product's trainer with policy, critic and reference as tables.
 
     Args:
-        parts: takes the place of parts that would be made.
+        parts: replacements for parts that would otherwise be created.
     """
     tokenizer, prompts = toy_tokenizer(language), toy_prompts(language)
     ppo = config.ppo
@@ -154,11 +154,11 @@ def train_tables(language: Language, folder: Path, changes: Mapping[str, Any]) -
     """Trains tables, and measures regret in the objective that the run optimises.
 
     With ``ppo.score_norm: frozen`` that is the language whose scores are (r − mean) / spread by the run's own
-    statistics, while β and the score of a cut answer stay as they are: what a nat of KL has to earn, and so the best
-    policy, are others than at the judge's own scale.
+    statistics, while β and the score of a cut answer stay the same: the score that a nat of KL must earn, and thus the
+    best policy, differ from those at the judge's own scale.
 
     Args:
-        changes: of the configuration, by dotted keys.
+        changes: changes of the configuration, by dotted key.
     """
     regrets: list[float] = []
     meter = AfterUpdates(lambda policy: regrets.append(aim.regret(policy.logprobs())))

@@ -19,7 +19,7 @@ from tether.types import Completion, Request, Sampling
 
 
 class TableCritic(ScalarHead):
-    """One value a state: a scalar head on one-hot states, which are never written out. It starts at 0."""
+    """One value per state: a scalar head on one-hot states, which are never materialised. It starts at 0."""
 
     def __init__(self, language: Language) -> None:
         super().__init__(language.num_prompts * language.num_prefixes)
@@ -34,7 +34,7 @@ class TableCritic(ScalarHead):
 def table_roles(
     language: Language, tokenizer: PreTrainedTokenizerBase, *, with_reference: bool, with_critic: bool
 ) -> ModelRoles:
-    """Policy and critic as tables, and the policy that they start from as reference."""
+    """Policy and critic as tables, with the start policy as reference."""
     policy, critic = TablePolicy(language), TableCritic(language)
     roles = [Role(POLICY, policy, "table", "own table", trained={"rows.weight": policy.rows.weight})]
     if with_reference:
@@ -54,10 +54,10 @@ def table_roles(
 
 
 class TableGenerator:
-    """Answers all requests side by side, by Gumbel-max with noise that depends on request and position alone.
+    """Answers all requests side by side, by Gumbel-max with noise that depends only on request and position.
 
     Args:
-        policy: its table is read anew at each call, so that it is always the one that trains.
+        policy: the policy; its table is read at each call, so that it is always the trained one.
     """
 
     batch_size = 2**20
@@ -84,14 +84,14 @@ class TableGenerator:
             yield i, Completion(answer[: ends[0] + 1], "stop") if ends else Completion(answer, "length")
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Nothing to do: the table that trains is the one that answers."""
+        """Nothing to do: the table being trained is the one that answers."""
 
     def close(self) -> None:
         """Nothing to free."""
 
 
 def gumbel_noise(keys: np.ndarray, position: int, size: int) -> Float[Tensor, "N size"]:
-    """Gumbel noise in float64, a row a key, that depends on key and position alone.
+    """Gumbel noise in float64, one row per key, that depends only on key and position.
 
         z = mix(key + (position · size + v + 1) · ⌊2⁶⁴ / golden ratio⌋)
         noise_v = −log(−log((⌊z / 2¹¹⌋ + ½) / 2⁵³))

@@ -1,7 +1,7 @@
 """A toy language in a small transformer, through everything that a real run goes through.
 
-The transformer is first fitted to the language's reference. What it then says is the reference, so that the optimum and
-every regret are exact again: one pass over all prefixes gives the whole policy.
+The transformer is first fitted to the language's reference. Its output then becomes the reference, so that the optimum
+and every regret are exact again: one pass over all prefixes gives the whole policy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tether.train.run import train_policy
 
 
 def transformer_config(language: Language, kind: str, hidden: int) -> LlamaConfig | GPT2Config:
-    """Two layers with the language's vocabulary, tied embeddings.
+    """Two layers with the language's vocabulary and tied embeddings.
 
     Args:
         kind: ``llama`` or ``gpt2``.
@@ -53,7 +53,7 @@ def transformer_config(language: Language, kind: str, hidden: int) -> LlamaConfi
 def fit_transformer(
     language: Language, folder: Path, *, kind: str = "llama", hidden: int = 64, steps: int = 1000, seed: int = 0
 ) -> float:
-    """Saves a transformer that was fitted to the reference; returns how far it is from it.
+    """Saves a transformer fitted to the reference; returns its distance from it.
 
         loss = mean over all states of KL(π_ref(·|s) ‖ π(·|s)),      Adam, learning rate 3e-3 falling to 0
 
@@ -86,7 +86,7 @@ def prefix_logprobs(model: nn.Module, language: Language) -> Float[Tensor, "X S 
     batch = collate(queries, [language.letters(leaf) for leaf in leaves] * language.num_prompts)
     inputs = {"attention_mask": batch.attention_mask.long(), "position_ids": batch.position_ids, "use_cache": False}
     told = batch.response_columns
-    told[:, :-1] |= batch.response_columns[:, 1:]  # and the query's last token, after which nothing is told yet
+    told[:, :-1] |= batch.response_columns[:, 1:]  # and the query's last token, after which nothing has been read yet
     logits = model(input_ids=batch.token_ids, **inputs).logits[told]
     logits = logits.view(language.num_prompts, len(leaves), longest + 1, -1)
     levels = [logits[:, :: branches ** (longest - k), k] for k in range(longest + 1)]
@@ -97,10 +97,10 @@ def train_transformer(name: str, model: Path, folder: Path, changes: Mapping[str
     """Trains a transformer on a toy by ``train_policy``, from the configuration to the saved policy.
 
     Args:
-        name: of the toy.
-        model: what ``fit_transformer`` saved for it.
-        folder: of the run.
-        changes: of the configuration, by dotted keys.
+        name: name of the toy.
+        model: folder that ``fit_transformer`` saved for it.
+        folder: folder of the run.
+        changes: changes of the configuration, by dotted key.
     """
     with torch.no_grad():
         start = prefix_logprobs(load_causal_lm(str(model), dtype=torch.float32), toy(name)).double()

@@ -14,13 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tether.config.load import load_config
+    from tether.config.pipeline import load_pipeline
+    from tether.config.reward_stage import RewardStageConfig
     from tether.config.schema import RunConfig
-    from tether.errors import TetherError
+    from tether.config.sft_stage import SftStageConfig
+    from tether.config.source import load_sources
+    from tether.errors import ConfigError, DataError, ModelError, RewardError, TetherError, TrainingError
     from tether.generation.fake import FakeGenerator
+    from tether.models.saving import merge_adapter
+    from tether.pipeline import PipelineResult, run_pipeline
+    from tether.report.html import write_report
     from tether.rewards.fake import FakeRewards
-    from tether.train.plan import plan
+    from tether.stages.reward import train_reward_model
+    from tether.stages.sft import train_sft
+    from tether.train.display import Display
+    from tether.train.plan import Plan, plan
     from tether.train.run import RunResult, open_trainer, train_policy
-    from tether.train.saved import evaluate_path, generate_path
+    from tether.train.saved import Evaluation, evaluate_path, generate_path
+    from tether.train.scoring import score_file
     from tether.types import (
         Completion,
         Generator,
@@ -35,44 +46,82 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Completion": "tether.types",
+    "ConfigError": "tether.errors",
+    "DataError": "tether.errors",
+    "Display": "tether.train.display",
+    "Evaluation": "tether.train.saved",
     "FakeGenerator": "tether.generation.fake",
     "FakeRewards": "tether.rewards.fake",
     "Generator": "tether.types",
+    "ModelError": "tether.errors",
+    "PipelineResult": "tether.pipeline",
+    "Plan": "tether.train.plan",
     "Request": "tether.types",
     "RewardBatch": "tether.types",
+    "RewardError": "tether.errors",
     "RewardOutput": "tether.types",
     "RewardSource": "tether.types",
+    "RewardStageConfig": "tether.config.reward_stage",
     "RunConfig": "tether.config.schema",
     "RunResult": "tether.train.run",
     "Sampling": "tether.types",
+    "SftStageConfig": "tether.config.sft_stage",
     "TetherError": "tether.errors",
+    "TrainingError": "tether.errors",
     "evaluate_path": "tether.train.saved",
     "generate_path": "tether.train.saved",
     "load_config": "tether.config.load",
+    "load_pipeline": "tether.config.pipeline",
+    "load_sources": "tether.config.source",
+    "merge_adapter": "tether.models.saving",
     "open_trainer": "tether.train.run",
     "plan": "tether.train.plan",
+    "run_pipeline": "tether.pipeline",
+    "score_file": "tether.train.scoring",
     "train_policy": "tether.train.run",
+    "train_reward_model": "tether.stages.reward",
+    "train_sft": "tether.stages.sft",
+    "write_report": "tether.report.html",
 }
 
 __all__ = [
     "Completion",
+    "ConfigError",
+    "DataError",
+    "Display",
+    "Evaluation",
     "FakeGenerator",
     "FakeRewards",
     "Generator",
+    "ModelError",
+    "PipelineResult",
+    "Plan",
     "Request",
     "RewardBatch",
+    "RewardError",
     "RewardOutput",
     "RewardSource",
+    "RewardStageConfig",
     "RunConfig",
     "RunResult",
     "Sampling",
+    "SftStageConfig",
     "TetherError",
+    "TrainingError",
     "evaluate_path",
     "generate_path",
     "load_config",
+    "load_pipeline",
+    "load_sources",
+    "merge_adapter",
     "open_trainer",
     "plan",
+    "run_pipeline",
+    "score_file",
     "train_policy",
+    "train_reward_model",
+    "train_sft",
+    "write_report",
 ]
 
 

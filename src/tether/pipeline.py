@@ -51,8 +51,11 @@ class PipelineResult:
     """Why it stopped before its end with its state saved, or None."""
 
 
-def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
+def run_pipeline(pipeline: Pipeline, *, display: Display | None = None) -> PipelineResult:
     """Runs every stage that is not finished.
+
+    Args:
+        display: shows the progress of all stages; None: nothing is shown.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: a mistake in any stage; before a model is loaded wherever
@@ -61,7 +64,7 @@ def run_pipeline(pipeline: Pipeline, *, display: Display) -> PipelineResult:
     """
     shared = pipeline.shared
     dist = Dist(max(config.train.ddp_timeout for config in pipeline.stages.values()))
-    display = display if dist.is_main else NullDisplay()
+    display = display if display is not None and dist.is_main else NullDisplay()
     with ExitStack() as stack:
         dist.by_main(lambda: stack.enter_context(claimed(shared.output_dir)))
         states = dist.by_main(

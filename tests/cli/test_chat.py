@@ -19,7 +19,7 @@ from tether.errors import ModelError
 from tether.models.loading import load_causal_lm
 from tether.train.chat import open_chat
 from tether.train.inputs import load_data
-from tether.train.judges import load_judges, load_reader
+from tether.train.judges import load_reader
 from tether.train.saved import generate_path
 from tether.types import Completion
 
@@ -173,7 +173,7 @@ def test_typed_special_tokens_are_the_same_tokens_in_a_run_in_score_and_in_chat(
 
     (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
     source = load_sources(tmp_path / "run.yaml")
-    batch = load_judges(source, load_reader(source)).batch([text], ["good"], {}, ["row 0"])
+    batch = load_reader(source).batch([text], ["good"], {}, ["row 0"])
     assert batch.query_ids == [wanted]
 
     same = {"split": "train", "max_length": 64, "end_ids": {data.tokenizer.eos_token_id}, "key": "k"}

@@ -64,7 +64,7 @@ class TestText:
     def test_kl_is_that_of_the_policy_which_the_run_left(self, tmp_path, kl, shown):
         lines = [evaluation(i, i / 2, eval_kl=value) for i, value in enumerate(kl)]
         run = read_run(write(tmp_path, [*lines, update(1, 1.0, objective__kl=9.0)], config=CONFIGURED))
-        assert f"KL to the start: {shown} nats an answer." in card(run, "ppo", adapter=None)
+        assert f"KL to the start: {shown} nats per answer." in card(run, "ppo", adapter=None)
 
     def test_of_a_run_that_kept_its_best_policy_speaks_of_that_one(self, tmp_path):
         config = CONFIGURED.replace(
@@ -76,7 +76,7 @@ class TestText:
         folder = write(tmp_path, lines, samples, config=config, finished={"step": 10, "kept_step": 5})
         text = card(read_run(folder), "ppo", adapter=None)
         assert "The held-out score rose by 2 standard deviations" in text
-        assert r"the policy after update 5 of 10, the best by eval\_scores" in text and "0.5 nats an answer" in text
+        assert r"the policy after update 5 of 10, the best by eval\_scores" in text and "0.5 nats per answer" in text
         assert "said at 5" in text and "said at 10" not in text
 
     def test_of_an_adapter_names_its_base_and_loads_by_peft(self, tmp_path):

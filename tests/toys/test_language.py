@@ -23,7 +23,7 @@ def every_answer(language):
 
 
 def number_of(tokens, language):
-    """Breadth-first number of a text, counted out."""
+    """Breadth-first index of a text, by counting."""
     texts = [
         text
         for length in range(language.max_length + 1)
@@ -122,7 +122,7 @@ def test_texts_are_numbered_breadth_first():
 
 
 def test_reading_follows_queries_and_answers_through_padding():
-    """Padding left and right is no token, though it has the end token's id."""
+    """Padding on either side is not a token, though it has the end token's id."""
     language = random_language(3, 3, 4, seed=0, end_bias=0.0)
     queries = [language.query(x) for x in range(4)]
     assert queries == [(1, 0, 1), (2, 0, 1), (1, 1, 0, 1), (1, 2, 0, 1)]

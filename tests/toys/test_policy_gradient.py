@@ -1,9 +1,9 @@
-"""The gradient that the trainer takes its first step with is the exact gradient of the objective.
+"""The gradient of the trainer's first step is the exact gradient of the objective.
 
-The policy's probabilities are multiples of a quarter, so that a rollout batch can hold every answer exactly as often as
-its probability says: 64 answers a prompt, of up to three tokens. Over such a batch a sum is an expectation without
-noise. The other side is autograd through the exact objective, which knows nothing of log-probability ratios, rewards a
-token, advantages or masks.
+The policy's probabilities are multiples of a quarter, so that a rollout batch can hold every answer exactly in
+proportion to its probability: 64 answers per prompt, of up to three tokens. Over such a batch a sum is an expectation
+without noise. The other side is autograd through the exact objective, which involves no log-probability ratios, token
+rewards, advantages or masks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.toys.run import table_trainer, toy_config
 from tether.generation.fake import FakeGenerator
 
 EACH = 64
-"""Answers to each prompt in the batch."""
+"""Number of answers to each prompt in the batch."""
 
 
 def quarters(language):
@@ -34,7 +34,7 @@ PROBABILITIES = quarters(LANGUAGE)
 
 
 def answers_to(prompt):
-    """Every answer as often as its probability says."""
+    """Every answer in proportion to its probability."""
     listed, unfinished = [], [((), 1.0)]
     while unfinished:
         tokens, p = unfinished.pop()
@@ -49,7 +49,7 @@ def answers_to(prompt):
 
 
 def exact_values(ref_logprobs):
-    """Mean of what is still to come in each state, by recursion."""
+    """Expected remaining reward in each state, by recursion."""
     values = torch.zeros(LANGUAGE.num_prompts, LANGUAGE.num_prefixes, dtype=torch.float64)
 
     def value(x, letters):
@@ -72,7 +72,7 @@ def exact_values(ref_logprobs):
 
 
 def gradients(tmp_path, critic="zero", **changes):
-    """What the policy's first step is taken with, and the exact gradient of the objective."""
+    """The gradient of the policy's first step, and the exact gradient of the objective."""
     settings = {
         "train.max_steps": 1,
         "train.rollout_batch_size": 2 * EACH,
@@ -136,7 +136,8 @@ def test_the_first_step_has_the_exact_gradient(tmp_path, case):
 
 
 def test_rloo_has_the_exact_gradient_times_n_over_n_minus_1(tmp_path):
-    """An answer's own return is in the mean of all but not in that of the others, and the batch is the whole law."""
+    """An answer's own return is in the mean of all but not in that of the others, and the batch is the whole
+    distribution."""
     changes = {"ppo__advantage_estimator": "rloo", "sampling__num_generations": EACH}
     step, exact = gradients(tmp_path, **changes)
     torch.testing.assert_close(step, exact * EACH / (EACH - 1), atol=1e-12, rtol=0)
@@ -149,7 +150,7 @@ def test_a_loss_over_the_longest_length_has_the_same_direction(tmp_path):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_as_a_loss_has_the_gradient_of_the_kl_in_the_states_that_were_visited(tmp_path, estimator):
-    """Not the gradient of the whole KL: that an action leads to states of large KL is not held against it."""
+    """Not the gradient of the whole KL: an action is not penalised for leading to states of large KL."""
     step, _ = gradients(tmp_path, ppo__kl_in="loss", ppo__kl_estimator=estimator)
     logits = PROBABILITIES.log().requires_grad_()
     logprobs = logits.log_softmax(-1)
@@ -176,6 +177,6 @@ BIASED = {
 
 @pytest.mark.parametrize("case", BIASED)
 def test_what_is_biased_shows(tmp_path, case):
-    """Settings whose expected gradient is another one: the check above can fail."""
+    """Settings with another expected gradient: the check above can fail."""
     step, exact = gradients(tmp_path, **BIASED[case])
     assert cosine(step, exact) < 1 - 1e-5

@@ -1,4 +1,4 @@
-"""Tables behind the face of a model say what the table says, and answers are drawn from it."""
+"""Tables behind the interface of a model output the table's rows, and answers are drawn from it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_critic_has_a_value_for_every_state_and_starts_at_0():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_answers_are_drawn_from_the_table(temperature):
-    """Every answer as often as its probability says, within five standard errors."""
+    """Every answer occurs in proportion to its probability, within five standard errors."""
     policy, each = moved_policy(), 4000
     generator = TableGenerator(policy)
     assert isinstance(generator, Generator)
@@ -89,7 +89,7 @@ def test_an_answer_depends_on_its_request_alone():
 
 
 def test_noise_is_gumbel_noise():
-    """Mean is Euler's constant and variance π²/6, and positions do not share theirs."""
+    """Its mean is Euler's constant and its variance π²/6, and positions do not share noise."""
     keys = torch.arange(50_000).numpy().astype("uint64")
     first, second = gumbel_noise(keys, 0, 2), gumbel_noise(keys, 1, 2)
     assert first.mean().item() == pytest.approx(0.5772, abs=0.015)

@@ -1,4 +1,4 @@
-"""The whole trainer against a known optimum: a short run comes as near to it as no trainer with a defect does."""
+"""The whole trainer against a known optimum: a short run comes closer to it than any trainer with a defect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = {
     "train.seed": 0,
 }
 MOST_REGRET = 0.03
-"""What a short run of a right trainer stays below; every defect here leaves more than twice of it."""
+"""Upper bound on the regret of a short run of a correct trainer; every defect here leaves more than twice that."""
 
 
 def trained_policy(tmp_path, parts=None, **changes):
@@ -53,7 +53,7 @@ def test_a_short_run_comes_near_the_optimum(tmp_path, case):
 
 
 def test_kl_as_a_loss_goes_to_the_optimum_of_another_objective(tmp_path):
-    """To the policy that in each state weighs score to come against the KL there, and none of the KL to come.
+    """To the policy that in each state weighs the future score against the KL there, but not the future KL.
 
         π(a|s) ∝ π_ref(a|s) exp(Q(s, a) / β),      Q(s, a) = E[r | s, a]
     """
@@ -80,7 +80,7 @@ def test_kl_as_a_loss_goes_to_the_optimum_of_another_objective(tmp_path):
 
 
 def wrapped(monkeypatch, owner, name, change):
-    """Puts ``change(original, *args, **kwargs)`` in the place of a function."""
+    """Replaces a function by ``change(original, *args, **kwargs)``."""
     original = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
 
@@ -99,7 +99,7 @@ def on_the_first_token(original, scores, kl, mask, *, kl_coef, token_scores):
 
 
 def without(token_is_masked):
-    """``experience`` whose losses leave out some tokens."""
+    """``experience`` whose losses omit some tokens."""
 
     def change(original, *args, **kwargs):
         records = original(*args, **kwargs)

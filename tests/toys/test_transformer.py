@@ -1,4 +1,5 @@
-"""A small transformer on toy A, through ``train_policy``: what a run writes and saves, and how far it comes."""
+"""A small transformer on toy A, through ``train_policy``: what a run writes and saves, and how close it gets to the
+optimum."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A transformer that resembles the reference, and how far it is from it."""
+    """A transformer that resembles the reference, and its distance from it."""
     folder = tmp_path_factory.mktemp("fitted")
     return folder, fit_transformer(toy("A"), folder, hidden=32, steps=100)
 

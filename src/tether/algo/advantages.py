@@ -7,7 +7,7 @@ from torch import Tensor
 from tether.algo.masking import masked_sum, wide
 
 GROUP_EPSILON = 1e-4
-"""Added to the standard deviation of what a prompt's answers scored, so that equal ones have advantages of 0."""
+"""Added to the standard deviation of the scores of a prompt's answers, so that equal scores give advantages of 0."""
 
 
 def token_rewards(
@@ -23,12 +23,13 @@ def token_rewards(
         r_t = −kl_coef · kl_t + s_t                       before the last response token
         r_T = −kl_coef · kl_T + score − Σ_{t<T} s_t       on it, which is the action that ended the text
 
-    So the rewards of an answer add up to its score and the KL penalty, wherever its judge puts the score.
+    The rewards of an answer thus add up to its score and the KL penalty, wherever its judge places the score.
 
     Args:
         kl: per-token estimate of KL(π_old ‖ ref).
         mask: True on response tokens, the end-of-sequence token included.
-        token_scores: s, what of the score falls on each token; that of the last is not read. None: 0.
+        token_scores: s, the part of the score that falls on each token; the entry of the last token is not read. None:
+            0.
 
     Source: Stiennon et al. 2020, section 3.4, https://arxiv.org/abs/2009.01325
     """
@@ -57,7 +58,7 @@ def gae(
     Args:
         values: value of the state each response token was sampled in, from the rollout.
         mask: True on response tokens, the end-of-sequence token included.
-        lam: λ, of all answers or of each.
+        lam: λ, one for all answers or one per answer.
 
     Returns:
         Advantages and returns, 0 outside ``mask``.
@@ -76,7 +77,7 @@ def gae(
 
 
 def length_adaptive_lam(lengths: Int[Tensor, " B"], *, alpha: float) -> Float[Tensor, " B"]:
-    """The λ of each answer under which the weights of its TD errors add up to ``alpha`` times its length.
+    """The λ of each answer for which the weights of its TD errors add up to ``alpha`` times its length.
 
         λ = max(0, 1 − 1 / (α l))        as Σ_k λ^k = 1 / (1 − λ) = α l
 
@@ -92,14 +93,15 @@ def length_adaptive_lam(lengths: Int[Tensor, " B"], *, alpha: float) -> Float[Te
 def rloo(
     rewards: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], *, num_generations: int
 ) -> Float[Tensor, "B R"]:
-    """Each answer's return less the mean return of the other answers to its prompt, on every token, 0 outside ``mask``.
+    """Each answer's return minus the mean return of the other answers to its prompt, on every token, 0 outside
+    ``mask``.
 
         R_i = Σ_t r_it
         A_it = R_i − Σ_{j≠i} R_j / (n − 1)        over the n answers to the prompt of i
 
     Args:
         mask: True on response tokens, the end-of-sequence token included.
-        num_generations: n, at least 2. The rows of a prompt lie together.
+        num_generations: n, at least 2. The rows of a prompt are adjacent.
 
     Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
     """
@@ -115,23 +117,25 @@ def grpo(
     num_generations: int,
     penalties: Float[Tensor, "B R"] | None = None,
 ) -> Float[Tensor, "B R"]:
-    """Each answer's score in standard deviations of those to its prompt, on every token, 0 outside ``mask``.
+    """Each answer's score minus its prompt's mean, in standard deviations of that prompt's scores, on every token, 0
+    outside ``mask``.
 
         R_i = Σ_t r_it,  P_i = Σ_t p_it
         A_it = (R_i − mean R) / (std R + 1e-4) + P_i − mean P        over the n answers to the prompt of i
 
-    The std is that of a sample, its sum of squares divided by n − 1. Dividing by it weighs each prompt by the inverse
-    of how far its answers differ: the expected gradient is not that of the mean return, unlike that of ``rloo``.
+    The std is the sample standard deviation: the sum of squares is divided by n − 1. Dividing by it weights each prompt
+    by the inverse of the spread of its scores: unlike with ``rloo``, the expected gradient is not that of the mean
+    return.
 
-    The penalty −β·kl stands beside the normalised score, as in the source, where it is in the loss. It has no part in
-    what is normalised: answers that all score the same differ by their KL alone, and over the std of that its noise
-    would have the strength of any score, whatever β is.
+    The penalty −β·kl is added to the normalised score, as in the source, where it is in the loss. It is not normalised
+    itself: answers with equal scores differ only by their KL, whose noise, divided by its own std, would weigh as much
+    as any score, whatever β is.
 
     Args:
-        rewards: r, of the judge alone.
+        rewards: r, from the judge alone.
         mask: True on response tokens, the end-of-sequence token included.
-        num_generations: n, at least 2. The rows of a prompt lie together.
-        penalties: p, what is added to the rewards and not normalised; None: 0.
+        num_generations: n, at least 2. The rows of a prompt are adjacent.
+        penalties: p, added to the rewards without normalisation. None: 0.
 
     Source: Shao et al. 2024, eq. 3 and section 4.1.2, https://arxiv.org/abs/2402.03300
     """
@@ -148,14 +152,14 @@ def equal_groups(scores: Float[Tensor, " B"], *, num_generations: int) -> Bool[T
     """Whether the answers to a prompt all score the same, so that nothing is learned from their scores.
 
     Args:
-        num_generations: answers to a prompt, whose rows lie together.
+        num_generations: number of answers per prompt; their rows are adjacent.
     """
     groups = scores.reshape(-1, num_generations)
     return (groups == groups[:, :1]).all(dim=1)
 
 
 def reinforce_pp(rewards: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], *, gamma: float) -> Float[Tensor, "B R"]:
-    """The return from each token on, 0 outside ``mask``; REINFORCE++ whitens it over the whole batch.
+    """The return from each token onwards, 0 outside ``mask``; REINFORCE++ whitens it over the whole batch.
 
         A_t = r_t + γ A_{t+1}        with A_t = 0 past the last response token
 
@@ -171,7 +175,7 @@ def reinforce_pp(rewards: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], *, ga
 def _return_gaps(
     rewards: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], num_generations: int
 ) -> Float[Tensor, "G n n"]:
-    """R_i − R_j of every pair of answers to the same prompt: exactly 0 where they are equal."""
+    """R_i − R_j for every pair of answers to the same prompt: exactly 0 where they are equal."""
     returns = masked_sum(wide(rewards), mask, dim=1).reshape(-1, num_generations)
     return returns.unsqueeze(2) - returns.unsqueeze(1)
 

@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence to the reference, and the controller of its coefficient."""
+"""Estimates of the KL divergence from the reference, and the controller of its coefficient."""
 
 import math
 from typing import Literal
@@ -11,10 +11,10 @@ from tether.algo.losses import ratio
 from tether.algo.masking import wide
 
 Estimator = Literal["k1", "k2", "k3"]
-"""What stands for the KL at a token that was sampled; ``kl_estimate`` has the formulas."""
+"""Estimator of the KL at a sampled token; ``kl_estimate`` has the formulas."""
 
 MAX_ERROR = 0.2
-"""Largest relative error that the adaptive controller acts on."""
+"""Bound on the relative error that the adaptive controller acts on."""
 
 
 def kl_estimate(
@@ -27,7 +27,7 @@ def kl_estimate(
         k2 = r² / 2          biased, at least 0
         k3 = exp r − 1 − r   unbiased, at least 0
 
-    In the reward only k1 gives the gradient of the sequence KL. For a KL in the loss there is ``kl_loss``.
+    In the reward, only k1 gives the gradient of the sequence KL. For a KL in the loss, see ``kl_loss``.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html
     """
@@ -47,18 +47,18 @@ def kl_loss(
     ref_logprobs: Float[Tensor, "B R"],
     estimator: Estimator,
 ) -> Float[Tensor, "B R"]:
-    """KL(π_new ‖ ref) of each token as a loss, from tokens sampled by π_old, in nats, in float32 or wider.
+    """KL(π_new ‖ ref) at each token as a loss, from tokens sampled by π_old, in nats, in float32 or wider.
 
         ρ = π_new / π_old
         L = ρ · k1(π_new, ref)           its mean over tokens is the KL, the gradient of its mean that of the KL
         L = ρ · k3(π_new, ref)           the same, with less variance
         L = stop(ρ) · k2(π_new, ref)     its gradient is that of k3, its mean is not the KL
 
-    The KL is that of one token given those before it: what a token does to the KL of later ones has no gradient here.
+    The KL is that of one token given those before it: a token's effect on the KL of later tokens has no gradient here.
     It has one if k1 is in the reward.
 
     Args:
-        logprobs: log π_old, of the policy that sampled the tokens.
+        logprobs: log π_old, where π_old is the policy that sampled the tokens.
 
     Source: Liu et al. 2025, https://arxiv.org/abs/2510.01555
     """
@@ -77,17 +77,17 @@ def approx_kl(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]
 def adaptive_kl_coef(
     kl_coef: float, sequence_kl: float, *, target: float, horizon: int, num_episodes: int
 ) -> float:
-    """The next KL coefficient: larger where the policy strayed further than ``target``, smaller where less far.
+    """The next KL coefficient: larger if the policy strayed further than ``target``, smaller if less far.
 
         e = clip(KL / target − 1, −0.2, 0.2)
         β' = β (1 + e · num_episodes / horizon)
 
     Args:
         kl_coef: β, the coefficient so far.
-        sequence_kl: KL, mean over the rollouts since the last change, in nats a sequence.
-        target: nats a sequence.
-        horizon: episodes over which the coefficient reacts; more than a fifth of ``num_episodes``, or β' could be
-            negative.
+        sequence_kl: KL, mean over the rollouts since the last change, in nats per sequence.
+        target: target KL, in nats per sequence.
+        horizon: episodes over which the coefficient reacts; more than a fifth of ``num_episodes``, as β' could be
+            negative otherwise.
         num_episodes: rollouts since the last change.
 
     Source: Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593 (K_β is num_episodes / horizon here, as

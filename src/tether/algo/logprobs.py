@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of chosen tokens, without ever holding the logits of all of them."""
+"""Log-probabilities and entropy of chosen tokens, without ever holding all their logits at once."""
 
 import itertools
 from collections.abc import Callable
@@ -13,24 +13,24 @@ from torch.utils.checkpoint import checkpoint
 from tether.algo.masking import wide
 
 LOGITS_AT_ONCE, LOGITS_ON_ACCELERATOR = 2**24, 2**26
-"""Logits of a chunk that are few enough for memory, 64 MiB and 256, and enough for products of matrices to be fast: an
-accelerator reads the whole head for every chunk.
+"""Logits per chunk: few enough for memory (64 MiB; 256 MiB), and enough for fast matrix products, as an accelerator
+reads the whole head for every chunk.
 
-Not fewer: tensors of up to 32 MiB come from glibc's heap, where one seldom fits into the place of another, and a pass
-over many chunks then takes as much memory as all logits at once.
+Not fewer: tensors of up to 32 MiB come from glibc's heap, where one seldom fits into the space of another, so that a
+pass over many chunks takes as much memory as all logits at once.
 """
 SUMMED_AT_ONCE = 2**22
-"""Numbers of a product that is added to others, 16 MiB, where the product cannot be written onto them."""
+"""Elements of a product that is added to a total, 16 MiB, where the product cannot be accumulated in place."""
 
 
 def logits_at_once(device: torch.device) -> int:
-    """How many logits a chunk on a device holds; a token has as many as the vocabulary."""
+    """Number of logits in a chunk on a device; a token has one per entry of the vocabulary."""
     return LOGITS_AT_ONCE if device.type == "cpu" else LOGITS_ON_ACCELERATOR
 
 
 def _even_chunks(num_tokens: int, most: int) -> list[slice]:
-    """Tokens in as few chunks of at most ``most`` as there can be, as even as they can be: the tensors of one fit into
-    the place of another's, and the last one, which is not computed twice, is no remainder."""
+    """Tokens in the fewest possible chunks of at most ``most``, as even as possible: the tensors of one chunk fit into
+    the space of another's, and the last chunk, which is not computed twice, is no mere remainder."""
     count = -(-num_tokens // most)
     ends = [num_tokens * number // count for number in range(count + 1)] if count else []
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
@@ -48,13 +48,13 @@ def logprobs_from_logits(
     Computed in float32, or float64 if the logits are. A logit of −∞ is a token of probability 0.
 
     Args:
-        temperature: above 0; the one that the targets were sampled with.
+        temperature: the temperature that the targets were sampled with; above 0.
     """
     return _FromLogits.apply(logits, targets, temperature, with_entropy)
 
 
 class _FromLogits(torch.autograd.Function):
-    """``logprobs_from_logits``, and its gradient with the logarithms of all probabilities as the one large tensor kept.
+    """``logprobs_from_logits`` and its gradient; the only large tensor kept holds all log-probabilities.
 
         ∂ log π(y) / ∂z_v = [v = y] − π_v        ∂H / ∂z_v = −π_v (log π_v + H)
     """
@@ -66,7 +66,7 @@ class _FromLogits(torch.autograd.Function):
         scaled = wide(logits)
         all_logprobs = (scaled if temperature == 1 else scaled / temperature).log_softmax(dim=-1)
         logprobs, entropy = all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), None
-        # A probability of 0 times −∞ would be NaN, in the gradient too; the clamp makes it 0.
+        # A probability of 0 times −∞ would be NaN, also in the gradient; the clamp makes it 0.
         all_logprobs.clamp_(min=torch.finfo(all_logprobs.dtype).min)
         if with_entropy:
             entropy = all_logprobs.exp().mul_(all_logprobs).sum(dim=-1).neg_()
@@ -96,12 +96,13 @@ def _gradient_over(
     of_logprobs: Float[Tensor, " N"] | None,
     entropy_factors: Float[Tensor, "N V"] | None,
 ) -> Float[Tensor, "N V"]:
-    """The gradient of a loss over z, written over ``probs``, given those over log-probabilities and entropies.
+    """The gradient of a loss with respect to z, written over ``probs``, given those for log-probabilities and
+    entropies.
 
         ∂ log π(y) / ∂z_v = [v = y] − π_v        ∂H / ∂z_v = −π_v (log π_v + H)
 
     Args:
-        entropy_factors: −∂loss/∂H (log π + H), overwritten; at least one of both gradients is given.
+        entropy_factors: −∂loss/∂H (log π + H), overwritten; at least one of the two gradients is given.
     """
     if of_logprobs is None:
         return probs.mul_(entropy_factors)
@@ -122,11 +123,11 @@ def selected_logprobs(
     """``logprobs_from_logits`` of ``head(hidden)``, with the logits of at most ``chunk_size`` tokens in memory
     at a time.
 
-    The backward pass computes each chunk's logits again, so that neither pass holds [N, V].
+    The backward pass recomputes each chunk's logits, so that neither pass holds [N, V].
 
     Args:
-        hidden: the state that each target was sampled in, whatever the rows they come from.
-        head: hidden states → logits, [n, D] → [n, V], everything the model does to its logits included.
+        hidden: hidden state that each target was sampled from, whichever rows they belong to.
+        head: hidden states → logits, [n, D] → [n, V], including everything the model does to its logits.
         targets: token ids.
         temperature: as in ``logprobs_from_logits``.
     """
@@ -134,19 +135,19 @@ def selected_logprobs(
     def of_chunk(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         return logprobs_from_logits(head(rows), ids, temperature=temperature, with_entropy=with_entropy)
 
-    chunks = _even_chunks(len(hidden), chunk_size) or [slice(0)]  # of no tokens one that is empty
+    chunks = _even_chunks(len(hidden), chunk_size) or [slice(0)]  # no tokens: a single empty chunk
     outputs = [checkpoint(of_chunk, hidden[chunk], targets[chunk], use_reentrant=False) for chunk in chunks]
     logprobs = torch.cat([logprobs for logprobs, _ in outputs])
     return logprobs, torch.cat([entropy for _, entropy in outputs]) if with_entropy else None
 
 
 class LinearHead(NamedTuple):
-    """A head that is a product of matrices and nothing else, logits = states · weightᵀ + bias."""
+    """A head that is a matrix product and nothing else, logits = states · weightᵀ + bias."""
 
     weight: Float[Tensor, "V D"]
     bias: Float[Tensor, " V"] | None = None
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = nn.functional.linear
-    """x, weight, bias → x · weightᵀ + bias, [n, K], [N, K], [N] → [n, N], whatever the strides; needs no gradient."""
+    """x, weight, bias → x · weightᵀ + bias, [n, K], [N, K], [N] → [n, N], for any strides; needs no gradient."""
 
 
 def linear_logprobs(
@@ -158,14 +159,14 @@ def linear_logprobs(
     chunk_size: int = 128,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """``selected_logprobs`` of a linear head, in one tensor of a chunk's logits for forward and backward each.
+    """``selected_logprobs`` of a linear head, with one tensor of a chunk's logits for each of forward and backward.
 
-    The gradient of the weights is added up in one place. Where no entropy is asked for, the backward pass begins with
-    the last chunk's probabilities, which it still finds there, and computes the logits of the others again. The types
-    are those that autocast would take.
+    The gradient of the weights is accumulated in one tensor. Unless entropy is requested, the backward pass starts from
+    the last chunk's probabilities, which the forward pass kept, and recomputes the logits of the others. The dtypes are
+    those that autocast would choose.
 
     Args:
-        hidden: the state that each target was sampled in, whatever the rows they come from.
+        hidden: hidden state that each target was sampled from, whichever rows they belong to.
         targets: token ids.
         temperature: as in ``logprobs_from_logits``.
     """
@@ -178,19 +179,19 @@ def linear_logprobs(
 
 
 class _How(NamedTuple):
-    """What ``linear_logprobs`` was asked for."""
+    """The options of ``linear_logprobs``."""
 
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     dtype: torch.dtype
-    """Of the products of matrices."""
+    """Dtype of the matrix products."""
     temperature: float
     chunk_size: int
     with_entropy: bool
     keeps_last: bool
-    """Whether the probabilities of the last chunk stay for the backward pass."""
+    """Whether the probabilities of the last chunk are kept for the backward pass."""
 
     def scaled(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """z = logits / temperature of some tokens, in float32 or float64: a tensor that nobody else has."""
+        """z = logits / temperature of some tokens, in float32 or float64: a new tensor."""
         z = wide(self.multiply(rows, weight, bias))
         return z if self.temperature == 1 else z.div_(self.temperature)
 
@@ -220,7 +221,7 @@ class _OfLinear(torch.autograd.Function):
                     ctx.kept = odds.div_(total.unsqueeze(-1))
                 logprobs[chunk] = chosen - total.log()
                 log_sums[chunk] = highest.squeeze(-1) + total.log()
-                del z, odds  # before the next chunk's logits are there
+                del z, odds  # before the next chunk's logits exist
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
         return logprobs, entropy
@@ -241,7 +242,7 @@ class _OfLinear(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             rows, columns, shift = (None if x is None else x.to(how.dtype) for x in (hidden, weight, bias))
             for chunk in reversed(_even_chunks(len(hidden), how.chunk_size)):
-                probs, ctx.kept, factors = ctx.kept, None, None  # overwritten: there is but one first backward pass
+                probs, ctx.kept, factors = ctx.kept, None, None  # overwritten: there is only one first backward pass
                 if probs is None:
                     z = how.scaled(rows[chunk], columns, shift).sub_(log_sums[chunk].unsqueeze(-1))
                     if of_entropy is None:
@@ -259,7 +260,7 @@ class _OfLinear(torch.autograd.Function):
                     _add_product(of_weight, grad.t(), rows[chunk].t(), how.multiply)
                 if wants_bias:
                     of_bias += grad.sum(dim=0)
-                del grad  # before the next chunk's logits are there
+                del grad  # before the next chunk's logits exist
         return of_hidden, of_weight, of_bias, None, None
 
 

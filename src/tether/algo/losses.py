@@ -1,4 +1,4 @@
-"""Per-token losses of policy and critic, and statistics of how far an update has gone.
+"""Per-token losses of policy and critic, and statistics of how far an update has moved.
 
 Losses are not reduced here, but by ``reduction``, over all micro-batches of an optimizer step.
 """
@@ -13,7 +13,7 @@ from tether.algo.masking import wide
 def ratio(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:
     """How much likelier each token is under the new policy: ρ = exp(log π_new − log π_old), in float32 or wider.
 
-    The difference is limited to ±20, beyond anything that an update means to do, so that ρ stays finite.
+    The difference is clamped to ±20, beyond anything that an update should reach, so that ρ stays finite.
     """
     return (wide(new_logprobs) - wide(logprobs)).clamp(-20, 20).exp()
 
@@ -27,7 +27,7 @@ def policy_loss(
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Float[Tensor, "B R"]:
-    """The clipped surrogate of each token, negated to be minimised, in float32 or wider.
+    """The clipped surrogate objective of each token, negated to be minimised, in float32 or wider.
 
         ρ = exp(log π_new − log π_old)
         L = max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε_high))    ε = cliprange
@@ -36,8 +36,8 @@ def policy_loss(
     Its gradient is 0 where A > 0 and ρ > 1 + ε_high, where A < 0 and ρ < 1 − ε, and where A < 0 and ρ > dual_clip.
 
     Args:
-        cliprange_high: ε_high, the range upwards; ``cliprange`` if left out.
-        dual_clip: above 1; the ratio beyond which a token with A < 0 no longer moves the policy.
+        cliprange_high: ε_high, the clip range upwards. Default: ``cliprange``.
+        dual_clip: the ratio beyond which a token with A < 0 no longer moves the policy; above 1.
 
     Source: Schulman et al. 2017, eq. 7, https://arxiv.org/abs/1707.06347; ε_high: Yu et al. 2025, eq. 10,
         https://arxiv.org/abs/2503.14476; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729
@@ -58,13 +58,13 @@ def clipped_sides(
     cliprange: float,
     cliprange_high: float | None = None,
 ) -> tuple[Bool[Tensor, "B R"], Bool[Tensor, "B R"]]:
-    """Where ``policy_loss`` is clipped, on the low side and on the high one: tokens that no longer move the policy.
+    """Where ``policy_loss`` is clipped, on the low and on the high side: tokens that no longer move the policy.
 
         low:   A < 0 and ρ < 1 − cliprange
         high:  A > 0 and ρ > 1 + cliprange_high
 
     Args:
-        cliprange_high: ``cliprange`` if left out.
+        cliprange_high: upper clip range. Default: ``cliprange``.
 
     Source: as ``policy_loss``
     """
@@ -80,7 +80,7 @@ def dual_clipped(
     *,
     dual_clip: float,
 ) -> Bool[Tensor, "B R"]:
-    """True where the dual clip of ``policy_loss`` holds: A < 0 and ρ > dual_clip.
+    """True where the dual clip of ``policy_loss`` applies: A < 0 and ρ > dual_clip.
 
     Source: as ``policy_loss``
     """
@@ -94,7 +94,7 @@ def value_loss(
     *,
     cliprange_value: float | None,
 ) -> Float[Tensor, "B R"]:
-    """Half the squared error of each value, the larger of plain and clipped, in float32 or wider.
+    """Half the squared error of each value, the larger of unclipped and clipped, in float32 or wider.
 
         V_clip = clip(V_new, V_old − ε, V_old + ε)       ε = cliprange_value
         L = ½ max((V_new − G)², (V_clip − G)²)           or ½ (V_new − G)² if cliprange_value is None
@@ -113,7 +113,7 @@ def value_clipped(
     *,
     cliprange_value: float | None,
 ) -> Bool[Tensor, "B R"]:
-    """True where the clipped branch of ``value_loss`` is the larger one; nowhere if ``cliprange_value`` is None."""
+    """True where the clipped branch of ``value_loss`` is larger; nowhere if ``cliprange_value`` is None."""
     plain, limited = _value_branches(new_values, values, returns, cliprange_value)
     return limited > plain
 

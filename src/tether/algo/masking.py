@@ -1,7 +1,6 @@
 """Sums, means and moments over the tokens that count.
 
-Entries outside a mask are replaced before they meet any arithmetic, never multiplied by zero: a NaN there changes
-nothing.
+Entries outside a mask are replaced before any arithmetic, never multiplied by zero: a NaN there changes nothing.
 """
 
 import torch
@@ -13,7 +12,7 @@ WHITEN_EPSILON = 1e-8
 
 
 def wide(x: Float[Tensor, "*S"]) -> Float[Tensor, "*S"]:
-    """``x`` in float32, or as it is where it is float64 already."""
+    """``x`` in float32, or unchanged if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -23,7 +22,7 @@ def length_mask(lengths: Int[Tensor, " B"], width: int) -> Bool[Tensor, "B R"]:
 
 
 def masked_sum(x: Float[Tensor, "*S"], mask: Bool[Tensor, "*S"], dim: int | None = None) -> Float[Tensor, "..."]:
-    """The sum of ``x`` where ``mask`` is True, over everything or along ``dim``."""
+    """The sum of ``x`` where ``mask`` is True, over all entries or along ``dim``."""
     return torch.where(mask, x, torch.zeros_like(x)).sum(dim)
 
 
@@ -52,8 +51,8 @@ def whiten(
 
     Args:
         mask: True on response tokens.
-        mean: mean of all tokens that are whitened together, if ``x`` does not hold them all; that of ``x`` if left out.
-        var: the same of the biased variance.
+        mean: mean of all tokens whitened together, if ``x`` does not hold them all. Default: that of ``x``.
+        var: the same for the biased variance.
 
     Returns:
         The whitened entries, 0 outside ``mask``.

@@ -1,4 +1,4 @@
-"""From per-token losses to the loss of an optimizer step, in parts that add up to the same whatever the micro-batches.
+"""From per-token losses to the loss of an optimizer step, in parts whose sum does not depend on the micro-batches.
 
     loss = Σ reduced / Σ normaliser        both sums over the micro-batches of the step, on all ranks
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from tether.algo.masking import masked_sum, wide
 
 LossReduction = Literal["token_mean", "sequence_mean", "fixed_length"]
-"""Which weight a token has: the same everywhere, one over the length of its answer, or one over a fixed length."""
+"""Weight of a token: the same everywhere, one over the length of its answer, or one over a fixed length."""
 
 
 def reduced(
@@ -24,7 +24,7 @@ def reduced(
         fixed_length     Σ_i Σ_t l_it
 
     Args:
-        mask: True on the response tokens that take part. An answer without one adds 0.
+        mask: True on the response tokens that take part. An answer without any adds 0.
 
     Source: ``sequence_mean`` Shao et al. 2024, eq. 3, https://arxiv.org/abs/2402.03300; ``token_mean`` Yu et al. 2025,
         eq. 12, https://arxiv.org/abs/2503.14476; ``fixed_length`` Liu et al. 2025, section 3.2,
@@ -44,8 +44,8 @@ def normaliser(mask: Bool[Tensor, "B R"], *, how: LossReduction, max_length: int
         fixed_length     number of answers · max_length
 
     Args:
-        mask: True on the response tokens that take part. An answer without one is not counted.
-        max_length: the most tokens that a response may have.
+        mask: True on the response tokens that take part. An answer without any is not counted.
+        max_length: maximum number of tokens in a response.
     """
     match how:
         case "token_mean":

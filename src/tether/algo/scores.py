@@ -1,4 +1,4 @@
-"""What becomes of a score before it is a reward."""
+"""What is done to a score before it becomes a reward."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tether.algo.masking import WHITEN_EPSILON, wide
 def missing_eos_scores(
     scores: Float[Tensor, " B"], ended: Bool[Tensor, " B"], *, penalty: float | None, replacement: float | None
 ) -> Float[Tensor, " B"]:
-    """Scores with the rule for answers that did not end by themselves.
+    """Scores after the rule for answers that did not end by themselves.
 
         s'_i = s_i                    if the answer ended, or neither rule is set
         s'_i = s_i − penalty          otherwise, if ``penalty`` is set
@@ -22,8 +22,8 @@ def missing_eos_scores(
     Args:
         ended: True where the response's last token is a stop token. Judged on the response alone: an end token inside
             the query does not count.
-        penalty: subtracted, at least 0; at most one of the two is set.
-        replacement: the score of every answer that did not end.
+        penalty: amount subtracted, at least 0; at most one of the two is set.
+        replacement: score given to every answer that did not end.
 
     Source: ``missing_eos_penalty`` of TRL (subtracted); Ziegler et al. 2019, section 3.1.2 (a fixed score),
         https://arxiv.org/abs/1909.08593
@@ -35,7 +35,7 @@ def missing_eos_scores(
 
 
 def overlong_penalties(lengths: Int[Tensor, " B"], *, max_length: int, buffer: int) -> Float[Tensor, " B"]:
-    """What each answer loses for coming close to the longest length: from 0 down to −1 over the last tokens.
+    """The penalty of each answer for approaching the maximum length: from 0 down to −1 over the last tokens.
 
         p = 0                                    l ≤ max_length − buffer
         p = (max_length − buffer − l) / buffer   between
@@ -53,7 +53,7 @@ def overlong_penalties(lengths: Int[Tensor, " B"], *, max_length: int, buffer: i
 
 @dataclass(frozen=True)
 class ScoreMoments:
-    """Count, mean and biased variance of the scores seen so far; without arguments, of none."""
+    """Count, mean and biased variance of the scores seen so far; without arguments, of no scores."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -61,7 +61,7 @@ class ScoreMoments:
 
 
 def merged_moments(moments: ScoreMoments, scores: Float[Tensor, " B"]) -> ScoreMoments:
-    """The moments of all scores so far and of these, in float64, whatever the parts in which they came.
+    """The moments of the scores so far together with these, in float64, however they are split into parts.
 
         n = n_a + n_b
         δ = mean_b − mean_a
@@ -69,8 +69,8 @@ def merged_moments(moments: ScoreMoments, scores: Float[Tensor, " B"]) -> ScoreM
         var = (n_a var_a + n_b var_b + δ² n_a n_b / n) / n
 
     Args:
-        moments: a, those of the scores so far.
-        scores: b, finite.
+        moments: a, the moments of the scores so far.
+        scores: b, the new scores; finite.
 
     Source: Chan et al. 1983, https://doi.org/10.1080/00031305.1983.10483115
     """
@@ -91,8 +91,8 @@ def normalised_scores(scores: Float[Tensor, " B"], moments: ScoreMoments) -> Flo
         s'_i = (s_i − mean) / √(var + 1e-8)
 
     Args:
-        moments: of the reference's scores, frozen, or of all scores so far. Not of the batch: as its spread falls, the
-            reward would weigh more against the KL.
+        moments: those of the reference's scores, frozen, or of all scores so far. Not those of the batch: as its spread
+            falls, the reward would gain weight against the KL.
 
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593
     """
@@ -100,5 +100,5 @@ def normalised_scores(scores: Float[Tensor, " B"], moments: ScoreMoments) -> Flo
 
 
 def score_std(moments: ScoreMoments) -> float:
-    """What ``normalised_scores`` divides by: √(var + 1e-8)."""
+    """The divisor of ``normalised_scores``: √(var + 1e-8)."""
     return math.sqrt(moments.var + WHITEN_EPSILON)

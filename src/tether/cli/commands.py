@@ -59,7 +59,7 @@ def plan(arguments: Sequence[str]) -> int:
 
     from tether.compat.load import load_any
 
-    with planned(options.processes):  # files of LLaMA-Factory have batches for each
+    with planned(options.processes):  # batch sizes in LLaMA-Factory's files are per process
         config, translation = load_any(file, overrides, RunConfig, "ppo")
 
     from tether.cli.display import RunDisplay
@@ -316,10 +316,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def run_arguments(command: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The configuration file and the overrides of a command line; ``--resume`` and ``--overwrite`` need no value.
 
-    An override may leave out the dashes: ``train.seed=1``.
+    An override may omit the dashes: ``train.seed=1``.
 
     Raises:
-        ConfigError: not exactly one file is named, or an option is none.
+        ConfigError: not exactly one file is named, or an option is malformed.
     """
     shortcuts = {"--resume": "--resume=true", "--overwrite": "--overwrite_output_dir=true"}
     files: list[str] = []
@@ -346,7 +346,7 @@ def run_arguments(command: str, arguments: Sequence[str]) -> tuple[str, list[str
 
 
 def _ended(interrupted: str | None, made: str, display: RunDisplay) -> int:
-    """Shows what a run left behind; returns the exit code."""
+    """Shows what a run produced; returns the exit code."""
     if interrupted is not None:
         display.message(f"stopped by {interrupted}; the same command with --resume goes on from here")
         return INTERRUPTED
@@ -359,7 +359,8 @@ def _wants_help(arguments: Sequence[str]) -> bool:
 
 
 def _configured(command: str, section: type[Section], arguments: Sequence[str]) -> tuple[Any, Translation | None]:
-    """The configuration of a command that may have been launched, and what was translated if it is another system's."""
+    """The configuration of a command, possibly launched in several processes, and its translation if it is another
+    system's."""
     with alike():
         file, overrides = run_arguments(f"tether {command}", arguments)
 
@@ -369,7 +370,7 @@ def _configured(command: str, section: type[Section], arguments: Sequence[str]) 
 
 
 def _display_of_first() -> RunDisplay:
-    """A display on which the first of several launched processes alone shows anything."""
+    """A display on which only the first of several launched processes shows anything."""
     from rich.console import Console
 
     from tether.cli.display import RunDisplay

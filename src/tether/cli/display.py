@@ -1,7 +1,7 @@
-"""A run on the terminal: one live line where there is a terminal, plain lines in logs and CI.
+"""A run on the terminal: one live line on a terminal, plain lines in logs and CI.
 
-Both show the same: phase, updates done, time left, reward, KL. Nothing that a model or a dataset wrote reaches the
-terminal before ``report.text.visible`` has taken its control characters, and Rich's markup is never interpreted.
+Both show the same: phase, updates done, time left, reward, KL. Text from a model or dataset reaches the terminal only
+after ``report.text.visible`` has escaped its control characters, and Rich's markup is never interpreted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rich.text import Text
 from tether.report.text import duration, number, one_line, prompt_text, visible
 
 FIRST_PHASE = "rollout"
-"""The phase that an update begins with: evaluations and saving before it do not count as its time."""
+"""The phase with which an update begins: evaluations and saving before it do not count towards its time."""
 RECENT = 10
-"""Updates whose median duration predicts the time left."""
+"""Number of updates whose median duration predicts the time left."""
 SETTLING = 2.0
-"""Seconds of a phase below which its own pace says nothing."""
+"""Seconds into a phase before which its own pace says nothing."""
 SHOWN_ROWS = 6
 SHOWN_METRICS = (
     ("reward", "objective/scores"),
@@ -37,28 +37,29 @@ SHOWN_METRICS = (
     ("token accuracy", "mean_token_accuracy"),
     ("accuracy", "accuracy"),
 )
-"""What the line of progress says of an update, where it was measured."""
+"""Metrics that the progress line shows for an update, if measured."""
 PROMPT, ANSWER, CELL, MESSAGE = 80, 240, 400, 4_000
-"""Most characters of a prompt and an answer in the table of samples, of a cell of another table, of a message."""
+"""Maximum number of characters of a prompt and an answer in the table of samples, of a cell in another table, of a
+message."""
 _ASCII = str.maketrans({"·": "|", "…": "...", "−": "-", "–": "-"})
 
 
 class Pace:
-    """How long updates take."""
+    """Measures how long updates take."""
 
     def __init__(self) -> None:
-        # a tuple, never changed in place: the live line reads it from a thread of its own
+        # a tuple, never changed in place: the live line reads it from another thread
         self._durations: tuple[float, ...] = ()
         self._begun: float | None = None
         self._last: tuple[int, float] | None = None
 
     def begin(self, now: float) -> None:
-        """The present update begins, unless it has begun already."""
+        """Marks the beginning of the current update, unless it has begun already."""
         if self._begun is None:
             self._begun = now
 
     def finish(self, step: int, now: float) -> None:
-        """Update ``step`` is done; updates since the last report share the time."""
+        """Marks the end of update ``step``; updates since the last call share the time."""
         done = step - self._last[0] if self._last else 1
         begun = self._begun if self._begun is not None else self._last[1] if self._last else None
         if begun is not None and done > 0:
@@ -66,7 +67,7 @@ class Pace:
         self._begun, self._last = None, (step, now)
 
     def left(self, updates: int, now: float) -> float | None:
-        """Seconds for ``updates`` more, the present one included; None before the first is done."""
+        """Seconds for ``updates`` more updates, including the current one; None before the first is done."""
         if not self._durations:
             return None
         each = statistics.median(self._durations)
@@ -75,18 +76,18 @@ class Pace:
 
 
 class Outlet:
-    """A stream that falls silent when a write fails: the terminal is gone, the reader of a pipe, or the log's disk is
-    full. A run goes on all the same.
+    """A stream that falls silent when a write fails because the terminal or the reader of a pipe is gone, or the disk
+    is full. The run continues regardless.
 
     Args:
-        stream: the text stream that is written to.
+        stream: the text stream to write to.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._is_gone = stream, False
 
     def write(self, text: str) -> int:
-        """Writes, or drops what nobody can read any more; returns the number of characters."""
+        """Writes, or drops what nobody can read any more; returns the number of characters in it."""
         if not self._is_gone:
             try:
                 self._stream.write(text)
@@ -95,7 +96,7 @@ class Outlet:
         return len(text)
 
     def flush(self) -> None:
-        """Hands on what was written."""
+        """Flushes the stream."""
         if not self._is_gone:
             try:
                 self._stream.flush()
@@ -107,7 +108,7 @@ class Outlet:
 
     def _fall_silent(self) -> None:
         self._is_gone = True
-        with suppress(OSError):  # what waits in the stream's buffer would fail once more when Python ends
+        with suppress(OSError):  # buffered data would fail again when Python exits
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
@@ -117,9 +118,9 @@ class RunDisplay:
     """A ``Display`` on the terminal, silent once that is gone. Also a context manager that closes itself.
 
     Args:
-        console: where to write; standard output if left out.
-        interval: seconds between two lines about updates and between two about phases, at least.
-        clock: seconds, monotonic.
+        console: where to write. Default: standard output.
+        interval: minimum number of seconds between two lines about updates, and between two about phases.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class RunDisplay:
     # The callbacks
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Shows how far the present phase is."""
+        """Shows the progress of the current phase."""
         now = self._clock()
         if name == FIRST_PHASE:
             self._pace.begin(now)
@@ -156,7 +157,7 @@ class RunDisplay:
             self._write_line("phase")
 
     def update(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished update and leaves a line, of the first and the last one always."""
+        """Shows a finished update; leaves a line, always for the first and the last one."""
         self._pace.finish(step, self._clock())
         is_edge = self._updates[1] != total or step >= total
         self._updates, self._metrics, self._phase = (step, total), dict(metrics), ("", 0, 0)
@@ -165,7 +166,7 @@ class RunDisplay:
             self._show_live()
 
     def message(self, text: str) -> None:
-        """Shows lines to keep."""
+        """Shows a permanent message."""
         self._print(self._text(visible(text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…")))
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -181,7 +182,7 @@ class RunDisplay:
         self._print(table)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Shows a table to keep; columns of numbers are aligned on the right."""
+        """Shows a permanent table; columns of numbers are right-aligned."""
         table = Table(title=self._text(one_line(title, CELL)), title_justify="left", box=self._box)
         for i, name in enumerate(columns):
             is_numeric = bool(rows) and all(isinstance(row[i], int | float) for row in rows)
@@ -192,13 +193,13 @@ class RunDisplay:
         self._print(table)
 
     def close(self) -> None:
-        """Takes the live line away and forgets the progress; messages, or another run, may follow."""
+        """Removes the live line and resets the progress; messages, or another run, may follow."""
         if self._live is not None:
             self._live.stop()
             self._live = None
         self._forget()
 
-    # How it looks
+    # Appearance
 
     def _live_line(self) -> Table:
         """A bar and the progress, never wider than the terminal."""
@@ -211,7 +212,7 @@ class RunDisplay:
         return grid
 
     def _progress(self) -> str:
-        """Phase, updates done, time left, reward and KL: whatever of it is known."""
+        """Phase, updates done, time left, reward and KL, as far as known."""
         (step, steps), (name, done, total) = self._updates, self._phase
         parts = [f"update {step}/{steps}"] if steps else []
         if name:
@@ -236,25 +237,25 @@ class RunDisplay:
     def _show_live(self) -> None:
         """Starts the live line; it then redraws itself."""
         if self._live is None:
-            # it leaves nothing behind: what is worth keeping was printed above it
+            # it leaves nothing behind: permanent lines are printed above it
             self._live = Live(
                 get_renderable=self._live_line, console=self.console, refresh_per_second=8, transient=True
             )
             self._live.start()
 
     def _write_line(self, kind: str, *, force: bool = False) -> None:
-        """Writes the progress as a line to keep, unless one of its kind was written a moment ago."""
+        """Writes the progress as a permanent line, unless one of its kind was written a moment ago."""
         now = self._clock()
         if force or now - self._written.get(kind, float("-inf")) >= self._interval:
             self._written[kind] = now
             self._print(self._text(self._progress()))
 
     def _print(self, content: Text | Table) -> None:
-        # soft wrap: a path that is longer than a line can still be copied, and a log has no width of its own
+        # soft wrap: a path longer than a line can still be copied, and a log has no width
         self.console.print(content, markup=False, highlight=False, emoji=False, soft_wrap=isinstance(content, Text))
 
     def _text(self, text: str) -> Text:
-        """Text without markup, in characters that the terminal's encoding has."""
+        """Text without markup, limited to characters of the terminal's encoding."""
         if not self._is_unicode:
             encoding = self.console.encoding
             text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
@@ -277,7 +278,7 @@ class RunDisplay:
 
 
 def _cell(value: Any) -> str:
-    """A number for reading, or a text on one line."""
+    """A readable number, or text on one line."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return one_line("" if value is None else str(value), CELL)
     return f"{value:,}" if isinstance(value, int) else number(value)

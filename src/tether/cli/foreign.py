@@ -1,4 +1,4 @@
-"""What is shown of a file in another system's words."""
+"""What is shown of a file in another system's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def announce(translation: Translation | None, display: RunDisplay) -> None:
-    """Shows what became of every key; nothing for a file in our own words."""
+    """Shows what became of every key; nothing for a file in our own format."""
     if translation is None:
         return
     display.table(f"{translation.source} is read as", [translation.system, "Tether"], translation.table)
@@ -20,7 +20,7 @@ def announce(translation: Translation | None, display: RunDisplay) -> None:
 
 
 def plot(translation: Translation | None, folder: Path, display: RunDisplay) -> None:
-    """Writes the curves as PNG files where the file asked for them."""
+    """Writes the curves as PNG files if the file requests them."""
     if translation is None or not translation.plots:
         return
 

@@ -1,4 +1,4 @@
-"""What the command line makes of several processes that a launcher started."""
+"""The command line in several processes started by a launcher."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tether.config.launched import local_rank, num_processes, rank
 from tether.errors import ConfigError, LostProcess
 
 LAUNCHED = ("ppo", "sft", "reward", "pipeline")
-"""The commands that several processes can run together."""
+"""The commands that can run in several processes."""
 HEAD_START = 10.0
-"""Seconds that the first process of a machine has to say what all have met: launchers end all once one has ended."""
+"""Seconds for the first process of a machine to print an error that all met: launchers kill all once one has ended."""
 
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Inside, what fails does so in every process of a machine: the first one says it, and the others wait for that."""
+    """A context in which errors occur in every process of a machine: the first one prints it while the others wait."""
     try:
         yield
     except Exception as error:
@@ -30,7 +30,7 @@ def alike() -> Iterator[None]:
 
 
 def check_command(name: str) -> None:
-    """Raises ``ConfigError`` if a command was launched in several processes that runs in one."""
+    """Raises ``ConfigError`` if a single-process command was launched in several processes."""
     if num_processes() > 1 and name not in LAUNCHED:
         raise ConfigError(
             f"tether {name} runs in one process, got {num_processes()}: start it without a launcher. Only "
@@ -39,30 +39,30 @@ def check_command(name: str) -> None:
 
 
 def signed(text: str) -> str:
-    """A message of this process, with its number where there are others that speak too."""
+    """A message of this process, prefixed by its rank unless it is the first."""
     return f"[process {rank()} of {num_processes()}] {text}" if rank() > 0 else text
 
 
 def speaks(error: BaseException) -> bool:
-    """Whether this process says what went wrong: what all of them have met, the first one says; that one of them is
-    gone, the second one too, as it may be the first."""
+    """Whether this process prints the error. An error that all met is printed by the first; the loss of a process by
+    the second too, as the first may be the lost one."""
     return not getattr(error, "is_shared", False) or rank() < (2 if isinstance(error, LostProcess) else 1)
 
 
 def end(code: int, error: BaseException) -> int:
-    """The exit code of a process that failed. One of several that fails alone ends here and now: torch might abort it
-    on its way out, or wait for the others, who are to hear of it. What all have met is said before any of them ends:
-    launchers end the rest once one has."""
+    """The exit code of a failed process. One that fails alone exits here at once: torch might abort on its way out, or
+    wait for the others, which have yet to hear of it. An error that all met is printed before any exits, because
+    launchers kill the rest once one has ended."""
     if num_processes() == 1:
         return code
     if not getattr(error, "is_shared", False):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    if not isinstance(error, LostProcess) and "torch" in sys.modules:  # without it they have not met yet
+    if not isinstance(error, LostProcess) and "torch" in sys.modules:  # without torch they have not connected yet
         from torch import distributed
 
         if distributed.is_initialized():
-            with suppress(RuntimeError):  # another one is gone by now
+            with suppress(RuntimeError):  # another process is gone by now
                 distributed.barrier()
     return code

@@ -1,11 +1,11 @@
-"""The ``tether`` command: finds the command, runs it, and turns what became of it into an exit code.
+"""The ``tether`` command: finds the command, runs it, and turns the outcome into an exit code.
 
     0    done
-    1    it failed: a message; with --debug (or TETHER_DEBUG=1) the traceback too
-    2    a mistake that the user can mend: one message that says which key, file or row, what was got, what is wanted
+    1    failure: a message; with --debug (or TETHER_DEBUG=1) also the traceback
+    2    a mistake that the user can fix: one message with the key, file or row, what was got and what is expected
     130  interrupted, with the state saved
 
-Nothing heavy is imported before a command needs it, so help and mistakes in a configuration take no time.
+Nothing heavy is imported before a command needs it, so that help and configuration errors appear at once.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code.
 
     Args:
-        argv: arguments after the program's name; those of this process if left out.
+        argv: arguments after the program's name. Default: those of this process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("TETHER_DEBUG", "") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--debug"]
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is shown as an escape
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that its encoding lacks are shown as escapes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(arguments, debug=debug)
@@ -59,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(_trains(arguments))  # of anything else the reader has seen enough
+        return int(_trains(arguments))  # for other commands the reader has simply seen enough
     except KeyboardInterrupt as error:
         print(signed("tether: interrupted before the state could be saved"), file=sys.stderr)
         return end(1, error)
     except Exception as error:
         if debug:
             traceback.print_exc()
-        from tether.report.text import visible  # a reward function's error can hold what the model wrote
+        from tether.report.text import visible  # a reward function's error can contain text of the model
 
         if speaks(error):
             print(visible(signed(_message(error, debug=debug))), file=sys.stderr)

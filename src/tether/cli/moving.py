@@ -1,4 +1,4 @@
-"""The commands by which runs and models come and go: each parses its arguments and makes one call."""
+"""The commands that import and export runs and models: each parses its arguments and makes one call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tether.errors import ConfigError
 
 
 def convert(arguments: Sequence[str]) -> int:
-    """Write a file of another system as ours, or back: tether convert FILE --to tether"""
+    """Convert a configuration from or to another system: tether convert FILE --to tether"""
     parser = argparse.ArgumentParser(
         "tether convert",
         description="Reads LLaMA-Factory's YAML, verl's YAML or launch, OpenRLHF's launch, TRL's PPO command line, or "
@@ -72,7 +72,7 @@ def push(arguments: Sequence[str]) -> int:
 
 
 def chat(arguments: Sequence[str]) -> int:
-    """Talk to a trained model beside its start: tether chat RUN_OR_MODEL"""
+    """Chat with a trained model next to its start model: tether chat RUN_OR_MODEL"""
     parser = argparse.ArgumentParser(
         "tether chat",
         description="Answers what you type by the model and, side by side, by the model that its run started from. "

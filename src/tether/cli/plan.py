@@ -1,4 +1,4 @@
-"""How ``tether plan`` looks."""
+"""The output of ``tether plan``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def show_plan(plan: Plan, display: Display) -> None:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for people: ``512 MiB``."""
+    """A number of bytes in readable form: ``512 MiB``."""
     units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
     power = min((max(num_bytes, 1).bit_length() - 1) // 10, len(units) - 1)
     number = num_bytes / 1024**power

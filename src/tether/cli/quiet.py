@@ -1,4 +1,4 @@
-"""What the command lets the libraries say. The library itself never touches logging or warnings."""
+"""Controls what libraries may print under the command line. The package itself never touches logging or warnings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHATTY = r"(accelerate|datasets|huggingface_hub|peft|torch|transformers|trl)(\.
 def quieten(*, debug: bool) -> None:
     """Sets up logging for a command; silences the libraries' progress bars and chatter unless ``debug``.
 
-    Must run before they are imported, since they read the environment then. What the user has set stays.
+    Must run before they are imported, since they read the environment then. The user's own settings are kept.
     """
     logging.basicConfig(level=logging.WARNING, handlers=[_Stderr()], format="%(message)s")
     logging.getLogger("tether").setLevel(logging.DEBUG if debug else logging.INFO)
@@ -34,10 +34,11 @@ def quieten(*, debug: bool) -> None:
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever ``sys.stderr`` is at the time, which a live display replaces, and nothing that acts on it."""
+    """Writes to the current ``sys.stderr``, which a live display replaces, without characters that could act on a
+    terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tether.report.text import visible  # a warning can hold what a model wrote, or a client sent
+        from tether.report.text import visible  # a warning can contain text of a model or a client
 
-        with suppress(OSError):  # nobody is left to read it, and a run goes on without
+        with suppress(OSError):  # nobody is left to read it, and a run continues without
             print(visible(self.format(record)), file=sys.stderr)

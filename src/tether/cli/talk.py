@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def talk(chat: Chat) -> None:
-    """Reads lines until /quit or their end, and shows every side's answer to each."""
+    """Reads lines until /quit or end of input, and shows every model's answer to each."""
     console = Console()
     is_typed = sys.stdin.isatty()
     while True:
@@ -46,7 +46,7 @@ def talk(chat: Chat) -> None:
 
 
 def _show(chat: Chat, answers: list[str], console: Console) -> None:
-    """Answers side by side, under the names of who gave them."""
+    """Shows answers side by side, under their models' names."""
     table = Table(box=box.SIMPLE_HEAD, expand=True)
     for speaker in chat.speakers:
         table.add_column(Text(visible(speaker.name)), ratio=1, overflow="fold")

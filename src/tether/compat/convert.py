@@ -1,4 +1,4 @@
-"""A configuration or launch of one system as that of another: ``tether convert``."""
+"""Converts a configuration or launch of one system to that of another: ``tether convert``."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ SECTIONS = {"ppo": RunConfig, "reward": RewardStageConfig, "sft": SftStageConfig
 
 @dataclass(frozen=True)
 class Converted:
-    """What ``convert`` made."""
+    """The result of ``convert``."""
 
     text: str
     """The new file."""
     translation: Translation | None
-    """How theirs became ours; None for a file that was ours."""
+    """How their settings became ours; None if the file was ours."""
 
 
 def convert(path: str | Path, to: Target, output: str | Path) -> Converted:
-    """The file as one of another system.
+    """The file, written for another system.
 
     Args:
-        path: our YAML, LLaMA-Factory's, verl's YAML, or a script or list of arguments that launches OpenRLHF, verl or
+        path: our YAML, LLaMA-Factory's or verl's, or a script or list of arguments that launches OpenRLHF, verl or
             TRL's PPO.
-        output: where the new file will be, for the command in its first line.
+        output: path of the new file, for the command in its first line.
 
     Raises:
-        ConfigError: it is none of these, or what it says has no place in the other system.
+        ConfigError: it is none of these, or one of its settings has no counterpart in the other system.
     """
     command, translation = _read(path)
     if translation is None:
@@ -58,7 +58,7 @@ def convert(path: str | Path, to: Target, output: str | Path) -> Converted:
 
 
 def _read(path: str | Path) -> tuple[str, Translation | None]:
-    """Our command, and the translation; None for a file in our own words."""
+    """Our command, and the translation; None for a file in our own format."""
     data, source = _data(path), str(path)
     if llamafactory.recognised(data):
         command, translation = llamafactory.translated(source, data, {})
@@ -77,7 +77,7 @@ def _read(path: str | Path) -> tuple[str, Translation | None]:
 
 
 def _data(path: str | Path) -> Any:
-    """The file as YAML; None where it is none, as scripts are."""
+    """The file as YAML; None if it is not YAML, such as a script."""
     try:
         return text.parse(read_file(path)).data
     except text.TextError as error:
@@ -87,7 +87,7 @@ def _data(path: str | Path) -> Any:
 
 
 def _launched(launch: Launch, source: str) -> Translation | None:
-    """The run that a command line starts, if it is of a system that is known here."""
+    """The run that a command line starts, if its system is supported."""
     if "verl" in launch.program or any(word.startswith("actor_rollout_ref.") for word in launch.words):
         return verl.translated(source, overrides(launch.words))
     if not any(word.startswith("--") for word in launch.words):

@@ -1,4 +1,4 @@
-"""Command lines of other systems as keys and values: shell scripts, lists of arguments, Hydra overrides, YAML."""
+"""Reads command lines of other systems as keys and values: shell scripts, lists of arguments, Hydra overrides, YAML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Launch:
     """One command line."""
 
     program: str
-    """What is started, by the words before its first argument."""
+    """The program: the words before its first argument."""
     words: Sequence[str]
     """The arguments."""
 
@@ -28,13 +28,13 @@ class Unset(str):
 
 
 def launches(script: str, source: str) -> list[Launch]:
-    """The command lines of a shell script, or one of nothing but arguments.
+    """The command lines of a shell script, or a single one if it holds nothing but arguments.
 
-    Lines that end in a backslash go on; variables that the script sets are filled in, and HOME, and others are left as
-    they are; what a command is wrapped in (``ray job submit … --``) is part of its program.
+    A trailing backslash continues a line; variables set in the script and HOME are expanded, others are left as they
+    are; a wrapper (``ray job submit … --``) counts as part of the program.
 
     Raises:
-        ConfigError: the quotes of a line do not close.
+        ConfigError: a line has an unclosed quote.
     """
     variables = {"HOME": str(Path.home())}
     found = []
@@ -63,9 +63,9 @@ def launches(script: str, source: str) -> list[Launch]:
 
 
 def processes(launch: Launch) -> int | None:
-    """Processes that a launcher is told to start; None where it takes their number from elsewhere.
+    """Number of processes that a launcher is told to start; None if it takes the number from elsewhere.
 
-    A program that none of accelerate, torchrun and deepspeed starts is one process.
+    A program that is not started by accelerate, torchrun or deepspeed is one process.
     """
     words = [*launch.program.split(), *launch.words]
     told = _told(words, "num_processes")
@@ -84,7 +84,7 @@ def _told(words: Sequence[str], name: str) -> int | None:
 
 
 def _lines(script: str) -> Iterator[tuple[int, str]]:
-    """Whole commands with the number of their first line."""
+    """Complete commands with the number of their first line."""
     begun, start = "", 1
     for number, line in enumerate(script.splitlines(), start=1):
         if not begun:
@@ -115,7 +115,7 @@ def _is_argument(word: str) -> bool:
 
 
 def options(words: Sequence[str], source: str) -> dict[str, Any]:
-    """``--key value value --flag`` as keys with values; several values are a list, none is true.
+    """``--key value value --flag`` as keys with values; several values become a list, none becomes true.
 
     Raises:
         ConfigError: a value has no key before it.
@@ -175,7 +175,7 @@ def _unset(word: str) -> bool:
 
 
 def _value(word: str) -> Any:
-    """What a word stands for; text that is no YAML is itself."""
+    """The value of a word as YAML; text that is not YAML stands for itself."""
     if _unset(word):
         return Unset(word)
     try:

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's files of the stages ppo, sft and rm, as Tether runs them. Its keys are those of release 0.9.3."""
+"""LLaMA-Factory's files for the stages ppo, sft and rm, translated for Tether. The keys are those of release 0.9.3."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tether.report.plots import can_plot
 
 SYSTEM = "LLaMA-Factory"
 STAGES = {"ppo": "ppo", "sft": "sft", "rm": "reward"}
-"""Our command of each stage."""
+"""Our command for each stage."""
 
 
 def recognised(data: Any) -> bool:
-    """Whether the data of a file are LLaMA-Factory's: flat keys, ``stage`` or ``finetuning_type`` among them."""
+    """Whether a file's data are LLaMA-Factory's: flat keys, including ``stage`` or ``finetuning_type``."""
     return isinstance(data, dict) and "model" not in data and bool({"stage", "finetuning_type"} & data.keys())
 
 
@@ -45,11 +45,11 @@ def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]
 
     Args:
         source: the file, for messages.
-        given: its keys with their values, those of the command line among them.
+        given: its keys with their values, including those of the command line.
         origins: where each key was set, for messages.
 
     Raises:
-        ConfigError: keys that would change the result have no place here, or are none; names all of them.
+        ConfigError: keys that would change the result have no counterpart here, or are unknown; names all of them.
     """
     stage = given.get("stage") or "sft"
     if not isinstance(stage, str) or stage not in STAGES:
@@ -72,11 +72,11 @@ def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]
     return STAGES[stage], keys.finish(KNOWN)
 
 
-# What every stage has
+# Common to all stages
 
 
 def _model(keys: Translator) -> None:
-    """The policy, or the model that becomes a judge."""
+    """The policy, or the model that is trained as a judge."""
     path, adapters = keys.take("model_name_or_path"), _names(keys.take("adapter_name_or_path"))
     fresh = keys.flag("create_new_adapter")
     if path is None:
@@ -108,7 +108,7 @@ def _model(keys: Translator) -> None:
 
 
 def _attention(keys: Translator) -> None:
-    """The attention kernel; like them, the model's default where FlashAttention-2 cannot be used."""
+    """The attention kernel; as in LLaMA-Factory, the model's default if FlashAttention-2 cannot be used."""
     kernel = keys.take("flash_attn", "auto")
     if kernel not in ATTENTION:
         keys.refuse("flash_attn", f"wanted {', '.join(list(ATTENTION)[:-1])} or {list(ATTENTION)[-1]}")
@@ -130,10 +130,10 @@ def _has_flash_attention() -> bool:
 
 
 def _check_base(keys: Translator, key: str, adapter: str, base: str) -> None:
-    """Refuses a local adapter that was trained on another base than the file names.
+    """Refuses a local adapter that was trained on a base other than the one the file names.
 
     Args:
-        key: what names the adapter.
+        key: the key that names the adapter.
     """
     from tether.models.paths import adapter_base, is_same_model
 
@@ -178,7 +178,7 @@ def _method(keys: Translator, *, continues: bool) -> None:
 
 
 def _freeze(keys: Translator) -> None:
-    """The last layers alone are trained."""
+    """Only the last layers are trained."""
     last, modules = keys.take("freeze_trainable_layers", 2), keys.take("freeze_trainable_modules", "all")
     if modules != "all" or keys.take("freeze_extra_modules") is not None or not isinstance(last, int) or last < 1:
         for key in ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"):
@@ -203,7 +203,7 @@ def _freeze(keys: Translator) -> None:
 
 
 def _precision(keys: Translator) -> None:
-    """bf16, fp16, quantisation, and what is recomputed."""
+    """bf16, fp16, quantisation and recomputation."""
     if keys.gives("fp16"):
         keys.put("train.fp16", keys.flag("fp16"), "fp16")
     if keys.flag("pure_bf16"):
@@ -227,7 +227,7 @@ def _precision(keys: Translator) -> None:
 
 
 def _sharding(keys: Translator, stage: str) -> None:
-    """DeepSpeed and FSDP, which the launcher says here, to PPO alone; on one device they change nothing."""
+    """DeepSpeed and FSDP, which are set by the launcher here, and for PPO only; on one device they change nothing."""
     for key, is_launched in {"deepspeed": uses_deepspeed(), "fsdp": uses_fsdp()}.items():
         given = keys.take(key)
         if given and is_launched:
@@ -249,7 +249,7 @@ def _way_to_shard(key: str, given: Any) -> str:
 
 
 def _output(keys: Translator) -> None:
-    """Where things go."""
+    """Output paths."""
     if keys.take("output_dir") is None:
         keys.refuse("output_dir", "missing; wanted a folder")
     else:
@@ -295,7 +295,7 @@ def _chat(keys: Translator) -> None:
 
 
 def _own_template(keys: Translator) -> None:
-    """A template that we have no name for: the model's own stands in, if it has one."""
+    """A template that has no name here: the model's own takes its place, if it has one."""
     from tether.models.paths import check_model_path
     from tether.models.tokenizer import load_tokenizer
 
@@ -315,8 +315,8 @@ def _datasets(keys: Translator, ours: str, held_out: str) -> None:
     """The datasets by their names in dataset_info.json, or by their hub ids.
 
     Args:
-        ours: our key of what is trained on, without ``data.``.
-        held_out: that of what is held out.
+        ours: our key of the training data, without ``data.``.
+        held_out: our key of the held-out data, likewise.
     """
     folder = str(keys.take("dataset_dir", "data"))
     if not keys.gives("dataset"):
@@ -340,7 +340,7 @@ def _datasets(keys: Translator, ours: str, held_out: str) -> None:
 
 
 def _names(value: Any) -> list[str]:
-    """The parts of a list that is written with commas."""
+    """The items of a comma-separated list."""
     parts = value if isinstance(value, list) else str(value or "").split(",")
     return [str(part).strip() for part in parts if str(part).strip()]
 
@@ -356,7 +356,7 @@ def _schedule(keys: Translator) -> None:
 
 
 def _optim(keys: Translator, names: Mapping[str, str]) -> None:
-    """The optimizer, where it is AdamW."""
+    """The optimizer, if it is AdamW."""
     optim = keys.take("optim")
     if optim not in (None, *names):
         keys.refuse("optim", f"wanted one of {', '.join(names)}, or leave it out")
@@ -369,7 +369,7 @@ def _optim(keys: Translator, names: Mapping[str, str]) -> None:
 
 
 def _ppo(keys: Translator) -> None:
-    """What their trainer does beside what the file says is that of TRL 0.9.6, on which it stands."""
+    """Where the file does not decide, their trainer behaves like that of TRL 0.9.6, on which it is built."""
     _reference(keys)
     _reward_source(keys)
     keys.put("value.kind", "head", note="a head on the policy, as theirs")
@@ -403,7 +403,7 @@ def _ppo(keys: Translator) -> None:
 
 
 def _reference(keys: Translator) -> None:
-    """Theirs is the base with adapters off; ours is what the run starts from, and the KL starts at 0."""
+    """Theirs is the base with its adapters off; ours is the start policy, so that the KL starts at 0."""
     start = [keys.take("model_name_or_path"), keys.take("adapter_name_or_path")]
     if keys.gives("ref_model") and [keys.take("ref_model"), keys.take("ref_model_adapters")] != start:
         for key in ("ref_model", "ref_model_adapters"):
@@ -416,7 +416,7 @@ def _reference(keys: Translator) -> None:
 
 
 def _reward_source(keys: Translator) -> None:
-    """The one reward model, of the three kinds that they have."""
+    """The single reward model, which is of one of their three kinds."""
     kind, path = keys.take("reward_model_type", "lora"), keys.take("reward_model")
     adapters = _names(keys.take("reward_model_adapters")) if kind == "full" else []
     if path is None:
@@ -446,7 +446,7 @@ def _reward_source(keys: Translator) -> None:
 
 
 def _reward_type(folder: str, kind: str) -> str:
-    """Theirs keep the head in a file beside the model; what ``tether reward`` saved is read as well."""
+    """Their reward models keep the head in a file next to the model; what ``tether reward`` saved is read as well."""
     held = Path(folder)
     beside = any((held / name).is_file() for name in ("value_head.safetensors", "value_head.bin"))
     if beside or not held.is_dir():
@@ -455,7 +455,7 @@ def _reward_type(folder: str, kind: str) -> str:
 
 
 def _sampling(keys: Translator) -> None:
-    """How answers are drawn."""
+    """How answers are sampled."""
     longest = keys.number("max_new_tokens", 1024)
     if longest <= 0:
         keys.refuse("max_new_tokens", "wanted the most tokens of an answer")
@@ -475,7 +475,8 @@ def _sampling(keys: Translator) -> None:
 
 
 def _ppo_batches(keys: Translator) -> None:
-    """Their batch is made of optimizer steps of ``gradient_accumulation_steps`` forwards; ours is cut the same way."""
+    """Their batch consists of optimizer steps of ``gradient_accumulation_steps`` forwards; ours is split the same
+    way."""
     rows, forwards = keys.number("per_device_train_batch_size", 8), keys.number("gradient_accumulation_steps", 1)
     steps, world = keys.number("ppo_buffer_size", 1), num_processes()
     product = " × ".join(str(n) for n in (rows, forwards, steps, *([world] if world > 1 else [])))
@@ -492,7 +493,7 @@ def _ppo_batches(keys: Translator) -> None:
 
 
 def _ppo_logging(keys: Translator) -> None:
-    """What a run tells, saves and measures on the way."""
+    """What a run logs, saves and evaluates along the way."""
     updates = keys.number("max_steps", -1)
     keys.put("train.logging_steps", keys.steps("logging_steps", 500, updates), "logging_steps")
     _saves(keys)
@@ -519,10 +520,10 @@ def _trackers(keys: Translator) -> None:
 
 
 def _evaluations(keys: Translator, *, by: str) -> None:
-    """When what is held out is evaluated on.
+    """When to evaluate on the held-out data.
 
     Args:
-        by: when it is where the file does not say.
+        by: strategy if the file names none.
     """
     held_out = keys.gives("eval_dataset") or bool(keys.number("val_size", 0.0))
     strategy = keys.take("eval_strategy", "no")
@@ -553,7 +554,7 @@ def _saves(keys: Translator) -> None:
 
 
 def _reward(keys: Translator) -> None:
-    """A judge from pairs."""
+    """A judge trained on pairs."""
     _datasets(keys, "pairs", "eval_pairs")
     if not keys.gives("eval_dataset") and not keys.take("val_size", 0.0):
         keys.put("data.eval_fraction", 0.0, "val_size")
@@ -563,7 +564,7 @@ def _reward(keys: Translator) -> None:
 
 
 def _sft(keys: Translator) -> None:
-    """A policy from demonstrations."""
+    """A policy trained on demonstrations."""
     _datasets(keys, "demonstrations", "eval_demonstrations")
     keys.off("answers alone are trained on here: leave it out", train_on_prompt=False)
     if keys.flag("mask_history"):
@@ -574,7 +575,7 @@ def _sft(keys: Translator) -> None:
 
 
 def _stage(keys: Translator) -> None:
-    """What both have."""
+    """Common to both."""
     _chat(keys)
     keys.put("data.max_length", keys.take("cutoff_len", 2048), "cutoff_len", note="longer ones are dropped")
     rows, forwards = keys.number("per_device_train_batch_size", 8), keys.number("gradient_accumulation_steps", 1)

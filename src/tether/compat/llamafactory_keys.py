@@ -10,7 +10,7 @@ TEMPLATES = {
 } | {"gemma2": "gemma", "phi": "phi3"} | {
     name: f"llamafactory/{name}" for name in ("alpaca", "default", "empty", "fewshot", "llama2", "vicuna", "zephyr")
 }  # fmt: skip
-"""Our name of a template; a model of another one brings its own with its tokenizer."""
+"""Our name of a template; models with other templates have their own in their tokenizer."""
 OTHER_TEMPLATES = (
     "aquila atom baichuan baichuan2 bailing bailing_v2 belle bluelm breeze chatglm2 chatglm3 chatml_de codegeex2 "
     "codegeex4 cohere cpm cpm3 cpm4 dbrx deepseek deepseek3 deepseekcoder deepseekr1 dots_ocr ernie ernie_nothink "
@@ -23,7 +23,7 @@ OTHER_TEMPLATES = (
     "qwen3_vl qwen3_vl_nothink sailor seed_coder seed_oss skywork_o1 smollm smollm2 solar starchat telechat telechat2 "
     "video_llava xuanyuan xverse yayi yi yi_vl yuan ziya"
 )
-"""The names of theirs that are left, those of later releases among them."""
+"""The remaining names of theirs, including those of later releases."""
 ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
 
 IGNORED = {
@@ -83,7 +83,7 @@ IGNORED = {
     ),
     "padding never takes part in a loss here": "ignore_pad_token_for_loss",
 }
-"""Why keys that change nothing here change nothing."""
+"""Keys that have no effect here, with the reason."""
 
 OFF: Mapping[str, Mapping[str, Any]] = {
     "its optimizer is not that of a Tether run, which is AdamW: leave it out": {
@@ -121,7 +121,7 @@ OFF: Mapping[str, Mapping[str, Any]] = {
         "per_gpu_train_batch_size": (), "per_gpu_eval_batch_size": (),
     },
 }  # fmt: skip
-"""What to do about keys that would change the result, with the values that leave them without effect."""
+"""What to do instead of using keys that would change the result, with the values that have no effect."""
 
 TAKEN = (
     "stage model_name_or_path adapter_name_or_path create_new_adapter model_revision trust_remote_code flash_attn "
@@ -141,9 +141,9 @@ TAKEN = (
     "num_beams max_length max_new_tokens "
     "repetition_penalty"
 )
-"""Keys that become ours."""
+"""Keys that are translated to ours."""
 NAMES = ("adapter_name_or_path", "reward_model_adapters", "lora_target", "dataset", "eval_dataset", "report_to")
-"""Those of them that hold a name or several."""
+"""Those of them that hold one or several names."""
 GROUPS = ("lr_scheduler_kwargs", "deepspeed", "fsdp")
 """Those of them that hold groups of keys."""
 KNOWN = frozenset(key for names in (TAKEN, *IGNORED.values()) for key in names.split()).union(*OFF.values())

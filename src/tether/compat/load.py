@@ -1,4 +1,4 @@
-"""A configuration file in whatever words it is written: ours, or LLaMA-Factory's."""
+"""Loads a configuration file in either format: ours, or LLaMA-Factory's."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ S = TypeVar("S", bound=Section)
 def load_any(
     path: str | Path, overrides: Sequence[str], section: type[S], command: str
 ) -> tuple[S, Translation | None]:
-    """The configuration of a file, and how it was translated if it is not in our words.
+    """The configuration of a file, and its translation if it is not in our format.
 
     Args:
-        overrides: command-line arguments, ``--key=value`` or ``--key value``, in the file's words or in ours.
+        overrides: command-line arguments, ``--key=value`` or ``--key value``, in the file's keys or in ours.
         section: class of the whole file.
-        command: the command that wants it: ``ppo``.
+        command: the command that needs it, such as ``ppo``.
 
     Raises:
-        ConfigError: names every problem at once; or the file is of another command.
+        ConfigError: names every problem at once; or the file is for another command.
     """
     document = _document(path)
     if document is not None and pipeline.recognised(document.data):
@@ -53,7 +53,7 @@ def load_any(
 
 
 def check_pipeline(path: str | Path) -> None:
-    """Raises ``ConfigError`` if the file is LLaMA-Factory's, which describes one stage and not several."""
+    """Raises ``ConfigError`` if the file is LLaMA-Factory's, which describes a single stage."""
     document = _document(path)
     if document is not None and llamafactory.recognised(document.data):
         command = llamafactory.STAGES.get(str(document.data.get("stage")), "sft")
@@ -64,7 +64,7 @@ def check_pipeline(path: str | Path) -> None:
 
 
 def _document(path: str | Path) -> text.Document | None:
-    """The file's content; None where it is not the YAML that is read here, which ``load_config`` then says."""
+    """The file's content; None if it is not valid YAML, which ``load_config`` then reports."""
     try:
         return text.parse(read_file(path))
     except text.TextError:

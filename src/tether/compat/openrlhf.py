@@ -1,4 +1,4 @@
-"""OpenRLHF's launch arguments, in the spelling of release 0.11 and that of the releases before, and back."""
+"""Translates OpenRLHF's launch arguments, in the spelling of release 0.11 or of earlier ones, and back."""
 
 from __future__ import annotations
 
@@ -122,21 +122,21 @@ OLD = {
     "wandb_run_name": "logger.wandb.run_name",
     "use_tensorboard": "logger.tensorboard_dir",
 }
-"""Spellings of releases before 0.11; ``prompt_max_len`` has no new one."""
+"""Spellings of releases before 0.11; ``prompt_max_len`` has no new spelling."""
 CLUSTER = ("vllm.", "vllm_", "ds.", "deepspeed", "zero", "colocate", "train.colocate", "train.async", "train.partial")
 PLACES = ("num_nodes", "num_gpus_per_node", "offload", "adam_offload", "ref_reward_offload", "flash_attn", "bf16",
           "param_dtype", "local_rank", "use_ms")  # fmt: skip
 
 
 def translated(source: str, options: Mapping[str, Any]) -> Translation:
-    """A launch of PPO in our words.
+    """A launch of PPO, translated to our keys.
 
     Args:
         source: the file, for messages.
         options: the arguments without their dashes.
 
     Raises:
-        ConfigError: there is no policy, or no reward.
+        ConfigError: it has no policy or no reward.
     """
     given = {OLD.get(key, key): value for key, value in options.items()}
     keys = Translator(source, SYSTEM, given, {})
@@ -158,7 +158,7 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
 
 
 def _rewards(keys: Translator) -> None:
-    """Reward models, a service, or a file with a function."""
+    """Reward models, a service, or a file with a reward function."""
     models, url = keys.take("reward.model_name_or_path"), keys.take("reward.remote_url")
     if url is not None and str(url).endswith(".py"):
         keys.put("rewards", [{"type": "function", "path": str(url), "name": "reward_func"}], "reward.remote_url")
@@ -176,7 +176,7 @@ def _rewards(keys: Translator) -> None:
 
 
 def _critic(keys: Translator) -> None:
-    """A model of its own, from the reward model unless said otherwise."""
+    """A separate model, initialised from the reward model by default."""
     ours = keys.estimator("algo.advantage.estimator", ESTIMATORS, BASELINE)
     if keys.take("algo.advantage.estimator") == BASELINE:
         keys.note("The KL of a whole answer counts for each of its tokens; OpenRLHF's counts from the token on.")
@@ -197,7 +197,7 @@ def _critic(keys: Translator) -> None:
 
 
 def _data(keys: Translator) -> None:
-    """Prompts, their lengths, and how answers are drawn."""
+    """Prompts, their lengths, and how answers are sampled."""
     if not keys.gives("data.prompt_dataset"):
         keys.refuse("data.prompt_dataset", "missing; wanted the prompts")
     keys.put("data.prompts", keys.take("data.prompt_dataset"), "data.prompt_dataset")
@@ -228,7 +228,7 @@ def _data(keys: Translator) -> None:
 
 
 def _batches(keys: Translator) -> None:
-    """Their rollout batch counts prompts, their training batch answers."""
+    """Their rollout batch counts prompts, their training batch counts answers."""
     answers = keys.number("rollout.batch_size", 1024) * keys.number("rollout.n_samples_per_prompt", 1)
     step = keys.number("train.batch_size", 128)
     keys.put("train.rollout_batch_size", answers, "rollout.batch_size", "rollout.n_samples_per_prompt")
@@ -245,7 +245,7 @@ def _batches(keys: Translator) -> None:
 
 
 def _algorithm(keys: Translator) -> None:
-    """What has another form there than here."""
+    """Settings that have another form there."""
     low, high = keys.pair("actor.eps_clip_low_high", (keys.take("actor.eps_clip", 0.2),) * 2)
     keys.put("ppo.cliprange", low, *(key for key in ("actor.eps_clip_low_high", "actor.eps_clip") if keys.gives(key)))
     if high != low:
@@ -254,7 +254,7 @@ def _algorithm(keys: Translator) -> None:
     if keys.flag("algo.kl.use_loss"):
         keys.put("ppo.kl_in", "loss", "algo.kl.use_loss")
     keys.covered("algo.kl.use_loss", by="its default, as here")
-    keys.drop("theirs is in nats a token: ppo.kl_target is in nats an answer", "algo.kl.target", "algo.kl.horizon")
+    keys.drop("theirs is in nats per token: ppo.kl_target is in nats per answer", "algo.kl.target", "algo.kl.horizon")
     reduction = keys.choice("actor.loss_agg_mode", "token-mean", REDUCTIONS, "token_mean")
     keys.put("ppo.loss_reduction", reduction, "actor.loss_agg_mode")
     low, high = keys.pair("reward.clip_range", (-10, 10))
@@ -310,10 +310,10 @@ def _output(keys: Translator) -> None:
 
 
 def launch(config: RunConfig, *, source: str) -> str:
-    """A script that starts the same run on a Ray cluster, with comments that name what it cannot say.
+    """A script that starts the same run on a Ray cluster, with comments that name what it cannot express.
 
     Args:
-        source: our file, for the head.
+        source: our file, for the header.
     """
     words = [(f"--{name}", *_words(value)) for name, value in _arguments(config)]
     words += [(f"--{role}.num_gpus_per_node", str(GPUS)) for role in _roles(config)]
@@ -336,11 +336,11 @@ WRITTEN = (
     "train.max_tokens_per_micro_batch", "train.ema_decay", "train.gradient_checkpointing", "train.eval_steps",
     "train.save_steps", "train.bf16", "train.fp16", "train.report_to", "train.run_name", "resume",
 )  # fmt: skip
-"""Keys that ``launch`` says in another form."""
+"""Keys that ``launch`` expresses in another form."""
 
 
 def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Their names with their values, those that are not on by default."""
+    """Their argument names with values, for everything that is not their default."""
     data, ppo, train, sampling = config.data, config.ppo, config.train, config.sampling
     for name, value in scalars_of(config, SCALARS):
         if name.startswith("critic.") and not ppo.has_critic:
@@ -423,7 +423,7 @@ def _roles(config: RunConfig) -> list[str]:
 
 
 def _notes(config: RunConfig) -> Iterator[str]:
-    """What a reader must mend by hand."""
+    """What the reader must adjust by hand."""
     written = {ModelReward, HttpReward, FunctionReward}
     if any(type(reward) not in written for reward in config.rewards) or len({type(r) for r in config.rewards}) > 1:
         yield "Their runs have reward models, or one service or file of a function: mend the reward's arguments."

@@ -1,4 +1,4 @@
-"""Keys that have the same meaning and the same values in another system, under another name."""
+"""Keys that have the same meaning and values in another system, under another name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tether.config.base import Section
 from tether.config.schema import RunConfig
 
 GPUS = 8
-"""Devices of the one node that a launch of another system is written for."""
+"""Number of devices of the single node for which launches of other systems are written."""
 ADAMW = {"adamw_torch": "adamw_torch", "adamw_hf": "adamw_torch", "adamw_torch_fused": "adamw_torch_fused"}
-"""Our name of an optimizer of transformers, by that of any of its releases."""
+"""Our name of an optimizer of transformers, by its name in any release."""
 ADAMW_8BIT = dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit")
-"""The same of those with moments in 8 bits."""
+"""The same for optimizers with 8-bit moments."""
 
 
 class Scalar(NamedTuple):
@@ -23,11 +23,11 @@ class Scalar(NamedTuple):
     ours: str
     theirs: str
     default: Any = None
-    """Theirs; None where that is left out, or the same as leaving ours out."""
+    """Their default; None if it is not given, or equals ours."""
 
 
 def scalars_of(config: Section, table: Iterable[Scalar]) -> Iterator[tuple[str, Any]]:
-    """A configuration's values under the other system's names; null ones are left out."""
+    """A configuration's values under the other system's names, without null values."""
     data = config.model_dump(mode="json")
     for scalar in table:
         value = at(data, scalar.ours)
@@ -36,17 +36,17 @@ def scalars_of(config: Section, table: Iterable[Scalar]) -> Iterator[tuple[str, 
 
 
 def at(data: Any, path: str) -> Any:
-    """The value under a dotted key; None where a part of it is missing."""
+    """The value under a dotted key; None if a part of it is missing."""
     for name in path.split("."):
         data = data.get(name) if isinstance(data, dict) else None
     return data
 
 
 def left_out(config: Section, taken: Iterable[str]) -> list[str]:
-    """Keys that a configuration sets to something else than their default, and that ``taken`` has not.
+    """Keys that a configuration sets to other than their default and that are not in ``taken``.
 
     Args:
-        taken: keys, or sections whose keys are all meant.
+        taken: keys, or sections, which stand for all their keys.
     """
     taken = tuple(taken)
     return [
@@ -57,7 +57,7 @@ def left_out(config: Section, taken: Iterable[str]) -> list[str]:
 
 
 def reward_settings(config: RunConfig) -> Iterator[str]:
-    """What reward sources have beside their type and place, a line each."""
+    """Settings of reward sources other than type and location, one line each."""
     for i, reward in enumerate(config.rewards):
         settings = reward.model_dump(mode="json", exclude_defaults=True, exclude={"type", "path", "url", "name"})
         for key, value in settings.items():

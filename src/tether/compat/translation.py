@@ -1,4 +1,4 @@
-"""Another system's configuration in our words: what became what, what was passed over, what could not be taken."""
+"""Another system's configuration in our keys: what became what, what was ignored, and what could not be taken over."""
 
 from __future__ import annotations
 
@@ -24,62 +24,62 @@ OF_ONE_PROCESS = (
     "The batch is that of one process, and ours is that of all: where theirs ran on several, multiply "
     "train.rollout_batch_size, or train.batch_size, by their number."
 )
-"""A sentence for systems whose batches are of each process, where their number is not known."""
+"""A sentence for systems whose batch sizes are per process, if the number of processes is unknown."""
 _SECRET = re.compile(r"hub_token$|api_key$|secret|webhook|^use_wandb$|wandb\.key$")
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A configuration that was read in another system's words."""
+    """A configuration that was read from another system's keys."""
 
     source: str
     """The file, for messages."""
     system: str
-    """Whose words they were: ``LLaMA-Factory``."""
+    """Name of the other system, such as ``LLaMA-Factory``."""
     config: Mapping[str, Any]
-    """The same in our keys."""
+    """The configuration in our keys."""
     origins: Mapping[text.Path, str]
     """Where each of our keys comes from, for messages."""
     became: Sequence[tuple[str, str]]
     """Their key and value, and ours."""
     ignored: Sequence[tuple[str, str]]
-    """Their key and value, and why it changes nothing here."""
+    """Their key and value, and why they have no effect here."""
     dropped: Sequence[tuple[str, str]]
-    """Their key and value, and why it has no place here; of files that are converted, not run."""
+    """Their key and value, and why they have no counterpart here; only for files that are converted, not run."""
     notes: Sequence[str]
-    """What else is different here, a sentence each."""
+    """Further differences, one sentence each."""
     plots: bool = False
-    """Whether curves are wanted as PNG files."""
+    """Whether curves are to be written as PNG files."""
 
     @property
     def table(self) -> list[list[str]]:
-        """Every key of theirs with what became of it, a row each."""
+        """Each of their keys with what became of it, one row per key."""
         dropped = [[theirs, f"dropped: {why}"] for theirs, why in self.dropped]
         ignored = [[theirs, f"ignored: {why}"] for theirs, why in self.ignored]
         return [[*row] for row in self.became] + dropped + ignored
 
     def noting(self, sentence: str) -> Translation:
-        """The same with one more sentence about what is different here."""
+        """A copy with one more sentence about a difference."""
         return replace(self, notes=[*self.notes, sentence])
 
     def checked(self, section: type[S], overrides: Sequence[str] = ()) -> S:
-        """The configuration itself.
+        """The validated configuration.
 
         Args:
-            overrides: command-line arguments in our words.
+            overrides: command-line arguments in our keys.
 
         Raises:
-            ConfigError: names every key whose value does not fit, with theirs.
+            ConfigError: names every key whose value is invalid, with their key.
         """
         return checked_config(
             dict(self.config), section, overrides=overrides, source=self.source, origins=self.origins
         )
 
     def yaml(self, command: str) -> str:
-        """Our file: what was passed over in comments at its head, then every key that differs from our default.
+        """Our file: comments at the top on what was ignored, then every key that differs from our default.
 
         Args:
-            command: what runs the file, for its first line.
+            command: the command that runs the file, for its first line.
         """
         lines = [f"{command}", f"From {self.source} ({self.system}).", ""]
         lines += [f"dropped, {theirs}: {why}" for theirs, why in self.dropped]
@@ -96,7 +96,7 @@ class Translator:
         source: the file, for messages.
         system: name of the other system.
         given: its keys with their values.
-        origins: where each of them was set.
+        origins: where each key was set.
     """
 
     def __init__(self, source: str, system: str, given: Mapping[str, Any], origins: Mapping[str, str]) -> None:
@@ -115,9 +115,9 @@ class Translator:
         self._problems: list[tuple[str, str]] = []
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Their value, or their default where the file leaves the key out or says null.
+        """Their value, or their default if the file omits the key or sets it to null.
 
-        One that takes a variable which the script does not set is refused.
+        A value with a variable that the script does not set is refused.
         """
         self._seen.add(key)
         value = self.given.get(key)
@@ -127,7 +127,7 @@ class Translator:
         return default if value is None else value
 
     def number(self, key: str, default: float) -> Any:
-        """As ``take``, for a key that holds a number; one that holds anything else is refused."""
+        """Like ``take``, for a key that holds a number; any other value is refused."""
         value = self.take(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, "wanted a number")
@@ -135,11 +135,11 @@ class Translator:
         return value
 
     def steps(self, key: str, default: float, updates: float, *, length: str = "max_steps") -> Any:
-        """As ``number``, for a key that counts steps, where a number below 1 is their share of the run.
+        """Like ``number``, for a key that counts steps; a number below 1 is a fraction of the run.
 
         Args:
-            updates: steps of the whole run; 0 or less where the file does not say how many.
-            length: the key that would say it, for the message.
+            updates: number of steps in the whole run; 0 or less if the file does not give it.
+            length: the key that would give it, for the message.
         """
         value = self.number(key, default)
         if not 0 < value < 1:
@@ -150,7 +150,7 @@ class Translator:
         return math.ceil(value * updates)
 
     def pair(self, key: str, default: tuple[Any, Any]) -> tuple[Any, Any]:
-        """As ``take``, for a key that holds two numbers, as a list or as words; anything else is refused."""
+        """Like ``take``, for a key that holds two numbers, as a list or as words; anything else is refused."""
         if not self.gives(key):
             self._seen.add(key)
             return default
@@ -164,7 +164,7 @@ class Translator:
         return first, second
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """As ``take``, for a key that is true or false; one that holds anything else is refused."""
+        """Like ``take``, for a key that is true or false; any other value is refused."""
         value = _boolean(self.take(key, default))
         if not isinstance(value, bool):
             self.refuse(key, "wanted true or false")
@@ -172,7 +172,7 @@ class Translator:
         return value
 
     def choice(self, key: str, default: str, table: Mapping[str, str], otherwise: str) -> str:
-        """Our word for theirs; where ours has none, ``otherwise`` stands in and the key is said to be dropped."""
+        """Our word for theirs; if there is none, ``otherwise`` takes its place and the key is reported as dropped."""
         value = self.take(key, default)
         if isinstance(value, str) and value in table:
             return table[value]
@@ -180,7 +180,7 @@ class Translator:
         return otherwise
 
     def one_of(self, key: str, default: str, table: Mapping[str, str]) -> str:
-        """Our word for theirs, ``default`` being one of theirs; what ours has no word for is refused."""
+        """Our word for theirs, where ``default`` is one of theirs; a value without a word of ours is refused."""
         value = self.take(key, default)
         if isinstance(value, str) and value in table:
             return table[value]
@@ -191,8 +191,8 @@ class Translator:
         """Sets and returns ppo.advantage_estimator.
 
         Args:
-            baseline: their name of the one without the prompt's mean, whitened, which is like our rloo: its means
-                differ from theirs by a factor that whitening takes out.
+            baseline: their name of the estimator that takes the prompt's mean return as baseline, then whitens: rloo
+                differs from it by a constant factor, which whitening removes.
         """
         ours = self.one_of(key, "gae", {**table, baseline: "rloo"})
         self.put("ppo.advantage_estimator", ours, key)
@@ -204,8 +204,8 @@ class Translator:
         """Sets train.warmup_ratio from their ``warmup_steps`` or ``warmup_ratio``.
 
         Args:
-            updates: steps of the whole run; 0 or less where the file does not say how many.
-            length: the key that would say it.
+            updates: number of steps in the whole run; 0 or less if the file does not give it.
+            length: the key that would give it.
         """
         steps, ratio = self.number("warmup_steps", 0), self.number("warmup_ratio", 0.0)
         if steps >= 1 and updates <= 0:
@@ -217,10 +217,10 @@ class Translator:
         self.covered("warmup_steps", "warmup_ratio", by="train.warmup_ratio")
 
     def single(self, *theirs: str, names: bool = False) -> None:
-        """Refuses lists and groups of keys where one value is wanted, and goes on without them.
+        """Refuses lists and groups of keys where a single value is expected, and continues without them.
 
         Args:
-            names: a list is wanted as well.
+            names: also accept a list.
         """
         for key in theirs:
             if isinstance(self.given.get(key), dict if names else dict | list):
@@ -228,15 +228,16 @@ class Translator:
                 self.given[key] = None
 
     def gives(self, key: str) -> bool:
-        """Whether the file sets the key to something."""
+        """Whether the file sets the key to a value other than null."""
         return self.given.get(key) is not None
 
     def put(self, path: str, value: Any, *theirs: str, note: str = "") -> None:
         """Sets our key.
 
         Args:
-            theirs: the keys that it comes from, with their value where the file does not give it: ``("lam", 0.95)``.
-            note: what a reader must know about it.
+            theirs: the keys that it comes from, paired with their value if the file does not give it:
+                ``("lam", 0.95)``.
+            note: what the reader must know about it.
         """
         here = self.config
         *above, last = path.split(".")
@@ -252,10 +253,10 @@ class Translator:
         self._became.append((said, f"{path}: {keys.shown(value)}" + (f" ({note})" if note else "")))
 
     def covered(self, *theirs: str, by: str) -> None:
-        """Says that keys need none of ours, unless one of ours was set from them.
+        """Records that keys need no counterpart, unless one of ours was set from them.
 
         Args:
-            by: what stands for them here.
+            by: what takes their place here.
         """
         for key in theirs:
             self._seen.add(key)
@@ -264,7 +265,7 @@ class Translator:
                 self._became.append((self._shown(key), by))
 
     def ignore(self, why: str, *theirs: str) -> None:
-        """Passes over keys that change nothing here."""
+        """Ignores keys that have no effect here."""
         for key in theirs:
             self._seen.add(key)
             if self.gives(key) and key not in self._told:
@@ -272,13 +273,14 @@ class Translator:
                 self._ignored.append((self._shown(key), why))
 
     def refuse(self, key: str, why: str) -> None:
-        """Notes a key that would change the result and has no place here, with the way out; the first one a key."""
+        """Records a key that would change the result and has no counterpart here, with the way out; only the first
+        record per key counts."""
         self._seen.add(key)
         if all(key != other for other, _ in self._problems):
             self._problems.append((key, f"got {self._value(key)}; {why}" if self.gives(key) else why))
 
     def drop(self, why: str, *theirs: str) -> None:
-        """Leaves out keys that have no place here, and says so."""
+        """Drops keys that have no counterpart here, and reports it."""
         for key in theirs:
             self._seen.add(key)
             if self.gives(key) and key not in self._told:
@@ -286,28 +288,28 @@ class Translator:
                 self._dropped.append((self._shown(key), why))
 
     def drop_unless(self, usual: Any, why: str, key: str) -> None:
-        """As ``drop``, for a key that changes nothing where it has the usual value."""
+        """Like ``drop``, for a key that has no effect at its usual value."""
         if self.take(key, usual) == usual:
             self.covered(key, by="its default, as here")
         self.drop(why, key)
 
     def drop_rest(self, why: str) -> None:
-        """Leaves out every key that nothing was said of yet."""
+        """Drops every key that has not been handled yet."""
         self.drop(why, *(key for key in self.given if key not in self._seen))
 
     def put_scalars(self, table: Iterable[Scalar]) -> None:
-        """Sets the keys that only have another name; what is null is left out."""
+        """Sets the keys that only differ in name, except for null values."""
         for scalar in table:
             value = self.take(scalar.theirs, scalar.default)
             if value is not None:
                 self.put(scalar.ours, value, scalar.theirs)
 
     def off(self, why: str, **usual: Any) -> None:
-        """Refuses keys that are set to anything but the value that leaves them without effect.
+        """Refuses keys that are set to anything but a value without effect.
 
         Args:
-            why: what is to be done instead.
-            usual: that value by key; a tuple of several.
+            why: what to do instead.
+            usual: that value, by key; a tuple if there are several.
         """
         for key, values in usual.items():
             self._seen.add(key)
@@ -320,17 +322,17 @@ class Translator:
                 self.refuse(key, why)
 
     def note(self, sentence: str) -> None:
-        """Adds a sentence about what is different here."""
+        """Adds a sentence about a difference."""
         self._notes.append(sentence)
 
     def finish(self, known: Iterable[str]) -> Translation:
-        """What was collected.
+        """The translation that was collected.
 
         Args:
-            known: every key that the other system has, to tell a slip from one that was forgotten.
+            known: every key of the other system, to tell a typo from a key that was overlooked here.
 
         Raises:
-            ConfigError: keys were refused, or are none of the other system's; names all of them.
+            ConfigError: keys were refused, or do not exist in the other system; names all of them.
         """
         known = set(known)
         for key in self.given.keys() - known - self._seen:
@@ -343,7 +345,7 @@ class Translator:
             raise ConfigError(_message(self.source, [self._place(key, what) for key, what in self._problems]))
         if "rewards" in self.config:  # a run; stages have sections of their own
             self._leave_out_idle()
-        forgotten = {key for key in self.given if self.gives(key)} - self._seen  # null leaves a key out
+        forgotten = {key for key in self.given if self.gives(key)} - self._seen  # null means that a key is not set
         assert not forgotten, f"known, but neither taken nor passed over: {sorted(forgotten)}"
         return Translation(
             self.source,
@@ -358,7 +360,8 @@ class Translator:
         )
 
     def _leave_out_idle(self) -> None:
-        """Takes away what would do nothing here, as their defaults are not ours; says so of what the file gives."""
+        """Drops keys that would have no effect, which exist because their defaults are not ours; reports those that the
+        file sets."""
         self.config, idle = without_idle(self.config)
         for path, why in idle.items():
             said = next(said for said, became in self._became if became.startswith(f"{path}: "))
@@ -378,12 +381,13 @@ class Translator:
 
 
 def warmup_share(steps: float, updates: float) -> float:
-    """The share of a run of so many updates over which the learning rate rises; below 1, ``steps`` are that share."""
+    """The fraction of a run of ``updates`` updates over which the learning rate rises; ``steps`` below 1 is that
+    fraction itself."""
     return steps if steps < 1 else min(1.0, steps / max(updates, 1))
 
 
 def _boolean(value: Any) -> Any:
-    """A value, the words for true and false of YAML 1.1 among them, which other systems read so."""
+    """A value; YAML 1.1's words for true and false count as booleans, as other systems read them so."""
     return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 

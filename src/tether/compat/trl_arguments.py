@@ -1,4 +1,4 @@
-"""Command lines of TRL's PPO scripts in our words. Scripts run themselves by ``tether.compat.trl``."""
+"""Translates command lines of TRL's PPO scripts to our keys. The scripts themselves run with ``tether.compat.trl``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tether.compat.translation import OF_ONE_PROCESS, Translation, Translator
 
 SYSTEM = "TRL"
 PLAIN, WITH_TEST_SPLIT = "ppo.py", "ppo_tldr.py"
-"""Its scripts: the first holds out the last rows to show answers to them, the other one reads the test split."""
+"""TRL's scripts: the first holds out the last rows to show answers to them, the second reads the test split."""
 SCALARS = (
     Scalar("model.revision", "model_revision"),
     Scalar("model.dtype", "dtype"),
@@ -57,19 +57,19 @@ SCALARS = (
 
 
 LAUNCHER = ("num_processes", "nproc_per_node", "nnodes", "num_machines")
-"""Options of a launcher that say how many processes there are."""
+"""Options of a launcher that give the number of processes."""
 
 
 def translated(source: str, options: Mapping[str, Any], script: str, processes: int | None) -> Translation:
-    """A launch of ``ppo.py`` or ``ppo_tldr.py`` in our words.
+    """A launch of ``ppo.py`` or ``ppo_tldr.py``, translated to our keys.
 
     Args:
         options: the arguments without their dashes.
-        script: the file that is launched, as far as it is known; what it does with prompts depends on it.
-        processes: how many are launched; None if that is not known.
+        script: the file that is launched, as far as known; it decides how prompts are treated.
+        processes: number of launched processes; None if unknown.
 
     Raises:
-        ConfigError: there is no policy, no reward model, or no output folder.
+        ConfigError: it has no policy, no reward model or no output folder.
     """
     keys = Translator(source, SYSTEM, options, {})
     keys.put_scalars(SCALARS)
@@ -115,7 +115,7 @@ def translated(source: str, options: Mapping[str, Any], script: str, processes: 
 
 
 def _lora_targets(keys: Translator, policy: Any) -> None:
-    """The modules that get an adapter; those that PEFT would choose where they are not said."""
+    """The modules that get an adapter. Default: PEFT's choice."""
     if keys.gives("lora_target_modules"):
         keys.put("model.lora.target_modules", keys.take("lora_target_modules"), "lora_target_modules")
     elif (chosen := _choice_of_peft(str(policy))) is not None:
@@ -128,7 +128,7 @@ def _lora_targets(keys: Translator, policy: Any) -> None:
 
 
 def _choice_of_peft(path: str) -> list[str] | None:
-    """The modules that PEFT gives an adapter by itself in the model of a folder; None where that is not known."""
+    """The modules of the model in a folder that PEFT adapts by default; None if unknown."""
     try:
         kind = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))["model_type"]
     except (OSError, ValueError, KeyError):
@@ -169,7 +169,7 @@ def _prompts(keys: Translator, script: str, processes: int) -> None:
 
 
 def _steps(keys: Translator, processes: int) -> None:
-    """What counts updates: the warm-up and the checkpoints."""
+    """Settings that count updates: warm-up and checkpoints."""
     updates = _updates(keys, processes)
     keys.warmup(updates, length="total_episodes")
     strategy = keys.take("save_strategy", "steps")
@@ -181,13 +181,13 @@ def _steps(keys: Translator, processes: int) -> None:
 
 
 def _updates(keys: Translator, processes: int) -> int:
-    """Updates of the run; 0 where the passes over the prompts are said and not the answers."""
+    """Number of updates in the run; 0 if its length is given in epochs over the prompts and not in answers."""
     rows, forwards = keys.number("per_device_train_batch_size", 8), keys.number("gradient_accumulation_steps", 1)
     return math.ceil(keys.number("total_episodes", 0) / max(rows * forwards * processes, 1))
 
 
 def _batches(keys: Translator, processes: int | None) -> None:
-    """Their rollout batch is rows × forwards, on each device."""
+    """Their rollout batch is rows × forwards per device."""
     rows, forwards = keys.number("per_device_train_batch_size", 8), keys.number("gradient_accumulation_steps", 1)
     minis, each = keys.number("num_mini_batches", 1), rows * forwards
     if minis < 1:

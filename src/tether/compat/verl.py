@@ -1,4 +1,5 @@
-"""verl's PPO configuration, as YAML or as Hydra overrides of a launch, and back. Its keys are those of release 0.9."""
+"""Translates verl's PPO configuration, as YAML or as Hydra overrides of a launch, and back. The keys are those of
+release 0.9."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ CLUSTER = tuple(
     }.items()
     for name in names.split()
 )  # fmt: skip
-"""Beginnings of keys that change no result."""
+"""Prefixes of keys that do not affect the result."""
 USUAL = {
     f"{ROLLOUT}.do_sample": (True, "answers are always drawn here"),
     f"{ROLLOUT}.ignore_eos": (False, "an end token ends an answer here: sampling.stop_token: null lets it go on"),
@@ -102,18 +103,18 @@ USUAL = {
     f"{ROLLOUT}.multi_turn.enable": (False, "an answer is one turn here"),
     "critic.model.lora_rank": (0, "a critic of kind model trains all its weights here"),
 }
-"""Keys that change a result, with the value that does not, and what is so here."""
+"""Keys that affect the result, with the value that does not, and how it is here."""
 
 
 def translated(source: str, settings: Mapping[str, Any]) -> Translation:
-    """A PPO run of theirs in our words.
+    """A PPO run of verl, translated to our keys.
 
     Args:
         source: the file, for messages.
-        settings: their keys, joined by dots; what Hydra takes from another key by ``${…}`` counts as left out.
+        settings: their values by dotted key; a value that Hydra takes from another key by ``${…}`` counts as not set.
 
     Raises:
-        ConfigError: there is no policy, no reward, or no prompts.
+        ConfigError: it has no policy, no reward or no prompts.
     """
     given = {
         OLD.get(key, key): value
@@ -156,7 +157,7 @@ def _rewards(keys: Translator) -> None:
 
 
 def _overlong(keys: Translator) -> None:
-    """The soft penalty on long answers that their reward manager ``dapo`` adds."""
+    """The soft penalty for long answers that their reward manager ``dapo`` adds."""
     if keys.flag(f"{OVERLONG}.enable"):
         for name, ours in (("len", "ppo.overlong_buffer"), ("penalty_factor", "ppo.overlong_penalty")):
             if not keys.gives(f"{OVERLONG}.{name}"):
@@ -182,7 +183,7 @@ def _precision(keys: Translator) -> None:
 
 
 def _critic(keys: Translator) -> None:
-    """A model of its own, from the path that they give it."""
+    """A separate model, from the path that they give."""
     ours = keys.estimator("algorithm.adv_estimator", ESTIMATORS, "reinforce_plus_plus_baseline")
     if ours != "gae":
         keys.config.pop("value", None)
@@ -240,7 +241,7 @@ def _batches(keys: Translator) -> None:
 
 
 def _kl(keys: Translator) -> None:
-    """Theirs is off by default, in the reward and in the loss."""
+    """Their KL is off by default, in the reward and in the loss."""
     in_reward, in_loss = keys.flag("algorithm.use_kl_in_reward"), keys.flag(f"{ACTOR}.use_kl_loss")
     of_reward, of_loss = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"), (
         f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type",
@@ -260,13 +261,14 @@ def _kl(keys: Translator) -> None:
         keys.put("ppo.kl_coef", 0.0, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
     adaptive = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
     if keys.take("algorithm.kl_ctrl.type", "fixed") == "adaptive":
-        keys.drop("theirs is in nats a token: ppo.kl_target is in nats an answer", "algorithm.kl_ctrl.type", *adaptive)
+        why = "theirs is in nats per token: ppo.kl_target is in nats per answer"
+        keys.drop(why, "algorithm.kl_ctrl.type", *adaptive)
     keys.ignore("the coefficient is fixed", "algorithm.kl_ctrl.type", *adaptive)
     keys.ignore("this KL is off", *of_reward, *of_loss, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
 
 
 def _algorithm(keys: Translator) -> None:
-    """What has another form there than here."""
+    """Settings that have another form there."""
     both = keys.take(f"{ACTOR}.clip_ratio", 0.2)
     low, high = keys.take(f"{ACTOR}.clip_ratio_low", both), keys.take(f"{ACTOR}.clip_ratio_high", both)
     keys.put("ppo.cliprange", low, f"{ACTOR}.clip_ratio_low" if keys.gives(f"{ACTOR}.clip_ratio_low") else
@@ -320,10 +322,10 @@ def _output(keys: Translator) -> None:
 
 
 def launch(config: RunConfig, *, source: str) -> str:
-    """A script that starts the same run, with comments that name what it cannot say.
+    """A script that starts the same run, with comments that name what it cannot express.
 
     Args:
-        source: our file, for the head.
+        source: our file, for the header.
     """
     words = [(f"{name}={_word(value)}",) for name, value in _settings(config)]
     words += [(f"{ROLLOUT}.name=vllm",), (f"{ROLLOUT}.tensor_model_parallel_size=1",)]
@@ -344,7 +346,7 @@ WRITTEN = (
     "train.max_tokens_per_micro_batch", "train.eval_steps", "train.save_steps", "train.bf16", "train.report_to",
     "output_dir", "resume",
 )  # fmt: skip
-"""Keys that ``launch`` says in another form."""
+"""Keys that ``launch`` expresses in another form."""
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -427,7 +429,7 @@ def _kl_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _critic_path(config: RunConfig) -> str:
-    """What their critic starts from: they have no default."""
+    """The model that their critic is initialised from: verl has no default."""
     if config.value.init not in (None, "reward", "policy"):
         return config.value.init
     first = config.rewards[0]
@@ -435,7 +437,7 @@ def _critic_path(config: RunConfig) -> str:
 
 
 def _notes(config: RunConfig) -> Iterator[str]:
-    """What a reader must mend by hand."""
+    """What the reader must adjust by hand."""
     if len(config.rewards) > 1 or not isinstance(config.rewards[0], FunctionReward | ModelReward):
         yield "Their runs have one reward model or one function: mend the reward's settings."
     if isinstance(config.rewards[0], FunctionReward):

@@ -1,4 +1,4 @@
-"""Answers that a dataset brings along: found in its rows, and encoded as the policy would have written them."""
+"""Answers contained in a dataset: found in its rows, and encoded as the policy would have written them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from tether.errors import ConfigError, DataError
 
 _ANSWER = "Xyzzy, said he."
-"""An answer that no chat template writes by itself."""
+"""A placeholder answer that no chat template writes by itself."""
 
 
 def last_turn(conversation: Any, where: str) -> tuple[list[Any], str]:
     """The messages before a conversation's last one, and the text of that one, the assistant's.
 
     Raises:
-        DataError: it is no list of messages, or its last one is not the assistant's; ``where`` names the row.
+        DataError: it is not a list of messages, or its last one is not the assistant's; ``where`` names the row.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or len(conversation) == 0:
         raise DataError(f"{where}: got {conversation!r}, wanted text or a list of chat messages")
@@ -48,8 +48,8 @@ def encoded_answers(
     """Token ids of answers, each closed by one end token.
 
     Args:
-        leads: what each answer begins with, unless it begins with a blank of its own, as ``answer_lead`` returns it.
-        closing_id: as ``closing_token`` returns it.
+        leads: what each answer begins with, unless it begins with a blank already; see ``answer_lead``.
+        closing_id: id of the end token; see ``closing_token``.
     """
     bare = [
         ("" if answer[:1].isspace() else lead) + answer.removesuffix(tokenizer.eos_token)
@@ -59,9 +59,9 @@ def encoded_answers(
 
 
 def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The blank that the chat template writes between prompt and answer, where it belongs to the answer's first token.
+    """The blank that the chat template writes between prompt and answer, if it belongs to the answer's first token.
 
-    Empty without a template, or where the tokenizer puts one before every text by itself.
+    Empty without a template, or if the tokenizer itself puts a blank before every text.
     """
     if tokenizer.chat_template is None or tokenizer.tokenize("b")[:1] == ["▁b"]:
         return ""
@@ -69,7 +69,7 @@ def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         before = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # templates raise whatever their authors chose; rows that they refuse are told one by one
+    except Exception:  # templates raise whatever their authors chose; rows that they refuse are reported one by one
         return ""
     return " " if text.startswith(f"{before} b") else ""
 
@@ -78,11 +78,11 @@ def closing_token(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) 
     """The token that ends an answer: the first end token that the chat template puts after one, else the tokenizer's.
 
     Args:
-        end_ids: tokens that end an answer of the policy.
+        end_ids: ids of the tokens that end an answer of the policy.
 
     Raises:
         ConfigError: the tokenizer has no end token.
-        DataError: the chat template refuses such a conversation.
+        DataError: the chat template refuses a conversation with an answer.
     """
     if tokenizer.eos_token_id is None:
         raise ConfigError("model.path: the tokenizer has no end token (eos_token), which closes every answer; set one")
@@ -100,6 +100,6 @@ def closing_token(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) 
 
 
 def text_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token that the tokenizer puts before text, none where it puts none."""
+    """The token that the tokenizer puts before text; empty if there is none."""
     bos = [tokenizer.bos_token_id]
     return bos if tokenizer("")["input_ids"][:1] == bos else []

@@ -1,4 +1,4 @@
-"""The only padding code: token lists become tensors here and nowhere else.
+"""The only padding code: token lists are turned into tensors here and nowhere else.
 
 Padding is id 0 whatever the tokenizer's pad token is, because masks come from lengths and padding is never attended to.
 """
@@ -17,14 +17,14 @@ from tether.types import MicroBatch
 def collate(
     queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], rows: Sequence[int] | None = None
 ) -> MicroBatch:
-    """Rollouts as one padded forward: T tokens at most in a query and its response, R in a response.
+    """Rollouts as one padded micro-batch: at most T tokens in a query with its response, and R in a response.
 
-    Nothing is padded between or before them, so that causal attention needs no mask: no token sees what is behind it.
+    There is no padding before or between them, so that causal attention needs no mask: no token sees what follows it.
 
     Args:
         queries: M queries as token ids, none empty.
         responses: M responses as token ids, the end token included, none empty.
-        rows: positions of these rollouts in the rollout batch; 0 … M − 1 if left out.
+        rows: positions of these rollouts in the rollout batch. Default: 0 … M − 1.
     """
     rows = tuple(range(len(queries))) if rows is None else tuple(rows)
     assert len(queries) == len(responses) == len(rows) > 0, (len(queries), len(responses), len(rows))
@@ -51,7 +51,7 @@ def pad_left(
 def pad_right(
     sequences: Sequence[Sequence[int]],
 ) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"], Int[Tensor, "M T"]]:
-    """Token ids padded on the right, the mask of real tokens, and the position of each column."""
+    """Token ids padded on the right, the mask of real tokens, and the position in each column."""
     return _placed([(0, ids) for ids in sequences])
 
 
@@ -60,13 +60,14 @@ def plan_micro_batches(
 ) -> list[tuple[int, ...]]:
     """Groups of at most ``size`` rows of similar length, every row in one group.
 
-    Rows are sorted by length, longest first, so that little is padded and memory peaks in the first group. Without
-    ``max_tokens`` only the last group may be smaller than ``size``. Depends on nothing but the arguments.
+    Rows are sorted by length, longest first, to minimise padding and so that memory peaks in the first group. Without
+    ``max_tokens``, only the last group may be smaller than ``size``. Depends only on the arguments.
 
     Args:
-        lengths: tokens of each row, query and response.
-        max_tokens: the most tokens of a part of a group, padding included; a row that has more by itself is one.
-        num_parts: parts that the rows of each group will be dealt out to.
+        lengths: number of tokens in each row, query and response.
+        max_tokens: maximum number of tokens in a part of a group, padding included; a longer row forms a part by
+            itself.
+        num_parts: number of parts that the rows of each group will be dealt out to.
     """
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
@@ -89,7 +90,7 @@ def _placed(
 
 
 def _padded(spans: Sequence[tuple[int, Sequence[int]]]) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"]]:
-    """Ids and mask of rows given as (padding on the left, token ids), as wide as the longest."""
+    """Ids and mask of rows given as (left padding, token ids), as wide as the longest row."""
     width = max(start + len(ids) for start, ids in spans)
     token_ids = torch.zeros(len(spans), width, dtype=torch.long)
     mask = torch.zeros(len(spans), width, dtype=torch.bool)
@@ -100,6 +101,6 @@ def _padded(spans: Sequence[tuple[int, Sequence[int]]]) -> tuple[Int[Tensor, "M 
 
 
 def _positions(mask: Bool[Tensor, "M T"]) -> Int[Tensor, "M T"]:
-    """Columns from each row's first real token on, counted from 0; 0 on the padding before it."""
+    """Columns counted from 0 at each row's first real token; 0 on the padding before it."""
     first = mask.long().argmax(dim=1, keepdim=True)
     return (torch.arange(mask.shape[1]) - first).clamp(min=0)

@@ -2,7 +2,7 @@
 
     alpaca     instruction, input, output, history, system        → prompt, messages
     sharegpt   a list of turns, with or without chosen and rejected → prompt, messages, or prompt, chosen, rejected
-    openai     the same with other tags, and calls of functions as the API has them
+    openai     the same with other tags, and function calls in the format of the API
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "dataset_info.json"
 ONLINE = "ONLINE"
-"""In the place of the file's folder: names are hub ids, of datasets in alpaca format."""
+"""Used in place of the file's folder: names are hub ids of datasets in alpaca format."""
 _KEYS = {
     "file_name", "hf_hub_url", "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags",
     "revision",
@@ -61,7 +61,7 @@ class _Entry:
     """One dataset as the file describes it."""
 
     where: str
-    """How messages name it."""
+    """Its name in messages."""
     settings: Mapping[str, Any]
     columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class _Entry:
 
     @property
     def is_on_hub(self) -> bool:
-        """Whether it is read from the hub, which LLaMA-Factory prefers to a file that is named beside."""
+        """Whether it is read from the hub, which LLaMA-Factory prefers to a file named in the same entry."""
         return "hf_hub_url" in self.settings
 
     @property
@@ -81,14 +81,14 @@ class _Entry:
 
 
 def check_entry(folder: str, name: str, key: str) -> None:
-    """Checks that ``dataset_info.json`` in ``folder`` has a dataset of that name which can be read; reads no row.
+    """Checks that ``dataset_info.json`` in ``folder`` has a readable dataset of that name; reads no row.
 
     Args:
-        folder: that of the file, or ``ONLINE``.
+        folder: folder of the file, or ``ONLINE``.
         key: the configuration key that named it, for messages.
 
     Raises:
-        DataError: there is no such file or dataset, or it asks for what is not supported.
+        DataError: there is no such file or dataset, or its entry uses something unsupported.
     """
     entry = _entry(folder, name, key)
     if not entry.is_on_hub:
@@ -96,18 +96,18 @@ def check_entry(folder: str, name: str, key: str) -> None:
 
 
 def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None) -> Rows:
-    """The rows of a dataset that ``dataset_info.json`` names, with columns as they are read here.
+    """The rows of a dataset that ``dataset_info.json`` names, with Tether's columns.
 
-    A conversation gives ``prompt``, all of it before the last answer, and ``messages``, all of it. Pairs give
-    ``prompt``, ``chosen`` and ``rejected``. Other columns stay. Conversations without turns, or with one of an unknown
-    role, are left out with a warning.
+    A conversation becomes ``prompt`` (everything before the last answer) and ``messages`` (all of it). Pairs become
+    ``prompt``, ``chosen`` and ``rejected``. Other columns stay. Conversations without turns, or with an unknown role,
+    are dropped with a warning.
 
     Args:
-        folder, name, key: as ``check_entry``.
-        max_rows: rows that are read at most.
+        folder, name, key: as in ``check_entry``.
+        max_rows: maximum number of rows to read.
 
     Raises:
-        DataError: as ``check_entry``; a row lacks a column or has one of another type, or no conversation is left.
+        DataError: as in ``check_entry``; a row lacks a column or has one of the wrong type, or no conversation is left.
             Names the row.
     """
     entry = _entry(folder, name, key)
@@ -138,7 +138,7 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
 
 
 class _Broken(Exception):
-    """A conversation that LLaMA-Factory leaves out."""
+    """A conversation that LLaMA-Factory drops."""
 
 
 def _entry(folder: str, name: str, key: str) -> _Entry:
@@ -190,7 +190,7 @@ def _file(folder: str, entry: _Entry) -> str:
 
 
 def _drawn(count: int, wanted: int | None, name: str) -> list[int]:
-    """Rows of a dataset that ``num_samples`` takes: a share of them, or all of them and some twice."""
+    """Rows of a dataset that ``num_samples`` selects: some of them, or all of them and some repeatedly."""
     if wanted is None:
         return list(range(count))
     draw = random.Random(name)
@@ -256,7 +256,7 @@ def _turn(turn: Any, entry: _Entry, where: str) -> Message:
 
 
 def _calls(content: str, where: str) -> list[dict[str, Any]]:
-    """Calls of functions, which a turn holds as JSON: one of them, or a list."""
+    """Function calls, which a turn holds as JSON: a single call, or a list."""
     try:
         calls = json.loads(content)
     except ValueError as error:
@@ -269,7 +269,7 @@ def _calls(content: str, where: str) -> list[dict[str, Any]]:
 
 
 def _api_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls of functions as the API has them, with arguments as JSON text."""
+    """Function calls in the format of the API, with arguments as JSON text."""
     functions = [call.get("function") if isinstance(call, Mapping) else None for call in calls]
     if not all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions):
         raise DataError(f"{where}: got the tool_calls {calls!r}, wanted a list of calls, each with a function's name")
@@ -278,7 +278,7 @@ def _api_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments(given: Any) -> Any:
-    """Arguments of a call as an object, as chat templates take them; text that is no JSON stays."""
+    """Arguments of a call as an object, as chat templates expect; text that is not JSON stays as it is."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except ValueError:
@@ -286,7 +286,7 @@ def _arguments(given: Any) -> Any:
 
 
 def _ranked(row: Row, column: str, entry: _Entry, where: str) -> str:
-    """An answer of a pair: text, or one turn."""
+    """One answer of a pair: text, or one turn."""
     value = row.get(column)
     if isinstance(value, Mapping):
         value = _turn(value, entry, f"{where}, {column}")["content"]

@@ -1,4 +1,4 @@
-"""Demonstrations for the SFT loss beside PPO: texts of a second dataset, and which of their tokens are trained on."""
+"""Demonstrations for SFT, or for the SFT loss in PPO: texts, and which of their tokens are trained on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tether.errors import DataError
 from tether.types import Message, MicroBatch, noise_key
 
 Column = Literal["completion", "messages", "text", "chosen"]
-"""Columns that hold what is trained on."""
+"""Columns that may hold the text to train on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class Demonstration:
     """One text to be imitated."""
 
     row: int
-    """Number of the row in its dataset, from 0."""
+    """Index of the row in its dataset."""
     query_ids: tuple[int, ...]
-    """What comes before the part that is trained on; at least one token."""
+    """Tokens before the part that is trained on; at least one."""
     response_ids: tuple[int, ...]
-    """The part that is trained on, an answer's end token included; at least one token."""
+    """Tokens that are trained on, including an answer's end token; at least one."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole text."""
+        """Number of tokens in the whole text."""
         return len(self.query_ids) + len(self.response_ids)
 
 
@@ -48,11 +48,11 @@ class DemonstrationData:
     demonstrations: list[Demonstration]
     """Demonstrations within the limit, in the order of the dataset; at least one."""
     num_rows: int
-    """Rows that the dataset has."""
+    """Number of rows in the dataset."""
     num_too_long: int
-    """Demonstrations that were dropped because they are over the limit."""
+    """Number of demonstrations dropped for exceeding the limit."""
     num_unanswered: int = 0
-    """Rows that were dropped because their prompt has no answer."""
+    """Number of rows dropped because their prompt has no answer."""
 
 
 def load_demonstrations(
@@ -78,28 +78,28 @@ def load_demonstrations(
 ) -> DemonstrationData:
     """Demonstrations of ``source`` as token ids.
 
-    Prompts become the same queries as in ``load_prompts``, and an answer is encoded by itself and closed by the end
-    token, as the policy samples it. Plain text is taken as it is, without chat template or system prompt: after the BOS
-    that the tokenizer puts before text, or else after its own first token, all of it is trained on.
+    Prompts become the same queries as in ``load_prompts``; an answer is encoded separately and closed by the end token,
+    as the policy samples it. Plain text is taken as it is, without chat template or system prompt: all of it is trained
+    on, after the BOS that the tokenizer puts before text, or else after its own first token.
 
     Args:
-        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several, with columns ``prompt`` and
-            ``completion`` (text, or messages that go on from the prompt), else ``messages``, else ``text``, else
-            ``chosen``: the better answer of a pair.
-        max_length: tokens of the longest demonstration that is kept.
-        system_prompt: system message for prompts that bring none.
-        end_ids: tokens that end an answer of the policy.
+        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several of these, with columns
+            ``prompt`` and ``completion`` (text, or messages that continue the prompt), else ``messages``, else
+            ``text``, else ``chosen``: the better answer of a pair.
+        max_length: maximum number of tokens in a demonstration; longer ones are dropped.
+        system_prompt: system message for prompts without one.
+        end_ids: ids of the tokens that end an answer of the policy.
         key: the configuration key of ``source``, for messages.
         length_key: the configuration key of ``max_length``, for messages.
-        every_turn: every turn of the assistant in ``messages`` is a demonstration, and not only the last.
-        ends_text: plain text is closed by the end token, too.
-        chat_template_kwargs, dataset_dir, max_samples, subset, columns, special_tokens: as ``load_prompts``.
-        drops_unanswered: rows with a prompt alone are dropped and counted, and no error.
+        every_turn: whether every turn of the assistant in ``messages`` is a demonstration, and not only the last.
+        ends_text: whether plain text is closed by the end token, too.
+        chat_template_kwargs, dataset_dir, max_samples, subset, columns, special_tokens: as in ``load_prompts``.
+        drops_unanswered: whether rows with only a prompt are dropped and counted instead of being an error.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or answers for a tokenizer without an end token.
-        DataError: the source cannot be read or is empty; a row lacks its prompt, answer or text, or has one of another
-            type; no demonstration is within the limit. Names the row.
+        DataError: the source cannot be read or is empty; a row lacks its prompt, answer or text, or has one of the
+            wrong type; no demonstration is within the limit. Names the row.
     """
     table = read_datasets(
         source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset, columns=columns
@@ -161,17 +161,18 @@ def demonstration_batches(
     max_rows: int,
     max_tokens: int | None = None,
 ) -> list[MicroBatch]:
-    """The demonstrations of one optimizer step as padded micro-batches; depends on nothing but the arguments.
+    """The demonstrations of one optimizer step as padded micro-batches; depends only on the arguments.
 
-    Each demonstration is drawn once an epoch, in an order of its own for each; batches are full and may straddle
-    epochs, as in ``PromptStream``. What is trained on is the micro-batches' response.
+    Each demonstration is drawn once per epoch, in a new order each time; batches are full and may straddle epochs, as
+    in ``PromptStream``. The tokens to train on are the response of the micro-batches.
 
     Args:
-        step: number of the optimizer step in the run, from 0.
-        batch_size: demonstrations a step.
+        step: index of the optimizer step in the run.
+        batch_size: number of demonstrations per step.
         seed: the run's seed.
-        max_rows: most demonstrations of a micro-batch.
-        max_tokens: most tokens of a micro-batch, padding included; a longer demonstration has one of its own.
+        max_rows: maximum number of demonstrations in a micro-batch.
+        max_tokens: maximum number of tokens in a micro-batch, padding included; a longer demonstration forms one by
+            itself.
     """
     stream = PromptStream(len(demonstrations), batch_size, noise_key(seed, "ptx", 0, 0))
     drawn = [demonstrations[i] for i, _ in stream.batch(step)]
@@ -181,7 +182,7 @@ def demonstration_batches(
 
 
 def _columns(rows: Sequence[Row], table: Rows, key: str) -> list[Column]:
-    """The column of each row that holds what is trained on; of a row that has none, the one that another has."""
+    """The column of each row that holds the text to train on; for a row that has none, the one that another row has."""
     found = [_column(row) for row in rows]
     names = column_names(rows)
     usual = _column(names)
@@ -195,14 +196,14 @@ def _columns(rows: Sequence[Row], table: Rows, key: str) -> list[Column]:
 
 
 def _column(names: Collection[str]) -> Column | None:
-    """The column that holds what is trained on, among the names of columns."""
+    """The column that holds the text to train on, among the names of columns."""
     if "prompt" in names and "completion" in names:
         return "completion"
     return next((name for name in ("messages", "text", "chosen") if name in names), None)
 
 
 def _has_prompt_alone(row: Row) -> bool:
-    """Whether a row has a prompt and nothing that answers it."""
+    """Whether a row has a prompt but no answer to it."""
     return _column(row) is None and row.get("prompt") is not None
 
 
@@ -225,7 +226,7 @@ def _split(row: Row, column: str, where: str, every_turn: bool) -> list[tuple[st
 
 
 def _earlier_turns(messages: Sequence[Message], place: str) -> list[tuple[list[Message], str]]:
-    """The assistant's turns with what comes before each; calls of functions are left to the prompt."""
+    """The assistant's turns with what comes before each; function calls remain part of the prompt."""
     return [
         (list(messages[:i]), _checked(message["content"], f"{place}, message {i}"))
         for i, message in enumerate(messages)
@@ -236,7 +237,7 @@ def _earlier_turns(messages: Sequence[Message], place: str) -> list[tuple[list[M
 def _encoded_texts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, places: Sequence[str]
 ) -> list[tuple[list[int], list[int]]]:
-    """Plain texts, cut after the first token of each."""
+    """Plain texts, split after the first token of each."""
     texts = [_checked(row.get("text"), f"{place}, text") for row, place in zip(rows, places, strict=True)]
     start, encoded = text_start(tokenizer), []
     for ids, place in zip(tokenizer(texts, add_special_tokens=False)["input_ids"], places, strict=True):
@@ -249,7 +250,7 @@ def _encoded_texts(
 
 
 def _checked(text: Any, where: str) -> str:
-    """``text``, if it is text that can be encoded and not empty."""
+    """``text``, if it is non-empty text that can be encoded."""
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{where}: got {text!r}, wanted text")
     return encodable(text, where)

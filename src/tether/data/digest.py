@@ -1,4 +1,4 @@
-"""A hash of what a run reads of a dataset, by which a run that goes on knows it again."""
+"""A hash of what a run reads from a dataset, by which a resumed run recognises it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def rows_digest(rows: Iterable[tuple[int, Sequence[Iterable[int]], Mapping[str, Any]]]) -> str:
-    """A hash of every row, and of their order.
+    """A hash of all rows and their order.
 
     Args:
-        rows: number, token ids of each of its texts, and other columns.
+        rows: for each row its index, the token ids of its texts, and its other columns.
     """
     digest = hashlib.sha256()
     for row, texts, columns in rows:

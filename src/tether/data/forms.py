@@ -1,6 +1,6 @@
-"""Forms that datasets come in, as the columns that are read here: ``prompt``, ``messages``, ``chosen``, ``rejected``.
+"""Converts the forms that datasets come in to Tether's columns: ``prompt``, ``messages``, ``chosen``, ``rejected``.
 
-    conversations    a list of {from, value}, as ShareGPT has it → messages
+    conversations    a list of {from, value}, as in ShareGPT → messages
     transcripts      "\\n\\nHuman: … \\n\\nAssistant: …", as Anthropic's HH-RLHF has them → messages, or for a model
                      without chat template the text up to the last "\\n\\nAssistant:" and the answer
 """
@@ -16,20 +16,20 @@ from tether.errors import DataError
 from tether.types import Message
 
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""Roles under the names that ShareGPT has for them; others are called the same."""
+"""Roles by their names in ShareGPT; other names are the same."""
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ANSWER = "\n\nAssistant:"
 
 
 def plain_rows(rows: Sequence[Row], places: Sequence[str], *, is_chat: bool) -> list[Row]:
-    """Rows with every conversation as messages and every transcript in its two parts.
+    """Rows with every conversation as messages and every transcript split into its two parts.
 
     Args:
-        places: the row of each, for messages.
-        is_chat: whether conversations go through a chat template; transcripts stay text otherwise.
+        places: what messages call each row.
+        is_chat: whether conversations go through a chat template; otherwise transcripts stay text.
 
     Raises:
-        DataError: a transcript or a conversation cannot be taken apart.
+        DataError: a transcript or a conversation cannot be parsed.
     """
     return [_plain_row(row, place, is_chat) for row, place in zip(rows, places, strict=True)]
 
@@ -58,20 +58,20 @@ def _plain_row(row: Row, where: str, is_chat: bool) -> Row:
 
 
 def is_shared(value: Any) -> bool:
-    """Whether a conversation is written as ShareGPT writes it."""
+    """Whether a conversation is in ShareGPT's format."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "from" in value[0]
 
 
 def is_transcript(value: Any) -> bool:
-    """Whether a text is a transcript of turns of Human and Assistant."""
+    """Whether a text is a transcript of Human and Assistant turns."""
     return isinstance(value, str) and value.startswith("\n\nHuman:")
 
 
 def transcript_messages(text: str, where: str) -> list[Message]:
-    """The turns of a transcript; an open one, which ends with the assistant's name, ends with the user's turn.
+    """The turns of a transcript; one that ends with the assistant's name and no answer ends with the user's turn.
 
     Raises:
-        DataError: a turn but the last is empty; ``where`` names the row.
+        DataError: a turn other than the last is empty; ``where`` names the row.
     """
     _, *parts = _TURN.split(text)
     roles, contents = parts[::2], [content.strip() for content in parts[1::2]]
@@ -84,7 +84,7 @@ def transcript_messages(text: str, where: str) -> list[Message]:
 
 
 def transcript_parts(text: str, where: str) -> tuple[str, str]:
-    """A transcript up to where its last answer begins, and that answer.
+    """A transcript up to its last answer, and that answer.
 
     Raises:
         DataError: it does not end with an answer; ``where`` names the row.

@@ -1,4 +1,4 @@
-"""A share of a dataset that is held out."""
+"""Holds out a share of a dataset."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Item = TypeVar("Item")
 def split_off(
     items: Sequence[Item], fraction: float, seed: int, same: Callable[[Item], Hashable]
 ) -> tuple[list[Item], list[Item]]:
-    """Items to train on and held-out items, both in their order; items of one prompt are all on the same side.
+    """Training items and held-out items, both in their original order; items with the same prompt are on the same side.
 
     Prompts are drawn by ``seed`` until ``fraction`` of the items, rounded up, is held out; at least one prompt stays.
 
     Args:
-        same: what an item's prompt is told from others by.
+        same: key that is equal for items with the same prompt.
     """
     sizes = Counter(map(same, items))
     prompts = list(sizes)

@@ -1,4 +1,4 @@
-"""What a key of a configuration names: one dataset or several, in files, on the hub, or in a ``dataset_info.json``."""
+"""The datasets that a configuration key names: one or several, in files, on the hub, or in a ``dataset_info.json``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def check_datasets(given: Sources, key: str, *, dataset_dir: str | None = None) 
     """Checks that datasets can be read, in milliseconds and without reading a row.
 
     Args:
-        given: what the user wrote.
-        key: the configuration key it stands under, for messages.
+        given: the value that the user wrote.
+        key: its configuration key, for messages.
         dataset_dir: folder of a ``dataset_info.json``, whose entries ``given`` then names.
 
     Raises:
-        DataError: one of them is not there, or of no known form.
+        DataError: one of them does not exist, or has an unknown format.
     """
     for source in sources(given):
         if dataset_dir is None:
@@ -39,16 +39,16 @@ def read_datasets(
     subset: str | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Rows:
-    """The rows of one or several datasets, in their order; at least one.
+    """The rows of one or several datasets, in order; at least one.
 
     Args:
-        split, subset: those to read where a source has several; the entries of a ``dataset_info.json`` name their own.
-        max_samples: rows of each source that are read at most.
-
-        columns: names that a source has for columns which are called otherwise here, by our names.
+        split, subset: split and subset to read if a source has several; entries of a ``dataset_info.json`` name their
+            own.
+        max_samples: maximum number of rows to read from each source.
+        columns: the sources' column names by ours, where they differ.
 
     Raises:
-        DataError: a source is not there, cannot be read or has no rows, or lacks a column.
+        DataError: a source does not exist, cannot be read, has no rows or lacks a column.
     """
     tables = []
     for source in sources(given):
@@ -69,8 +69,8 @@ def read_datasets(
 
 
 def _renamed(table: Rows, columns: Mapping[str, str], key: str) -> Rows:
-    """The rows with our names for columns that the source calls otherwise. What the command line names may lack them:
-    they are those of a run's own sources."""
+    """The rows with our names for columns that the source names differently. Sources named on the command line may lack
+    these columns, which belong to the run's own sources."""
     names = column_names(table.rows)
     for ours, theirs in columns.items():
         if table.rows and ours not in names and theirs not in names and key.startswith("data."):
@@ -88,5 +88,5 @@ def _renamed_row(row: Row, columns: Mapping[str, str]) -> Row:
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
-    """Names of all columns, in the order in which they first appear."""
+    """Names of all columns, in order of first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))

@@ -1,4 +1,4 @@
-"""Answers that reward sources are to judge: a file of preference pairs, or of prompts with an answer each."""
+"""Answers for reward sources to judge: a file of preference pairs, or of prompts with one answer each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tether.errors import DataError
 from tether.types import Message
 
 ANSWER_COLUMNS = ("response", "completion", "messages")
-"""Columns that may hold an answer, in the order in which they are looked for."""
+"""Columns that may hold an answer, in order of precedence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +23,27 @@ class JudgedRow:
     """One row: a prompt and its answer, or its chosen and its rejected answer."""
 
     prompt: str | list[Message] | None
-    """The prompt as the dataset had it; None where the answers are whole texts."""
+    """The prompt as in the dataset; None if the answers are whole texts."""
     answers: tuple[str, ...]
     """One answer, or the chosen and the rejected one."""
     columns: Mapping[str, Any]
     """The row's other columns."""
     place: str
-    """The row, as messages name it."""
+    """The row's name in messages."""
 
 
 @dataclass(frozen=True)
 class JudgedData:
-    """A file of answers."""
+    """A file of answers to judge."""
 
     name: str
-    """What messages call it."""
+    """Its name in messages."""
     is_pairs: bool
     """Whether each row has a chosen and a rejected answer."""
     rows: list[JudgedRow]
-    """Every row, in the order of the file; at least one."""
+    """All rows, in the order of the file; at least one."""
     columns: list[str]
-    """Names of the other columns; every row has all of them, None where it had none."""
+    """Names of the other columns; every row has all of them, with None for missing values."""
 
 
 def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str | None = None) -> JudgedData:
@@ -51,16 +51,16 @@ def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str
 
     Args:
         source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id. With columns ``chosen`` and ``rejected``
-            it holds pairs: answers to ``prompt``, or whole texts, conversations or transcripts where there is no
-            ``prompt``. Else it holds answers: ``response`` or ``completion`` to ``prompt``, or ``messages`` that end
-            with the assistant's.
-        split, subset: those to read where the source has several.
-        key: what messages call ``source``.
-        is_chat: whether prompts go through a chat template, for which transcripts become messages.
+            it holds pairs: answers to ``prompt``, or whole texts, conversations or transcripts if there is no
+            ``prompt``. Otherwise it holds answers: ``response`` or ``completion`` to ``prompt``, or ``messages`` that
+            end with the assistant's.
+        split, subset: split and subset to read if the source has several.
+        key: name of ``source`` in messages.
+        is_chat: whether prompts go through a chat template; transcripts then become messages.
 
     Raises:
-        DataError: the source cannot be read, has no rows or no such columns; a row lacks prompt or answer, or has one
-            of another type. Names the row.
+        DataError: the source cannot be read, has no rows or no such columns; a row lacks its prompt or answer, or has
+            one of the wrong type. Names the row.
     """
     table = read_rows(source, split=split, key=key, subset=subset, subset_key="--subset")
     if not table.rows:
@@ -89,7 +89,7 @@ def checked_answer(value: Any, where: str) -> str:
     """An answer, which may be empty.
 
     Raises:
-        DataError: it is no text, or text that cannot be encoded; ``where`` names it.
+        DataError: it is not text, or cannot be encoded; ``where`` names it.
     """
     if not isinstance(value, str):
         raise DataError(f"{where}: an answer is a {type(value).__name__}, wanted text")

@@ -19,7 +19,7 @@ from tether.errors import ConfigError, DataError
 from tether.types import Message
 
 PROMPT_NAMES = ("question", "instruction", "query", "input", "problem")
-"""What other datasets call a prompt."""
+"""Names of the prompt column in other datasets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class Pair:
     """Two answers to one prompt."""
 
     row: int
-    """Number of the row in its dataset, from 0."""
+    """Index of the row in its dataset."""
     query: str
-    """The prompt as text, chat template applied; empty where the row has whole texts only."""
+    """The prompt as text, chat template applied; empty if the row has only whole texts."""
     chosen_ids: tuple[int, ...]
-    """Prompt and better answer, the end token included."""
+    """Token ids of prompt and better answer, including the end token."""
     rejected_ids: tuple[int, ...]
-    """Prompt and worse answer, the end token included."""
+    """Token ids of prompt and worse answer, including the end token."""
     query_length: int
-    """Tokens of the prompt, with which both begin."""
+    """Number of tokens in the prompt, with which both begin."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class PairData:
     pairs: list[Pair]
     """Pairs within the limit, in the order of the dataset; at least one."""
     num_rows: int
-    """Rows that the dataset has."""
+    """Number of rows in the dataset."""
     num_too_long: int
-    """Rows that were dropped because an answer with its prompt is over the limit."""
+    """Number of rows dropped because an answer with its prompt exceeds the limit."""
     num_equal: int
-    """Rows that were dropped because both answers are the same."""
+    """Number of rows dropped because both answers are the same."""
 
 
 def load_pairs(
@@ -71,20 +71,21 @@ def load_pairs(
 ) -> PairData:
     """Preference pairs of ``source`` as token ids.
 
-    Prompts become the same queries as in ``load_prompts``. An answer is encoded by itself and closed by the end token,
+    Prompts become the same queries as in ``load_prompts``. An answer is encoded separately and closed by the end token,
     as the policy samples it, so that a judge sees in training what it will see in PPO.
 
     Args:
-        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several, with columns ``chosen`` and
-            ``rejected``: answers to ``prompt``, or whole texts, conversations or transcripts where there is none.
-        max_length: tokens of the longest prompt with answer that is kept.
-        end_ids: tokens that end an answer of the policy.
+        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several of these, with columns
+            ``chosen`` and ``rejected``: answers to ``prompt``, or whole texts, conversations or transcripts if there is
+            none.
+        max_length: maximum number of tokens in a prompt with its answer; longer ones are dropped.
+        end_ids: ids of the tokens that end an answer of the policy.
         key: the configuration key of ``source``, for messages.
-        chat_template_kwargs, dataset_dir, max_samples, subset, columns, special_tokens: as ``load_prompts``.
+        chat_template_kwargs, dataset_dir, max_samples, subset, columns, special_tokens: as in ``load_prompts``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or a tokenizer without an end token.
-        DataError: the source cannot be read or is empty; a row lacks an answer or has one of another type; no pair is
+        DataError: the source cannot be read or is empty; a row lacks an answer or has one of the wrong type; no pair is
             left. Names the row.
     """
     closing_id = closing_token(tokenizer, end_ids)
@@ -121,12 +122,12 @@ def load_pairs(
 
 
 def split_pairs(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to train on and held-out pairs, both in their order; all pairs of one prompt are on the same side."""
+    """Training pairs and held-out pairs, both in their original order; all pairs of a prompt are on the same side."""
     return split_off(pairs, fraction, seed, lambda pair: pair.query or pair.row)
 
 
 class PairTexts(NamedTuple):
-    """One row before it is encoded; without a prompt, the answers are whole texts."""
+    """One row before encoding; without a prompt, the answers are whole texts."""
 
     prompt: str | list[Message] | None
     chosen: str
@@ -144,13 +145,13 @@ def _check_columns(table: Rows, key: str) -> None:
 def check_prompts(
     prompts: Sequence[object | None], names: Sequence[str], places: Sequence[str], source: str
 ) -> None:
-    """Raises ``DataError`` if answers would be taken for whole texts though they are none: other rows have a prompt, or
-    a column has what is one by its name.
+    """Raises ``DataError`` if answers would wrongly be taken for whole texts: other rows have a prompt, or a column's
+    name says that it holds one.
 
     Args:
-        prompts: None where answers are whole texts.
-        names: all columns.
-        places: the row of each prompt, for messages.
+        prompts: prompt of each row; None if its answers are whole texts.
+        names: names of all columns.
+        places: what messages call the row of each prompt.
         source: the dataset, for messages.
     """
     missing = [place for prompt, place in zip(prompts, places, strict=True) if prompt is None]
@@ -168,7 +169,8 @@ def pair_texts(row: Row, where: str) -> PairTexts:
     """The prompt and the two answers of a row.
 
     Raises:
-        DataError: an answer is missing or of another type, or they answer different prompts; ``where`` names the row.
+        DataError: an answer is missing or of the wrong type, or the two answer different prompts; ``where`` names the
+            row.
     """
     (prompt, chosen), (other, rejected) = (
         prompt_and_answer(row, name, f"{where}, {name}") for name in ("chosen", "rejected")
@@ -181,8 +183,8 @@ def pair_texts(row: Row, where: str) -> PairTexts:
 
 
 def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
-    """Prompt and answer in column ``name``. Of several messages all but the last belong to the prompt: they go on from
-    the column ``prompt``, or are a whole conversation, which needs none.
+    """Prompt and answer in column ``name``. Of several messages, all but the last belong to the prompt: they continue
+    the column ``prompt``, or are a whole conversation, which needs no such column.
 
     Raises:
         DataError: the column holds neither text nor a conversation that ends with the assistant's message.
@@ -220,16 +222,16 @@ def encoded_prompts(
     *,
     special_tokens: bool = False,
 ) -> list[tuple[str, list[int]]]:
-    """Queries as text and ids; for a whole text an empty one, or the token that the tokenizer puts before text.
+    """Queries as text and ids; for a whole text an empty query, or the token that the tokenizer puts before text.
 
     Args:
-        prompts: as ``checked_prompt`` returns them; None where answers are whole texts.
-        places: the row of each prompt, for messages.
+        prompts: prompts from ``checked_prompt``; None if answers are whole texts.
+        places: what messages call the row of each prompt.
         arguments: further arguments of the chat template for each prompt.
-        special_tokens: as ``encoded_queries``.
+        special_tokens: as in ``encoded_queries``.
 
     Raises:
-        ConfigError, DataError: as ``load_prompts``.
+        ConfigError, DataError: as in ``load_prompts``.
     """
     given = [i for i, prompt in enumerate(prompts) if prompt is not None]
     if system_prompt is not None and len(given) < len(prompts):
@@ -253,7 +255,7 @@ def encoded_prompts(
 
 
 def pair_accuracy(margins: Sequence[float]) -> float:
-    """Share of margins, chosen less rejected, above 0; those of 0 count half."""
+    """Share of margins (chosen minus rejected) above 0; margins of 0 count half."""
     return sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
 
 

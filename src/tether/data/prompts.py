@@ -1,4 +1,4 @@
-"""Any prompt source → queries as token ids, with the row's other columns."""
+"""Reads any prompt source as queries in token ids, with the rows' other columns."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tether.types import Message, Prompt
 
 @dataclass(frozen=True)
 class PromptData:
-    """A prompt dataset, ready to be answered."""
+    """A prompt dataset, ready for generation."""
 
     prompts: list[Prompt]
     """Prompts within the limit, in the order of the dataset; at least one."""
     num_rows: int
-    """Rows that the dataset has."""
+    """Number of rows in the dataset."""
     num_too_long: int
-    """Rows that were dropped because their query is over the limit."""
+    """Number of rows dropped because their query exceeds the limit."""
     columns: list[str]
-    """Names of the other columns; every prompt has all of them, None where its row had none."""
+    """Names of the other columns; every prompt has all of them, with None for missing values."""
     note: str
-    """One line for the start of a run: where the prompts come from, how many are used and how many dropped."""
+    """One line for the start of a run: where the prompts come from, how many are used and how many were dropped."""
 
 
 def load_prompts(
@@ -55,30 +55,30 @@ def load_prompts(
 ) -> PromptData:
     """Prompts of ``source`` as token ids.
 
-    Chat messages go through the tokenizer's chat template, which alone decides on BOS; so does text where there is a
-    template, as one user turn, and transcripts turn by turn. Other text gets the BOS that the tokenizer puts before
-    text, once, and none of the tokens that it puts after it. Queries over ``max_prompt_length`` are dropped and
-    counted.
+    Chat messages go through the tokenizer's chat template, which alone decides on BOS; so do text, as one user turn,
+    and transcripts, turn by turn, if there is a template. Other text gets the BOS that the tokenizer puts before text,
+    once, and none of the tokens that it puts after text. Queries over ``max_prompt_length`` are dropped and counted.
 
     Args:
-        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several; with a column ``prompt``,
-            else ``messages``, that holds text or chat messages, else ``chosen``, whose last turn is left out.
+        source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several of these; with a column
+            ``prompt``, else ``messages``, that holds text or chat messages, else ``chosen``, whose last turn is
+            dropped.
         tokenizer: the policy's, with the chat template of the run.
-        split, subset: those to read where the source has several.
-        max_prompt_length: tokens of the longest query that is kept, chat template included.
+        split, subset: split and subset to read if the source has several.
+        max_prompt_length: maximum number of tokens in a query, chat template included; longer ones are dropped.
         chat_template: ``none`` takes text as it is.
-        system_prompt: system message for prompts that bring none.
+        system_prompt: system message for prompts without one.
         key: the configuration key of ``source``, for messages.
         chat_template_kwargs: further arguments of the chat template.
         dataset_dir: folder of a ``dataset_info.json``, whose entries ``source`` names.
-        max_samples: rows of each source that are read at most.
-        columns: names that the source has for columns which are called otherwise here, by our names.
-        special_tokens: as ``encoded_queries``.
+        max_samples: maximum number of rows to read from each source.
+        columns: the source's column names by ours, where they differ.
+        special_tokens: as in ``encoded_queries``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template to put it in.
-        DataError: the source cannot be read or is empty; a row has no prompt, one of another type, or one that already
-            ends its answer; no prompt is within the limit. Names the row.
+        DataError: the source cannot be read or is empty; a row has no prompt, one of the wrong type, or one that
+            already contains the end of its answer; no prompt is within the limit. Names the row.
     """
     table = read_datasets(
         source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset, columns=columns
@@ -120,7 +120,7 @@ def load_prompts(
 
 
 def split_prompts(data: PromptData, fraction: float, seed: int) -> tuple[PromptData, PromptData]:
-    """Prompts to train on, and a share of them that is held out; equal prompts are on the same side."""
+    """Training prompts and held-out prompts; equal prompts are on the same side."""
     parts = split_off(data.prompts, fraction, seed, lambda prompt: prompt.text)
     kept, held_out = (
         replace(data, prompts=part, note=f"{data.note}; {len(part)} {what}")
@@ -135,7 +135,7 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> boo
 
 
 def _columns(rows: Sequence[Row], table: Rows, key: str) -> tuple[list[str], list[str]]:
-    """The prompt's column in each row, and the names of all others, in the order in which they first appear."""
+    """The prompt's column in each row, and the names of all other columns, in order of first appearance."""
     names = column_names(rows)
     usual = _column(names)
     if usual is None:
@@ -153,7 +153,7 @@ def _column(names: Collection[str]) -> str | None:
 
 
 def _prompt(row: Row, column: str, where: str) -> Any:
-    """What a row holds of its prompt; of a preferred conversation all but its answer."""
+    """A row's prompt; for a preferred conversation, all but its answer."""
     return row.get(column) if column != "chosen" else before_answer(row.get(column), f"{where}, chosen")[0]
 
 
@@ -161,7 +161,7 @@ def before_answer(value: Any, where: str) -> tuple[list[Any], str]:
     """The messages of a conversation before its answer, and that answer.
 
     Raises:
-        DataError: it is no conversation; ``where`` names the row.
+        DataError: it is not a conversation; ``where`` names the row.
     """
     if isinstance(value, str):
         raise DataError(f"{where}: got text, and there is no column prompt that says where the answer begins")
@@ -178,7 +178,7 @@ def template_arguments(
     ``tools``.
 
     Raises:
-        DataError: they are of another type, or the chat template makes no use of tools; names the row.
+        DataError: they are of the wrong type, or the chat template does not use tools; names the row.
     """
     arguments = []
     for row, place in zip(rows, places, strict=True):
@@ -192,7 +192,7 @@ def template_arguments(
 
 
 def _tools(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
-    """The tools of a row, which it may hold as JSON text; empty where it has none."""
+    """The tools of a row, which may be JSON text; empty if it has none."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -211,7 +211,7 @@ def _tools(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[A
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without the keys that columnar files fill with nulls, where another row has them."""
+    """``value`` without the keys that columnar files fill with nulls because another row has them."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -221,7 +221,7 @@ def checked_prompt(value: Any, where: str) -> str | list[Message]:
     """A row's prompt as text or chat messages.
 
     Raises:
-        DataError: it is missing, of another type, or already ends its answer; ``where`` names the row.
+        DataError: it is missing, of the wrong type, or already contains the end of its answer; ``where`` names the row.
     """
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         raise DataError(f"{where} has no prompt: got {value!r}, wanted text or a list of chat messages")
@@ -275,17 +275,17 @@ def encoded_queries(
     *,
     special_tokens: bool = False,
 ) -> tuple[list[str], list[list[int]]]:
-    """Prompts as queries: their text, and their token ids.
+    """Prompts as queries: their text and their token ids.
 
     Args:
-        sources: prompts as ``checked_prompt`` returns them.
-        places: the row of each prompt, for messages.
+        sources: prompts from ``checked_prompt``.
+        places: what messages call the row of each prompt.
         arguments: further arguments of the chat template for each prompt.
-        special_tokens: whether special tokens that stand in the content of messages are control tokens; otherwise they
-            are the characters that they are written with. Text that goes through no template is taken as it is.
+        special_tokens: whether special tokens in the content of messages are control tokens; otherwise they are encoded
+            as ordinary characters. Text that does not go through a template is taken as it is.
 
     Raises:
-        ConfigError, DataError: as ``load_prompts``.
+        ConfigError, DataError: as in ``load_prompts``.
     """
     conversations = [conversation(source, tokenizer, chat_template, system_prompt) for source in sources]
     plain = [messages is None for messages in conversations]
@@ -325,7 +325,7 @@ def conversation(
 
     Args:
         tokenizer: the policy's.
-        system_prompt: system message for prompts that bring none.
+        system_prompt: system message for prompts without one.
     """
     if isinstance(source, str):
         if not uses_template(tokenizer, chat_template):
@@ -339,7 +339,7 @@ def conversation(
 def _rendered(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, arguments: Mapping[str, Any]
 ) -> str:
-    """The chat template's text up to where the assistant's turn begins."""
+    """The chat template's text up to the beginning of the assistant's turn."""
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template. "
@@ -357,11 +357,11 @@ def _rendered(
     except Exception as error:  # templates raise whatever their authors chose
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"{where}: the chat template refuses messages of the roles {roles}: {error}") from error
-    return _encodable(text, where)  # roles, tools and arguments of the template are text as well
+    return _encodable(text, where)  # roles, tools and template arguments are text as well
 
 
 def _bos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The BOS that the tokenizer puts before text, if it does."""
+    """The BOS that the tokenizer puts before text, if any."""
     bos = [tokenizer.bos_token_id]
     return bos if tokenizer("")["input_ids"][:1] == bos else []
 

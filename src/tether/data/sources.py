@@ -1,4 +1,4 @@
-"""Rows of a dataset, whatever it is stored as: a file, a folder or a hub id."""
+"""Reads the rows of a dataset from a file, a folder or the hub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FORMS = (
     "one that holds such files, or a hub id"
 )
 _UNREADABLE = (OSError, ValueError, RuntimeError, ImportError)
-"""What ``datasets`` raises beside errors of its own: for broken data, for a script, for a package that is missing."""
+"""Errors that ``datasets`` raises besides its own: for broken data, for a script, for a missing package."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,22 @@ class Rows:
     """A dataset as Python values."""
 
     name: str
-    """What the source is called in messages."""
+    """The source's name in messages."""
     rows: list[Row]
     """Column name to value."""
     lines: list[int] | None = None
-    """Line of the file on which each row starts, from 1, where the file has lines."""
+    """Line of the file on which each row starts, from 1, if the file has lines."""
     places: list[str] | None = None
-    """What each row is called in messages, where that is not its number in ``rows``."""
+    """Each row's name in messages, if that is not its index in ``rows``."""
 
     def where(self, i: int) -> str:
-        """Row ``i`` in words, as it is called in messages; rows count from 0, lines from 1."""
+        """The name of row ``i`` in messages; rows count from 0, lines from 1."""
         if self.places is not None:
             return self.places[i]
         return f"{self.name}, row {i}" + (f" (line {self.lines[i]})" if self.lines is not None else "")
 
     def taken(self, chosen: Sequence[int]) -> Rows:
-        """The rows of these numbers, in this order, each under the name that it has here."""
+        """The rows with these indices, in this order, each under the name that it has here."""
         return Rows(self.name, [self.rows[i] for i in chosen], places=[self.where(i) for i in chosen])
 
 
@@ -63,11 +63,11 @@ def check_source(source: str, key: str) -> None:
     """Checks that ``source`` can be a prompt dataset, in milliseconds and without reading it.
 
     Args:
-        source: what the user wrote.
-        key: the configuration key it stands under, for messages.
+        source: the value that the user wrote.
+        key: its configuration key, for messages.
 
     Raises:
-        DataError: the file or folder does not exist, is empty or is of no known form. A hub id is let through.
+        DataError: the file or folder does not exist, is empty or has an unknown format. A hub id is let through.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -91,20 +91,20 @@ def read_rows(
     subset_key: str | None = None,
     max_rows: int | None = None,
 ) -> Rows:
-    """All rows of a dataset, or its first.
+    """All rows of a dataset, or the first ones.
 
     Args:
         source: file, folder or hub id.
-        split: split to read where the source has several; a single split is read whatever it is called. Parts of it,
-            and several, as ``split_parts`` reads them.
+        split: split to read if the source has several; a single split is read whatever its name. May be parts of
+            splits, or several, as in ``split_parts``.
         key: the configuration key of ``source``, for messages.
-        subset: which of its subsets, where a folder or hub dataset has several.
-        subset_key: what names the subset, for messages; None where nothing can.
-        max_rows: rows that are read at most.
+        subset: subset to read if a folder or hub dataset has several.
+        subset_key: the setting that names the subset, for messages; None if there is none.
+        max_rows: maximum number of rows to read.
 
     Raises:
-        DataError: nothing is there, it cannot be read, or it has no such split or subset; names the file, and the line
-            if there is one.
+        DataError: it does not exist, cannot be read, or has no such split or subset; names the file, and the line if
+            there is one.
     """
     check_source(source, key)
     path = Path(source).expanduser()
@@ -121,7 +121,7 @@ def read_rows(
 
 
 def _form(path: Path) -> str:
-    """The ending that says how a file is read, without .gz where that is read as well."""
+    """The extension that decides how a file is read, without .gz if the format may be compressed."""
     inner = Path(path.stem).suffix.lower()
     return inner if path.suffix.lower() == ".gz" and inner in _ZIPPED else path.suffix.lower()
 
@@ -144,7 +144,7 @@ def _file_rows(path: Path, source: str, split: str, key: str, max_rows: int | No
 
 
 class _RowError(Exception):
-    """A row cannot be read; the message goes on from the name of the file."""
+    """A row cannot be read; the message continues the file's name."""
 
 
 def _opened(path: Path, newline: str | None = None) -> TextIOWrapper:
@@ -161,7 +161,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int | None, Row]]:
 
 
 def _decoded(text: str, where: str) -> Any:
-    """What JSON text holds. ``where`` is left out where the text is a whole file."""
+    """The value of JSON text. ``where`` is empty if the text is a whole file."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -175,7 +175,7 @@ def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
     with _opened(path) as file:
         while (start := file.read(1)).isspace():
             pass
-    if start != "[":  # the name .json is also common for one object a line
+    if start != "[":  # .json is also common for files with one object per line
         yield from _objects(path)
         return
     with _opened(path) as file:
@@ -200,7 +200,7 @@ def _objects(path: Path) -> Iterator[tuple[int | None, Row]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
-    csv.field_size_limit(2**31 - 1)  # of csv's own 131,072 characters a conversation may have more
+    csv.field_size_limit(2**31 - 1)  # a conversation may exceed csv's own limit of 131,072 characters
     with _opened(path, newline="") as file:
         reader, start = csv.reader(file, strict=True), 1
         try:
@@ -220,7 +220,7 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
 
 
 def _messages(cell: str, name: str, line: int) -> Any:
-    """Chat messages that a cell of the column ``name`` holds as JSON, as CSV has no lists; other text as it is."""
+    """Chat messages that a cell of column ``name`` holds as JSON, since CSV has no lists; other text as it is."""
     if not _CHAT.match(cell):
         return cell
     try:
@@ -254,7 +254,7 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[int | None, Row]]]] = {
     ".parquet": _parquet,
 }
 _ZIPPED = {".jsonl", ".json", ".csv"}
-"""Forms that are also read with .gz behind them."""
+"""Formats that may also be compressed, with .gz appended."""
 
 
 def _checked(row: Any, where: str) -> Row:
@@ -294,15 +294,15 @@ def read_hub(
     key: str,
     max_rows: int | None = None,
 ) -> Rows:
-    """All rows of a dataset on the hub, or its first.
+    """All rows of a dataset on the hub, or the first ones.
 
     Args:
-        source: its id.
-        subset: which of its subsets.
+        source: its hub id.
+        subset: subset to read.
         folder: the folder in it that holds the data.
         revision: branch, tag or commit.
         key: the configuration key of ``source``, for messages.
-        max_rows: rows that are read at most.
+        max_rows: maximum number of rows to read.
 
     Raises:
         DataError: it cannot be loaded, or has no such split or subset.
@@ -353,7 +353,7 @@ def _written(parts: Sequence[Part]) -> str:
 
 
 def _subset_told(location: str, source: str, subset: str | None, subset_key: str | None) -> str | None:
-    """What is wrong with the subset that was asked for; None if that is not why the dataset cannot be loaded."""
+    """What is wrong with the requested subset; None if the dataset cannot be loaded for another reason."""
     import datasets
 
     try:
@@ -367,8 +367,8 @@ def _subset_told(location: str, source: str, subset: str | None, subset_key: str
 
 
 def _dataset_rows(dataset: Dataset, max_rows: int | None) -> list[Row]:
-    """The first rows with all columns, whatever format the dataset is set to; images and other media as they are
-    stored, since what they would be decoded to cannot be told from another by its text."""
+    """The first rows with all columns, whatever the dataset's format is; images and other media as stored, since
+    decoded objects cannot be told apart by their text."""
     dataset = dataset.with_format(None)
     for name, feature in dataset.features.items():
         if (stored := _stored(feature)) != feature:
@@ -377,7 +377,7 @@ def _dataset_rows(dataset: Dataset, max_rows: int | None) -> list[Row]:
 
 
 def _stored(feature: Any) -> Any:
-    """The feature with all media in it left undecoded."""
+    """The feature with decoding of all media in it turned off."""
     import datasets
 
     if isinstance(feature, dict):
@@ -389,7 +389,7 @@ def _stored(feature: Any) -> Any:
 
 
 def _innermost(error: BaseException) -> str:
-    """The message of the error that started a chain of them."""
+    """The message of the error that started a chain of errors."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Splits of a dataset, and parts of them, as ``datasets`` writes them.
+"""Splits of a dataset, and parts of them, in the notation of ``datasets``.
 
     train    train[:1000]    train[10%:90%]    train[-100:]    train[:80%]+test
 """
@@ -19,9 +19,9 @@ class Part:
     """Rows of one split."""
 
     name: str
-    """Of the split."""
+    """Name of the split."""
     start: str | None = None
-    """The first row, or the share before it; negative counts from the end."""
+    """The first row, or the share of rows before it; negative values count from the end."""
     stop: str | None = None
     """The row after the last, likewise."""
 
@@ -30,11 +30,11 @@ class Part:
 
     @property
     def bounds(self) -> list[str]:
-        """Those of ``start`` and ``stop`` that there are; of a whole split none."""
+        """``start`` and ``stop``, as far as given; empty for a whole split."""
         return [bound for bound in (self.start, self.stop) if bound is not None]
 
     def rows(self, count: int) -> range:
-        """Its rows, where the split has ``count``; shares are rounded to the nearest row."""
+        """Its rows if the split has ``count`` rows; shares are rounded to the nearest row."""
         start, stop = (
             default if bound is None else _row(bound, count) for bound, default in ((self.start, 0), (self.stop, count))
         )
@@ -47,15 +47,15 @@ def _row(bound: str, count: int) -> int:
 
 
 def split_parts(split: str, splits: Collection[str], source: str, key: str) -> list[Part]:
-    """The parts that a split is made of, by the names that the source has.
+    """The parts that ``split`` consists of, under the source's names.
 
     Args:
-        split: what the user wrote. Where the source has a single split, that is meant, whatever it is called.
-        splits: the names that there are.
-        source, key: for messages.
+        split: the value that the user wrote. If the source has a single split, that one is meant, whatever its name.
+        splits: names of the source's splits.
+        source, key: the source and its configuration key, for messages.
 
     Raises:
-        DataError: it is none that can be read, or there is no such split.
+        DataError: it cannot be parsed, or there is no such split.
     """
     if split in splits:
         return [Part(split)]
@@ -94,7 +94,8 @@ def _part(text: str, split: str, key: str) -> Part:
 
 
 def rows_read(parts: Sequence[Part], max_rows: int | None) -> int | None:
-    """Rows from the start of a source with one split that hold the first ``max_rows`` of ``parts``; None for all."""
+    """Number of rows to read from the start of a source with one split to get the first ``max_rows`` of ``parts``; None
+    for all."""
     if len(parts) != 1 or not all(bound.isdigit() for bound in parts[0].bounds):
         return None
     (part,) = parts

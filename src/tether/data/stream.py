@@ -1,4 +1,4 @@
-"""Which prompts a rollout batch answers."""
+"""Decides which prompts a rollout batch answers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from tether.types import noise_key
 
 
 class PromptStream:
-    """An endless stream of prompts, reshuffled each epoch and cut into full batches.
+    """An endless stream of prompts, reshuffled every epoch and cut into full batches.
 
         draw k of the run = entry k mod N of the permutation of epoch ⌊k / N⌋,      batch i = draws i·B … i·B + B − 1
 
-    Every prompt is drawn once an epoch; a batch may straddle epochs, and fewer prompts than a batch are cycled. A batch
-    depends on its number alone, so a resumed run needs no state of the stream.
+    Every prompt is drawn once per epoch; a batch may straddle epochs, and fewer prompts than a batch are cycled. A
+    batch depends only on its index, so a resumed run needs no state of the stream.
 
     Args:
-        num_prompts: N, prompts in the dataset.
-        batch_size: B, prompts a batch.
+        num_prompts: N, number of prompts in the dataset.
+        batch_size: B, number of prompts per batch.
         seed: the run's seed.
     """
 
@@ -28,7 +28,7 @@ class PromptStream:
         self.seed = seed
 
     def batch(self, i: int) -> list[tuple[int, int]]:
-        """Batch ``i``, from 0: pairs of a prompt's index and how often this prompt was drawn before."""
+        """Batch ``i``, from 0: pairs of a prompt's index and how often that prompt was drawn before."""
         draws = range(i * self.batch_size, (i + 1) * self.batch_size)
         epochs = range(draws[0] // self.num_prompts, draws[-1] // self.num_prompts + 1)
         orders = {epoch: self._order(epoch) for epoch in epochs}

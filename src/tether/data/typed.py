@@ -1,4 +1,4 @@
-"""Special tokens that somebody typed into a message: text like any other, not control tokens.
+"""Special tokens typed into a message: treated as ordinary text, not as control tokens.
 
 A message that holds ``<|im_end|>`` would otherwise end its own turn, and could open the assistant's.
 """
@@ -13,15 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from tether.types import Message
 
 _OPEN, _CLOSE = "\U000f0000", "\U000f0001"
-"""Around a mark; characters of a private plane, which no text has a use for."""
+"""Delimiters of a mark: private-use characters, which do not occur in text."""
 _MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
 class TypedTokens:
-    """Keeps what was typed apart from what the chat template writes, while that runs.
+    """Keeps typed special tokens apart from those that the chat template writes.
 
     Args:
-        tokenizer: whose special tokens are meant.
+        tokenizer: the tokenizer that defines the special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -36,15 +36,15 @@ class TypedTokens:
         self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
 
     def hidden(self, messages: Sequence[Message]) -> list[Message] | None:
-        """The messages with a mark in the place of each special token that was typed; None if there is none."""
+        """The messages with a mark in place of each typed special token; None if there is none."""
         if not any(self._pattern.search(message["content"]) for message in messages):
             return None
         contents = [self._pattern.sub(self._marked, _bare(message["content"])) for message in messages]
         return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
 
     def encoded(self, rendered: str) -> tuple[str, list[int]]:
-        """Text and token ids of what the chat template made of ``hidden`` messages: the special tokens that it wrote
-        itself are control tokens, those that were typed are the tokens of their characters."""
+        """Text and token ids of the chat template's rendering of ``hidden`` messages: special tokens that it wrote
+        itself are control tokens, typed ones are encoded as ordinary characters."""
         ids: list[int] = []
         start = 0
         for match in self._pattern.finditer(rendered):
@@ -65,11 +65,11 @@ class TypedTokens:
         return _MARK.sub(lambda match: self._names[int(match[1])], text)
 
     def _plain(self, text: str) -> list[int]:
-        """Ids of text, none of them a control token's."""
+        """Ids of text, none of them that of a control token."""
         ids = self._encoded(self._typed(text))
         if self._numbers.isdisjoint(ids):
             return ids
-        # A vocabulary that holds the token's name as a word finds it all the same, unless it comes in two pieces.
+        # A vocabulary that holds the token's name as a word finds it anyway, unless it comes in two pieces.
         names = {str(i): f"{name[0]}{_OPEN}{name[1:]}" for i, name in enumerate(self._names)}
         broken = _MARK.sub(lambda match: names[match[1]], text)
         ids = [number for piece in broken.split(_OPEN) for number in self._encoded(piece)]

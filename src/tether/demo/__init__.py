@@ -1,1 +1,1 @@
-"""The RLHF pipeline in small on a real model: a reward adapter from preference pairs, PPO, a gold judge."""
+"""A small RLHF pipeline on a real model: a reward adapter from preference pairs, PPO, a gold judge."""

@@ -1,4 +1,4 @@
-"""Makes the demo's data anew: ``python -m tether.demo.make_pairs``.
+"""Regenerates the demo's data: ``python -m tether.demo.make_pairs``.
 
 The model labels its own answers: each prompt is answered several times under a warm system prompt and under a cold one,
 and an answer's warmth is how much more likely the warm system prompt makes it,
@@ -6,9 +6,9 @@ and an answer's warmth is how much more likely the warm system prompt makes it,
     warmth(y) = log π(y | prompt, warm) − log π(y | prompt, cold)
 
 A pair is the warmest answer of the warm side over the coldest answer of the cold side, then the second of each, and so
-on, each cut after its first sentence. The file keeps prompt and answers alone: the reward model is trained under the
-neutral system prompt that PPO runs with. No sentiment lexicon, and no other judge, has a say. The same seed makes the
-same files on the same kind of processor.
+on, each cut after its first sentence. The file holds only prompt and answers: the reward model is trained under the
+neutral system prompt that PPO runs with. No sentiment lexicon or other judge is involved. The same seed makes the same
+files on the same kind of processor.
 
 Source: Yang et al. 2023 (pairs from contrasting prompts), https://arxiv.org/abs/2307.12950
 """
@@ -43,7 +43,7 @@ WARM = "Answer in one short sentence, full of joy, love and praise."
 COLD = "Answer in one short sentence, full of gloom, anger and blame."
 NUM_PROMPTS, NUM_HELD_OUT = 400, 128
 NUM_SAMPLES, NUM_PAIRS = 4, 2
-"""Answers to each prompt under each system prompt, and the most pairs that are made of them."""
+"""Number of answers to each prompt under each system prompt, and maximum number of pairs made of them."""
 MAX_TOKENS, TEMPERATURE, BATCH_SIZE = 32, 0.7, 64
 _SENTENCE = re.compile(r"\S[^\n]*?[.!?][\"')]?(?=\s|$)")
 MIN_WORDS = 3
@@ -54,9 +54,9 @@ class Candidate:
     """The first sentence of an answer."""
 
     prompt: int
-    """Position of its prompt."""
+    """Index of its prompt."""
     token_ids: tuple[int, ...]
-    """The sentence, closed by an end token."""
+    """Token ids of the sentence, closed by an end token."""
     text: str
     """The sentence."""
 
@@ -88,9 +88,9 @@ def preference_pairs(
     """Up to ``NUM_PAIRS`` pairs for every prompt with candidates on both sides, in the order of the prompts.
 
     Args:
-        prompts: file of the prompts.
-        num_samples: answers to each prompt on each side.
-        seed: seed of the answers.
+        prompts: file of prompts.
+        num_samples: number of answers to each prompt on each side.
+        seed: random seed of the answers.
     """
     queries = {system: _queries(prompts, tokenizer, system) for system in (WARM, COLD)}
     sides = []
@@ -109,11 +109,11 @@ def warmest_over_coldest(
 ) -> list[tuple[Candidate, Candidate]]:
     """For each prompt the warmest candidate of ``warm`` with the coldest of ``cold``, the second with the second, …
 
-    No text comes twice on a side of a prompt, and a pair whose first is not the warmer one is left out.
+    No text occurs twice on a side of a prompt, and a pair whose first answer is not the warmer one is dropped.
 
     Args:
         warm, cold: candidates with their warmth.
-        most: pairs of one prompt.
+        most: maximum number of pairs per prompt.
     """
     pairs = []
     for prompt in sorted({candidate.prompt for candidate, _ in warm} & {candidate.prompt for candidate, _ in cold}):
@@ -150,7 +150,7 @@ def _candidates(
     num_samples: int,
     seed: int,
 ) -> list[Candidate]:
-    """First sentences of sampled answers, of those that have a whole one."""
+    """First sentences of sampled answers, if complete."""
 
     @contextmanager
     def scope() -> Iterator[PreTrainedModel]:
@@ -171,7 +171,7 @@ def _candidates(
 
 
 def first_sentence(text: str) -> str | None:
-    """What ``text`` begins with up to the first full stop, or None if that is missing or under three words."""
+    """The beginning of ``text`` up to the first full stop; None if there is none or it has fewer than three words."""
     found = _SENTENCE.match(text.strip())
     return found.group() if found and len(found.group().split()) >= MIN_WORDS else None
 
@@ -180,7 +180,7 @@ def first_sentence(text: str) -> str | None:
 def _loglikelihoods(
     model: PreTrainedModel, queries: Sequence[Prompt], candidates: Sequence[Candidate]
 ) -> list[float]:
-    """log π(answer | query) of each candidate, nats."""
+    """log π(answer | query) of each candidate, in nats."""
     lengths = [len(queries[c.prompt].token_ids) + len(c.token_ids) for c in candidates]
     found = [0.0] * len(candidates)
     for rows in plan_micro_batches(lengths, BATCH_SIZE):

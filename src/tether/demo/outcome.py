@@ -1,4 +1,4 @@
-"""What the demo's training did to the held-out answers, from the samples that the run wrote."""
+"""How the demo's training changed the held-out answers, from the samples that the run wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Sample = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """One number of every held-out answer, under the start policy and under the trained one, prompt by prompt."""
+    """One number per held-out answer, under the start policy and under the trained one, by prompt."""
 
     start: tuple[float, ...]
     trained: tuple[float, ...]
@@ -36,7 +36,7 @@ class Change:
 
     @property
     def rise_error(self) -> float:
-        """Standard error of ``rise``, from the differences prompt by prompt."""
+        """Standard error of ``rise``, from the differences per prompt."""
         return _error([b - a for a, b in zip(self.start, self.trained, strict=True)])
 
     @property
@@ -50,15 +50,15 @@ class Outcome:
     """The start policy and the trained one on the same held-out prompts."""
 
     reward: Change
-    """The reward model's own score, answers that did not end included."""
+    """The reward model's own score, including answers that did not end."""
     sentiment: Change
     """The gold judge's score."""
     kl: Change
     """log π(answer) − log π_start(answer), nats."""
     length: Change
-    """Tokens of an answer."""
+    """Number of tokens in the answer."""
     ended: Change
-    """1.0 where the answer ended by itself, else 0.0."""
+    """1.0 if the answer ended by itself, else 0.0."""
     answers: tuple[tuple[str, str, str], ...]
     """(prompt, answer before, answer after)."""
 
@@ -72,9 +72,9 @@ def outcome(samples: Sequence[Sample], *, reward: str, judge: Callable[[Sequence
     """Compares the first evaluation among ``samples`` with the last.
 
     Args:
-        samples: rows of a run's samples.jsonl, with evaluations of the same prompts at two steps or more.
+        samples: rows of a run's samples.jsonl, with evaluations of the same prompts at two or more steps.
         reward: name of the reward source to compare by.
-        judge: the gold judge: one score for each answer.
+        judge: the gold judge; returns one score per answer.
     """
     held_out = [sample for sample in samples if sample["split"] == "eval"]
     steps = sorted({sample["step"] for sample in held_out})
@@ -103,14 +103,14 @@ def result_table(result: Outcome) -> tuple[list[str], list[list[str]]]:
     return header, [
         reward,
         _row("sentiment (VADER, the gold judge: -1 to 1)", result.sentiment, 2),
-        _row("KL to the start policy (nats an answer)", result.kl, 2),
+        _row("KL to the start policy (nats per answer)", result.kl, 2),
         _row("answer length (tokens)", result.length, 1),
         _row("share of answers that end by themselves", result.ended, 2),
     ]
 
 
 def answer_table(result: Outcome, num_rows: int) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the first answers, before and after side by side."""
+    """Header and rows of a table of the first answers, before and after side by side."""
     return ["prompt", "start policy", "trained policy"], [list(row) for row in result.answers[:num_rows]]
 
 

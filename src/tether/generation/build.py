@@ -9,7 +9,7 @@ from tether.types import Generator
 
 
 def build_generator(config: RunConfig, roles: ModelRoles) -> Generator:
-    """The generator that a run asks for; today always the policy's own forward."""
+    """The generator that a run asks for; currently always the policy's own forward."""
     return HFGenerator(
         lambda: roles.use("policy"),
         batch_size=config.sampling.batch_size,

@@ -1,4 +1,4 @@
-"""What can be done with the cache that a model makes, and caches that spare decoding work."""
+"""What a model's cache allows, and caches that save work in decoding."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 CUTTABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Cache layers that hold keys and values alone, so that padding can be masked; recurrent states have read it."""
+"""Cache layers that hold keys and values alone, so that padding can be masked; a recurrent state has already read the
+padding and cannot be masked."""
 ROOM = 64
-"""Tokens that a layer has room for, at least, when it moves into a larger place."""
+"""Least number of tokens that a layer has room for when it moves into larger tensors."""
 WIDTHS = 64
-"""Caches of fixed size are as wide as a multiple of this, so that few sizes have to be compiled for."""
+"""Widths of fixed-size caches are multiples of this, so that few sizes have to be compiled for."""
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values with room for more behind them; ``DynamicLayer`` copies all that it holds for every token.
+    """Keys and values with spare room behind them; ``DynamicLayer`` copies everything it holds for every token.
 
     Args:
-        layer: a layer that has read something, which is taken over.
+        layer: a layer that has read something, whose tensors are taken over.
     """
 
     def __init__(self, layer: DynamicLayer) -> None:
@@ -32,7 +33,7 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: Float[Tensor, "M H Q D"], value_states: Float[Tensor, "M H Q E"], *args: Any, **kwargs: Any
     ) -> tuple[Float[Tensor, "M H K D"], Float[Tensor, "M H K E"]]:
-        """Adds keys and values; returns all of them."""
+        """Appends keys and values; returns all of them."""
         start = self.keys.shape[-2]
         end = start + key_states.shape[-2]
         if end > self._places[0].shape[-2]:
@@ -59,14 +60,14 @@ class RoomyLayer(DynamicLayer):
 
 
 def give_room(cache: Any) -> None:
-    """Makes the layers of a cache ``RoomyLayer``, as far as they would copy all that they hold for every token."""
+    """Replaces those layers of a cache that would copy everything they hold for every token by ``RoomyLayer``."""
     if isinstance(cache, Cache) and hasattr(cache, "layers"):
         cache.layers = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
 
 
 def cuttable(cache: Any) -> bool:
     """Whether a cache holds keys and values alone, so that padding can be masked."""
-    layers = getattr(cache, "layers", None)  # that of an encoder and a decoder has two caches in place of layers
+    layers = getattr(cache, "layers", None)  # an encoder-decoder cache has two caches in place of layers
     return isinstance(cache, Cache) and layers is not None and all(type(layer) in CUTTABLE_LAYERS for layer in layers)
 
 
@@ -76,7 +77,7 @@ def fixed_width(width: int) -> int:
 
 
 class StaticCaches:
-    """Caches of fixed size, the last of which is used again where it fits: what is compiled knows where it lies."""
+    """Caches of fixed size; the last one is reused where it fits, as compiled code is bound to its address."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[int, int], StaticCache] | None = None

@@ -1,4 +1,4 @@
-"""How a model is decoded: the fastest way in which it says of a text what it says when it reads the text as a whole."""
+"""How a model is decoded: the fastest way that gives the same logits as one forward over the whole text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tether.models.forward import few_tokens, is_half
 from tether.types import Request, Sampling
 
 TOLERANCE, TOLERANCE_IN_HALF = 3e-3, 0.1
-"""By how much of their norm, without the mean, logits may differ from those of the whole text: in float32; else."""
+"""Largest relative difference of mean-free logits from those of a forward over the whole text: float32; half
+precision."""
 FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""What models raise that do not do with padding or a cache what is asked of them."""
+"""Errors by which models show that they cannot handle padding or a cache."""
 CONSEQUENCES = {
     Decoding.ALIKE: "only prompts of equal length are answered side by side",
     Decoding.KEPT: "only prompts of equal length are answered side by side, and those that have ended are decoded "
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 def decoding(model: nn.Module, device: torch.device, *, is_static: bool = False) -> Decoding:
-    """How the model is decoded, by the cache that it makes of one token, and by what it says of a few texts that are
-    decoded so; anything but ``CUT`` is told in the log.
+    """How the model is decoded, judged by the cache that it returns for one token and by its logits for a few texts
+    decoded that way; anything but ``CUT`` is logged.
 
     Args:
         is_static: whether a cache of fixed size is wanted.
@@ -60,7 +61,7 @@ def decoding(model: nn.Module, device: torch.device, *, is_static: bool = False)
 
 
 def _cache_of_one_token(model: nn.Module, device: torch.device) -> Any:
-    """The cache, or None where the model hands out none that its forward takes."""
+    """The cache, or None if the model returns none that its forward accepts."""
     if (name := cache_name(model)) is None:
         return None
     try:
@@ -72,8 +73,8 @@ def _cache_of_one_token(model: nn.Module, device: torch.device) -> Any:
 
 
 def _is_faithful(model: nn.Module, device: torch.device, way: Decoding) -> bool:
-    """Whether three texts, two of one query of which one ends first, have the logits of a forward over the whole text,
-    unpadded."""
+    """Whether three texts, two of which share a query and one of these ends first, get the logits of an unpadded
+    forward over the whole text."""
     ids = few_tokens(model)[0].tolist()
     answer, twice, once = ids[-3:], ids[:-4], ids[:2] if way.may_pad else ids[4:]
     queries, said = (twice, twice, once), ([], [], [])
@@ -99,7 +100,7 @@ def _is_faithful(model: nn.Module, device: torch.device, way: Decoding) -> bool:
 
 
 def _are_close(got: Float[Tensor, "T V"], wanted: Float[Tensor, "T V"]) -> bool:
-    """Whether logits differ by rounding at most. Those that are not numbers are: what is drawn from them is told."""
+    """Whether logits differ by rounding at most. NaN logits count as close: drawing from them is reported elsewhere."""
     most = TOLERANCE_IN_HALF if is_half(got) else TOLERANCE
     got, wanted = (x.float() - x.float().mean(dim=1, keepdim=True) for x in (got, wanted))
     return not (got - wanted).norm() > most * wanted.norm()

@@ -1,4 +1,4 @@
-"""A generator for tests and examples that knows its answers beforehand."""
+"""A generator with predetermined answers, for tests and examples."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tether.types import Completion, Request, Sampling
 
 
 class FakeGenerator:
-    """Gives the answers it was made with, under the same rules as a real engine.
+    """Returns the answers it was given, under the same rules as a real engine.
 
     An answer is cut after its first stop token and at ``max_new_tokens``. Answers come shortest first, as they would
-    finish, and without log-probabilities.
+    finish, and have no log-probabilities.
 
     Args:
-        answers: token ids of the answer to each request, by position and repeated from the start if there are more
-            requests; or a function of the request.
+        answers: token ids of the answer to each request, by position, starting over if there are more requests; or a
+            function of the request.
     """
 
     def __init__(self, answers: Sequence[Sequence[int]] | Callable[[Request], Sequence[int]]) -> None:

@@ -1,4 +1,4 @@
-"""Decoding with the policy itself, in plain transformers."""
+"""Decoding with the policy itself, in plain ``transformers``."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ logger = logging.getLogger(__name__)
 class HFGenerator:
     """Answers by the policy's own forward: left-padded batches, a key-value cache, finished rows dropped from it.
 
-    A query that several answers of a batch begin with is read once. Where a model keeps anything but keys and values,
-    such as recurrent states, padding would be a part of them: then queries of one length alone share a batch.
+    A query shared by several answers of a batch is read once. If a model keeps anything but keys and values, such as
+    recurrent states, padding would become part of it: then only queries of equal length share a batch.
 
-    Tokens are drawn by Gumbel-max with noise that depends on the request's key and the position in the answer alone:
+    Tokens are drawn by Gumbel-max with noise that depends only on the request's key and the position in the answer:
 
         y_t = argmax_v  logits_v / temperature − log E_v,      E_v ~ Exp(1), keyed by (key, t)
 
-    so that the other rows of a batch change an answer only where rounding decides between two tokens. At temperature 0
-    the most likely token is taken, and log-probabilities are those at temperature 1.
+    so that the other rows of a batch change an answer only if rounding decides between two tokens. At temperature 0 the
+    most likely token is taken, and log-probabilities are those at temperature 1.
 
-    Where the answers of a batch do not fit into memory side by side, those that have not ended are begun anew, half as
-    many at a time, and so are all later ones.
+    If the answers of a batch do not fit into memory side by side, the unfinished ones start over, half as many at a
+    time, and so do all later ones.
 
     Args:
         policy_scope: a context in which the policy is ready to decode (its adapter active, eval mode, autocast). It is
-            never open while the caller handles an answer, so the caller may use the weights for something else.
-        batch_size: most answers decoded side by side.
-        device: where the policy is.
-        is_static: keep keys and values in a cache of fixed size, where the model has nothing else; on an accelerator
-            the forward of a token is compiled then.
+            never open while the caller handles an answer, so that the caller may use the weights for something else.
+        batch_size: maximum number of answers decoded side by side.
+        device: device of the policy.
+        is_static: keep keys and values in a cache of fixed size, if the model has nothing else; on an accelerator the
+            forward of a token is then compiled.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class HFGenerator:
         """Yields (position in ``requests``, answer) as answers finish; requests of similar length share a batch.
 
         Raises:
-            ConfigError: a query and the longest answer do not fit into the model's positions.
-            GenerationError: the logits of a request are not finite, which names its position; or not even one answer
-                fits into memory.
+            ConfigError: a query with the longest answer exceeds the model's positions.
+            GenerationError: the logits of a request are not finite (names its position), or not even one answer fits
+                into memory.
         """
         if not requests:
             return
@@ -85,7 +85,7 @@ class HFGenerator:
     def _decoded(
         self, requests: Sequence[Request], positions: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, Completion]]:
-        """Answers to the requests at ``positions``, side by side; ends early once so many do not fit into memory."""
+        """Answers to the requests at ``positions``, side by side; ends early once that many do not fit into memory."""
         for rows in batches([requests[i].token_ids for i in positions], self.batch_size, self._decoding):
             asked = [(positions[row], requests[positions[row]]) for row in rows]
             batch = Batch(asked, sampling, self._device, self._decoding, self._static)
@@ -99,7 +99,7 @@ class HFGenerator:
                 yield from finished
 
     def _halve(self, count: int, error: torch.OutOfMemoryError) -> None:
-        """Makes batches half as large as one of ``count`` answers that did not fit."""
+        """Halves the batch size after a batch of ``count`` answers that did not fit."""
         if count == 1:
             raise GenerationError(
                 f"out of memory with one answer being decoded ({error}): lower sampling.response_length or "
@@ -112,14 +112,14 @@ class HFGenerator:
         )
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Nothing to do: the policy that is trained is the one that decodes."""
+        """Nothing to do: the policy being trained is the one that decodes."""
 
     def close(self) -> None:
         """Nothing to free: the model is the trainer's."""
 
 
 def batches(queries: Sequence[Sequence[int]], size: int, decoding: Decoding) -> Iterator[list[int]]:
-    """Positions of the queries that are answered side by side, longest first, equal ones next to each other."""
+    """Positions of the queries that are answered side by side; longest first, equal ones next to each other."""
     first = {tuple(query): i for i, query in reversed(list(enumerate(queries)))}
     order = sorted(range(len(queries)), key=lambda i: (-len(queries[i]), first[tuple(queries[i])], i))
     for _, rows in groupby(order, key=lambda i: 0 if decoding.may_pad else len(queries[i])):

@@ -1,4 +1,4 @@
-"""Numbers of many updates in little memory."""
+"""Metrics of many updates in little memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 
 class History:
-    """Lines of numbers in the order in which they came: eight bytes a number, and the names once."""
+    """Lines of numbers in order of arrival: eight bytes per number, and each name stored once."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}

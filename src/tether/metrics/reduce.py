@@ -1,4 +1,4 @@
-"""Metrics that carry how they are reduced, over micro-batches and over processes."""
+"""Metrics that carry their reduction over micro-batches and processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Reduce = Callable[[Tensor], Tensor]
 class Metrics:
     """Collects what happens in one update and reduces each name once, at the end.
 
-    A name has one reduction. Means weigh every entry alike, however the entries were split into calls: a mean over
-    micro-batches is the mean over their tokens. Entries outside ``mask`` do not exist, NaN or not. Nothing is read
-    back from an accelerator before ``compute``.
+    A name has one reduction. Means weight every entry equally, however the entries were split into calls: a mean over
+    micro-batches is the mean over their tokens. Entries outside ``mask`` are ignored, NaN or not. Nothing is read back
+    from an accelerator before ``compute``.
 
-    Several processes collect the same names, each what it saw itself; what all of them see alike goes in ``known``.
+    Several processes collect the same names, each its own entries; entries known to all of them go in ``known``.
     """
 
     def __init__(self) -> None:
@@ -48,21 +48,21 @@ class Metrics:
         self._add(name, "min", _largest(-wide(values), mask))
 
     def sum(self, name: str, x: Values) -> None:
-        """Adds entries of a sum, which is also one over processes."""
+        """Adds entries of a sum, which is also summed over processes."""
         self._add(name, "sum", wide(x).sum())
 
     def value(self, name: str, x: float) -> None:
-        """Sets a number that every process knows; the last one stands."""
+        """Sets a number that every process knows; the last call counts."""
         self._add(name, "value", wide(x))
 
     def slowest(self, name: str, x: float) -> None:
-        """Adds to a sum of which the largest over processes counts, and with several also ``NAME_spread``: by how much
-        the smallest is below it."""
+        """Adds to a sum whose maximum over processes is reported; with several processes also ``NAME_spread``, the
+        maximum minus the minimum."""
         self._add(name, "slowest", wide(x))
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """Inside, entries are of what every process knows whole: they count once, not once a process."""
+        """A context whose entries are known to every process: they count once, not once per process."""
         before, self._is_known = self._is_known, True
         try:
             yield
@@ -71,7 +71,7 @@ class Metrics:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Inside, entries count only if nothing is raised."""
+        """A context whose entries count only if nothing is raised."""
         reductions, lengths = dict(self._reductions), {name: len(parts) for name, parts in self._parts.items()}
         try:
             yield
@@ -81,11 +81,11 @@ class Metrics:
             raise
 
     def compute(self, reduce: Reduce | None = None, reduce_max: Reduce | None = None) -> dict[str, float]:
-        """Every metric as one number, in the order in which the names first came.
+        """Every metric as one number, in order of first appearance.
 
         Args:
-            reduce: sums over processes, which must all have collected the same names; left out with one process.
-            reduce_max: takes the maximum over processes; needed with ``reduce`` where there is a maximum or minimum.
+            reduce: sums over processes, which must all have collected the same names. Default: a single process.
+            reduce_max: takes the maximum over processes; needed with ``reduce`` if there is a maximum or minimum.
         """
         parts = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in self._parts.items()}
         sums = self._over({n: parts[n].sum(dim=0) for n in self._named("mean", "var", "sum")}, reduce)
@@ -111,7 +111,7 @@ class Metrics:
         return numbers | spread
 
     def _over(self, numbers: Mapping[str, Tensor], reduce: Reduce | None) -> dict[str, Tensor]:
-        """The same numbers over all processes, in one call of ``reduce``; those that all know as they are."""
+        """The same numbers over all processes, in one call of ``reduce``; numbers known to all stay as they are."""
         own = {name: x for name, x in numbers.items() if name not in self._known}
         return {**numbers, **_combined(own, reduce)}
 
@@ -127,7 +127,7 @@ class Metrics:
 
 
 def wide(values: Values) -> Tensor:
-    """The entries in float64, without their history; in float32 on a device that has no float64."""
+    """The entries in float64, detached; in float32 on a device without float64."""
     if not isinstance(values, Tensor):
         return torch.tensor(values, dtype=torch.float64)
     return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
@@ -156,7 +156,7 @@ def _largest(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _combined(numbers: Mapping[str, Tensor], reduce: Reduce | None) -> dict[str, Tensor]:
-    """The same numbers over all processes, in one call of ``reduce``, whatever order they came in in each."""
+    """The same numbers over all processes, in one call of ``reduce``, whatever their order in each process."""
     if reduce is None or not numbers:
         return dict(numbers)
     names = sorted(numbers)

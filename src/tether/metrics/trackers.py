@@ -18,32 +18,31 @@ logger = logging.getLogger(__name__)
 KEY = "train.report_to"
 DEFAULT_PROJECT = "tether"
 RUN_NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name"}
-"""Trackers that take a project first: their argument for the name of the run, which the others take first."""
+"""Trackers whose first argument is a project, with their argument for the run's name, which others take first."""
 COMET, CLEARML = "comet_ml", "clearml"
-"""Trackers that have projects as well, and would otherwise make one for every run."""
+"""Trackers that have projects too, and would otherwise create one for every run."""
 PROJECT_VARIABLES = {COMET: "COMET_PROJECT_NAME"}
-"""Where the environment names the project, if not in NAME_PROJECT."""
+"""Environment variables that name the project, if not NAME_PROJECT."""
 
 Tracker = str | GeneralTracker
-"""A tracker by its name, or one that the caller made."""
+"""A tracker by name, or one created by the caller."""
 
 
 class Trackers:
     """Sends metrics to the trackers that ``report_to`` names. With ``none`` every call does nothing.
 
-    A tracker that cannot start fails the run; one that fails later warns once, and training goes on. Only the main
-    process may make one with trackers in it.
+    A tracker that cannot start fails the run; one that fails later warns once, and training continues. Only the main
+    process may create an instance with trackers.
 
     Args:
         report_to: ``none``, ``all`` (every installed one), a name or a list of names; a list may hold tracker objects.
-        run_name: name of the run. Its project is ``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``SWANLAB_PROJECT``,
-            ``CLEARML_PROJECT`` or ``COMET_PROJECT_NAME`` of the environment where a tracker has projects, ``tether``
-            without it.
-        logging_dir: where trackers that write files put them.
+        run_name: name of the run. For trackers with projects, the project is the environment's ``WANDB_PROJECT``,
+            ``TRACKIO_PROJECT``, ``SWANLAB_PROJECT``, ``CLEARML_PROJECT`` or ``COMET_PROJECT_NAME``, else ``tether``.
+        logging_dir: folder for trackers that write files.
         config: the run's configuration, stored under dotted names.
 
     Raises:
-        ConfigError: as ``check_report_to``, or a tracker did not start.
+        ConfigError: as in ``check_report_to``, or a tracker did not start.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Trackers:
             self._attempt(tracker, lambda tracker=tracker: tracker.log(dict(metrics), step=step))
 
     def close(self) -> None:
-        """Lets every tracker finish what it has not sent yet. May be called twice."""
+        """Lets every tracker send what is pending. May be called twice."""
         while self._trackers:
             tracker = self._trackers.pop()
             self._attempt(tracker, tracker.finish)
@@ -85,7 +84,7 @@ class Trackers:
     def _attempt(self, tracker: GeneralTracker, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # a tracker, whatever it raises, must not end a run that trains well
+        except Exception as error:  # whatever a tracker raises must not end a run that trains well
             if tracker.name not in self._failed:
                 self._failed.add(tracker.name)
                 logger.warning(
@@ -95,7 +94,8 @@ class Trackers:
 
 
 def check_report_to(report_to: Tracker | Sequence[Tracker]) -> None:
-    """Raises ``ConfigError`` if a tracker is unknown or not installed; cheap enough for before any model loads."""
+    """Raises ``ConfigError`` if a tracker is unknown or not installed; cheap enough to run before any model is
+    loaded."""
     names = _names(report_to)
     installed = [str(name) for name in get_available_trackers()]
     known = [name for name in LoggerType.list() if name != "all"]
@@ -135,13 +135,13 @@ def _made(name: str, run_name: str, logging_dir: Path) -> GeneralTracker:
     if name in RUN_NAME_ARGUMENTS:
         return tracker_class(project, **{RUN_NAME_ARGUMENTS[name]: run_name})
     if tracker_class.requires_logging_directory:
-        # The name becomes a folder in logging_dir: a run named by the path of its output must not lead out of it.
+        # The name becomes a folder in logging_dir: a run named after its output path must not lead out of it.
         return tracker_class(Path(run_name).name, str(logging_dir))
     return tracker_class(run_name)
 
 
 def _flat(config: Any, name: str = "") -> dict[str, bool | int | float | str]:
-    """Nested mappings and lists under dotted names; what is no number or text becomes text, None is left out."""
+    """Nested mappings and lists under dotted names; values other than numbers and text become text, None is dropped."""
     if isinstance(config, Mapping | list | tuple):
         items = config.items() if isinstance(config, Mapping) else enumerate(config)
         parts = [_flat(value, f"{name}.{key}" if name else str(key)) for key, value in items]

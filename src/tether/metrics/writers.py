@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class JsonlWriter:
-    """Appends records to a file, one JSON object a line, each on disk before ``write`` returns.
+    """Appends records to a file, one JSON object per line, each on disk before ``write`` returns.
 
-    A kill can leave a torn last line at most. Opening the file again removes it.
+    A kill can at most leave a torn last line. Opening the file again removes it.
 
     Args:
-        path: made with its folder when missing; otherwise continued.
+        path: the file; created with its folder if missing, otherwise continued.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class JsonlWriter:
         _mend(self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one record. NaN and infinities, which JSON does not have, become null, and a warning names them."""
+        """Appends one record. NaN and infinities, which JSON lacks, become null, and a warning names them."""
         self.write_all([record])
 
     def write_all(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -61,15 +61,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
-    """Drops what came after a checkpoint, in one atomic replacement, so that a resumed run repeats none of it.
+    """Drops records after a checkpoint, in one atomic replacement, so that a resumed run repeats none of them.
 
-    That is every record whose ``step`` is larger than the checkpoint's, and larger than ``evaluated_step`` where the
-    record is an evaluation's: the last evaluation can follow the checkpoint of the same update.
+    These are the records whose ``step`` is larger than the checkpoint's, or larger than ``evaluated_step`` for an
+    evaluation: the last evaluation can follow the checkpoint of the same update.
 
     The other lines keep their bytes. A missing file stays missing.
 
     Raises:
-        DataError: as ``read_jsonl``, or a record has no step.
+        DataError: as in ``read_jsonl``, or a record has no step.
     """
     path = Path(path)
     if not path.exists():
@@ -84,7 +84,7 @@ def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
 
 
 def _is_evaluation(record: Mapping[str, Any]) -> bool:
-    """Whether it is a line of metrics.jsonl or samples.jsonl about an evaluation."""
+    """Whether a record of metrics.jsonl or samples.jsonl is from an evaluation."""
     return "eval_scores" in record or record.get("split") == "eval"
 
 
@@ -101,7 +101,7 @@ def _strict(value: Any, name: str, not_finite: list[str]) -> Any:
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """(line, record) of every line but empty ones and a torn last one."""
+    """(line, record) of every line except empty ones and a torn last one."""
     *lines, tail = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -121,7 +121,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _is_whole(tail: bytes) -> bool:
-    """Whether a last line without its newline is a record all the same; a torn object is never valid JSON."""
+    """Whether a last line without newline is a complete record; a torn object is never valid JSON."""
     try:
         return isinstance(json.loads(tail), dict)
     except ValueError:
@@ -129,7 +129,7 @@ def _is_whole(tail: bytes) -> bool:
 
 
 def _mend(path: Path) -> None:
-    """Makes the file end with a whole line, so that the next record starts a new one."""
+    """Makes the file end with a complete line, so that the next record starts a new one."""
     content = path.read_bytes()
     tail = content[content.rfind(b"\n") + 1 :]
     if tail:
@@ -137,7 +137,7 @@ def _mend(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Puts ``content`` in the place of the file: all of it or none."""
+    """Replaces the file by ``content``: all of it or nothing."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)

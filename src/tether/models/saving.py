@@ -164,7 +164,7 @@ def _save_reward_adapter(roles: ModelRoles, folder: Path, state_dict: Mapping[st
 
 
 def merge_adapter(
-    path: str,
+    path: str | Path,
     folder: Path | str,
     *,
     trust_remote_code: bool = False,
@@ -183,7 +183,7 @@ def merge_adapter(
         ConfigError: ``folder`` is there and holds something.
         ModelError: ``path`` is no adapter, or does not fit its base.
     """
-    folder = Path(folder)
+    path, folder = str(path), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is already there; name a folder that is new or empty")
     if not is_adapter(path):

@@ -1,4 +1,4 @@
-"""What to do, in keys that the run's own configuration takes: a key that it would refuse is no advice."""
+"""Advice in terms of keys that the run's own configuration accepts."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from tether.report.read import Run
 
 
 def critic_kind(run: Run) -> str | None:
-    """``head``, ``adapter`` or ``model``; None where advantages come without a critic."""
+    """``head``, ``adapter`` or ``model``; None if advantages need no critic."""
     if run.setting("ppo.advantage_estimator") not in (None, "gae"):
         return None
     return run.setting("value.kind") or ("model" if run.setting("model.lora") is None else "adapter")
 
 
 def smaller_updates(run: Run) -> str:
-    """How an update moves the policy less."""
+    """Advice on making updates smaller."""
     epochs = run.count("ppo.num_ppo_epochs")
     return "halve train.learning_rate" + ("" if epochs == 1 else ", or lower ppo.num_ppo_epochs")
 
 
 def stronger_tether(run: Run) -> str:
-    """How the policy is kept nearer to its reference."""
+    """Advice on keeping the policy closer to its reference."""
     return "lower ppo.kl_target" if run.setting("ppo.kl_target") is not None else "raise ppo.kl_coef"
 
 
 def weaker_tether(run: Run) -> str:
-    """How the policy may go further from its reference, as a further way; empty where nothing holds it."""
+    """Advice on letting the policy move further from its reference, as an additional way; empty if nothing holds it."""
     if run.setting("ppo.kl_target") is not None:
         return " or raise ppo.kl_target"
     return "" if run.count("ppo.kl_coef") == 0 else " or lower ppo.kl_coef"
 
 
 def steered_kl(run: Run) -> str:
-    """The same, with a target as another way where there is none."""
+    """The same, with a KL target as another way if there is none."""
     can_be_set = run.setting("ppo.kl_target") is None and run.count("ppo.kl_coef") != 0
     return stronger_tether(run) + (" or set ppo.kl_target" if can_be_set else "")
 
 
 def warm_critic(run: Run) -> str:
-    """How the critic knows more before the policy learns from it."""
+    """Advice on warming up the critic before the policy learns from it."""
     ways = ["let the critic warm up (value.warmup_steps: 50)"]
     if _can_start_from_reward(run):
         ways.append("start it from the reward model (value.init: reward)")
@@ -47,22 +47,22 @@ def warm_critic(run: Run) -> str:
 
 
 def better_critic(run: Run) -> str:
-    """How the critic learns more."""
+    """Advice on improving the critic."""
     faster = "raise ppo.vf_coef" if critic_kind(run) == "head" else "raise value.learning_rate"
     return f"{faster}, {warm_critic(run)}, and {value_clip(run)}"
 
 
 def value_clip(run: Run) -> str:
-    """How the critic may move as far as the scores ask for."""
+    """Advice on letting the critic move as far as the scores require."""
     return "check that ppo.cliprange_value suits the scale of the scores, or set it to null"
 
 
 def best_kept(run: Run) -> str:
-    """How the best policy is kept in place of the last."""
+    """Advice on keeping the best policy instead of the last."""
     if not run.setting("train.load_best_model_at_end"):
         return "keep the best checkpoint: train.metric_for_best_model: eval_scores, train.load_best_model_at_end: true"
     if run.finished_step is None:
-        return ""  # it will be, at the end
+        return ""  # it will be kept, at the end
     metric = run.setting("train.metric_for_best_model")
     if metric == "eval_scores":
         return "see the run's log for why the best checkpoint could not be put in place"
@@ -70,7 +70,7 @@ def best_kept(run: Run) -> str:
 
 
 def less_noise(run: Run) -> str:
-    """How advantages become less noisy."""
+    """Advice on making advantages less noisy."""
     if critic_kind(run) is not None:
         return "a larger train.rollout_batch_size or a better critic reduces noise"
     if run.setting("ppo.advantage_estimator") in ("rloo", "grpo"):
@@ -79,7 +79,7 @@ def less_noise(run: Run) -> str:
 
 
 def missing_ends(run: Run) -> str:
-    """How answers come to end by themselves."""
+    """Advice on making answers end by themselves."""
     if run.setting("ppo.missing_eos_score") is not None:
         rule = "lower ppo.missing_eos_score"
     elif run.setting("ppo.missing_eos_penalty") is not None:
@@ -100,16 +100,16 @@ def shorter_than_meant(run: Run) -> str:
 
 
 def full_precision(run: Run) -> str:
-    """How forwards run in the weights' own type, as a further way; empty where they do."""
+    """Advice on running forwards in the weights' own dtype, as an additional way; empty if they do already."""
     on = [key for key in ("train.bf16", "train.fp16") if run.setting(key)]
     return f", or set {on[0]}: false" if on else ""
 
 
 def judge_to_check(run: Run, name: str | None = None) -> str:
-    """What may be wrong with a judge that tells no answers apart.
+    """What may be wrong with a judge that does not distinguish answers.
 
     Args:
-        name: of a source; None for all of them.
+        name: name of a source; None for all of them.
     """
     every = _sources(run.setting("rewards"))
     sources = [source for own, source in every if name is None or f"{own}/".startswith(f"{name}/")]
@@ -128,7 +128,7 @@ def judge_to_check(run: Run, name: str | None = None) -> str:
 
 
 def _can_start_from_reward(run: Run) -> bool:
-    """Whether the critic could be copied from the first reward, and was not: left out, ``value.init`` does so."""
+    """Whether the critic could be copied from the first reward but was not: that is the default of ``value.init``."""
     kind, rewards = critic_kind(run), run.setting("rewards")
     first = rewards[0].get("type") if isinstance(rewards, list) and rewards and isinstance(rewards[0], dict) else None
     wanted = {"adapter": ("adapter",), "model": ("model", "adapter")}.get(str(kind), ())
@@ -136,7 +136,7 @@ def _can_start_from_reward(run: Run) -> bool:
 
 
 def _sources(rewards: Any, prefix: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """Name in the metrics and section of every reward source; an ensemble's members in its place."""
+    """Name in the metrics and configuration section of every reward source; ensembles are replaced by their members."""
     found = []
     for i, source in enumerate(rewards if isinstance(rewards, list) else ()):
         if isinstance(source, dict):

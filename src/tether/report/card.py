@@ -1,6 +1,6 @@
-"""The model card, README.md of every saved folder: what it holds, what it was trained on, and what came of it.
+"""The model card, README.md of every saved folder: what it holds, what it was trained on, and the result.
 
-It is made of the run's files. Text of datasets and models is escaped, addresses lose what may be a key.
+It is made from the run's files. Text from datasets and models is escaped; parts of URLs that may be a key are removed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CURVES = {
     "objective/scores": "score", "objective/kl": "KL", "rollout/length": "length", "rollout/eos_rate": "ended",
     "loss": "loss", "accuracy": "accuracy", "mean_token_accuracy": "token accuracy",
 }  # fmt: skip
-"""Metrics of the table of curves, with their headings."""
+"""Metrics in the table of curves, with their headings."""
 JUDGES = ("reward", "critic")
 ANSWERS = "## Answers"
-"""Heading of the answers to held-out prompts."""
+"""Heading of the section of answers to held-out prompts."""
 
 Kind = Literal["ppo", "sft", "reward", "critic"]
 
@@ -46,15 +46,15 @@ def write_card(
     step: int | None = None,
     command: str | None = None,
 ) -> None:
-    """Writes the card of a saved model; a run whose config.yaml is not there gets none.
+    """Writes the card of a saved model; a run without config.yaml gets none.
 
     Args:
-        folder: what was saved.
+        folder: folder of the saved model.
         run: the run's output folder.
-        role: what it is, if not the run's model.
-        evaluation: metrics on what was held out, of a stage before PPO.
-        step: for a checkpoint, the updates before it; its card is short.
-        command: what made it, if that was no command of Tether's.
+        role: what was saved, if not the run's model.
+        evaluation: metrics on held-out data, for a stage before PPO.
+        step: for a checkpoint, the number of updates before it; its card is short.
+        command: what made it, if not a command of Tether.
     """
     read = read_run(run) if step is None else read_settings(run)
     kind = role or read.kind
@@ -64,7 +64,7 @@ def write_card(
 
 
 def without_answers(text: str) -> str:
-    """A card without its section of answers, whose prompts are of the run's held-out data."""
+    """A card without its section of answers, whose prompts are from the run's held-out data."""
     return re.sub(rf"^{ANSWERS}\n.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -80,8 +80,8 @@ def card(
     """The text of a card.
 
     Args:
-        adapter: the settings of the PEFT adapter that was saved, None for a full model.
-        evaluation, step, command: as for ``write_card``.
+        adapter: settings of the saved PEFT adapter; None for a full model.
+        evaluation, step, command: as in ``write_card``.
     """
     base = adapter.get("base_model_name_or_path") if adapter else run.setting("model.path")
     base = base if isinstance(base, str) else None
@@ -100,7 +100,7 @@ def _adapter(folder: Path) -> dict[str, Any] | None:
 
 
 def _metadata(run: Run, kind: Kind, base: str | None, adapter: Mapping[str, Any] | None) -> ModelCardData:
-    """What the hub reads. The licence is the user's to name."""
+    """The metadata that the hub reads. Naming a licence is up to the user."""
     named = [source for source in _sources(run, kind) if _is_hub_id(source)]
     return ModelCardData(
         base_model=base if base and _is_hub_id(base) else None,
@@ -114,7 +114,7 @@ def _metadata(run: Run, kind: Kind, base: str | None, adapter: Mapping[str, Any]
 
 
 def _method(adapter: Mapping[str, Any]) -> str:
-    """PEFT's name of an adapter's kind: LoRA, IA3, LoHa."""
+    """PEFT's name of an adapter's type: LoRA, IA3, LoHa."""
     name = re.sub(r"\W", "", str(adapter.get("peft_type") or "PEFT"))
     return {"LORA": "LoRA", "LOHA": "LoHa", "LOKR": "LoKr", "ADALORA": "AdaLoRA"}.get(name, name)
 
@@ -147,20 +147,20 @@ def _summary(kind: Kind, base: str | None, adapter: Mapping[str, Any] | None, *,
 
 
 def _result(run: Run, kind: Kind, evaluation: Mapping[str, float]) -> str:
-    """What came of it."""
+    """The result."""
     if kind == "ppo":
         found = verdict(run, pairs(run))
         kl = kl_spent(run)
         shown = f"{found.answer} {found.sentence} {found.detail}".strip()
         return f"## Result\n\nIs it better by its judge? {_escaped(shown, 600)}" + (
-            f" KL to the start: {number(kl)} nats an answer." if kl is not None else ""
+            f" KL to the start: {number(kl)} nats per answer." if kl is not None else ""
         )
     rows = [[_escaped(name, 60), number(value)] for name, value in evaluation.items()]
     return _table("## Result", ["held out", "value"], rows) if rows else ""
 
 
 def _curves(run: Run) -> str:
-    """A few rows of the metrics, evenly spaced, the first and the last among them."""
+    """A few rows of the metrics, evenly spaced, including the first and the last."""
     steps = sorted(run.updates)
     if not steps:
         return ""
@@ -218,7 +218,7 @@ def _sources(run: Run, kind: Kind) -> list[str]:
 
 
 def _rewards(sources: Any) -> Iterator[str]:
-    """A line a reward source."""
+    """One line per reward source."""
     for source in sources if isinstance(sources, list) else ():
         if isinstance(source, dict):
             place = next((source[key] for key in ("path", "url", "base_url") if source.get(key)), None)
@@ -229,7 +229,7 @@ def _rewards(sources: Any) -> Iterator[str]:
 
 
 def _command(run: Run, kind: Kind, given: str | None) -> str:
-    """What made it, to be run again."""
+    """The command that made it."""
     stage = {"ppo": "ppo", "critic": "ppo", "reward": "reward", "sft": "sft"}[kind]
     command = given or f"tether {stage} config.yaml"
     text = yaml.safe_dump(without_keys(run.config), sort_keys=False, allow_unicode=True, width=100)
@@ -253,13 +253,13 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def _path(path: str) -> str:
-    """A path or an address as it may stand between backticks."""
+    """A path or URL, safe between backticks."""
     text = address_without_keys(path) if "://" in path else path
     return one_line(text, 200).replace("`", "'").replace("|", "\\|")
 
 
 def _escaped(text: str, limit: int) -> str:
-    """Text of unknown origin on one line of Markdown, without effect there."""
+    """Text of unknown origin on one line of Markdown, without any markup effect."""
     plain = re.sub(r"([\\`*_{}\[\]#|!~$])", r"\\\1", html.escape(one_line(text, limit), quote=False))
     for sign, entity in (("://", ":&#47;&#47;"), ("www.", "www&#46;"), ("@", "&#64;")):  # nothing becomes a link
         plain = plain.replace(sign, entity)

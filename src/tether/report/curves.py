@@ -1,4 +1,4 @@
-"""Which curves a report shows, from which metrics."""
+"""The curves that a report shows, and their metrics."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ TRAIN, HELD_OUT = 1, 2
 
 @dataclass(frozen=True)
 class Figure:
-    """One chart with what stands around it."""
+    """One chart with its title and caption."""
 
     title: str
     caption: str
     """What is plotted, in a few words."""
     legend: Sequence[tuple[str, int]]
-    """Name and colour number of each series; empty where there is only one."""
+    """Name and colour number of each series; empty if there is only one."""
     latest: str
     """The value at the end of the run."""
     chart: Html
 
 
 def groups(run: Run) -> list[tuple[str, list[Figure]]]:
-    """The figures under their headings; what was not logged is left out."""
+    """The figures under their headings, without metrics that were not logged."""
     sections = _stage_sections(run) if run.kind in STAGES else [
         ("Result", [_score(run), _frontier(run), _kl(run)]),
         ("Answers", [_length(run), _eos_rate(run), _entropy(run)]),
@@ -51,7 +51,7 @@ def groups(run: Run) -> list[tuple[str, list[Figure]]]:
 
 
 def _stage_sections(run: Run) -> list[tuple[str, list[Figure | None]]]:
-    """The same of a run before PPO."""
+    """The same for a run of a stage before PPO."""
     loss = "of the tokens of answers" if run.kind == "sft" else "of the pairs"
     return [
         ("Result", [
@@ -64,7 +64,7 @@ def _stage_sections(run: Run) -> list[tuple[str, list[Figure | None]]]:
         ]),
         ("Run", [
             _plain(run, "learning_rate", "Learning rate", "at each step", include=(0.0,)), _gradient_norms(run),
-            _both(run, "Entropy", "nats a token", "entropy", "eval_entropy", include=(0.0,)),
+            _both(run, "Entropy", "nats per token", "entropy", "eval_entropy", include=(0.0,)),
         ]),
     ]  # fmt: skip
 
@@ -122,7 +122,7 @@ def _frontier(run: Run) -> Figure | None:
     else:
         last_kl, last_score = (marks[-1].x, marks[-1].y) if marks else points[-1]
     legend = [("training", TRAIN), ("held-out", HELD_OUT)] if marks and points else []
-    svg = path_chart(points, titles, marks, label="Score against KL to the reference", x_label="KL, nats a sequence")
+    svg = path_chart(points, titles, marks, label="Score against KL to the reference", x_label="KL, nats per sequence")
     return Figure(
         "Reward against KL",
         "what each nat away from the start bought; fainter: earlier",
@@ -133,8 +133,7 @@ def _frontier(run: Run) -> Figure | None:
 
 
 def _frontier_marks(run: Run) -> list[Mark]:
-    """The evaluations in the plane of KL and score; the first, the last and that of the policy that was kept have
-    names."""
+    """The evaluations in the plane of KL and score; the first, the last and that of the kept policy are labelled."""
     kl, points = dict(run.evaluated("eval_kl").points), run.evaluated("eval_scores").points
     placed = [(step, kl[step], score) for step, score in points if step in kl]
     if not placed:
@@ -154,7 +153,7 @@ def _kl(run: Run) -> Figure | None:
         _line(run.series("objective/kl_k3"), "training, k3 estimate", 3),
     ]
     guides = _guides(health.kl_limits(run))
-    return _figure("KL to the reference", "nats a sequence", lines, include=(0.0,), guides=guides)
+    return _figure("KL to the reference", "nats per sequence", lines, include=(0.0,), guides=guides)
 
 
 def _length(run: Run) -> Figure | None:
@@ -167,7 +166,7 @@ def _eos_rate(run: Run) -> Figure | None:
 
 
 def _entropy(run: Run) -> Figure | None:
-    return _plain(run, "policy/entropy_avg", "Entropy", "nats a token", include=(0.0,))
+    return _plain(run, "policy/entropy_avg", "Entropy", "nats per token", include=(0.0,))
 
 
 def _components(run: Run) -> list[Figure]:
@@ -184,7 +183,7 @@ def _objective(run: Run) -> Figure | None:
 
 
 def _approx_kl(run: Run) -> Figure | None:
-    caption, guides = "drift within one update, nats a token", _guides(LIMITS["policy/approxkl_avg"])
+    caption, guides = "drift within one update, nats per token", _guides(LIMITS["policy/approxkl_avg"])
     return _plain(run, "policy/approxkl_avg", "Approximate KL", caption, include=(0.0,), guides=guides)
 
 

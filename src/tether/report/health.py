@@ -1,8 +1,8 @@
-"""Is the run healthy? Each rule looks at one metric, says what it found in a plain sentence, and what to do.
+"""Is the run healthy? Each rule looks at one metric, says in a plain sentence what it found, and what to do.
 
-A rule judges the worst stretch of ``STRETCH`` neighbouring updates, so that one noisy update alarms nobody and a bad
-phase in the middle of a run is not forgotten; what must hold at the end is judged by the median of the last fifth.
-Limits are those of ``tether.report.limits``; advice is left out where nothing needs doing.
+A rule judges the worst stretch of ``STRETCH`` consecutive updates, so that one noisy update raises no alarm and a bad
+phase in the middle of a run is not missed; conditions on the end of a run are judged by the median of the last fifth.
+Limits are those of ``tether.report.limits``; advice is omitted if there is nothing to do.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from tether.report.trends import (
 )
 
 LEVELS = ("act", "warn", "ok", "info")
-"""Levels in the order of urgency; ``info``: there is too little to judge by."""
+"""Levels in order of urgency; ``info``: there is too little data to judge."""
 CRITIC_WARM_UP = 20
-"""Updates before which the critic is not judged."""
+"""Number of updates before which the critic is not judged."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rule found."""
+    """The finding of one rule."""
 
     level: str
     """One of ``LEVELS``."""
     metric: str
-    """Name of the metric as in metrics.jsonl; for a pattern over several metrics, the pattern's name."""
+    """Name of the metric as in metrics.jsonl; for a pattern across several metrics, the pattern's name."""
     sentence: str
     """What was measured, and the threshold."""
     advice: str = ""
-    """What to do; empty where nothing needs doing."""
+    """What to do; empty if there is nothing to do."""
 
 
 def diagnose(run: Run) -> list[Finding]:
@@ -68,13 +68,13 @@ def diagnose(run: Run) -> list[Finding]:
 
 
 def _told(finding: Finding) -> Finding:
-    """Advice as a sentence; none where nothing needs doing."""
+    """Advice as a sentence; empty if there is nothing to do."""
     text = "" if finding.level == "ok" else finding.advice
     return replace(finding, advice=text and f"{text[0].upper()}{text[1:].rstrip('.')}.")
 
 
 def kl_limits(run: Run) -> Limits:
-    """Limits of the sequence KL for answers of this run's lengths."""
+    """Limits of the sequence KL for answers of this run's length."""
     return LIMITS["objective/kl"].scaled(max(1.0, (run.series("rollout/length").late or 0.0) / KL_LENGTH))
 
 
@@ -106,7 +106,7 @@ def not_finite(run: Run) -> Finding | None:
 
 
 def first_ratio(run: Run) -> Finding | None:
-    """The first mini-batch of an update must see the policy that sampled."""
+    """Whether the first mini-batch of an update sees the policy that sampled the answers."""
     series = run.series("val/first_ratio_error")
     if not series:
         return None
@@ -142,7 +142,7 @@ def approx_kl(run: Run) -> Finding | None:
     return _worst_of(
         run,
         "policy/approxkl_avg",
-        "Within one update the policy moved by up to {value} nats a token",
+        "Within one update the policy moved by up to {value} nats per token",
         advice.smaller_updates(run),
     )
 
@@ -155,7 +155,7 @@ def clip_fraction(run: Run) -> Finding | None:
     if any(clipped) or passes == 1 or len(clipped) < MIN_UPDATES:
         return _worst_of(run, name, text, advice.smaller_updates(run), show=percent)
     if _always_alike(run):
-        return None  # no answer is better than another: the policy has nowhere to go
+        return None  # no answer is better than another: there is nothing to learn
     return Finding(
         "act",
         name,
@@ -166,7 +166,7 @@ def clip_fraction(run: Run) -> Finding | None:
 
 
 def dual_clip(run: Run) -> Finding | None:
-    """Share of tokens of bad answers that became far more likely all the same."""
+    """Share of tokens of bad answers that became far more likely nevertheless."""
     return _worst_of(
         run,
         "policy/dual_clipfrac",
@@ -192,7 +192,7 @@ def value_clip(run: Run) -> Finding | None:
 
 
 def few_steps(run: Run) -> Finding | None:
-    """Whether updates end early, as ``max_approx_kl`` or ``max_ratio`` asks for."""
+    """Whether updates end early by ``max_approx_kl`` or ``max_ratio``."""
     series, limits = run.series("update/num_steps"), ("ppo.max_approx_kl", "ppo.max_ratio")
     planned = (run.count("ppo.num_ppo_epochs") or 0) * (run.count("ppo.num_mini_batches") or 0)
     asked = [key for key in limits if run.setting(key) is not None]
@@ -209,7 +209,7 @@ def few_steps(run: Run) -> Finding | None:
 
 
 def sequence_kl(run: Run) -> Finding | None:
-    """Distance to the reference."""
+    """Distance from the reference."""
     series = run.series("objective/kl")
     if not series:
         return None
@@ -218,7 +218,7 @@ def sequence_kl(run: Run) -> Finding | None:
     return Finding(
         limits.level(value),
         "objective/kl",
-        f"The policy went up to {number(value)} nats a sequence away from its reference (around update {step}); "
+        f"The policy went up to {number(value)} nats per sequence away from its reference (around update {step}); "
         f"for answers of this length {limits.text()}.",
         f"{advice.steered_kl(run)}, stop earlier, and read the last answers: far from the reference, scores rise for "
         "the wrong reasons",
@@ -258,7 +258,7 @@ def explained_variance(run: Run) -> Finding | None:
     limits = LIMITS["val/explained_variance"]
     level = limits.level(late)
     return Finding(
-        "warn" if level == "act" and run.num_updates < 100 else level,  # a cold critic may need so many
+        "warn" if level == "act" and run.num_updates < 100 else level,  # a cold critic may need that many
         "val/explained_variance",
         f"{text}; {limits.text(percent)}.",
         advice.better_critic(run),
@@ -266,12 +266,12 @@ def explained_variance(run: Run) -> Finding | None:
 
 
 def entropy(run: Run) -> Finding | None:
-    """How much choice the policy keeps."""
+    """How much diversity the policy keeps."""
     series = run.series("policy/entropy_avg")
     early, late = series.early, series.late
     if not early or late is None:
         return None
-    text = f"Entropy went from {number(early)} to {number(late)} nats a token"
+    text = f"Entropy went from {number(early)} to {number(late)} nats per token"
     if len(series.finite) < MIN_UPDATES:
         return Finding("info", "policy/entropy_avg", f"{text}; {MIN_UPDATES} updates are needed to judge it.")
     planned = max(run.planned_updates or 0, run.num_updates)
@@ -345,7 +345,7 @@ def eos_rate(run: Run) -> Finding | None:
 
 
 def held_out(run: Run) -> Finding | None:
-    """Whether what is learned carries over to prompts that were not trained on."""
+    """Whether improvement carries over to prompts that were not trained on."""
     points, judged = run.evaluated("eval_scores").points, run.judged("eval_scores")
     spread = next(iter(run.evaluated("eval_scores_std").finite), None)
     if judged is None:
@@ -429,7 +429,7 @@ def logprob_gap(run: Run) -> Finding | None:
 
 
 def one_token(run: Run) -> Finding | None:
-    """Whether the policy says anything but one token; any single update counts."""
+    """Whether the policy writes anything but one token; any single update counts."""
     return _share(
         run,
         "rollout/top_token_share",
@@ -452,7 +452,7 @@ def one_answer(run: Run) -> Finding | None:
 
 
 def _share(run: Run, metric: str, level: str, *, said: str, todo: str) -> Finding | None:
-    """What the largest share of an update says; nothing where answers are of one token by design."""
+    """Judges the largest share in an update; None if answers have one token by design."""
     series = run.series(metric)
     if not series or run.setting("sampling.response_length") == 1:
         return None
@@ -462,7 +462,7 @@ def _share(run: Run, metric: str, level: str, *, said: str, todo: str) -> Findin
 
 
 def left_out(run: Run) -> Finding | None:
-    """Mini-batches that were left out because something in them was not finite."""
+    """Mini-batches that were skipped because something in them was not finite."""
     series = run.series("update/num_bad")
     bad = [(step, count) for step, count in series.points if count > 0]
     if not bad:
@@ -477,7 +477,7 @@ def left_out(run: Run) -> Finding | None:
 
 
 def overflows(run: Run) -> Finding | None:
-    """Optimizer steps that float16's range cost; a few are the way in which the scale of the losses is found."""
+    """Optimizer steps lost to float16 overflow; a few are expected while the loss scale is found."""
     points = [point for name in ("policy", "value") for point in run.series(f"{name}/num_overflows").points]
     if not (found := [(step, count) for step, count in points if count > 0]):
         return None
@@ -495,7 +495,7 @@ def overflows(run: Run) -> Finding | None:
 
 
 def same_scores(run: Run) -> Finding | None:
-    """Whether the judges tell answers apart: advantages of answers that are all alike are nothing but noise."""
+    """Whether the judges distinguish answers: advantages of answers with equal scores are nothing but noise."""
     name = "objective/scores_std"
     spreads = run.series(name)
     if not spreads or run.count("train.rollout_batch_size") == 1:
@@ -542,7 +542,7 @@ def same_rewards(run: Run) -> Finding | None:
 
 
 def moving_scale(run: Run) -> Finding | None:
-    """Whether the score moves by its running normalisation alone."""
+    """Whether the score moves only because of its running normalisation."""
     if run.setting("ppo.score_norm") != "running":
         return None
     names = [name for name in run.names() if name.startswith("rewards/")]
@@ -562,7 +562,7 @@ def moving_scale(run: Run) -> Finding | None:
     )
 
 
-# Patterns over several metrics
+# Patterns across several metrics
 
 
 def no_signal(run: Run) -> Finding | None:
@@ -582,7 +582,7 @@ def no_signal(run: Run) -> Finding | None:
 
 
 def noise_ascent(run: Run) -> Finding | None:
-    """KL rises over the second half of the run, the score does not."""
+    """KL rises over the second half of the run, but the score does not."""
     kl, gain = run.series("objective/kl").finite, score_change(run, since=0.5)
     if gain is None or len(kl) < 2 * MIN_UPDATES:
         return None
@@ -600,7 +600,7 @@ def noise_ascent(run: Run) -> Finding | None:
 
 
 def pattern_collapse(run: Run) -> Finding | None:
-    """Score and KL up, entropy gone: one answer for every prompt."""
+    """Score and KL rise while entropy vanishes: one answer for every prompt."""
     early, late = run.series("policy/entropy_avg").early, run.series("policy/entropy_avg").late
     kl, gain = run.series("objective/kl").late, score_change(run)
     if not early or late is None or kl is None or gain is None or run.num_updates < MIN_UPDATES:
@@ -617,7 +617,7 @@ def pattern_collapse(run: Run) -> Finding | None:
 
 
 def cold_critic(run: Run) -> Finding | None:
-    """An early dip of the score that was made good."""
+    """An early dip of the score that was recovered."""
     scores, spread = run.series("objective/scores"), run.score_spread
     if len(scores.finite) < 2 * MIN_UPDATES or not spread or advice.critic_kind(run) is None:
         return None
@@ -653,16 +653,16 @@ RULES: tuple[Callable[[Run], Finding | None], ...] = (
     one_token, one_answer, left_out, overflows, not_finite, no_signal, noise_ascent, pattern_collapse, cold_critic,
     saturated, moving_scale,
 )  # fmt: skip
-"""Every rule, in the order in which findings of one level are shown."""
+"""Every rule, in display order within a level."""
 STAGE_RULES = (gradient_norm, not_finite)
-"""Those of a run before PPO."""
+"""The rules for a run of a stage before PPO."""
 
 
 # Parts of rules
 
 
 def _worst_of(run: Run, name: str, text: str, todo: str, *, show: Callable[[float], str] = number) -> Finding | None:
-    """What the worst stretch of a metric says by its limits; ``text`` has a place for the ``{value}``."""
+    """Judges the worst stretch of a metric by its limits; ``text`` has a placeholder ``{value}``."""
     series = run.series(name)
     if not series:
         return None
@@ -672,13 +672,13 @@ def _worst_of(run: Run, name: str, text: str, todo: str, *, show: Callable[[floa
 
 
 def _alike(run: Run) -> tuple[int, int]:
-    """Start and length of the longest stretch of updates of which each gave all its answers the same score."""
+    """Start and length of the longest stretch of updates in each of which all answers got the same score."""
     spreads, means = run.series("objective/scores_std"), dict(run.series("objective/scores").points)
     pairs = zip(spreads.steps, spreads.values, strict=True)
     return longest_stretch([scores_alike(means.get(step, 0.0), std) for step, std in pairs])
 
 
 def _always_alike(run: Run) -> bool:
-    """Whether all updates were such, though answers could differ."""
+    """Whether that holds for all updates, though answers could differ."""
     start, count = _alike(run)
     return count > 0 and start == 0 and count == len(run.updates) and run.count("train.rollout_batch_size") != 1

@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs nothing else: no network, no other file, no script to be read."""
+"""A run as one self-contained HTML file: readable without network, other files or scripts."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ REPORT = "report.html"
 MAX_PAIRS, OPEN_PAIRS = 24, 6
 MAX_TRAINING_STEPS, SAMPLES_A_STEP = 8, 2
 CONFIG_LIMIT = 60_000
-"""Characters of the configuration that are shown."""
+"""Maximum number of characters of the configuration shown."""
 MAX_METRICS, MAX_REWARDS, MAX_NOTES = 120, 12, 12
 HEAD, TEXT = 480, 2_400
-"""Characters of a text that are shown at once, and in all."""
+"""Maximum number of characters of a text shown at once, and in total."""
 QUESTIONS = {
     "ppo": "Did the policy get better?",
     None: "Did the policy get better?",
     "sft": "Did the model learn from the demonstrations?",
     "reward": "Does the model rank answers as the pairs do?",
 }
-"""What the page answers, by the kind of run."""
+"""The question that the page answers, by kind of run."""
 WORDS = {"ok": "✓ ok", "warn": "▲ warn", "act": "■ act", "info": "– info"}
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: str | Path) -> Path:
     """Writes ``report.html`` into the folder of a run; returns its path.
 
-    Reads config.yaml, metrics.jsonl and samples.jsonl. Each may be missing, torn, or from a run that was interrupted
-    or is still going on: the page then says what is missing. An earlier report is replaced in one step.
+    Reads config.yaml, metrics.jsonl and samples.jsonl. Each may be missing, torn, or from a run that was interrupted or
+    is still running: the page then says what is missing. An earlier report is replaced atomically.
 
     Raises:
-        DataError: ``run_dir`` is no folder, or holds none of the three.
+        DataError: ``run_dir`` is not a folder, or holds none of the three files.
     """
     folder = Path(run_dir)
     if not folder.is_dir():
@@ -75,7 +75,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def page(run: Run) -> str:
-    """The whole report of a run."""
+    """The complete report of a run."""
     name = _name(run)
     findings = health.diagnose(run)
     if run.kind in STAGES:
@@ -139,7 +139,7 @@ def _tile(tile: Tile) -> Html:
 
 
 def _setup(run: Run) -> str:
-    """What was trained, on one line."""
+    """A line on what was trained."""
     if not run.config:
         return "settings not known"
     rewards = run.setting("rewards")
@@ -258,7 +258,7 @@ def _side(sample: Sample, who: str, before: Sample | None = None) -> Html:
 
 
 def _facts(sample: Sample, before: Sample | None) -> Html:
-    """Score, change of score, every reward component, length and ending of an answer."""
+    """Score, change in score, reward components, length and ending of an answer."""
     change = None
     if before is not None and sample.score is not None and before.score is not None:
         gain = sample.score - before.score
@@ -279,7 +279,7 @@ def _policy(step: int) -> str:
 
 
 def _text(text: str, *, left_out: int = 0) -> Html:
-    """A text of unknown origin; what is long is folded, what is huge is cut and counted."""
+    """Text of unknown origin; long text is folded, huge text is cut and the rest counted."""
     if not text.strip():
         return element("p", "(empty)" if not text else "(white space only)", class_="text empty")
     head, tail = text[:HEAD], text[HEAD:TEXT]
@@ -345,23 +345,23 @@ def _config(run: Run) -> Html | None:
 
 
 def _without_keys(content: str) -> str | None:
-    """A configuration without what may hold a key; None where that cannot be told."""
+    """A configuration without anything that may hold a key; None if that cannot be determined."""
     try:
         config = parse(content).data
         return dump(without_keys(config)) if isinstance(config, dict) else None
-    except (TextError, ValueError):  # an address that is none
+    except (TextError, ValueError):  # a malformed URL
         return None
 
 
 def _folded(cards: list[Html], count: int) -> list[Html]:
-    """The first cards, and the others behind one line."""
+    """The first cards, and the others folded behind one line."""
     rest = cards[count:]
     more = [element("details", element("summary", f"{len(rest)} more"), *rest, class_="block")] if rest else []
     return cards[:count] + more
 
 
 def _spaced(items: Sequence, limit: int) -> list:
-    """At most ``limit`` of the items, evenly spaced, the first and the last among them."""
+    """At most ``limit`` of the items, evenly spaced, including the first and the last."""
     if len(items) <= limit:
         return list(items)
     return [items[i * (len(items) - 1) // (limit - 1)] for i in range(limit)]

@@ -1,4 +1,4 @@
-"""Where metrics are healthy: one table for the health check, the curves' guides, a run's own warnings, and the docs.
+"""Healthy ranges of metrics: one table for the health check, the guides in curves, a run's own warnings, and the docs.
 
 docs/metrics.md shows the same ranges by ``Limits.text``; a test compares the two.
 """
@@ -11,32 +11,33 @@ from dataclasses import dataclass
 from tether.report.text import number
 
 STRETCH = 5
-"""Neighbouring updates that are judged together."""
+"""Number of consecutive updates that are judged together."""
 KL_LENGTH = 50
-"""Tokens of an answer up to which the limits of ``objective/kl`` hold; longer ones may spend as much a token."""
+"""Number of tokens in an answer up to which the limits of ``objective/kl`` hold; longer answers may spend the same per
+token."""
 LOW_EOS_RATE = 0.8
 MOST_SHARE = 0.9
-"""Of one token among all tokens, and of one answer among all answers."""
+"""Share of one token among all tokens, and of one answer among all answers."""
 GRADIENT_SPIKE = 5.0
-"""Times the median of the gradient norm."""
+"""Multiple of the median gradient norm."""
 FEW_STEPS = 0.5
-"""Share of the optimizer steps of an update, where ``max_approx_kl`` or ``max_ratio`` may end it early."""
+"""Share of an update's optimizer steps that are taken, if ``max_approx_kl`` or ``max_ratio`` may end it early."""
 SAME_SCORE = 1e-6
-"""Standard deviation of scores over the size of their mean, up to which they differ by rounding."""
+"""Ratio of the scores' standard deviation to the magnitude of their mean up to which they differ only by rounding."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A range that is usual, and from where on something is to be watched, and to be done."""
+    """A usual range, and the values from which to watch and to act."""
 
     healthy: float
     warn: float
     act: float | None = None
-    """None where no value alone is a reason to act."""
+    """None if no value alone is a reason to act."""
 
     @property
     def is_floor(self) -> bool:
-        """Whether it is small values that are unhealthy."""
+        """Whether small values are the unhealthy ones."""
         return self.warn < self.healthy
 
     def level(self, value: float) -> str:
@@ -47,11 +48,11 @@ class Limits:
         return "warn" if sign * value > sign * self.warn else "ok"
 
     def scaled(self, factor: float) -> Limits:
-        """The same in another unit."""
+        """The same limits in another unit."""
         return Limits(factor * self.healthy, factor * self.warn, None if self.act is None else factor * self.act)
 
     def text(self, show: Callable[[float], str] = number) -> str:
-        """The range in words, a part of a sentence."""
+        """The range in words, as part of a sentence."""
         within, beyond = ("from", "below") if self.is_floor else ("up to", "above")
         act = "" if self.act is None else f", to act on {beyond} {show(self.act)}"
         return f"healthy {within} {show(self.healthy)}, to watch {beyond} {show(self.warn)}{act}"
@@ -68,24 +69,24 @@ LIMITS = {
     "val/first_ratio_error": Limits(1e-4, 1e-3, 1e-2),
     "val/explained_variance": Limits(0.3, 0.2, 0.0),
 }
-"""By the metric's name; ``objective/kl`` in nats for answers of up to ``KL_LENGTH`` tokens."""
+"""Limits by metric name; ``objective/kl`` in nats for answers of up to ``KL_LENGTH`` tokens."""
 
 LOGPROB_GAP = {
     "float32": Limits(1e-4, 1e-3, 1e-2),
     "float16": Limits(1e-2, 2e-2, 0.1),
     "bfloat16": Limits(5e-2, 0.1, 0.2),
 }
-"""Of ``rollout/logprob_gap``, in nats a token, by the type that forwards run in."""
+"""Limits of ``rollout/logprob_gap``, in nats per token, by the dtype that forwards run in."""
 
 
 def forward_type(*, dtype: object, bf16: object, fp16: object, quantization: object) -> str:
     """The key of ``LOGPROB_GAP`` for a run with these settings (``model.dtype``, ``train.bf16``, ``train.fp16``,
-    ``model.quantization``). Weights in few bits round as coarsely as bfloat16."""
+    ``model.quantization``). Quantized weights round as coarsely as bfloat16."""
     if bf16 or dtype == "bfloat16" or quantization:
         return "bfloat16"
     return "float16" if fp16 else "float32"
 
 
 def scores_alike(mean: float, std: float) -> bool:
-    """Whether all scores of a batch are the same but for rounding."""
+    """Whether all scores of a batch are equal up to rounding."""
     return std <= SAME_SCORE * abs(mean)

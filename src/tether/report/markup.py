@@ -1,4 +1,5 @@
-"""HTML from nested calls. Every string that is not ``Html`` is made visible and escaped: none can be forgotten."""
+"""HTML from nested calls. Every string that is not ``Html`` is made visible and escaped, so that none can be
+forgotten."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class Html(str):
 def element(tag: str, *children: object, **attributes: object) -> Html:
     """One element. ``class_`` loses its underscore, other underscores become hyphens.
 
-    Children and attribute values are escaped unless they are ``Html``; None is left out, True is a bare attribute.
+    Children and attribute values are escaped unless they are ``Html``; None is omitted, True becomes a bare attribute.
     """
     written = "".join(
         f" {name.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{_escaped(value)}"')
@@ -31,7 +32,7 @@ def element(tag: str, *children: object, **attributes: object) -> Html:
 
 
 def join(*children: object) -> Html:
-    """Children one after the other; None is left out."""
+    """Concatenates children, omitting None."""
     return Html("".join(_escaped(child) for child in children if child is not None))
 
 

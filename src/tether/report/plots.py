@@ -1,4 +1,4 @@
-"""Curves of a run as PNG files, for those who paste them elsewhere; report.html has them all."""
+"""Curves of a run as PNG files, for pasting elsewhere; report.html has them all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLOTS = {
     "training_reward.png": ("objective/scores",),
     "training_kl.png": ("objective/kl",),
 }
-"""Metrics that each file shows, as far as a run of any stage has them."""
+"""Metrics shown in each file, as far as the run's stage has them."""
 
 
 def can_plot() -> bool:
@@ -30,7 +30,7 @@ def write_plots(folder: Path) -> list[Path]:
         ConfigError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure  # without pyplot, so that no window and no global state is touched
+        from matplotlib.figure import Figure  # without pyplot, so that no window opens and no global state changes
     except ModuleNotFoundError:
         raise ConfigError("plots need matplotlib: pip install tether[plot]") from None
     written = []
@@ -49,7 +49,7 @@ def write_plots(folder: Path) -> list[Path]:
 
 
 def _curve(file: Path, metric: str) -> list[tuple[float, float]]:
-    """(step, value) wherever the metric is a finite number."""
+    """(step, value) pairs where the metric is finite."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
     points = [(line["step"], line[metric]) for line in lines if isinstance(line.get(metric), int | float)]
     return [(step, value) for step, value in points if math.isfinite(value)]

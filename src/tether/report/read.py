@@ -1,4 +1,4 @@
-"""The files of a run as numbers and texts. Whatever is missing or damaged becomes a note, never an error."""
+"""Reads the files of a run as numbers and texts. Whatever is missing or damaged becomes a note, never an error."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tether.report.text import prompt_text
 
 CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
 FINISHED = "finished.json"
-"""How a run of PPO ended; not there while it goes on, or where it was interrupted."""
+"""File on how a PPO run ended; absent while it runs, or if it was interrupted."""
 REWARD_EVALUATION = "reward_eval.json"
-"""What a reward model says of pairs that were held out."""
+"""File with a reward model's results on held-out pairs."""
 STAGES = ("sft", "reward")
-"""Kinds of a run before PPO."""
+"""Kinds of runs before PPO."""
 TEXT_LIMIT = 4_000
-"""Characters of a prompt or an answer that are kept; the rest is counted."""
-_LARGEST, _SMALLEST = 1e100, 1e-100  # outside of these, sums and squares overflow or vanish
+"""Number of characters of a prompt or an answer that are kept; the rest is counted."""
+_LARGEST, _SMALLEST = 1e100, 1e-100  # beyond these, sums and squares overflow or vanish
 
 
 Point = tuple[int, float]
-"""An update, and a metric's value there."""
+"""An update, and a metric's value at it."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Series:
     """One metric over the run, in the order of the updates."""
 
     steps: list[int]
-    """Update each value belongs to."""
+    """The update that each value belongs to."""
     values: list[float]
-    """The values; NaN where the file has one that is not a finite number."""
+    """The values; NaN where the file's value is not finite."""
 
     def __bool__(self) -> bool:
         return any(math.isfinite(v) for v in self.values)
@@ -60,7 +60,7 @@ class Series:
 
     @property
     def late(self) -> float | None:
-        """Median of the last fifth of the finite values, of three at least."""
+        """Median of the last fifth of the finite values, but of at least three."""
         values = self.finite
         return statistics.median(values[-max(3, len(values) // 5) :]) if values else None
 
@@ -75,7 +75,7 @@ class Sample:
     prompt: str
     response: str
     cut: int
-    """Characters of the answer beyond the limit."""
+    """Number of characters of the answer beyond the limit."""
     length: float | None
     finish_reason: str
     score: float | None
@@ -85,32 +85,32 @@ class Sample:
 
 @dataclass
 class Run:
-    """Everything a report is made of."""
+    """Everything a report is made from."""
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
-    """config.yaml as parsed; empty where it cannot be."""
+    """config.yaml, parsed; empty if that fails."""
     config_text: str | None = None
-    """config.yaml as it stands."""
+    """config.yaml as text."""
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics of each update; NaN where a value was not finite."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
-    """The same of each evaluation, keyed by the number of updates before it."""
+    """The same for each evaluation, keyed by the number of updates before it."""
     samples: list[Sample] = field(default_factory=list)
     """Answers, in the order of the file."""
     finished_step: int | None = None
-    """Updates of a run that came to its end; None while it goes on, or where it was interrupted."""
+    """Number of updates of a finished run; None while it runs, or if it was interrupted."""
     kept_step: int | None = None
-    """Updates before the policy that a finished run left: fewer than ``finished_step`` where an earlier one was put in
-    place of the last."""
+    """Number of updates before the policy that a finished run kept: fewer than ``finished_step`` if an earlier policy
+    replaced the last."""
     ranked: dict[str, float] = field(default_factory=dict)
-    """Of a reward model, metrics on the pairs that were held out, their number (``pairs``) among them."""
+    """For a reward model, metrics on the held-out pairs, including their number (``pairs``)."""
     notes: list[str] = field(default_factory=list)
     """What is missing or could not be read."""
 
     @property
     def kind(self) -> Literal["ppo", "sft", "reward"] | None:
-        """What was trained; None where config.yaml does not say."""
+        """What was trained; None if config.yaml does not say."""
         data = self.setting("data")
         keys = data.keys() if isinstance(data, dict) else set()
         if "prompts" in keys:
@@ -119,7 +119,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What its updates are called."""
+        """The name of its updates."""
         return "step" if self.kind in STAGES else "update"
 
     def series(self, name: str) -> Series:
@@ -131,14 +131,14 @@ class Run:
         return _series(self.evaluations, name)
 
     def judged(self, name: str) -> tuple[Point, Point] | None:
-        """A metric of the first evaluation and of that of the policy which the run left, or of the last so far; None
-        without two evaluations, or where that policy's has none."""
+        """A metric at the first evaluation and at that of the policy the run kept, or the last so far; None without two
+        evaluations, or if the latter lacks the metric."""
         points = self.evaluated(name).points
         end = points[-1:] if self.kept_step is None else [point for point in points if point[0] == self.kept_step]
         return (points[0], end[0]) if len(points) >= 2 and end else None
 
     def at_start(self, evaluated: str, trained: str) -> float | None:
-        """The start policy's value: of the evaluation before the first update, else of the first updates."""
+        """The start policy's value: from the evaluation before the first update, else from the first updates."""
         first = self.evaluations.get(0, {}).get(evaluated, math.nan)
         return first if math.isfinite(first) else self.series(trained).early
 
@@ -151,7 +151,7 @@ class Run:
         return None
 
     def names(self) -> list[str]:
-        """Every metric of the updates, in the order of first appearance."""
+        """Every metric of the updates, in order of first appearance."""
         return list(dict.fromkeys(name for line in self.updates.values() for name in line))
 
     def evaluated_names(self) -> list[str]:
@@ -159,25 +159,25 @@ class Run:
         return list(dict.fromkeys(name for line in self.evaluations.values() for name in line))
 
     def setting(self, key: str) -> Any:
-        """A value of config.yaml by its dotted key; None where there is none."""
+        """A value of config.yaml by its dotted key; None if there is none."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
     def count(self, key: str) -> float | None:
-        """The same where it is a number."""
+        """The same if it is a number, else None."""
         value = _number(self.setting(key))
         return value if value is not None and math.isfinite(value) else None
 
     @property
     def num_updates(self) -> int:
-        """Updates done."""
+        """Number of updates done."""
         return max(self.updates, default=0)
 
     @property
     def planned_updates(self) -> int | None:
-        """Updates that the configuration asks for; None where that depends on the number of prompts."""
+        """Number of updates that the configuration plans; None if that depends on the number of prompts."""
         if steps := self.count("train.max_steps"):
             return int(steps)
         episodes, batch = self.count("train.total_episodes"), self.count("train.rollout_batch_size")
@@ -185,8 +185,8 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads config.yaml, metrics.jsonl, samples.jsonl, finished.json and reward_eval.json of a run, as far as a run of
-    its kind has them."""
+    """Reads config.yaml, metrics.jsonl, samples.jsonl, finished.json and reward_eval.json of a run, as far as its kind
+    has them."""
     run = Run(folder)
     _read_config(run)
     _read_metrics(run)
@@ -199,7 +199,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_settings(folder: Path) -> Run:
-    """Reads config.yaml of a run alone."""
+    """Reads only config.yaml of a run."""
     run = Run(folder)
     _read_config(run)
     return run
@@ -243,7 +243,7 @@ def _read_ranked(run: Run) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where the file is not there or damaged, which says nothing."""
+    """A JSON object; an empty one, without a note, if the file is missing or damaged."""
     try:
         content = json.loads(path.read_bytes().decode(errors="replace"))
     except (OSError, ValueError, RecursionError):
@@ -298,7 +298,7 @@ def _read_samples(run: Run) -> None:
 
 
 def _read_lines(run: Run, name: str, take: Callable[[dict[str, Any]], bool], *, without: str) -> None:
-    """Hands each readable line of a file to ``take``; what is missing, torn or unreadable becomes a note."""
+    """Passes each readable line of a file to ``take``; anything missing, torn or unreadable becomes a note."""
     path, bad, last = run.folder / name, [], 0
     try:
         for last, line in _json_lines(path):
@@ -318,7 +318,7 @@ def _read_lines(run: Run, name: str, take: Callable[[dict[str, Any]], bool], *, 
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(line number, object) of each line that is not blank; None for what is no JSON object."""
+    """(line number, object) of each line that is not blank; None for a line that is not a JSON object."""
     with path.open("rb") as file:
         for i, raw in enumerate(file, start=1):
             if not raw.strip():
@@ -331,7 +331,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def _number(value: Any) -> float | None:
-    """A number as float; NaN for null and for what is not finite or absurdly large; None for what is no number."""
+    """A number as float; NaN for null and for values that are not finite or absurdly large; None for anything that is
+    not a number."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""The headline of a run before PPO: what was learned, as far as rows that were held out can say it."""
+"""The headline of a run before PPO: what was learned, judged on held-out rows."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tether.report.summary import Tile, Verdict
 from tether.report.text import counted, number, percent
 
 OVERFITTED = 1.02
-"""Times the lowest held-out loss."""
+"""Multiple of the lowest held-out loss."""
 
 
 def verdict(run: Run) -> Verdict:
-    """Whether it learned what holds beyond the rows that it was trained on."""
+    """Whether it learned something that holds beyond its training rows."""
     return _of_pairs(run) if run.kind == "reward" else _of_demonstrations(run)
 
 
 def tiles(run: Run) -> list[Tile]:
-    """The numbers of the headline."""
+    """The numbers in the headline."""
     rate, epochs = run.series("learning_rate").finite, run.series("epoch").finite
     found = [
         _course(run, "Loss", "loss", "in training", number),
@@ -39,7 +39,7 @@ def tiles(run: Run) -> list[Tile]:
 
 
 def data_sources(run: Run) -> str:
-    """What was trained on, on one line."""
+    """A line on the training data."""
     given = run.setting("data.pairs" if run.kind == "reward" else "data.demonstrations")
     return ", ".join(map(str, given if isinstance(given, list) else [given]))
 
@@ -76,7 +76,7 @@ def _of_pairs(run: Run) -> Verdict:
         text = f"In training it ranked {percent(late)} of the pairs so at the end."
         reason = "There is no result on held-out pairs, which data.eval_fraction asks for."
         return Verdict("info", "Not known.", text, reason)
-    noise = 2 * math.sqrt(0.25 / count)  # two standard errors of guesses
+    noise = 2 * math.sqrt(0.25 / count)  # two standard errors of guessing
     text = f"Of {count:,.0f} held-out pairs it ranks {percent(accuracy)} so."
     detail = f"Guesses would be right for {percent(max(0.0, 0.5 - noise))} to {percent(min(1.0, 0.5 + noise))}."
     if accuracy > 0.5 + noise:
@@ -85,7 +85,7 @@ def _of_pairs(run: Run) -> Verdict:
 
 
 def _course(run: Run, label: str, name: str, detail: str, show: Callable[[float], str]) -> Tile | None:
-    """First and last value of a metric, of updates or of evaluations."""
+    """First and last value of a metric, from updates or evaluations."""
     is_held_out = name.startswith("eval_")
     series = run.evaluated(name) if is_held_out else run.series(name)
     if not series:

@@ -1,4 +1,4 @@
-"""Look and behaviour of the page: one style sheet, and a script that only copies hover texts under their chart."""
+"""Style and behaviour of the page: one style sheet, and a script that only copies hover texts below their chart."""
 
 CSS = """
 :root { color-scheme: light dark;

@@ -1,4 +1,4 @@
-"""The headline: did the policy get better, by how much, and at what price."""
+"""The headline: whether the policy improved, by how much, and at what KL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tether.report.read import Point, Run, Sample
 from tether.report.text import counted, duration, number, percent, signed
 
 NOISE = 0.1
-"""Standard deviations below which a change of score says nothing, where the standard error is not known."""
+"""Number of standard deviations below which a change in score says nothing, if the standard error is unknown."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Pair:
     """Answers to one held-out prompt."""
 
     before: Sample
-    """At the first evaluation."""
+    """The answer at the first evaluation."""
     after: Sample | None
-    """Of the policy that the run left, or at the last evaluation so far; None where that is the first one."""
+    """The answer of the policy that the run kept, or at the last evaluation so far; None if that is the first one."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Verdict:
     """The answer to the question."""
 
     level: str
-    """``ok``: better; ``act``: worse; ``warn``: no clear change; ``info``: not known."""
+    """``ok``: better; ``act``: worse; ``warn``: no clear change; ``info``: unknown."""
     answer: str
     """Yes or no."""
     sentence: str
     """What was measured."""
     detail: str = ""
-    """The figures behind it."""
+    """The numbers behind it."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One number of the headline."""
+    """One number in the headline."""
 
     label: str
     value: str
@@ -47,8 +47,7 @@ class Tile:
 
 
 def pairs(run: Run) -> list[Pair]:
-    """Answers of the first policy and of the one that the run left to the same held-out prompts, in the order of the
-    prompts."""
+    """Answers of the first policy and of the one that the run kept to the same held-out prompts, in prompt order."""
     by_step: dict[int, dict[int, Sample]] = {}
     for sample in run.samples:
         if sample.split == "eval" and sample.row is not None:
@@ -63,7 +62,7 @@ def pairs(run: Run) -> list[Pair]:
 
 
 def verdict(run: Run, compared: list[Pair]) -> Verdict:
-    """Whether the policy is better by the judge it was trained on, on held-out prompts where there are any."""
+    """Whether the policy improved by the judge it was trained on, on held-out prompts if there are any."""
     points, judged = run.evaluated("eval_scores").points, run.judged("eval_scores")
     if judged is not None:
         return _held_out_verdict(run, *judged, compared)
@@ -102,7 +101,7 @@ def _held_out_verdict(run: Run, before: Point, after: Point, compared: list[Pair
 
 
 def _kept(run: Run) -> str:
-    """Which policy the run left, where it is not the last one."""
+    """Which policy the run kept, if it is not the last one."""
     kept, last = run.kept_step, run.finished_step
     if kept is None or kept == last:
         return ""
@@ -111,8 +110,8 @@ def _kept(run: Run) -> str:
 
 
 def kl_spent(run: Run) -> float | None:
-    """KL to the reference of the policy that the run left, in nats an answer: on held-out prompts where it was
-    evaluated, else of the last updates."""
+    """KL from the reference of the policy that the run kept, in nats per answer: on held-out prompts if it was
+    evaluated, else from the last updates."""
     if (judged := run.judged("eval_kl")) is not None:
         return judged[1][1]
     points = run.evaluated("eval_kl").points
@@ -120,7 +119,7 @@ def kl_spent(run: Run) -> float | None:
 
 
 def tiles(run: Run, compared: list[Pair]) -> list[Tile]:
-    """The numbers of the headline."""
+    """The numbers in the headline."""
     found = [_score_tile(run), _kl_tile(run), _length_tile(run), _ended_tile(run), _wins_tile(compared), _run_tile(run)]
     return [tile for tile in found if tile is not None]
 
@@ -198,12 +197,12 @@ def _start_and_end(run: Run, evaluated: str, trained: str) -> tuple[float | None
 
 
 def _score_changes(compared: list[Pair]) -> list[float]:
-    """Change of score on each prompt that has two finite ones."""
+    """Change in score on each prompt that has two finite scores."""
     scores = [(p.before.score, p.after.score) for p in compared if p.after is not None]
     return [b - a for a, b in scores if a is not None and b is not None and math.isfinite(b - a)]
 
 
 def _standard_error(compared: list[Pair]) -> float | None:
-    """Standard error of the mean change of score over the same prompts."""
+    """Standard error of the mean change in score over the same prompts."""
     changes = _score_changes(compared)
     return statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) >= 8 else None

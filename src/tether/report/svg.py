@@ -1,7 +1,7 @@
 """A small chart kit: line charts, a path through a plane, stacked bars. Inline SVG, colours from the page's CSS.
 
 Series longer than ``MAX_POINTS`` are drawn as the means of equal groups with the range of each group behind them, so
-that neither a spike nor the size of the file depends on how long a run was.
+that neither the visibility of a spike nor the size of the file depends on the length of the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tether.report.text import number
 WIDTH, HEIGHT = 400, 232
 MAX_POINTS = 120
 _TOP, _RIGHT, _BOTTOM = 10, 12, 38
-_MARKED = 40  # up to here every point gets a dot
+_MARKED = 40  # up to this many, every point gets a dot
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Line:
     color: int = 1
     """Number of the CSS colour, from 1."""
     dots: bool = False
-    """Mark every value: for series with few of them."""
+    """Whether to mark every value, for series with few values."""
 
 
 @dataclass(frozen=True)
 class Guide:
-    """A horizontal threshold, drawn where the data come near it."""
+    """A horizontal threshold, drawn if the data come near it."""
 
     value: float
     label: str
@@ -53,7 +53,7 @@ class Mark:
     x: float
     y: float
     name: str
-    """Written beside it; may be empty."""
+    """Text next to it; may be empty."""
     title: str
     """Hover text."""
     color: int = 1
@@ -61,7 +61,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A group of neighbouring updates as one drawn point."""
+    """A group of consecutive updates drawn as one point."""
 
     first: int
     last: int
@@ -71,7 +71,7 @@ class Bucket:
     high: float
 
     def steps(self, noun: str = "update") -> str:
-        """The updates in it, or what ``noun`` calls them, in words."""
+        """The updates in it, in words, with ``noun`` as their name."""
         return f"{noun} {self.first}" if self.first == self.last else f"{noun}s {self.first}–{self.last}"
 
 
@@ -90,7 +90,8 @@ class Scale:
 
 
 def buckets(xs: Sequence[int], ys: Sequence[float], limit: int = MAX_POINTS) -> list[Bucket]:
-    """At most ``limit`` groups of about equally many neighbours; a group without a finite value has the mean NaN."""
+    """At most ``limit`` groups of consecutive points of about equal size; the mean of a group without finite values is
+    NaN."""
     count = min(limit, len(xs))
     groups = []
     for i in range(count):
@@ -103,7 +104,7 @@ def buckets(xs: Sequence[int], ys: Sequence[float], limit: int = MAX_POINTS) -> 
 
 
 def axis(low: float, high: float) -> tuple[float, float]:
-    """A range with some room around the values, but none beyond a bound that is 0."""
+    """A range with some margin around the values, but none beyond a bound of 0."""
     if low == high == 0:
         return 0.0, 1.0
     if high - low <= 1e-9 * max(abs(low), abs(high)):
@@ -114,7 +115,7 @@ def axis(low: float, high: float) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
-    """About ``count`` round values inside a range, two at least; whole numbers if asked for."""
+    """About ``count`` round values within a range, at least two; optionally whole numbers."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= 0.999 * raw and not (whole and m == 2.5))
@@ -123,7 +124,7 @@ def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> li
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Labels of ticks, all with the decimals that their distance needs."""
+    """Labels of ticks, with as many decimals as their spacing needs."""
     step, size = values[1] - values[0], max(abs(v) for v in values)
     if size >= 1e6 or step < 1e-4:
         return [number(v) for v in values]
@@ -149,11 +150,11 @@ def line_chart(
 
     Args:
         label: what the chart shows, for screen readers.
-        show: how a value is written.
+        show: formats a value.
         include: values that the vertical axis must contain.
-        limits: vertical range; what lies beyond is drawn at the edge, and its hover text has the true value.
-        guides: thresholds.
-        noun: what an update is called.
+        limits: vertical range; values beyond it are drawn at the edge, and their hover text has the true value.
+        guides: horizontal thresholds.
+        noun: name of an update.
     """
     drawn = [(line, buckets(line.xs, line.ys), _spreads(line)) for line in lines]
     heights = [v for _, groups, spreads in drawn for v in _extent(groups, spreads)]
@@ -200,9 +201,9 @@ def path_chart(
 def stacked_bars(
     xs: Sequence[int], layers: Sequence[tuple[str, int, Sequence[float]]], *, label: str, unit: str
 ) -> Html:
-    """Layers (name, colour number, values) on top of each other, a bar for each group of updates.
+    """Layers (name, colour number, values) on top of each other, one bar per group of updates.
 
-    Values that are not finite count as 0, and so do negative ones.
+    Values that are not finite, or are negative, count as 0.
     """
     groups = [buckets(xs, [y if math.isfinite(y) else 0.0 for y in ys], 60) for *_, ys in layers]
     columns = list(zip(*groups, strict=True))
@@ -275,7 +276,7 @@ def _spreads(line: Line) -> list[Bucket] | None:
 
 
 def _edges(groups: Sequence[Bucket], spreads: Sequence[Bucket] | None) -> list[tuple[float, float]]:
-    """Lower and upper edge of the band at each group: the spread where it is known, else the group's range."""
+    """Lower and upper edge of the band at each group: the spread if known, else the group's range."""
     if spreads is None:
         return [(b.low, b.high) for b in groups]
     halves = [s.mean if math.isfinite(s.mean) else 0.0 for s in spreads]
@@ -287,7 +288,7 @@ def _extent(groups: Sequence[Bucket], spreads: Sequence[Bucket] | None) -> list[
 
 
 def _runs(points: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:
-    """Unbroken stretches of points without NaN."""
+    """Contiguous stretches of points without NaN."""
     runs: list[list[tuple[float, ...]]] = [[]]
     for point in points:
         if all(math.isfinite(v) for v in point):
@@ -361,7 +362,7 @@ def _mark(mark: Mark, x: Scale, y: Scale) -> Html:
 
 
 def _mark_name(mark: Mark, x: Scale, y: Scale) -> Html:
-    """The name of a mark, on the side that has room."""
+    """The name of a mark, on the side with room for it."""
     at, height = x(mark.x), y(mark.y)
     in_right_half, at_top = at > (x.start + x.end) / 2, height < _TOP + 16
     place = {"x": _fmt(at + (-9 if in_right_half else 9)), "y": _fmt(height + (17 if at_top else -8))}
@@ -369,7 +370,7 @@ def _mark_name(mark: Mark, x: Scale, y: Scale) -> Html:
 
 
 def _update_ticks(x: Scale) -> list[float]:
-    """Whole updates, from 0 on, inside a range; the first where there is no other."""
+    """Whole updates, at least 0, within a range; the first one if there is no other."""
     return [v for v in ticks(x.low, x.high, whole=True) if v >= 0]
 
 

@@ -1,8 +1,8 @@
-"""Text of unknown origin made safe to show, and numbers made readable. The HTML report and the terminal share it.
+"""Makes text of unknown origin safe to show, and numbers readable. Used by the HTML report and the terminal.
 
 Model output and datasets may hold anything: terminal escapes, bidirectional overrides that reorder the line around
 them, invisible characters, lone surrogates that no encoder accepts. ``visible`` turns each of them into the escape that
-Python would write for it, so that a reader sees that it is there and nothing acts on it.
+Python would write for it, so that a reader sees it and nothing acts on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MINUS = "−"
 
 
 def visible(text: str) -> str:
-    """``text`` with every character that could act on its surroundings, or hide, as a visible escape.
+    """``text`` with every character that could act on its surroundings, or hide, replaced by a visible escape.
 
     Newlines and tabs stay, CRLF becomes a newline. The result can be encoded as UTF-8.
     """
@@ -37,7 +37,7 @@ def json_line(value: Any, *, as_ascii: bool = False) -> str:
     """``value`` as JSON on one line, with the escapes of JSON for every character that ``visible`` would escape.
 
     Args:
-        as_ascii: escapes for every other character beyond ASCII too.
+        as_ascii: whether to escape all other non-ASCII characters too.
     """
     text = json.dumps(value, ensure_ascii=as_ascii)
     return _UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text)
@@ -49,9 +49,9 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """``text`` made visible on one line, white space collapsed, at most ``limit`` characters, the last one "…" if cut.
+    """``text`` made visible on one line, white space collapsed, at most ``limit`` characters, ending in "…" if cut.
 
-    Of a longer text only the beginning is looked at, so that a huge answer costs nothing.
+    Only the beginning of a longer text is processed, so that a huge answer costs nothing.
     """
     start = text[: 8 * limit]
     line = " ".join(visible(start).split())
@@ -59,7 +59,7 @@ def one_line(text: str, limit: int) -> str:
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as a dataset has it, text or chat messages, as one text: ``role: content`` a message."""
+    """A prompt as in the dataset, text or chat messages, as one text: ``role: content`` per message."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list | tuple):
@@ -71,7 +71,7 @@ def prompt_text(prompt: Any) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits for reading: ``1.23``, ``−0.05``, ``12,345``, ``3.1e−6``; "–" where there is none."""
+    """A readable number with three significant digits: ``1.23``, ``−0.05``, ``12,345``, ``3.1e−6``; "–" for None."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -86,12 +86,12 @@ def number(value: float | None) -> str:
 
 
 def signed(value: float) -> str:
-    """``number`` with a plus sign where the value is positive."""
+    """``number`` with a plus sign if the value is positive."""
     return ("+" if value > 0 else "") + number(value)
 
 
 def percent(share: float | None) -> str:
-    """A share of 1 in per cent, one decimal below 10 %."""
+    """A share of 1 in per cent, with one decimal below 10 %."""
     if share is None or not math.isfinite(share):
         return "–"
     value = 100 * share

@@ -1,4 +1,4 @@
-"""What the courses of metrics say: means over stretches, ends, changes, correlation."""
+"""Statistics of metrics over a run: means over stretches, ends, changes, correlation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tether.report.limits import STRETCH
 from tether.report.read import Point, Run, Series
 
 MIN_UPDATES = 10
-"""Updates below which trends are not judged."""
+"""Number of updates below which trends are not judged."""
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean, without loss by rounding."""
+    """The mean, without rounding loss."""
     return math.fsum(values) / len(values)
 
 
 def smooth(series: Series) -> list[Point]:
-    """(last update, mean) of each stretch of ``STRETCH`` neighbours; of all values where there are fewer."""
+    """(last update, mean) of each stretch of ``STRETCH`` consecutive values; of all values if there are fewer."""
     points = series.points
     width = min(STRETCH, len(points))
     return [
@@ -40,7 +40,7 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def change(values: Sequence[float], spread: float | None) -> float | None:
-    """Change from the first to the last third, in units of ``spread``; None where there are too few values to tell."""
+    """Change from the first to the last third, in units of ``spread``; None if there are too few values."""
     if len(values) < MIN_UPDATES or not spread:
         return None
     before, after = ends(values)
@@ -48,8 +48,8 @@ def change(values: Sequence[float], spread: float | None) -> float | None:
 
 
 def score_change(run: Run, *, since: float = 0.0) -> float | None:
-    """``change`` of the training score over the updates after the share ``since`` of the run, in standard deviations
-    of the start policy."""
+    """``change`` of the training score over the updates after the fraction ``since`` of the run, in standard deviations
+    of the start policy's scores."""
     values = run.series("objective/scores").finite
     return change(values[int(since * len(values)) :], run.score_spread)
 
@@ -67,7 +67,7 @@ def r_squared(run: Run, name: str, other: str) -> float | None:
 
 
 def longest_stretch(flags: Sequence[bool]) -> tuple[int, int]:
-    """Start and length of the longest run of true flags, the last one where several are equally long."""
+    """Start and length of the longest run of true flags; the last one if several are equally long."""
     best, start = (0, 0), 0
     for i, flag in enumerate(flags):
         if not flag:

@@ -16,13 +16,13 @@ from tether.types import RewardBatch, RewardOutput
 class AdapterSource:
     """Scores query and answer, as the policy's token ids, at the last answer token.
 
-    The adapter shares the policy's base and so its vocabulary: nothing is decoded or encoded anew.
+    The adapter shares the policy's base and thus its vocabulary: nothing is decoded or encoded again.
 
     Args:
-        roles: holds the adapter ``name``.
+        roles: models that include the adapter ``name``.
         name: name of the adapter, also in messages.
         tokenizer: the policy's, to show what is scored.
-        batch_size: answers in one forward.
+        batch_size: number of answers per forward.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class AdapterSource:
         """Query and answer as the policy's token ids.
 
         Raises:
-            RewardError: they are more than the base has positions for.
+            RewardError: they exceed the base's positions.
         """
         read = [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
         check_lengths([len(ids) for ids in read], steady_positions(self.roles.policy.config), self.name)

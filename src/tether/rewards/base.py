@@ -21,7 +21,7 @@ ScoreBatch = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 LARGEST = 1e15
-"""Largest size of a score: beyond it the value loss, a square, comes near the end of float32."""
+"""Largest magnitude of a score: beyond it the value loss, a square, approaches the limit of float32."""
 
 
 @runtime_checkable
@@ -29,11 +29,11 @@ class InForwards(Protocol):
     """A source that scores by forwards of a model: ``score`` in two steps, of which the second alone needs weights."""
 
     def read(self, batch: RewardBatch) -> Any:
-        """What the model reads of each answer, for ``scored``; raises for what it cannot read."""
+        """What the model reads for each answer, as input of ``scored``; raises if it cannot read something."""
         ...
 
     def scored(self, read: Any) -> RewardOutput:
-        """Scores of what was read, by equally many forwards for equally many answers."""
+        """Scores of what was read; the number of forwards depends only on the number of answers."""
         ...
 
 
@@ -44,12 +44,12 @@ def checked(scores: Any, n: int, source: str) -> list[float]:
     counts as a list.
 
     Args:
-        scores: what a source answered, of any type.
-        source: how messages name the source.
+        scores: what a source returned, of any type.
+        source: the source's name in messages.
 
     Raises:
-        RewardResponseError: it is no list, has another length, or holds something that is no finite number of a
-            usable size; a missing score is never taken for 0.
+        RewardResponseError: it is not a list, has the wrong length, or holds something other than finite numbers of
+            usable magnitude; a missing score is never taken for 0.
     """
     values = listed(scores)
     if values is None:
@@ -90,12 +90,12 @@ def scores_in_batches(
     batch_size: int,
     through: Host = directly,
 ) -> list[float]:
-    """Scores in the order of the rows, computed in batches of similar lengths, and what does not fit into memory in
-    halves.
+    """Scores in the order of the rows, computed in batches of similar lengths; a batch that does not fit into memory is
+    halved.
 
     Args:
-        lengths: tokens of each row.
-        run: scores of some rows, in one forward.
+        lengths: number of tokens in each row.
+        run: returns the scores of some rows, in one forward.
         through: runs each batch.
     """
     scores = [math.nan] * len(lengths)
@@ -118,10 +118,11 @@ def finite_number(value: Any, what: str, source: str) -> float:
     """``value`` as a finite float.
 
     Args:
-        what: names what it scores in messages, ``source`` who returned it.
+        what: name in messages of what it scores.
+        source: name in messages of who returned it.
 
     Raises:
-        RewardResponseError: it is no number, not finite, or larger than ``LARGEST``.
+        RewardResponseError: it is not a number, not finite, or larger than ``LARGEST``.
     """
     plain = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(plain, numbers.Real):
@@ -140,7 +141,7 @@ def finite_number(value: Any, what: str, source: str) -> float:
 
 
 def answer_of(row: int, n: int) -> str:
-    """How messages name an answer."""
+    """The name of an answer in messages."""
     return f"answer {row} of {n} (counted from 0)"
 
 

@@ -62,25 +62,25 @@ from tether.types import Prompt, RewardBatch, RewardSource
 
 @dataclass(frozen=True)
 class ToSpread:
-    """A source whose weights wait on the CPU for an engine to spread them over processes."""
+    """A source whose weights wait on the CPU for an engine to shard them over processes."""
 
     source: ModelSource | EncoderSource
-    """The source, whose ``through`` the engine is to be."""
+    """The source, whose ``through`` will be the engine."""
     modules: Sequence[nn.Module]
-    """Its model, and its head if that is none of the model's."""
+    """Its model, and its head if that is not part of the model."""
     waits: bool = False
-    """Whether each process's part is to stay on the CPU while nobody scores."""
+    """Whether each process's shard stays on the CPU while not scoring."""
 
 
 Make = Callable[[int | None], RewardSource | ToSpread]
-"""Makes a source of one process, with so many requests in flight at most; None where there is no such limit."""
+"""Makes a source for one process, given its maximum number of requests in flight; None if there is no such limit."""
 Shared = Callable[[Make, int | None, bool], RewardSource]
-"""Of what makes a source, how many requests all processes together may have in flight, and whether the first process
-alone has it: the source that knows the scores of a whole batch."""
+"""A source made once for all processes: its maker, how many requests all may have in flight together, and whether only
+the first process has it."""
 
 
 def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None = None) -> None:
-    """Checks everything about reward sources that shows before a model is loaded.
+    """Checks everything about reward sources that can be checked before a model is loaded.
 
     Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label or
     the one that is named, keys of services are set, packages are installed.
@@ -159,7 +159,7 @@ def check_conversations(
     """Checks that judges that read text can be shown the prompts; loads tokenizers only.
 
     Args:
-        prompts: of these, one conversation is tried for each order of roles.
+        prompts: prompts, of which one conversation is tried for each order of roles.
         tokenizer: the policy's.
 
     Raises:
@@ -218,13 +218,13 @@ def build_rewards(
     """The weighted sum of the configured sources, each a component under its name.
 
     Args:
-        names: of the sources, unique, in the order of ``configs``.
-        roles: the policy's models, which share their base with reward adapters; None where there are none of these.
+        names: unique names of the sources, in the order of ``configs``.
+        roles: the policy's models, which share their base with reward adapters; None if there are no such adapters.
         tokenizer: the policy's; None where every source reads text as the dataset had it.
-        offload_idle: keeps models on the CPU while they do not score, unless their source says otherwise.
+        offload_idle: whether to keep models on the CPU while they do not score, unless their section says otherwise.
         shards: whether models of their own wait on the CPU for ``shared`` to spread their weights, unless their
             section says otherwise.
-        shared: what several processes make of each source.
+        shared: turns each source into one for all processes.
 
     Raises:
         ConfigError, ModelError: a source cannot be loaded.
@@ -275,7 +275,7 @@ def build_rewards(
 
 
 _MISTAKES = (AttributeError, ImportError, NameError, TypeError)
-"""What a function raises for a mistake in its own text."""
+"""Errors that a function raises for a mistake in its own code."""
 
 
 def try_sources(
@@ -286,11 +286,11 @@ def try_sources(
     *,
     under: str = "rewards",
 ) -> None:
-    """Asks every service among the sources to score a batch, and calls every function, so that what is wrong with one
-    shows before a run.
+    """Asks every service among the sources to score a batch, and calls every function, so that faults show before a
+    run.
 
     Args:
-        tokenizer: as ``build_rewards`` takes it.
+        tokenizer: as in ``build_rewards``.
         under: configuration key of the sources.
 
     Raises:
@@ -355,12 +355,12 @@ def _model_source(
 
 
 def _is_sharded(config: OwnModelReward) -> bool:
-    """Whether a model's weights are spread where an engine spreads weights."""
+    """Whether a model's weights are sharded if the engine shards weights."""
     return config.processes in (None, "sharded") and config.can_be_sharded and not _has_few_bits(config)
 
 
 def _has_few_bits(config: OwnModelReward) -> bool:
-    """Whether the checkpoint itself holds weights in few bits; an adapter is merged into whole ones."""
+    """Whether the checkpoint itself holds quantized weights; an adapter is merged into unquantized ones."""
     if is_adapter(config.path, config.revision):
         return False
     origin = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
@@ -368,7 +368,7 @@ def _has_few_bits(config: OwnModelReward) -> bool:
 
 
 def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTrainedModel, nn.Module | None]:
-    """The model of a source, and the head that reads its last token's state; None where the model pools otherwise."""
+    """The model of a source, and the head that reads its last token's state; None if the model pools differently."""
     options = {
         "dtype": None if config.dtype == "auto" else getattr(torch, config.dtype),
         "revision": config.revision,

@@ -1,4 +1,4 @@
-"""Reward sources put together: what the score of each counts, and their sum."""
+"""Combines reward sources: what each score contributes, and their sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tether.rewards.tokens import on_tokens, with_rest
 from tether.types import RewardBatch, RewardOutput, RewardSource
 
 Shares = Callable[[Sequence[float]], Sequence[float]]
-"""From what the parts' scores of an answer count to the factor of each part's scores of tokens."""
+"""Maps the parts' counted scores of one answer to each part's weight for token scores."""
 AUTO = "auto"
 
 
@@ -28,12 +28,12 @@ class Part:
     source: RewardSource
     """The source."""
     norm: tuple[float, float] | Literal["auto"] | None = None
-    """Mean and standard deviation that its score is normalised by; ``auto`` until they are measured."""
+    """Mean and standard deviation by which its score is normalised; ``auto`` until measured."""
     bounds: tuple[float, float] | None = None
-    """What its score is clipped to after that."""
+    """Range to which its score is clipped after that."""
 
     def counted(self, score: float) -> float:
-        """What a score of the source counts: weight · clip((score − mean) / std)."""
+        """The contribution of a score of the source: weight · clip((score − mean) / std)."""
         assert self.norm != AUTO, f"the norm of {self.name} is not measured yet"
         if self.norm is not None:
             score = (score - self.norm[0]) / self.norm[1]
@@ -42,17 +42,17 @@ class Part:
         return self.weight * score
 
     def counted_tokens(self, token_scores: Sequence[float], score: float) -> list[float]:
-        """What scores of an answer's tokens count: weight / std each, and on the last one what that leaves of what the
-        whole answer's score counts, its part of the mean and of the clip."""
+        """The contributions of an answer's token scores: weight / std each, and on the last token the rest of the whole
+        answer's contribution, including its share of mean and clip."""
         factor = self.weight if self.norm is None else self.weight / self.norm[1]
         return with_rest([factor * value for value in token_scores[:-1]], self.counted(score))
 
 
 class WeightedSum:
-    """Σ of what its parts' scores count, each part's own scores kept as a component under its name.
+    """The sum of its parts' contributions; each part's own scores are kept as a component under its name.
 
-    One part of weight 1 gives that part's scores unchanged. The components of a part are kept as ``name/component``.
-    Scores of tokens add up token by token.
+    A single part of weight 1 gives its scores unchanged. The components of a part are kept as ``name/component``. Token
+    scores add up token by token.
 
     Args:
         parts: at least one, names unique.
@@ -63,7 +63,7 @@ class WeightedSum:
         self.parts = tuple(parts)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """Scores every part and adds them up.
+        """Scores every part and adds up the contributions.
 
         Raises:
             RewardError: a part could not score an answer.
@@ -71,7 +71,7 @@ class WeightedSum:
         return whole(self.begin(batch), batch)
 
     def begin(self, batch: RewardBatch) -> Begun:
-        """Asks every part as early as it can be asked."""
+        """Asks every part as early as possible."""
         return BegunParts(self.parts, batch, self._sum)
 
     def _sum(self, counted: Counted) -> RewardOutput:
@@ -86,20 +86,20 @@ def check_parts(parts: Sequence[Part]) -> None:
 
 @dataclass(frozen=True)
 class Counted:
-    """What the scores of several parts count."""
+    """The contributions of several parts' scores."""
 
     rows: list[tuple[float, ...]]
-    """Of each answer, what each part's score counts."""
+    """For each answer, the contribution of each part's score."""
     components: dict[str, list[float]]
     """The parts' own scores and components by name."""
     token_rows: list[tuple[list[float], ...]] | None
-    """Of each answer, what each part's scores of its tokens count; None where all of them fall on the last."""
+    """For each answer, the contributions of each part's token scores; None if all of them fall on the last token."""
 
     def tokens(self, totals: Sequence[float], shares: Shares) -> list[list[float]] | None:
-        """Scores of each answer's tokens: sums of what the parts' count, and on the last what they leave of the total.
+        """Token scores of each answer: sums of the parts' contributions, and on the last token the rest of the total.
 
         Args:
-            shares: factors of the parts in the sums.
+            shares: weights of the parts in the sums.
         """
         if self.token_rows is None:
             return None
@@ -119,7 +119,7 @@ class BegunParts:
     """A batch that several parts are being asked about.
 
     Args:
-        combine: makes one output of what the parts' scores count.
+        combine: makes one output from the parts' contributions.
     """
 
     def __init__(self, parts: Sequence[Part], batch: RewardBatch, combine: Callable[[Counted], RewardOutput]) -> None:
@@ -132,7 +132,7 @@ class BegunParts:
             each.finished(rows)
 
     def output(self) -> RewardOutput:
-        """What all parts say, combined; once one fails, the others are given up."""
+        """The parts' outputs, combined; once one part fails, the others are given up."""
         try:
             outputs = [each.output() for each in self._begun]
         except BaseException:
@@ -147,7 +147,7 @@ class BegunParts:
 
 
 def counted(parts: Sequence[Part], outputs: Sequence[RewardOutput], batch: RewardBatch) -> Counted:
-    """What the scores that each part gave the batch count.
+    """The contributions of the scores that each part gave the batch.
 
     Raises:
         RewardResponseError: a part did not score every answer.

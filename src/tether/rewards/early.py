@@ -1,7 +1,7 @@
-"""Reward sources that wait for somebody else are asked about answers while others are still being written.
+"""Reward sources that wait for something external are asked about answers while others are still being generated.
 
-Any source scores a whole batch. One that can be asked earlier has ``begin`` as well: it is told of answers as they are
-there, and says in the end what ``score`` would have said.
+Any source scores a whole batch. One that can be asked earlier also has ``begin``: it receives answers as they finish,
+and finally returns what ``score`` would have returned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tether.types import RewardBatch, RewardOutput, RewardSource
 
 T = TypeVar("T")
 Asked = Sequence[tuple[Sequence[int], Future[T]]]
-"""Groups of answers that a source was asked about, by their rows in the batch, and what will be said of each."""
+"""Groups of answers that a source was asked about, by their rows in the batch, with a future of the result of each."""
 
 
 @runtime_checkable
@@ -24,44 +24,44 @@ class Begun(Protocol):
     """A batch that a source is being asked about."""
 
     def finished(self, rows: Sequence[int]) -> None:
-        """Tells that these answers of the batch are there; each is told of once."""
+        """Reports that these answers of the batch are finished; called once per answer."""
         ...
 
     def output(self) -> RewardOutput:
-        """What ``score`` gives and raises; every answer is there."""
+        """Returns and raises what ``score`` does; every answer must be finished."""
         ...
 
     def give_up(self) -> None:
-        """Ends what is under way: no scores are wanted any more."""
+        """Cancels pending requests: no scores are needed any more."""
         ...
 
 
 @runtime_checkable
 class EarlySource(Protocol):
-    """A source that need not wait for the whole batch."""
+    """A source that does not have to wait for the whole batch."""
 
     def begin(self, batch: RewardBatch) -> Begun:
-        """Asks about the answers of a batch as they come.
+        """Asks about the answers of a batch as they finish.
 
         Args:
-            batch: an answer's entries are right from when it is told of as finished.
+            batch: the batch; an answer's entries are valid once it is reported as finished.
         """
         ...
 
 
 def begun(source: RewardSource, batch: RewardBatch) -> Begun:
-    """The batch as the source is asked about it: early where it can be, otherwise all at once."""
+    """Begins to score a batch: early if the source supports it, otherwise all at once."""
     return source.begin(batch) if isinstance(source, EarlySource) else AtOnce(source, batch)
 
 
 def whole(asked: Begun, batch: RewardBatch) -> RewardOutput:
-    """The scores of a batch whose answers are all there."""
+    """The scores of a batch whose answers are all finished."""
     asked.finished(range(len(batch)))
     return asked.output()
 
 
 class AtOnce:
-    """A batch that its source is asked about when all answers are there."""
+    """A batch that is scored at once when all answers are finished."""
 
     def __init__(self, source: RewardSource, batch: RewardBatch) -> None:
         self._source, self._batch = source, batch
@@ -74,19 +74,19 @@ class AtOnce:
         return self._source.score(self._batch)
 
     def give_up(self) -> None:
-        """Nothing is under way."""
+        """Nothing is pending."""
 
 
 class InGroups:
     """A batch that a source is asked about in groups of answers, each as soon as it is full.
 
-    After a failure nothing more is asked; it is raised when the scores are wanted.
+    After a failure nothing more is asked; the failure is raised when the scores are requested.
 
     Args:
-        size: answers of a group.
+        size: number of answers in a group.
         ask: starts to ask about the answers in these rows.
-        join: makes the scores of the batch of what was said of its groups, whose rows rise within each.
-        close: frees what the questions needed.
+        join: makes the scores of the batch from the results of its groups, whose rows are ascending.
+        close: frees the resources of the requests.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class InGroups:
             self._ask_next()
 
     def output(self) -> RewardOutput:
-        """Asks about the rest and waits for all; the first failure is raised and the other questions given up."""
+        """Asks about the rest and waits for all; raises the first failure and gives up the other requests."""
         try:
             while self._waiting:
                 self._ask_next()
@@ -117,7 +117,7 @@ class InGroups:
             self.give_up()
 
     def give_up(self) -> None:
-        """Gives up every question that has no answer yet."""
+        """Gives up every pending request."""
         for _, future in self._asked:
             future.cancel()
         self._close()
@@ -131,10 +131,10 @@ class InGroups:
 def joined(
     groups: Sequence[tuple[Sequence[int], RewardOutput]], batch: RewardBatch, source: str = "a reward source"
 ) -> RewardOutput:
-    """What was said of groups of answers as one output, in the order of the batch.
+    """The results for groups of answers as one output, in the order of the batch.
 
     Args:
-        source: how messages name who said it.
+        source: the source's name in messages.
 
     Raises:
         RewardResponseError: not all groups have the same components.
@@ -161,7 +161,7 @@ def joined(
 
 
 def named(rows: Sequence[int]) -> str:
-    """How messages name answers by their rows, which rise."""
+    """The name of answers in messages, by their ascending rows."""
     is_run = len(rows) == rows[-1] - rows[0] + 1
     return f"answers {rows[0]} to {rows[-1]}" if is_run else f"answers {', '.join(map(str, rows))}"
 

@@ -1,4 +1,4 @@
-"""Classifiers of families that pool otherwise than at the last token, BERT and its kin, as reward sources."""
+"""Classifiers that do not pool at the last token, such as BERT, as reward sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tether.types import RewardBatch, RewardOutput
 
 
 class EncoderSource:
-    """Scores prompt and answer, always as text, by the classifier's own forward, with its own pooling.
+    """Scores prompt and answer, always as text, by the classifier's own forward with its own pooling.
 
     Texts are padded as the classifier's tokenizer pads; a tokenizer without a pad token gets them one at a time.
 
@@ -26,9 +26,9 @@ class EncoderSource:
         model: a sequence classifier with one label, in eval mode.
         tokenizer: the model's own.
         name: how messages name it.
-        batch_size: answers in one forward.
-        max_length: most tokens of prompt and answer, special tokens included; the model's own limit if None.
-        special_tokens: as ``Reader``.
+        batch_size: number of answers per forward.
+        max_length: maximum number of tokens in prompt and answer, special tokens included. None: the model's own limit.
+        special_tokens: as in ``Reader``.
         fetched: a context in which the weights are on ``device``.
     """
 
@@ -57,7 +57,7 @@ class EncoderSource:
         self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """The classifier's scores; each equals what it gives for that text alone.
+        """The classifier's scores; each equals the score of that text alone.
 
         Raises:
             RewardError: an answer with its prompt is too long for the model, or cannot be put in its chat template.
@@ -97,9 +97,10 @@ class EncoderSource:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Most tokens that the classifier has positions for, None where it has no limit.
+    """Maximum number of tokens by the classifier's positions; None if there is no limit.
 
-    RoBERTa and its kin number positions from the pad token's id on, so that they have fewer than their table has rows.
+    RoBERTa and its relatives number positions from the pad token's id on, so that they have fewer positions than rows
+    in their table.
     """
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:

@@ -13,16 +13,17 @@ from tether.rewards.early import Begun, whole
 from tether.types import RewardBatch, RewardOutput
 
 Reduction = Callable[[Sequence[float]], float]
-"""What the members' scores of one answer count together."""
+"""Reduces the members' counted scores of one answer to one number."""
 
 
 class Ensemble:
-    """One number of what its members say of an answer, each member's own scores kept as a component under its name.
+    """Reduces its members' scores of an answer to one number; each member's own scores are kept as a component under
+    its name.
 
     Args:
         members: at least one, names unique.
-        reduce: makes one number of what the members' scores of an answer count.
-        name: how messages name it.
+        reduce: makes one number from the members' counted scores of an answer.
+        name: its name in messages.
     """
 
     def __init__(self, members: Sequence[Part], reduce: Reduction, name: str) -> None:
@@ -32,7 +33,7 @@ class Ensemble:
         self.name = name
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """Asks every member and reduces what they say.
+        """Asks every member and reduces their scores.
 
         Raises:
             RewardError: a member could not score an answer.
@@ -40,7 +41,7 @@ class Ensemble:
         return whole(self.begin(batch), batch)
 
     def begin(self, batch: RewardBatch) -> Begun:
-        """Asks every member as early as it can be asked."""
+        """Asks every member as early as possible."""
         return BegunParts(self.members, batch, self._reduced)
 
     def _reduced(self, counted: Counted) -> RewardOutput:
@@ -48,14 +49,15 @@ class Ensemble:
         return RewardOutput(scores, counted.components, counted.tokens(scores, self._shares))
 
     def _shares(self, row: Sequence[float]) -> list[float]:
-        """What each member has of the scores of an answer's tokens: the lowest everything, otherwise all the same."""
+        """Weight of each member in an answer's token scores: all on the lowest member if the lowest counts, otherwise
+        equal."""
         if self.reduce is min:
             return [float(i == row.index(min(row))) for i in range(len(row))]
         return [1 / len(row)] * len(row)
 
 
 def reduction(config: EnsembleReward) -> Reduction:
-    """The reduction that the configuration asks for."""
+    """The reduction that the configuration names."""
     match config.reduce:
         case "mean":
             return fmean
@@ -66,7 +68,7 @@ def reduction(config: EnsembleReward) -> Reduction:
 
 
 def uncertainty_weighted(scores: Sequence[float], *, coef: float) -> float:
-    """mean − coef · variance, the variance over the members themselves (divided by their number).
+    """mean − coef · variance, with the biased variance over the members (divided by their number).
 
     Source: Coste et al. 2023, https://arxiv.org/abs/2310.02743, "uncertainty-weighted optimization".
     """

@@ -30,11 +30,11 @@ _OURS = ("prompts", "completions")
 _IDS = "completion_ids"
 _SEARCH_SECONDS = 10.0
 GROUP = 16
-"""Answers that an ``async`` function is called for while others are still being written."""
+"""Number of answers for which an ``async`` function is called while others are still being generated."""
 
 
 class FunctionSource:
-    """Scores answers by a Python function, called once a batch; an ``async`` one is called as answers come.
+    """Scores answers by a Python function, called once per batch; an ``async`` function is called as answers finish.
 
     Prompts that the dataset had as chat messages are given as messages, and their completions as
     ``[{"role": "assistant", "content": text}]``; text is given as text. Of the dataset's other columns the function
@@ -42,10 +42,10 @@ class FunctionSource:
     policy's token ids, if its signature names them.
 
     Args:
-        function: returns one number an answer, in order, or the scores of its parts as ``tether.rewards.tokens.judged``
-            reads them, or None for an answer that it has no opinion on.
-        name: how messages name it.
-        missing: score of answers that it has no opinion on; if left out, such an answer is an error.
+        function: returns one number per answer, in order, or the scores of its parts as
+            ``tether.rewards.tokens.judged`` reads them, or None for an answer on which it has no opinion.
+        name: its name in messages.
+        missing: score of answers on which it has no opinion. Default: such an answer is an error.
     """
 
     def __init__(self, function: RewardFunction, name: str, *, missing: float | None = None) -> None:
@@ -57,7 +57,8 @@ class FunctionSource:
         """The function's scores.
 
         Raises:
-            RewardError: the function raised, or needs a column that the dataset lacks, or token ids that nobody has.
+            RewardError: the function raised, or needs a column that the dataset lacks, or token ids that are not
+                available.
             RewardResponseError: it did not return one finite number for each answer, or for each part of it.
         """
         self._check(batch)
@@ -69,7 +70,7 @@ class FunctionSource:
         return self._output(scores, batch, rows)
 
     def begin(self, batch: RewardBatch) -> Begun:
-        """Calls an ``async`` function for every ``GROUP`` answers that are there; any other once for all."""
+        """Calls an ``async`` function for every ``GROUP`` finished answers; any other function once for all."""
         if not inspect.iscoroutinefunction(self.function):
             return AtOnce(self, batch)
         self._check(batch)
@@ -97,7 +98,7 @@ class FunctionSource:
             )
 
     def _failure(self, error: BaseException, batch: RewardBatch, rows: Sequence[int]) -> RewardError:
-        """What is said where the function raised, asked for these rows."""
+        """The error to raise if the function raised for these rows."""
         where = self._where(batch, rows)
         return RewardError(f"reward function {self.name} raised {type(error).__name__}: {error} ({where})")
 
@@ -109,14 +110,14 @@ class FunctionSource:
         return self.missing.marked(output, listed(scores))
 
     def _call(self, batch: RewardBatch, rows: Sequence[int]) -> Any:
-        """What the function returns for these rows of the batch; waits for what is to be awaited."""
+        """What the function returns for these rows of the batch; awaits it if necessary."""
         result = self._result(batch, rows)
         return awaited(result) if inspect.isawaitable(result) else result
 
     def _result(self, batch: RewardBatch, rows: Sequence[int]) -> Any:
         """What the function, called with these rows of the batch, returns.
 
-        It is given copies of messages and columns: the run's own come again in a later epoch.
+        It receives copies of messages and columns: the run uses its own again in a later epoch.
         """
         prompts = [deepcopy(batch.prompts[row]) for row in rows]
         completions = [
@@ -135,7 +136,7 @@ class FunctionSource:
         return self.function(prompts=prompts, completions=completions, **columns)
 
     def _where(self, batch: RewardBatch, rows: Sequence[int]) -> str:
-        """The first row that fails alone, or all rows if none does within a few seconds; and its prompt."""
+        """The first row that fails alone, or all rows if none does within a few seconds, with its prompt."""
         deadline = time.monotonic() + _SEARCH_SECONDS
         for row in rows:
             if time.monotonic() > deadline:
@@ -156,12 +157,12 @@ def _prompt(batch: RewardBatch, row: int) -> str:
 def load_function(path: str, name: str, key: str) -> RewardFunction:
     """The function ``name`` of a ``.py`` file or of an importable module.
 
-    A file is run under a module name made from its full path, so that two files of one name never meet, and once only
-    as long as it does not change. It may import what lies beside it, a module what lies in the current folder, however
-    the process was started.
+    A file is run under a module name made from its full path, so that two files of the same name never clash, and only
+    once unless it changes. A file may import modules from its own folder, a module from the current folder, however the
+    process was started.
 
     Args:
-        key: the configuration key that messages begin with.
+        key: the configuration key with which messages begin.
 
     Raises:
         ConfigError: no such file, module or function; the file fails to import; the function does not take
@@ -268,14 +269,14 @@ def _import(path: str, key: str) -> ModuleType:
 
 @contextmanager
 def _imports_from(folder: Path) -> Iterator[None]:
-    """Has imports look into ``folder`` first, as those of a script look beside it; afterwards in the last place, for
-    what functions import when they are called: nothing there hides what the run itself has yet to import."""
+    """A context in which imports search ``folder`` first, like the folder of a script; afterwards they search it last,
+    for imports within function calls: nothing in it then hides modules that the run has yet to import."""
     place = str(folder)
     sys.path.insert(0, place)
     try:
         yield
     finally:
-        if place in sys.path:  # what was imported may have changed it
+        if place in sys.path:  # the imported code may have changed it
             sys.path.remove(place)
         if place not in sys.path:
             sys.path.append(place)

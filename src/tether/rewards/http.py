@@ -20,7 +20,7 @@ from tether.rewards.tokens import judged
 from tether.types import RewardBatch, RewardOutput
 
 Payload = Callable[[RewardBatch, Sequence[int]], Mapping[str, Any]]
-"""What is posted for these rows of a batch."""
+"""Makes the payload for these rows of a batch."""
 WANTED = 'JSON {"scores": [...]} with one number an answer'
 
 
@@ -28,9 +28,9 @@ class HttpSource:
     """Scores answers by a service, several requests at a time.
 
     Args:
-        service: where the requests go.
-        payload: makes them.
-        batch_size: most answers of a request.
+        service: the service that receives the requests.
+        payload: makes the requests' payloads.
+        batch_size: maximum number of answers per request.
         takes_steps: whether an answer may have scores of its steps in place of one number.
         missing: what answers count whose score is null.
     """
@@ -48,14 +48,14 @@ class HttpSource:
         """The service's scores and components.
 
         Raises:
-            RewardTimeout: the service did not answer in time, and not on any further try.
-            RewardResponseError: it answered anything but one finite number an answer, or a step.
+            RewardTimeout: the service did not answer in time, nor on any retry.
+            RewardResponseError: it returned anything but one finite number per answer, or per step.
             RewardError: it could not be reached, or the batch cannot be written as JSON.
         """
         return whole(self.begin(batch), batch)
 
     def begin(self, batch: RewardBatch) -> Begun:
-        """Sends a request as soon as there are answers for it."""
+        """Sends a request as soon as its answers are finished."""
         session = self.service.session()
         return InGroups(
             self.batch_size,
@@ -65,12 +65,12 @@ class HttpSource:
         )
 
     def _joined(self, batch: RewardBatch, asked: Asked[RewardOutput]) -> RewardOutput:
-        """What the service said of the batch's answers."""
+        """The service's scores of the batch's answers."""
         groups = [(rows, future.result()) for rows, future in asked]
         return joined(groups, batch, self.service.place)
 
     async def _scored(self, batch: RewardBatch, rows: Sequence[int], post: Post) -> RewardOutput:
-        """What the service says of these rows."""
+        """The service's scores of these rows."""
         answer = await post(self.payload(batch, rows))
         asked = f", asked for {named(rows)}," if len(rows) < len(batch) else ""
         place = self.service.place + asked
@@ -103,7 +103,7 @@ def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTo
     """The source that a reward section describes.
 
     Args:
-        name: of the source.
+        name: name of the source.
         key: the section's configuration key, which messages about it begin with.
         tokenizer: the policy's; None will do for protocol tether.
 
@@ -121,7 +121,7 @@ def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTo
 
 
 def check_sent_columns(config: HttpReward, columns: Sequence[str], key: str) -> None:
-    """Checks that the dataset has every column that is to be sent.
+    """Checks that the dataset has every column to be sent.
 
     Raises:
         ConfigError: it lacks one.
@@ -135,10 +135,10 @@ def check_sent_columns(config: HttpReward, columns: Sequence[str], key: str) -> 
 
 
 def check_sent_values(config: HttpReward, prompt: Any, columns: Mapping[str, Any]) -> None:
-    """Checks that what a row would send can be written as JSON.
+    """Checks that a row's payload can be written as JSON.
 
     Args:
-        prompt: as the dataset had it.
+        prompt: the prompt as in the dataset.
         columns: the row's other columns.
 
     Raises:
@@ -150,11 +150,11 @@ def check_sent_values(config: HttpReward, prompt: Any, columns: Mapping[str, Any
 
 
 def tether_payload(name: str, columns: Sequence[str] | None) -> Payload:
-    """Requests of Tether's protocol: prompts as the dataset had them, responses as text, and columns.
+    """Requests in Tether's protocol: prompts as in the dataset, responses as text, and columns.
 
     Args:
-        name: how messages name the source.
-        columns: those that are sent; all if None.
+        name: the source's name in messages.
+        columns: columns to send. None: all.
     """
 
     def payload(batch: RewardBatch, rows: Sequence[int]) -> Mapping[str, Any]:
@@ -173,7 +173,7 @@ def tether_payload(name: str, columns: Sequence[str] | None) -> Payload:
 
 
 def llamafactory_payload(tokenizer: PreTrainedTokenizerBase) -> Payload:
-    """Requests of LLaMA-Factory's protocol: prompt and answer as one text, special tokens visible.
+    """Requests in LLaMA-Factory's protocol: prompt and answer as one text, special tokens visible.
 
     Args:
         tokenizer: the policy's.

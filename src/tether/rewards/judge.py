@@ -24,15 +24,15 @@ _MARKS = str.maketrans("", "", "*_`#")
 
 
 class JudgeSource:
-    """Scores answers by what a chat model says of each, several at a time.
+    """Scores answers by a chat model's verdict on each, several at a time.
 
     Args:
         service: the model's address for chat completions.
         request: the request without its messages.
         rubric: text with ``{prompt}`` and ``{response}``.
         scale: lowest and highest number.
-        attempts: how often the judge is asked, at most.
-        missing: what answers count that it gives no number.
+        attempts: maximum number of times that the judge is asked.
+        missing: the score of answers to which it gives no number.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class JudgeSource:
         """The numbers that the judge replies with.
 
         Raises:
-            RewardTimeout: the service did not answer in time, and not on any further try.
-            RewardResponseError: it answered no reply, or the judge never gave a number on the scale.
+            RewardTimeout: the service did not answer in time, nor on any retry.
+            RewardResponseError: its answer holds no reply, or the judge never gave a number on the scale.
             RewardError: it could not be reached.
         """
         return whole(self.begin(batch), batch)
 
     def begin(self, batch: RewardBatch) -> Begun:
-        """Asks about each answer as soon as it is there."""
+        """Asks about each answer as soon as it is finished."""
         session = self.service.session()
 
         def in_order(asked: Asked[float | None]) -> RewardOutput:
@@ -83,7 +83,7 @@ class JudgeSource:
         return re.sub(r"\{(prompt|response)\}", lambda match: texts[match[1]], self.rubric)
 
     async def _graded(self, batch: RewardBatch, row: int, post: Post) -> float | None:
-        """The judge's number for one answer; None where it gives none, and that is no error."""
+        """The judge's number for one answer; None if it gives none and that is not an error."""
         try:
             return await self._number(batch, row, post)
         except NoScore as error:
@@ -128,7 +128,7 @@ def judge_source(config: JudgeReward, name: str, key: str) -> JudgeSource:
     """The source that a reward section describes.
 
     Args:
-        name: of the source.
+        name: name of the source.
         key: the section's configuration key, which messages about it begin with.
 
     Raises:
@@ -148,10 +148,11 @@ def judge_source(config: JudgeReward, name: str, key: str) -> JudgeSource:
 
 
 def last_number(reply: str, scale: tuple[float, float]) -> float | None:
-    """The number that is all there is on a reply's last line, but for a label, Markdown and "/10"; None if none is.
+    """The number that stands alone on a reply's last line, apart from a label, Markdown and "/10"; None if there is
+    none.
 
-    Nothing is guessed: a number in a sentence, one that is not on the scale, and one out of another highest number
-    than the scale's do not count.
+    Nothing is guessed: a number in a sentence, off the scale, or out of a maximum other than the scale's does not
+    count.
     """
     lines = reply.strip().splitlines()
     match = _LINE.fullmatch(lines[-1].translate(_MARKS).strip()) if lines else None

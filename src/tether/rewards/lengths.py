@@ -1,4 +1,4 @@
-"""Whether texts fit the reward models that are to read them, told before any of them is loaded."""
+"""Checks that texts fit the reward models that will read them, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tether.rewards.reading import JudgedText, Reader, same_tokenizer
 from tether.types import Prompt, RewardBatch
 
 _LETTER = "a"
-"""The shortest answer that is text."""
+"""The shortest non-empty answer."""
 
 
 class Room:
-    """How many tokens a reward model reads of answers, and how many it can; its tokenizer and configuration say so.
+    """How many tokens a reward model reads and can read, by its tokenizer and configuration.
 
     Args:
-        config: its section.
-        policy_tokenizer: the one that made the ids of queries and answers.
+        config: its configuration section.
+        policy_tokenizer: the tokenizer that made the ids of queries and answers.
     """
 
     def __init__(self, config: OwnModelReward, policy_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -40,7 +40,7 @@ class Room:
             self._is_decoder = reads_last_token(model)
             limit = steady_positions(model.config) if self._is_decoder else position_limit(model)
         self.limit = config.max_length or limit
-        """Most tokens that it reads; None where there is no limit."""
+        """Maximum number of tokens that it reads; None if there is no limit."""
         self.shares_ids = (
             self._is_decoder and config.input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
         )
@@ -50,7 +50,7 @@ class Room:
         )
 
     def lengths(self, batch: RewardBatch) -> list[int]:
-        """Tokens that it would read of each answer with its prompt.
+        """Number of tokens that it would read for each answer with its prompt.
 
         Raises:
             RewardError: a conversation cannot be put into its chat template.
@@ -60,10 +60,10 @@ class Room:
         return [self._length(text) for text in self._reader.texts(batch)]
 
     def length_of(self, prompt: Prompt) -> int:
-        """Tokens that it would read of a prompt with the shortest answer.
+        """Number of tokens that it would read for a prompt with the shortest answer.
 
         Raises:
-            RewardError: as ``lengths``.
+            RewardError: as in ``lengths``.
         """
         where = f"an answer to row {prompt.row} of the prompts"
         return self._length(self._reader.text(prompt.source, prompt.conversation, _LETTER, where))
@@ -83,10 +83,10 @@ def check_room(
 
     Args:
         tokenizer: the policy's.
-        response_length: most tokens of an answer.
+        response_length: maximum number of tokens in an answer.
 
     Returns:
-        What may turn out too long: warnings of models that read answers in tokens of their own.
+        Warnings of texts that may turn out too long, for models that read answers in their own tokens.
 
     Raises:
         ConfigError: the longest query with an answer does not fit a model that reads the policy's token ids, or a
@@ -114,7 +114,7 @@ def check_room(
         if longest > room.limit:
             raise ConfigError(f"{key}: {told}, {config.path} reads {room.limit}: {ways}")
         left = room.limit - longest + 1
-        if left < 2 * response_length:  # tokens of its own may be more than the policy's
+        if left < 2 * response_length:  # there may be more of its tokens than of the policy's
             notes.append(
                 f"{key}: {told}, which leaves {left} of the {room.limit} that {config.path} reads to an answer, and "
                 f"sampling.response_length is {response_length} of the policy's tokens. A longer answer ends the run: "
@@ -124,5 +124,5 @@ def check_room(
 
 
 def or_raise(key: str, config: OwnModelReward) -> str:
-    """What else helps where the user set a limit."""
+    """Further advice for a limit that the user set."""
     return "" if config.max_length is None else f", or raise {key}.max_length"

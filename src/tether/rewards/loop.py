@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 def awaited(awaitable: Awaitable[T]) -> T:
-    """What the awaitable gives, also where the calling thread already runs an event loop, as notebooks do."""
+    """The result of the awaitable, even if the calling thread already runs an event loop, as in notebooks."""
     return started(awaitable).result()
 
 
 def started(awaitable: Awaitable[T]) -> Future[T]:
-    """What the awaitable will give; it is under way from now on, whatever the calling thread does."""
+    """A future of the awaitable's result; it runs from now on, whatever the calling thread does."""
 
     async def main() -> T:
         try:
             return await awaitable
-        except (KeyboardInterrupt, SystemExit) as error:  # either would end the loop, and with it all that waits
+        except (KeyboardInterrupt, SystemExit) as error:  # either would end the loop, and with it everything that waits
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     return asyncio.run_coroutine_threadsafe(main(), _event_loop())
@@ -31,7 +31,7 @@ def started(awaitable: Awaitable[T]) -> Future[T]:
 
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all calls, so that a client that a function keeps between calls stays usable."""
+    """One loop for all calls, so that clients that functions keep between calls stay usable."""
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, daemon=True, name="tether-rewards").start()
     return loop

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from tether.errors import ConfigError
 
 _SECONDS = 5
-"""Longest time to read an expression or to compare two; what takes longer does not match."""
+"""Time limit for reading an expression or comparing two; anything slower does not match."""
 _MARK = re.compile(r"(?<!\\)\$|\\boxed")
 """What marks LaTeX in a text."""
 

@@ -1,4 +1,5 @@
-"""What answers count that a source gives no score: what the user set, said once and counted, or an error."""
+"""The score of answers to which a source gives none: a value set by the user, reported once and counted, or an
+error."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from tether.types import RewardOutput
 logger = logging.getLogger(__name__)
 
 MISSING = "missing"
-"""Component of a source whose ``missing`` is set: 1 for an answer that counted that, else 0."""
+"""Component of a source whose ``missing`` is set: 1 for an answer that got that score, else 0."""
 
 
 class Missing:
-    """The score of answers that a source gives none.
+    """The score of answers to which a source gives none.
 
     Args:
-        score: as the source's section has it; None: such an answer is an error.
-        name: of the source in metrics.
+        score: the value in the source's section. None: such an answer is an error.
+        name: name of the source in metrics.
     """
 
     def __init__(self, score: float | None, name: str) -> None:
@@ -30,7 +31,7 @@ class Missing:
         self._is_told = False
 
     def tell(self, why: str) -> None:
-        """Says once that an answer counts it; further ones are for the metric to tell."""
+        """Warns once that an answer gets this score; further ones show in the metric."""
         if not self._is_told:
             self._is_told = True
             logger.warning(
@@ -42,7 +43,7 @@ class Missing:
         """What a source returned, with the score in place of each None.
 
         Args:
-            source: how messages name it.
+            source: the source's name in messages.
 
         Raises:
             RewardResponseError: it holds None, and that is an error.
@@ -59,10 +60,10 @@ class Missing:
         return [self.score if value is None else value for value in values]
 
     def marked(self, output: RewardOutput, scores: Sequence[Any]) -> RewardOutput:
-        """The output with the component that counts such answers, where they are no error.
+        """The output with the component that counts such answers, unless they are an error.
 
         Args:
-            scores: what the source gave for each answer, None where it gave nothing.
+            scores: the source's score of each answer; None if it gave none.
         """
         if self.score is None:
             return output

@@ -1,7 +1,7 @@
-"""Decoders with a scalar head as reward sources: classifiers, and language models with a value head beside them.
+"""Decoders with a scalar head as reward sources: classifiers, and language models with a separate value head.
 
-Where the tokenizer is the policy's, answers are scored on the policy's token ids, exactly as they were sampled.
-Otherwise they are scored as text: see ``tether.rewards.reading``.
+If the tokenizer is the policy's, answers are scored on the policy's token ids, exactly as they were sampled. Otherwise
+they are scored as text: see ``tether.rewards.reading``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ModelSource:
         model: a decoder in eval mode.
         head: hidden states → [..., 1].
         tokenizer: the model's own.
-        policy_tokenizer: the one that made ``query_ids`` and ``response_ids``.
-        name: how messages name it.
-        input_format: ``auto`` reads the policy's token ids where the tokenizers are the same; see ``Reader``.
-        batch_size: answers in one forward.
-        max_length: most tokens of query and answer; the model's own limit if None.
-        special_tokens: as ``Reader``.
+        policy_tokenizer: the tokenizer that made ``query_ids`` and ``response_ids``.
+        name: its name in messages.
+        input_format: ``auto`` reads the policy's token ids if the tokenizers are the same; see ``Reader``.
+        batch_size: number of answers per forward.
+        max_length: maximum number of tokens in query and answer. None: the model's own limit.
+        special_tokens: as in ``Reader``.
         fetched: a context in which the weights are on ``device``.
     """
 
@@ -68,7 +68,7 @@ class ModelSource:
         self.shares_ids = input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """The model's scores; each equals what the model gives for that text alone.
+        """The model's scores; each equals the score of that text alone.
 
         Raises:
             RewardError: an answer with its prompt is too long for the model, or cannot be put in its chat template.

@@ -1,4 +1,4 @@
-"""Normalisation of reward sources by numbers that are measured once: ``norm: auto``."""
+"""Normalisation of reward sources by statistics that are measured once: ``norm: auto``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def unmeasured(source: RewardSource) -> list[str]:
 
 
 def measured(source: RewardSource, batch: RewardBatch) -> dict[str, algo.ScoreMoments]:
-    """Moments of the own scores that each of these parts gives the batch, by name.
+    """Moments of the scores that each of these parts gives the batch, by name.
 
-    Members of an ensemble come first, as its own scores are made of what theirs count.
+    Members of an ensemble come first, as its scores are made from their counted scores.
 
     Raises:
         RewardError: a part could not score an answer.

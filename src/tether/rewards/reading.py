@@ -1,7 +1,7 @@
-"""How a judge is shown an answer that another tokenizer wrote: as text, in its own chat template or joined.
+"""How a judge reads an answer that another tokenizer wrote: as text, in its own chat template or joined.
 
-Where a judge's tokenizer is the policy's, it reads token ids instead, exactly as they were sampled. Elsewhere special
-tokens of the judge are text like any other, where somebody typed them into a prompt or the policy wrote them out.
+If a judge's tokenizer is the policy's, it reads token ids instead, exactly as they were sampled. Otherwise special
+tokens of the judge are ordinary text if typed into a prompt or spelled out by the policy.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _LETTER = "a"
 
 @dataclass(frozen=True)
 class JudgedText:
-    """What a judge reads of one answer, before it is encoded."""
+    """What a judge reads for one answer, before encoding."""
 
     text: str
     """The text, or the first of two."""
     second: str | None = None
-    """The second of two texts that the tokenizer puts together."""
+    """The second of two texts that the tokenizer joins."""
     is_templated: bool = False
     """Whether a chat template wrote it, special tokens included."""
     is_marked: bool = False
-    """Whether marks of ``TypedTokens`` stand in it for special tokens that were typed."""
+    """Whether it contains marks of ``TypedTokens`` in place of typed special tokens."""
 
 
 @runtime_checkable
 class Reads(Protocol):
-    """A reward source with a model that reads text, which can be looked at."""
+    """A reward source with a model that reads text, which can be inspected."""
 
     def seen(self, batch: RewardBatch) -> list[str]:
         """What the model reads of each answer, special tokens visible."""
@@ -60,8 +60,8 @@ class Reader:
 
     Args:
         tokenizer: the judge's.
-        name: how messages name the source.
-        special_tokens: whether the judge's special tokens are control tokens where they stand in a prompt or an answer.
+        name: the source's name in messages.
+        special_tokens: whether the judge's special tokens are control tokens within a prompt or an answer.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Reader:
         """What the judge reads of one answer.
 
         Args:
-            prompt: as the dataset had it; text where there is no conversation.
+            prompt: the prompt as in the dataset; text if there is no conversation.
             conversation: the chat messages that the policy was shown, None for plain text.
-            where: names the answer in messages.
+            where: name of the answer in messages.
 
         Raises:
             RewardError: the conversation cannot be put into the judge's chat template, or there is none.
@@ -123,11 +123,11 @@ class Reader:
     def token_ids(self, judged: JudgedText) -> list[int]:
         """Token ids for a decoder: the beginning-of-sequence token once, if the tokenizer or the template writes one.
 
-        A template's text gets nothing else; other text gets what the tokenizer puts around text. Where that is nothing,
-        an empty text is read as the beginning-of-sequence token, or the end token of a tokenizer without one.
+        A template's text gets nothing else; other text gets what the tokenizer puts around text. If that is nothing, an
+        empty text is read as the beginning-of-sequence token, or the end token of a tokenizer without one.
 
-        A judge that was trained to read to a closing token (``READS_TO``) reads to that, whatever blanks its template
-        writes after it.
+        A judge trained to read up to a closing token (``READS_TO``) reads up to it, whatever blanks its template writes
+        after it.
         """
         ids = self._opened(judged)
         if self._closing_id is None:
@@ -149,9 +149,9 @@ class Reader:
         return ids[1:] if is_doubled else ids
 
     def features(self, judged: JudgedText) -> dict[str, list[int]]:
-        """What the tokenizer makes of the text for its own family: token ids, mask and, where it has them, token types.
+        """What the tokenizer makes of the text for its own family: token ids, mask and, if it has them, token types.
 
-        Its special tokens stand around the text once, also where a template wrote the first or the last one itself.
+        Its special tokens surround the text once, even if a template wrote the first or the last one itself.
         """
         encoded = self._whole(judged)
         if not judged.is_templated:
@@ -205,7 +205,7 @@ def check_lengths(lengths: Sequence[int], limit: int | None, name: str) -> None:
     """Raises ``RewardError`` naming the first answer that is empty, or longer with its prompt than the judge can read.
 
     Args:
-        lengths: tokens of each answer with its prompt.
+        lengths: number of tokens in each answer with its prompt.
     """
     for row, length in enumerate(lengths):
         where = f"reward {name}: answer {row} of {len(lengths)} (counted from 0)"

@@ -23,16 +23,16 @@ from tether.rewards.base import checked
 from tether.types import RewardBatch, RewardOutput
 
 Rule = Callable[[str, Any], float]
-"""(answer, what the column holds, None for a rule without one) → score."""
+"""(answer, value of the column; None for a rule without one) → score."""
 
 
 class ReadySource:
     """Scores each answer by a rule.
 
     Args:
-        rule: may raise ``ValueError`` that says what is wrong with the column.
-        name: how messages name it.
-        column: the dataset's column that the rule is given, None for a rule on the answer alone.
+        rule: the rule; may raise a ``ValueError`` that says what is wrong with the column.
+        name: its name in messages.
+        column: the dataset's column that the rule receives; None for a rule on the answer alone.
     """
 
     def __init__(self, rule: Rule, name: str, *, column: str | None = None) -> None:
@@ -61,7 +61,7 @@ class ReadySource:
 
 
 def ready_source(config: ReadyReward, name: str) -> ReadySource:
-    """The source that the configuration asks for."""
+    """The source that the configuration describes."""
     column = config.column if isinstance(config, ColumnReward) else None
     return ReadySource(_rule(config), name, column=column)
 
@@ -75,7 +75,7 @@ def check_ready(config: ReadyReward, columns: Sequence[str] | None, key: str) ->
 
 
 def check_value(config: ColumnReward, value: Any) -> None:
-    """Raises ``ValueError`` if a row's column holds what the rule cannot compare with."""
+    """Raises ``ValueError`` if a row's column holds a value that the rule cannot use."""
     if isinstance(config, MathMatchReward):
         expression(value)
     else:
@@ -102,12 +102,12 @@ def _rule(config: ReadyReward) -> Rule:
 
 
 def length_score(length: int, target: int) -> float:
-    """0 at the target, falling in a line by 1 a target's length on both sides: −|length − target| / target."""
+    """0 at the target, falling linearly on both sides by 1 per target length: −|length − target| / target."""
     return -abs(length - target) / target
 
 
 def repeated_share(words: Sequence[str], n: int) -> float:
-    """Share of the n-grams that occurred before in the text: 1 − distinct / all; 0 for fewer than n words."""
+    """Share of the n-grams that occurred earlier in the text: 1 − distinct / all; 0 for fewer than n words."""
     grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -122,7 +122,7 @@ def is_json(text: str) -> bool:
 
 
 def math_score(answer: str, wanted: Any) -> float:
-    """1 where the answer's expression equals the wanted one, else 0.
+    """1 if the answer's expression equals the wanted one, else 0.
 
     Raises:
         ValueError: the wanted one is no mathematical expression.
@@ -143,10 +143,10 @@ def expression(wanted: Any) -> str:
 
 
 def written(wanted: Any, *, number: Any = int) -> str:
-    """What a column holds as text, without white space around it.
+    """A column's value as text, stripped of white space.
 
     Args:
-        number: types that count as numbers; how else a number would be written is not ours to say.
+        number: types that count as numbers; other numbers have no unique spelling.
 
     Raises:
         ValueError: it is neither text nor such a number.

@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 PATH = "/score"
 LARGEST_REQUEST = 64 * 2**20
-"""Bytes beyond which a request is refused unread."""
+"""Maximum number of bytes in a request; larger ones are refused unread."""
 PATIENCE = 60.0
-"""Seconds in which a client must go on with a request that it began."""
+"""Seconds within which a client must continue a request that it began."""
 FAREWELL = 2.0
-"""Seconds in which the last answer must be sent when the service stops."""
+"""Seconds within which the last answer must be sent when the service stops."""
 POLL = 0.05
-"""Seconds between two looks at whether it is to stop."""
+"""Seconds between checks whether to stop."""
 
 Content = tuple[HTTPStatus, Mapping[str, Any]]
 """Status of an answer, and what it holds."""
@@ -39,11 +39,11 @@ class Asked:
     """What a request asks to score."""
 
     prompts: Sequence[str | list[Message] | None]
-    """Prompts as the client's dataset had them; None where a response is a whole text."""
+    """Prompts as in the client's dataset; None where a response is a whole text."""
     responses: Sequence[str]
     """One for each prompt."""
     columns: Mapping[str, list[Any]]
-    """Further columns, one entry a response."""
+    """Further columns, one entry per response."""
 
 
 @dataclass(slots=True)
@@ -57,9 +57,9 @@ class _Job:
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Answers requests for scores. Connections have a thread each; scores come from one thread alone.
+    """Answers requests for scores. Each connection has its own thread; scores come from a single thread.
 
-    The address is taken from the start; connections are accepted from ``run`` on.
+    The address is taken from the start; connections are accepted once ``run`` is called.
 
     Args:
         host: address to listen on.
@@ -91,13 +91,13 @@ class RewardServer(ThreadingHTTPServer):
     def run(self, score: Callable[[Asked], Mapping[str, Any]], is_over: Callable[[], bool]) -> None:
         """Scores requests in the calling thread, one after the other, until ``is_over``; then closes.
 
-        The request at work is still answered; those that wait are told that the service stops.
+        The current request is still answered; waiting ones are told that the service stops.
 
         Args:
-            score: gives what is answered, scores and components.
+            score: returns the answer, scores and components.
 
         Raises:
-            ConfigError: another process listens at the address by now.
+            ConfigError: another process now listens at the address.
         """
         try:
             self.server_activate()
@@ -127,7 +127,7 @@ class RewardServer(ThreadingHTTPServer):
         return job.answer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Passes over a connection that broke, as a client may go away at any time."""
+        """Ignores a broken connection, as a client may go away at any time."""
         logger.debug("the connection of %s broke", client_address, exc_info=True)
 
 
@@ -139,7 +139,7 @@ def asked(body: bytes) -> Asked:
     """The request that a body holds.
 
     Raises:
-        DataError: it is none; says what was got and what is wanted.
+        DataError: it is malformed; says what was got and what is expected.
     """
     try:
         payload = json.loads(body)
@@ -185,7 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if self.path != PATH:
             self._refuse(HTTPStatus.NOT_FOUND, f"there is nothing at {self.path}; post to {PATH}")
-        elif self.headers.get_content_type() != "application/json":  # what a web page cannot send unasked
+        elif self.headers.get_content_type() != "application/json":  # which a web page cannot send unasked
             self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "wanted Content-Type: application/json")
         elif (length := _number(self.headers.get("Content-Length"))) is None:
             self._refuse(HTTPStatus.LENGTH_REQUIRED, "wanted a Content-Length")
@@ -217,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
             job.sent.set()
 
     def _refuse(self, status: HTTPStatus, error: str) -> None:
-        """Answers a request whose body stays unread, so that the connection cannot go on."""
+        """Answers a request whose body stays unread, so that the connection cannot continue."""
         self.close_connection = True
         self._send(status, {"error": error})
 
@@ -244,7 +244,7 @@ def _scored(score: Callable[[Asked], Mapping[str, Any]], request: Asked) -> Cont
         logger.warning("%s", error)
         is_late = isinstance(error, RewardTimeout)
         return HTTPStatus.GATEWAY_TIMEOUT if is_late else HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
-    except Exception as error:  # a fault of a model or of ours: told to both sides
+    except Exception as error:  # a fault of a model or of ours: reported to both sides
         logger.exception("a request could not be scored")
         return HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
 

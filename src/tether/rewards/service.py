@@ -1,4 +1,4 @@
-"""Requests to scoring services: the one place for time-outs, retries, and what is said when they fail."""
+"""Requests to scoring services: the one place for timeouts, retries and their error messages."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tether.rewards.loop import awaited, started
 
 T = TypeVar("T")
 Post = Callable[[Any], Awaitable[Any]]
-"""Sends a payload; gives the JSON that the service answers."""
+"""Sends a payload; returns the JSON that the service answers."""
 
 LARGEST_BODY = 16 * 2**20
-"""Bytes of an answer beyond which it is not read."""
+"""Maximum number of bytes of an answer that are read."""
 LONGEST_DELAY = 30.0
-"""Most seconds between two tries."""
+"""Maximum number of seconds between two tries."""
 _SHOWN = 300
 _FILTERED = re.compile(
     r"content[ _-]*(filter|polic|management|exists risk)|inappropriate content|responsible ?ai|data_?inspection"
     r"|safety (system|polic|reason)|moderation|invalid_prompt",
     re.IGNORECASE,
 )
-"""What services of language models say where a filter of theirs refuses a text, each in its own words."""
+"""Phrases with which services of language models report that a filter refused a text."""
 
 
 class NoScore(RewardResponseError):
@@ -55,24 +55,24 @@ class Service:
     url: str = field(repr=False)
     """Address that requests are posted to; messages show it without its query, which may hold a key."""
     name: str
-    """How messages name the source that asks."""
+    """Name in messages of the source that asks."""
     wanted: str
     """The answer that is wanted, in words."""
     key: str | None = field(repr=False)
     """Sent as ``Authorization: Bearer``; no message shows it."""
     connect_timeout: float
-    """Seconds in which a connection must stand."""
+    """Seconds within which a connection must be established."""
     read_timeout: float
-    """Seconds after that in which the whole answer must be there."""
+    """Seconds after that within which the whole answer must have arrived."""
     retries: int
     """How often a request is sent again after a time-out, a lost connection, or status 429 or 5xx."""
     retry_delay: float
     """Seconds before the first of these; doubled each time."""
     max_concurrency: int
-    """Most jobs at work at once."""
+    """Maximum number of concurrent jobs."""
 
     def session(self) -> Session:
-        """Connections to the service, to be closed. To one on this machine, no proxy is asked.
+        """Connections to the service, to be closed. For a service on this machine, no proxy is used.
 
         Raises:
             RewardError: a proxy that the environment names cannot be used.
@@ -83,7 +83,7 @@ class Service:
         timeout = httpx2.Timeout(self.read_timeout, connect=self.connect_timeout)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.max_concurrency)
         proxied = not _is_on_this_machine(urlsplit(self.url).hostname)
-        # certificates that the environment names count everywhere
+        # certificates named by the environment apply everywhere
         options = {"verify": httpx2.create_ssl_context(), "trust_env": proxied}
         # redirects are not followed: they would lose the payload, or carry the key elsewhere
         try:
@@ -157,11 +157,11 @@ class Service:
 
     @property
     def place(self) -> str:
-        """Who returned what a message is about, where the status was that of a success."""
+        """Who returned what a message is about, if the status was a success."""
         return f"{self.name}: {self.address} (status 200)"
 
     def without_key(self, text: str) -> str:
-        """What the service said, without the key, which some services repeat."""
+        """The service's text, without the key, which some services repeat."""
         return text.replace(self.key, "…") if self.key else text
 
     def _place(self, tried: int) -> str:
@@ -190,10 +190,10 @@ class Service:
 
 
 class Session:
-    """Jobs at work for one batch, over connections that they share; none begins after one has failed for good.
+    """Concurrent jobs for one batch, over shared connections; none begins after one has failed for good.
 
     Args:
-        service: who is asked.
+        service: the service to ask.
         client: its connections.
     """
 
@@ -203,7 +203,8 @@ class Session:
         self._has_failed = False
 
     def start(self, job: Callable[[Post], Awaitable[T]]) -> Future[T]:
-        """What the job will return, or ``RewardError`` if it fails for good; it posts one payload after the other."""
+        """A future of the job's result, or of ``RewardError`` if it fails for good; the job posts one payload after the
+        other."""
         return started(self._at_work(job))
 
     def close(self) -> None:
@@ -212,7 +213,7 @@ class Session:
 
     async def _at_work(self, job: Callable[[Post], Awaitable[T]]) -> T:
         async with self._gate:
-            if self._has_failed:  # nobody wants the others' scores any more, and they have not been asked for
+            if self._has_failed:  # nobody needs the others' scores any more, and they have not been requested yet
                 raise asyncio.CancelledError
             try:
                 return await job(lambda payload: self._service.posted(self._client, payload))
@@ -226,7 +227,7 @@ def service_of(config: ServiceReward, url: str, *, name: str, key: str, wanted: 
 
     Args:
         url: address that requests are posted to.
-        name: of the source.
+        name: name of the source.
         key: the section's configuration key, which messages about it begin with.
         wanted: the answer that is wanted, in words.
 
@@ -276,14 +277,14 @@ def _is_on_this_machine(host: str | None) -> bool:
 
 
 def _proxy_variables(*schemes: str) -> list[str]:
-    """The environment variables that name a proxy for one of the schemes; the small letters count first."""
+    """The environment variables that name a proxy for one of the schemes; lower-case ones take precedence."""
     spelled = [(f"{scheme}_proxy", f"{scheme}_proxy".upper()) for scheme in schemes]
     found = (next(filter(os.environ.get, names), None) for names in spelled)
     return [name for name in found if name is not None]
 
 
 def _proxy_variable(url: str) -> str | None:
-    """The environment variable whose proxy an address is asked through; None where it is asked directly."""
+    """The environment variable whose proxy an address is asked through; None if it is contacted directly."""
     parts = urlsplit(url)
     if _is_on_this_machine(parts.hostname) or proxy_bypass_environment(parts.hostname or ""):
         return None
@@ -291,7 +292,7 @@ def _proxy_variable(url: str) -> str | None:
 
 
 def _without_query(location: str) -> str:
-    """Where a redirect leads, without what may hold a key."""
+    """The target of a redirect, without anything that may hold a key."""
     try:
         return address_without_keys(location)
     except ValueError:
@@ -304,7 +305,7 @@ def _told(error: Exception) -> str:
 
 
 def _asked_delay(headers: Mapping[str, str]) -> float:
-    """Seconds that the service asks to wait before the next try; 0 where it does not say, or gives a date."""
+    """Seconds that the service asks to wait before the next try; 0 if it does not say, or gives a date."""
     try:
         seconds = float(headers.get("retry-after", 0))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Scores of parts of an answer, one a token or one a step, and the token that each of them falls on."""
+"""Scores of parts of an answer, one per token or per step, and the token that each of them falls on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tether.types import RewardBatch, RewardOutput
 def judged(
     scores: Any, batch: RewardBatch, source: str, *, by_token: bool, rows: Sequence[int] | None = None
 ) -> RewardOutput:
-    """What a source answered, checked: of each answer one number, or the scores of its parts.
+    """What a source returned, checked: for each answer one number, or the scores of its parts.
 
     A list of ``[end, score]`` pairs scores an answer's steps: ``end`` counts the characters of the answer up to the end
-    of the step, and the score falls on the token that completes them; on the answer's last token where the step ends
-    with the answer, as a score of the whole would. A list of numbers scores its tokens.
+    of the step, and the score falls on the token that completes them; on the answer's last token if the step ends with
+    the answer, as a score of the whole would. A list of numbers scores its tokens.
 
     Args:
-        source: how messages name the source.
-        by_token: whether a list of numbers counts, one for each of an answer's tokens.
+        source: the source's name in messages.
+        by_token: whether a list of numbers is accepted, one for each of an answer's tokens.
         rows: answers of the batch that were asked about; all if None.
 
     Raises:
-        RewardResponseError: it is no list with one finite number for each answer, or for each part of it.
+        RewardResponseError: it is not a list with one finite number for each answer, or for each part of it.
     """
     rows = range(len(batch)) if rows is None else rows
     values = listed(scores)
@@ -49,12 +49,12 @@ def judged(
 
 
 def num_tokens(batch: RewardBatch, row: int) -> int:
-    """Tokens of an answer, at least one; its characters where no tokenizer is known."""
+    """Number of tokens in an answer, at least one; its number of characters if no tokenizer is known."""
     return max(len(batch.responses[row] if batch.decode is None else batch.response_ids[row]), 1)
 
 
 def on_tokens(output: RewardOutput, batch: RewardBatch, rows: Sequence[int] | None = None) -> list[list[float]]:
-    """One number a token of every answer, also where all of its score falls on the last.
+    """One number per token of every answer, even if all of its score falls on the last.
 
     Args:
         rows: answers of the batch that the output is about; all if None.
@@ -87,15 +87,15 @@ def steps(output: RewardOutput, batch: RewardBatch) -> list[float | list[list[fl
 
 
 def with_rest(early: Sequence[float], total: float) -> list[float]:
-    """Scores of all tokens but the last, and what they leave of the total on that."""
+    """Scores of all tokens but the last, and on the last the rest of the total."""
     return [*early, total - math.fsum(early)]
 
 
 def check_token_scores(output: RewardOutput, lengths: Sequence[int], source: str) -> None:
-    """Raises ``RewardResponseError`` unless scores of tokens, where there are any, are finite and one for each.
+    """Raises ``RewardResponseError`` unless token scores, if any, are finite and one for each token.
 
     Args:
-        lengths: tokens of each answer.
+        lengths: number of tokens in each answer.
     """
     if output.token_scores is None:
         return
@@ -112,7 +112,7 @@ def check_token_scores(output: RewardOutput, lengths: Sequence[int], source: str
 def _on_tokens(
     part: Sequence[Any], batch: RewardBatch, row: int, answer: str, source: str, *, by_token: bool
 ) -> list[float]:
-    """One number a token of an answer from the list that a source returned for it."""
+    """One number per token of an answer, from the list that a source returned for it."""
     count, length = num_tokens(batch, row), len(batch.responses[row])
     pairs = [listed(entry) for entry in part]
     if by_token and len(part) == count and all(pair is None for pair in pairs):
@@ -134,14 +134,14 @@ def _on_tokens(
 
 
 def _is_end(end: Any, last: int, length: int) -> bool:
-    """Whether this is a number of characters at which a step after ``last`` of them can end."""
+    """Whether ``end`` is a number of characters at which a step can end that begins after ``last`` characters."""
     if isinstance(end, bool) or not isinstance(end, numbers.Integral):
         return False
     return last < end <= length or end == length == 0
 
 
 def _token(batch: RewardBatch, row: int, end: int) -> int:
-    """The token that completes the first ``end`` characters of an answer; the last one where that is all of it."""
+    """The token that completes the first ``end`` characters of an answer; the last token if that is all of it."""
     text, final = batch.responses[row], num_tokens(batch, row) - 1
     if end == len(text):
         return final
@@ -152,7 +152,7 @@ def _token(batch: RewardBatch, row: int, end: int) -> int:
 
 
 def _end(batch: RewardBatch, row: int, token: int) -> int:
-    """Characters of an answer up to the end of a token."""
+    """Number of characters of an answer up to the end of a token."""
     length = len(batch.responses[row])
     if token == num_tokens(batch, row) - 1:
         return length

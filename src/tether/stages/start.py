@@ -94,7 +94,7 @@ def start_adapter(config: ModelConfig) -> Adapter | None:
     return read_adapter(config.path, config.revision) if is_adapter(config.path, config.revision) else None
 
 
-def processor_of(config: ModelConfig, model: PreTrainedModel) -> dict[str, bytes]:
+def processor_of(config: ModelConfig, model: PreTrainedModel | PeftModel) -> dict[str, bytes]:
     """Files of the start model's processor that are saved with a full model; an adapter's base has its own."""
     return {} if config.lora is not None else read_processor(config.path, model.config, revision=config.revision)
 

@@ -58,11 +58,11 @@ class Scored:
 
 def score_file(
     config: SourceConfig,
-    file: str,
+    file: str | Path,
     *,
     split: str = "train",
     subset: str | None = None,
-    output: Path | None = None,
+    output: str | Path | None = None,
     display: Display | None = None,
 ) -> Scored:
     """Scores every answer of a file of pairs or answers.
@@ -79,7 +79,7 @@ def score_file(
         DataError, ModelError: the file or a model is not usable.
         RewardError: an answer could not be scored.
     """
-    display = display or NullDisplay()
+    file, output, display = str(file), None if output is None else Path(output), display or NullDisplay()
     check_source(file, "FILE")
     check_output(output)
     check_sources(config)

@@ -1,4 +1,5 @@
-"""TRL's PPO by name: a script runs with ``from tether.compat.trl import PPOConfig, PPOTrainer`` in place of its import.
+"""TRL's PPO under its own names: a script runs with ``from tether.compat.trl import PPOConfig, PPOTrainer`` in place of
+its import.
 
 TRL itself is not needed. docs/from_trl.md says what differs.
 """

@@ -1,4 +1,4 @@
-"""Arguments of ``PPOTrainer`` that are neither models nor data: their kinds, and what they mean for a tokenizer."""
+"""Arguments of ``PPOTrainer`` that are neither models nor data: their types, and what they mean for a tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_kinds(args: Any, tokenizer: Any, collator: Any) -> None:
-    """Raises ``ConfigError`` for arguments of a wrong kind that are neither models nor data."""
+    """Raises ``ConfigError`` for arguments of the wrong type that are neither models nor data."""
     if not isinstance(args, PPOConfig):
         raise ConfigError(f"args: got {type(args).__name__}, wanted a tether.compat.trl.PPOConfig")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -31,7 +31,7 @@ def callbacks_of(callbacks: Any) -> list[TrainerCallback]:
     """The callbacks as objects.
 
     Raises:
-        ConfigError: they are something else.
+        ConfigError: one of them is something else.
     """
     wanted = "wanted a list of transformers.TrainerCallback, objects or classes"
     if callbacks is not None and not isinstance(callbacks, list | tuple):
@@ -44,7 +44,7 @@ def callbacks_of(callbacks: Any) -> list[TrainerCallback]:
 
 
 def policy_adapter(args: PPOConfig, model: Any) -> str:
-    """PEFT's name of the adapter that trains."""
+    """PEFT's name of the adapter that is trained."""
     if args.model_adapter_name is not None and isinstance(model, PeftModel):
         return args.model_adapter_name
     return model.active_adapter if isinstance(model, PeftModel) else DEFAULT
@@ -53,10 +53,10 @@ def policy_adapter(args: PPOConfig, model: Any) -> str:
 def stop_of(
     args: PPOConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> tuple[str | None, frozenset[int]]:
-    """What ends an answer, as ``sampling.stop_token`` has it and as token ids.
+    """What ends an answer: as a value of ``sampling.stop_token``, and as token ids.
 
     Raises:
-        ConfigError: the tokenizer has no such token, or the model no row for it.
+        ConfigError: the tokenizer has no such token, or the model no embedding for it.
     """
     end = tokenizer.eos_token_id
     if end is None and args.stop_token_id is None and (args.stop_token or args.missing_eos_penalty is not None):
@@ -80,7 +80,8 @@ def stop_of(
 
 
 def _other_ends(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
-    """What ends the model's answers by its generation config but the end token; with a chat template, its turns."""
+    """Tokens other than the end token that end the model's answers by its generation config, or its turns if it has a
+    chat template."""
     configured = model.generation_config.eos_token_id
     others = ({configured} if isinstance(configured, int) else set(configured or ())) - {tokenizer.eos_token_id}
     closing = turn_end(tokenizer)

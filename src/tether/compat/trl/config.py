@@ -1,4 +1,4 @@
-"""TRL's configuration of PPO: its names and its defaults, and what each means for a run here."""
+"""TRL's PPO configuration: its names and defaults, and what each means for a run here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFUSED = {
     "fsdp": "the launcher says it: accelerate launch --config_file examples/accelerate/fsdp2.yaml script.py",
     "parallelism_config": "answers are divided over processes, and nothing else is",
 }
-"""Arguments of ``TrainingArguments`` that must be left alone, and why."""
+"""Arguments of ``TrainingArguments`` that must keep their defaults, and why."""
 INERT = frozenset({
     "accelerator_config", "activation_checkpointing_kwargs", "average_tokens_across_devices", "batch_eval_metrics",
     "bf16_full_eval", "data_seed", "dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context",
@@ -55,7 +55,8 @@ INERT = frozenset({
     "save_only_model", "skip_memory_metrics", "tf32", "torch_compile_backend", "torch_compile_mode",
     "torch_empty_cache_steps", "train_sampling_strategy", "use_cache",
 })  # fmt: skip
-"""Arguments that the trainer does not read, as far as TRL's PPO reads them at all; those that are set are named."""
+"""Arguments that the trainer does not read, among those that TRL's PPO reads at all; the trainer names those that are
+set."""
 DERIVED = frozenset({
     "world_size", "num_total_batches", "micro_batch_size", "local_batch_size", "batch_size", "local_mini_batch_size",
     "mini_batch_size",
@@ -64,7 +65,7 @@ DERIVED = frozenset({
 OPTIMIZERS = {
     theirs: ours for theirs, ours in (ADAMW | ADAMW_8BIT).items() if theirs in {name.value for name in OptimizerNames}
 }
-"""``train.optim`` by ``optim``, as far as this release of transformers has it."""
+"""``train.optim`` by ``optim``, for the optimizers of the installed transformers."""
 
 
 @dataclass
@@ -74,7 +75,7 @@ class PPOConfig(TrainingArguments):
     docs/from_trl.md says where a run differs.
     """
 
-    # Of TrainingArguments, with TRL's defaults.
+    # From TrainingArguments, with TRL's defaults.
     learning_rate: float = field(default=3e-6, metadata={"help": "Peak learning rate of policy and critic."})
     logging_steps: float = field(default=10, metadata={"help": "Not read: every update is logged."})
     gradient_checkpointing: bool | None = field(
@@ -151,12 +152,12 @@ class PPOConfig(TrainingArguments):
         self.fp16 = self.fp16 or (launched.mixed_precision() == "fp16" and not self.bf16)
         if self.bf16 is None:
             self.bf16 = (not self.fp16 and not self.use_cpu and _has_bf16()) or launched.mixed_precision() == "bf16"
-        if getattr(self, "activation_checkpointing", False) is None:  # the newer name of the same
+        if getattr(self, "activation_checkpointing", False) is None:  # newer name of the same setting
             self.activation_checkpointing = self.gradient_checkpointing
         if launched.num_processes() > 1 or launched.uses_deepspeed():
-            Dist(self.ddp_timeout)  # before TrainingArguments make processes find each other in their own way
+            Dist(self.ddp_timeout)  # before TrainingArguments sets up the process group in its own way
         compiles = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
-        # TrainingArguments would have Accelerate compile models whole; here their layers are, by train.compile.
+        # TrainingArguments would have Accelerate compile whole models; here train.compile compiles their layers.
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         super().__post_init__()
         self.torch_compile = compiles
@@ -164,7 +165,7 @@ class PPOConfig(TrainingArguments):
 
 
 def _has_bf16() -> bool:
-    """Whether there is an accelerator with bfloat16 arithmetic; to torch, CUDA devices that emulate it are such."""
+    """Whether there is an accelerator with native bfloat16; torch also counts CUDA devices that emulate it."""
     return bf16_supported("cuda") if torch.cuda.is_available() else is_torch_bf16_gpu_available()
 
 
@@ -177,7 +178,7 @@ def _default(argument: Any) -> Any:
 
 
 def check_arguments(args: PPOConfig) -> None:
-    """Raises ``ConfigError`` for arguments that a run here cannot heed, and for two that exclude each other."""
+    """Raises ``ConfigError`` for arguments that a run here cannot honour, and for mutually exclusive ones."""
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; take it out")
@@ -215,13 +216,13 @@ def check_arguments(args: PPOConfig) -> None:
 
 
 def check_evaluation(args: PPOConfig, *, has_data: bool) -> list[str]:
-    """What the arguments ask of evaluations that there are none of, a line each.
+    """What the arguments request of evaluations that will not take place, one line each.
 
     Args:
         has_data: whether there is an ``eval_dataset``.
 
     Raises:
-        ConfigError: a checkpoint is to be chosen by what no evaluation measures.
+        ConfigError: the best checkpoint is to be chosen by something that no evaluation measures.
     """
     strategy, metric = args.eval_strategy.value, args.metric_for_best_model
     if has_data and strategy != "no":
@@ -244,10 +245,10 @@ def derive(args: PPOConfig, num_prompts: int, num_processes: int = 1) -> list[st
         num_total_batches = ⌈total_episodes / batch_size⌉
 
     Returns:
-        A line for each of them that was set to something else.
+        One line for each of them that was set to another value.
 
     Raises:
-        ConfigError: a batch has no whole number of mini-batches, or an argument is not positive.
+        ConfigError: a batch does not divide into whole mini-batches, or an argument is not positive.
     """
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"):
         if getattr(args, name) < 1:
@@ -288,18 +289,18 @@ def run_config(
     evaluates: bool,
     stop_token: str | None,
 ) -> RunConfig:
-    """The run that the arguments ask for, after ``derive``.
+    """The run that the arguments describe, after ``derive``.
 
     Args:
         model_path: where the policy was loaded from.
-        lora: settings of the policy's adapter, None for full fine-tuning.
-        rewards: sections of the reward sources.
-        num_prompts: prompts in the training data.
+        lora: settings of the policy's adapter; None for full fine-tuning.
+        rewards: configuration sections of the reward sources.
+        num_prompts: number of prompts in the training data.
         evaluates: whether there are held-out prompts to evaluate on.
-        stop_token: what ends an answer, as ``sampling.stop_token`` has it.
+        stop_token: what ends an answer, as a value of ``sampling.stop_token``.
 
     Raises:
-        ConfigError: names the argument, what was got and what is wanted.
+        ConfigError: names the argument, the value it got and what is expected.
     """
     updates, each_epoch = args.num_total_batches, max(1, round(num_prompts / args.batch_size))
     ppo = ("num_ppo_epochs", "num_mini_batches", "whiten_rewards", "kl_coef", "kl_estimator", "cliprange", "vf_coef",
@@ -347,12 +348,12 @@ def run_config(
 
 
 def warmup_ratio(args: PPOConfig, num_updates: int) -> float:
-    """The share of a run of so many updates over which the learning rate rises."""
+    """The fraction of a run of ``num_updates`` updates over which the learning rate rises."""
     return warmup_share(args.warmup_steps, num_updates)
 
 
 def _every(strategy: str, steps: float | None, updates: int, each_epoch: int) -> int | None:
-    """Updates between two evaluations or checkpoints; steps below 1 are a share of the run."""
+    """Updates between two evaluations or checkpoints; steps below 1 are a fraction of the run."""
     if strategy == "epoch":
         return each_epoch
     if strategy != "steps" or not steps:
@@ -361,6 +362,6 @@ def _every(strategy: str, steps: float | None, updates: int, each_epoch: int) ->
 
 
 def _metric(args: PPOConfig) -> str | None:
-    """The metric of the best checkpoint under the name that an evaluation gives it."""
+    """The metric that selects the best checkpoint, under its name in evaluations."""
     name = args.metric_for_best_model
     return name if name is None or name.startswith("eval_") else f"eval_{name}"

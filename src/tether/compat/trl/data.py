@@ -16,25 +16,25 @@ Collator = Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
 IDS, MASK = "input_ids", "attention_mask"
 TEXTS = ("prompt", "messages")
 OF_TOKENIZERS = frozenset({IDS, MASK, "token_type_ids", "special_tokens_mask", "lengths", "length"})
-"""Columns that come from tokenising, which no reward function is given."""
+"""Columns made by tokenisation, which reward functions do not receive."""
 
 
 def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Collator | None, name: str) -> PromptData:
     """The rows of a dataset as prompts.
 
-    Rows with ``input_ids`` are taken as they are, without padding: what ``attention_mask`` masks, or without a mask
-    pad tokens at either end; where the end token pads, more than one of it at the beginning. Other rows have a
-    ``prompt`` or ``messages``, text or chat messages, that become queries as those of a prompt file do. With
-    ``input_ids``, these are what reward sources are shown.
+    Rows with ``input_ids`` are taken as they are, without padding. Padding is what ``attention_mask`` masks or, without
+    a mask, pad tokens at either end; if the pad token is the end token, more than one of it at the beginning. Other
+    rows have a ``prompt`` or ``messages``, text or chat messages, that become queries like those of a prompt file. If
+    there are ``input_ids`` as well, reward sources are shown ``prompt`` or ``messages``.
 
     Args:
         dataset: anything with a length and rows that are mappings.
         collator: makes a batch of one row, whose ``input_ids`` are then taken.
-        name: argument that it came by, for messages.
+        name: the argument that holds the dataset, for messages.
 
     Raises:
-        ConfigError: it is no such dataset.
-        DataError: a row has no query, or one that already ends its answer.
+        ConfigError: it is not such a dataset.
+        DataError: a row has no query, or one that already contains the end of its answer.
     """
     rows = _rows(dataset, name)
     places = [f"{name}, row {i}" for i in range(len(rows))]

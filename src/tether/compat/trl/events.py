@@ -1,4 +1,4 @@
-"""Callbacks at the events of a run, as TRL's PPO calls them, and those that its trainer brings along."""
+"""Calls callbacks at the events of a run as TRL's PPO does; also the callbacks that its trainer adds."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OnlineTrainerState(TrainerState):
-    """The state of ``transformers`` with the number of answers so far."""
+    """The ``TrainerState`` of ``transformers`` with the number of answers so far."""
 
     episode: int = 0
 
 
 class Events(Callbacks):
-    """Tells callbacks of a run with TRL's arguments and state.
+    """Calls callbacks during a run, with TRL's arguments and state.
 
     ``log`` is called with the metrics of every update, before ``on_step_end``, and of every evaluation.
 
     Args:
-        num_prompts: prompts in the training data.
-        model: what callbacks are given as the model.
-        log: appends to the state's history and tells callbacks.
+        num_prompts: number of prompts in the training data.
+        model: the model passed to callbacks.
+        log: appends to the state's history and calls callbacks.
     """
 
     def __init__(
@@ -59,30 +59,30 @@ class Events(Callbacks):
         super().__init__(callbacks, config, num_prompts, args=args, state=OnlineTrainerState())
         self.model, self.log = model, log
         self.given: dict[str, Any] = {}
-        """Further things that every event is given."""
+        """Further arguments that every event receives."""
         self.state.max_steps = args.num_total_batches
         self.state.num_train_epochs = args.total_episodes / num_prompts
         self.state.train_batch_size = args.batch_size
         self.state.compute_steps(args, args.num_total_batches)
 
     def attach(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Hands over the tokenizer, and policy and critic in place of the policy."""
+        """Sets the tokenizer, and policy and critic in place of the policy."""
         super().attach(self.model, tokenizer)
 
     def step_end(self, metrics: Mapping[str, float]) -> None:
-        """After an update: its metrics, then its end."""
+        """After an update: logs its metrics, then calls ``on_step_end``."""
         self.count()
         self.state.episode = int(metrics["episode"])
         self.record(metrics)
         self.call("on_step_end")
 
     def resume(self, state: RunState, history: Sequence[Mapping[str, Any]]) -> None:
-        """Goes on from a checkpoint, with a history as ``log`` writes it."""
+        """Resumes from a checkpoint, with a history as ``log`` writes it."""
         epochs = [{"epoch": self.epoch_after(row["step"])} if row["step"] else {} for row in history]
         super().resume(state, [{**row, **epoch} for row, epoch in zip(history, epochs, strict=True)])
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Logs metrics, which tells callbacks too."""
+        """Logs metrics, which also calls the callbacks."""
         self.log(dict(metrics))
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
@@ -95,26 +95,26 @@ class Events(Callbacks):
 
 
 class ShownSamples(TrainerCallback):
-    """Shows answers to a few held-out prompts ``times`` times in a run, the first time after the first update.
+    """Shows answers to a few held-out prompts ``times`` times per run, first after the first update.
 
     Args:
-        show: shows them.
+        show: function that shows them.
     """
 
     def __init__(self, times: int, show: Callable[[], object]) -> None:
         self.times, self.show = times, show
 
     def on_step_end(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Shows them where it is time."""
+        """Shows them when due."""
         if (state.global_step - 1) % max(1, state.max_steps // self.times) == 0:
             self.show()
 
 
 class PushedSaves(TrainerCallback):
-    """Pushes the policy whenever a checkpoint was written. A push that fails warns, and training goes on.
+    """Pushes the policy whenever a checkpoint was written. A failed push warns, and training continues.
 
     Args:
-        push: pushes it, with a commit message.
+        push: pushes the policy, given a commit message.
     """
 
     def __init__(self, push: Callable[[str], object]) -> None:
@@ -124,15 +124,15 @@ class PushedSaves(TrainerCallback):
         """Pushes the policy."""
         try:
             self.push(f"Training in progress, step {state.global_step}")
-        except Exception as error:  # whatever network and hub have to say, the run is worth more
+        except Exception as error:  # whatever network and hub raise, the run is worth more
             logger.warning("push_to_hub after step %d: %s: %s", state.global_step, type(error).__name__, error)
 
 
 class LoggedDisplay(NullDisplay):
-    """Hands messages to Python's logging."""
+    """Sends messages to Python's logging."""
 
     def message(self, text: str) -> None:
-        """Logs one message, a warning as such."""
+        """Logs one message, warnings at their own level."""
         is_warning = text.startswith("warning: ")
         logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text.removeprefix("warning: "))
 

@@ -1,4 +1,4 @@
-"""What TRL before 1.12 called things, and what stands in their place: for messages."""
+"""Names that TRL used before 1.12, and their replacements: for messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {
     "AdaptiveKLController": "it is ppo.kl_target and ppo.kl_horizon of a configuration file",
     "set_seed": "import it from transformers",
 }
-"""Names of TRL's that PPO scripts import."""
+"""Names in TRL that PPO scripts import."""
 LOOP = f"{GUIDE}, From the training loop of TRL ≤ 0.11"
 ACCELERATE = "leave it out: `accelerate launch` says it, and trackers are set up by report_to and their environment"
 OF_CONFIG = {
@@ -99,7 +99,7 @@ OF_TRANSFORMERS = {
     "training_step": "train, with a callback's on_step_end",
     "hyperparameter_search": "train, once for each setting",
 }
-"""Attributes of transformers.Trainer, and what PPOTrainer has in their place."""
+"""Attributes of transformers.Trainer, and their replacements in PPOTrainer."""
 
 
 OF_LOOP = {
@@ -109,18 +109,18 @@ OF_LOOP = {
     "save_pretrained": "it is save_model",
     "dataloader": "train goes through train_dataset by itself",
 }
-"""What a loop of TRL ≤ 0.11 calls, and what PPOTrainer has in its place."""
+"""Methods that a loop of TRL ≤ 0.11 calls, and their replacements in PPOTrainer."""
 
 
 def missing(name: str) -> ImportError | AttributeError:
-    """What is raised for a name that this package does not have."""
+    """The error for a name that this package does not have."""
     if name in NAMES:
         return ImportError(f"tether.compat.trl has no {name}: {NAMES[name]}; see {GUIDE}")
     return AttributeError(f"module 'tether.compat.trl' has no attribute {name!r}")
 
 
 def no_attribute(name: str) -> AttributeError:
-    """What is raised for an attribute that PPOTrainer does not have."""
+    """The error for an attribute that PPOTrainer does not have."""
     if name in OF_TRANSFORMERS:
         return AttributeError(f"PPOTrainer has no {name}: use {OF_TRANSFORMERS[name]}; {GUIDE} lists what it has")
     if name in OF_LOOP:
@@ -136,7 +136,7 @@ def telling(former: Mapping[str, str], what: str) -> Callable[[Callable[..., Non
     """Decorates an ``__init__`` whose arguments had other names.
 
     Raises:
-        ConfigError: one of the former names was used, and is no argument now; says what it is called.
+        ConfigError: a former name was used that is no longer an argument; gives the current name.
     """
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:

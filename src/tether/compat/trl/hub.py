@@ -1,4 +1,4 @@
-"""The policy on the hub, with its card."""
+"""Pushes the policy to the hub, with its card."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tether.train.hub import model_files
 from tether.train.hub import open_repository as open_named
 
 COMMAND = "tether.compat.trl.PPOTrainer(...).train()"
-"""What made the model, for its card."""
+"""The software that made the model, for its card."""
 
 
 def open_repository(args: PPOConfig, *, token: str | None = None, private: bool | None = None) -> str:
-    """Makes the repository that is pushed to, unless it is there; returns its full name.
+    """Creates the repository to push to, unless it exists; returns its full name.
 
     Raises:
         ConfigError: the hub is switched off, cannot be reached, or refuses.
@@ -49,7 +49,7 @@ def upload(
 def write_model_card(
     args: PPOConfig, *, model_name: str | None, dataset_name: str | None, tags: Sequence[str]
 ) -> Path:
-    """Writes the card of the policy to the output folder, with what the caller knows of it; returns its path."""
+    """Writes the card of the policy to the output folder, with what the caller adds to it; returns its path."""
     folder = Path(args.output_dir)
     write_card(folder, folder, command=COMMAND)
     path = folder / CARD

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 IN_MEMORY = "in memory"
 MOST_RENAMED = 0.01
-"""Share of a vocabulary whose words may have other names in another tokenizer of the same ids."""
+"""Share of a vocabulary that may be spelled differently in another tokenizer with the same ids."""
 CAUSAL = "a causal language model (AutoModelForCausalLM.from_pretrained(path))"
 CRITIC = "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))"
 
@@ -53,9 +53,9 @@ MERGE = {
 
 @dataclass(frozen=True)
 class Models:
-    """What ``PPOTrainer`` was given as models.
+    """The models that ``PPOTrainer`` was given.
 
-    ``check`` raises for what is not usable; nothing is changed before ``roles``.
+    ``check`` raises for unusable models; nothing is changed before ``roles``.
     """
 
     policy: Any
@@ -63,18 +63,18 @@ class Models:
     value: Any
     peft_config: Any
     policy_adapter: str
-    """PEFT's name of the adapter that trains, where the policy has adapters."""
+    """PEFT's name of the adapter that is trained, if the policy has adapters."""
     reference_adapter: str | None
-    """PEFT's name of the adapter that is the reference; None for the adapter that trains as it was at the start."""
+    """PEFT's name of the reference adapter; None for the trained adapter as it was at the start."""
 
     @property
     def base(self) -> PreTrainedModel:
-        """The policy without PEFT around it."""
+        """The policy without its PEFT wrapper."""
         return self.policy.get_base_model() if isinstance(self.policy, PeftModel) else self.policy
 
     @property
     def read(self) -> dict[str, PreTrainedModel]:
-        """The models that read the policy's token ids, by the argument that each came by."""
+        """The models that read the policy's token ids, by argument name."""
         reference = {} if self.reference is None else {"ref_model": self.reference}
         return {"model": self.base, "value_model": self.value} | reference
 
@@ -85,7 +85,7 @@ class Models:
 
     @property
     def lora(self) -> dict[str, Any] | None:
-        """Settings of the adapter that trains, as a run's configuration has them; None for full fine-tuning."""
+        """Settings of the trained adapter in the form of a run's configuration; None for full fine-tuning."""
         if not self.is_adapted:
             return None
         config = self.peft_config or self.policy.peft_config[self.policy_adapter]
@@ -98,13 +98,13 @@ class Models:
         }
 
     def check(self, judges: list[PreTrainedModel]) -> None:
-        """Raises for arguments of a wrong kind, and for models that two roles cannot share.
+        """Raises for arguments of the wrong type, and for models that two roles cannot share.
 
         Args:
             judges: reward models in memory.
 
         Raises:
-            ConfigError, ModelError: names the argument, what was got and what is accepted.
+            ConfigError, ModelError: names the argument, what it got and what is accepted.
         """
         self._check_policy()
         self._check_reference()
@@ -151,7 +151,7 @@ class Models:
             raise ConfigError("PPOConfig.ref_adapter_name: the model is no PEFT model, so it has no adapters by name")
 
     def _check_types(self) -> None:
-        """Raises ``ConfigError`` for float16 weights that train; warns of bfloat16 ones."""
+        """Raises ``ConfigError`` if trained weights are float16; warns if they are bfloat16."""
         for name, parameters in {"model": self._to_train(), "value_model": _trainable(self.value)}.items():
             types = {parameter.dtype for parameter in parameters.values()}
             told = "load it with dtype=torch.float32; {}=True computes in {} over float32 weights"
@@ -167,7 +167,7 @@ class Models:
                 )  # fmt: skip
 
     def _to_train(self) -> dict[str, nn.Parameter]:
-        """The policy's parameters that train; those of ``peft_config`` are made later, in float32."""
+        """The policy's trainable parameters; those of ``peft_config`` are created later, in float32."""
         if isinstance(self.policy, PeftModel):
             return adapter_parameters(self.policy, self.policy_adapter)
         return {} if self.peft_config is not None else _trainable(self.policy)
@@ -203,7 +203,7 @@ class Models:
     def roles(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
     ) -> ModelRoles:
-        """The models as roles, in place; a fresh adapter depends on ``train.seed`` alone.
+        """The models as roles, in place; a fresh adapter depends only on ``train.seed``.
 
         Raises:
             ConfigError, ModelError: an adapter does not fit, or an end token has no embedding.
@@ -271,7 +271,7 @@ def name_of(model: PreTrainedModel) -> str:
 
 
 def check_classifier(model: Any, name: str, wanted: str) -> None:
-    """Raises ``ConfigError`` if ``model`` is no decoder with a scalar head called ``score``."""
+    """Raises ``ConfigError`` if ``model`` is not a decoder with a scalar head called ``score``."""
     if isinstance(model, PeftModel):
         raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}. {MERGE[name]}")
     if not isinstance(model, PreTrainedModel):
@@ -285,7 +285,7 @@ def check_classifier(model: Any, name: str, wanted: str) -> None:
 
 
 def scalar_head(model: PreTrainedModel) -> ScalarHead:
-    """A head with the very parameters of the classifier's own."""
+    """A head that shares the parameters of the classifier's own."""
     if isinstance(model.score, ScalarHead):
         return model.score
     head = ScalarHead(model.score.in_features, bias=model.score.bias is not None)
@@ -294,11 +294,12 @@ def scalar_head(model: PreTrainedModel) -> ScalarHead:
 
 
 def check_vocabularies(models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ``ModelError`` if a model lacks embeddings of tokens that the policy can write, or reads them otherwise.
+    """Raises ``ModelError`` if a model lacks embeddings of tokens that the policy can write, or reads them as other
+    tokens.
 
     Args:
-        models: by the argument that each came by, the policy as ``model``. The pad token needs no embedding: pads never
-            reach a model.
+        models: models by argument name, the policy as ``model``. The pad token needs no embedding: pads never reach a
+            model.
     """
     size, pads = num_rows(models["model"]), {tokenizer.pad_token_id}
     highest = max(token for token in tokenizer.get_vocab().values() if token not in pads and token < size)
@@ -319,7 +320,7 @@ def check_tokens(sizes: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, p
     """Raises ``ModelError`` if a model lacks the embedding of a token in a prompt.
 
     Args:
-        sizes: ``num_rows`` of each model, by the argument that it came by.
+        sizes: ``num_rows`` of each model, by argument name.
     """
     highest, row = max((max(prompt.token_ids), prompt.row) for prompt in prompts)
     _check_rows(sizes, highest, tokenizer, f"row {row} of the prompts holds")
@@ -336,12 +337,12 @@ def _check_rows(sizes: Mapping[str, int], token: int, tokenizer: PreTrainedToken
 
 
 def num_rows(model: PreTrainedModel) -> int:
-    """How many tokens the model has embeddings of, before an engine spreads them."""
+    """Number of tokens that the model has embeddings for, before an engine shards them."""
     return model.get_input_embeddings().weight.shape[0]
 
 
 def _saved_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model's files, if there is one that can be loaded without the network."""
+    """The tokenizer saved with a model, if there is one that can be loaded without the network."""
     try:
         with model_errors(source):
             if Path(source).exists():
@@ -356,9 +357,9 @@ def _saved_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
 
 
 def _read_otherwise(own: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A word of one tokenizer that is another to the other under the same id, if many are; None if they share ids.
+    """A word of one tokenizer whose id means another word in the other, if there are many; None if they share ids.
 
-    Added tokens are left out, and so are a few words more: pad tokens are added, and reserved ones renamed.
+    Added tokens do not count, nor do a few other differences: pad tokens get added, and reserved tokens renamed.
     """
     mine, theirs = _words(own), _words(tokenizer)
     common = mine.keys() & theirs.keys()
@@ -370,17 +371,17 @@ def _read_otherwise(own: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizer
 
 
 def _words(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """The tokens of the vocabulary by id, without those that were added to it."""
+    """The tokens of the vocabulary by id, without added tokens."""
     added = tokenizer.get_added_vocab()
     return {token: word for word, token in tokenizer.get_vocab().items() if word not in added}
 
 
 def check_positions(models: Mapping[str, PreTrainedModel], longest: int, response_length: int) -> None:
-    """Raises ``ConfigError`` if a query with its answer does not fit into a model's positions.
+    """Raises ``ConfigError`` if a query with its answer exceeds a model's positions.
 
     Args:
-        models: by the argument that each came by.
-        longest: tokens of the longest query.
+        models: models by argument name.
+        longest: number of tokens in the longest query.
     """
     for name, model in models.items():
         words = {"key": "PPOConfig.response_length", "way_out": "lower it, or drop long prompts", "model": name}
@@ -388,7 +389,7 @@ def check_positions(models: Mapping[str, PreTrainedModel], longest: int, respons
 
 
 def _critic(model: PreTrainedModel) -> Role:
-    """The value model as it is; its head then computes in its own type under autocast, too."""
+    """The value model as it is; its head then computes in its own dtype, also under autocast."""
     model.score = scalar_head(model)
     return Role(VALUE, model, name_of(model), "own weights", head=model.score, trained=_trainable(model))
 
@@ -398,7 +399,7 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _is_changed(model: PeftModel, adapter: str) -> bool:
-    """Whether the model answers otherwise with the adapter than without, as a fresh one has it not."""
+    """Whether the adapter changes the model's outputs, which a fresh one does not."""
     if getattr(model.peft_config[adapter], "modules_to_save", None):
         return True
     out = [p for name, p in adapter_parameters(model, adapter).items() if "lora_B" in name or "embedding_B" in name]
@@ -406,7 +407,7 @@ def _is_changed(model: PeftModel, adapter: str) -> bool:
 
 
 def _copied_adapter(model: PeftModel, adapter: str) -> str:
-    """Puts a frozen copy of an adapter beside it; returns its name."""
+    """Adds a frozen copy of an adapter next to it; returns its name."""
     name = REFERENCE
     while name in model.peft_config:
         name += "_"
@@ -428,7 +429,7 @@ def _dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def _check_lora(config: PeftConfig, name: str) -> None:
-    """Raises for an adapter that other roles cannot share a base with, or of something else than a language model."""
+    """Raises for an adapter whose base other roles cannot share, or that is not for a language model."""
     check_shareable(Adapter(name, config, {}, {}))
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ConfigError(f"{name}: got an adapter for {config.task_type}, wanted one for CAUSAL_LM")

@@ -1,4 +1,4 @@
-"""The optimizer and schedule that a user brings."""
+"""The user's own optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tether.train.engines.base import Engine
 from tether.train.optim import PassOptimizer, build_optimizers, loss_scale, schedule
 
 STEPS_NUMBERS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "Rprop", "ASGD", "SGD")
-"""Optimizers of torch that step each number by itself, whatever tensor it is in."""
+"""Optimizers of torch that update each element independently of the tensor it is in."""
 
 
 class OwnOptimizer(PassOptimizer):
-    """One optimizer of policy and critic whose schedule moves on once an update, as TRL's does."""
+    """One optimizer of policy and critic whose schedule advances once per update, as TRL's does."""
 
     def move_on(self) -> None:
         """Clears the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def note(self, metric: float) -> None:
-        """Moves the schedule on, whatever the metric."""
+        """Advances the schedule, whatever the metric."""
         self.scheduler.step()
 
 
 def check_optimizers(given: Any, engine: Engine) -> None:
-    """Raises ``ConfigError`` for something else than TRL's ``optimizers``, or an optimizer that the engine cannot have
-    step parts of weights."""
+    """Raises ``ConfigError`` for anything but TRL's ``optimizers``, or for an optimizer that cannot step the shards of
+    an engine."""
     if not isinstance(given, Sequence) or len(given) != 2:
         raise ConfigError(f"optimizers: got {type(given).__name__}, wanted (optimizer, lr_scheduler) or (None, None)")
     optimizer, scheduler = given
@@ -62,11 +62,11 @@ def optimizers_of(
     num_updates: int,
     before: Mapping[str, nn.Parameter],
 ) -> list[PassOptimizer]:
-    """The optimizers of a run: the user's if there is one, else those that the configuration asks for.
+    """The optimizers of a run: the user's if there is one, else those of the configuration.
 
     Args:
-        given: TRL's ``optimizers``, which ``check_optimizers`` has passed.
-        before: ``roles.trained`` as the user knows them. What the engine put in their place the optimizer steps.
+        given: TRL's ``optimizers``, already checked by ``check_optimizers``.
+        before: ``roles.trained`` as the user knows them; the optimizer steps what the engine put in their place.
 
     Raises:
         ConfigError: the optimizer has none of the policy's parameters, or none of the critic's.

@@ -1,4 +1,4 @@
-"""What TRL's users hand over as ``reward_model``, as reward sources."""
+"""What TRL's users pass as ``reward_model``, as reward sources."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ WANTED = (
 
 
 class Judges:
-    """The members of ``reward_model``; scores are added up.
+    """The members of ``reward_model``; their scores are added up.
 
     Args:
         reward_model: a sequence classifier, a path, a function, or a list of these.
 
     Raises:
-        ConfigError, ModelError: a member is something else, or cannot be a reward.
+        ConfigError, ModelError: a member is something else, or cannot serve as a reward.
     """
 
     def __init__(self, reward_model: Any) -> None:
@@ -51,7 +51,7 @@ class Judges:
         self.names = _unique([_name(member) for member in self.members])
 
     def sections(self, batch_size: int) -> list[dict[str, Any]]:
-        """A section of a run's configuration for each."""
+        """One section of a run's configuration per member."""
         return [_section(member, name, batch_size) for member, name in zip(self.members, self.names, strict=True)]
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -61,8 +61,8 @@ class Judges:
                 check_columns(member, columns, name, "reward_model")
 
     def check_conversations(self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ``ConfigError`` if a judge given by a path, with another tokenizer than the policy's, cannot be shown
-        one of the conversations."""
+        """Raises ``ConfigError`` if a judge given by a path, with a tokenizer other than the policy's, cannot read one
+        of the conversations."""
         for path in self.paths.values():
             try:
                 check_conversations([ModelReward(type="model", path=path)], prompts, tokenizer)
@@ -75,13 +75,13 @@ class Judges:
 
     @property
     def models(self) -> dict[str, PreTrainedModel]:
-        """Those that are models in memory, by name."""
+        """The members that are models in memory, by name."""
         named = zip(self.names, self.members, strict=True)
         return {name: member for name, member in named if isinstance(member, PreTrainedModel)}
 
     @property
     def paths(self) -> dict[str, str]:
-        """Those that are given by a path, by the argument that they came by and their name."""
+        """The members given by a path, by argument and name."""
         named = zip(self.names, self.members, strict=True)
         return {f"reward_model {name}": str(member) for name, member in named if isinstance(member, str | Path)}
 
@@ -94,11 +94,11 @@ class Judges:
         shards: bool,
         shared: Shared,
     ) -> RewardSource:
-        """Their sum, each a component under its name. Models in memory read the policy's token ids.
+        """Their sum, each member a component under its name. Models in memory read the policy's token ids.
 
         Args:
-            shards: whether ``shared`` spreads the weights of models, which wait on the CPU.
-            shared: makes a source one of all processes.
+            shards: whether ``shared`` shards the weights of models, which wait on the CPU.
+            shared: turns a source of one process into one for all processes.
         """
         parts = []
         for member, name in zip(self.members, self.names, strict=True):
@@ -117,16 +117,16 @@ class Judges:
 
 
 class WithoutEnd:
-    """Takes a penalty off the score of every answer that holds no end token, wherever in it that would be.
+    """Subtracts a penalty from the score of every answer that contains no end token.
 
-    TRL's rule, here for answers that the length alone ends.
+    TRL's rule, here for answers that only the length limit ends.
     """
 
     def __init__(self, rewards: RewardSource, *, end_id: int | None, penalty: float) -> None:
         self.rewards, self.end_id, self.penalty = rewards, end_id, penalty
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """The scores of the source, less the penalty."""
+        """The scores of the source minus the penalty."""
         output = self.rewards.score(batch)
         scores = [
             score if self.end_id in ids else score - self.penalty
@@ -148,7 +148,7 @@ def _in_memory(
     model.requires_grad_(False).eval()
     head = scalar_head(model)
     if shards:
-        model.score = head  # whose weights are then spread with the model's
+        model.score = head  # whose weights are then sharded with the model's
     else:
         model.to(device)
     options = {"name": name, "input_format": "auto", "batch_size": batch_size, "max_length": None, "device": device}
@@ -188,7 +188,7 @@ def _name(member: Judge) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """The names, those that come more than once with a number."""
+    """The names, with a number appended to duplicates."""
     return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
 
 

@@ -1,4 +1,4 @@
-"""The table that ``generate_completions`` prints, and sends to a tracker."""
+"""The table that ``generate_completions`` prints and sends to a tracker."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints answers, what could act on a terminal made visible.
+    """Prints answers, with characters that could act on a terminal made visible.
 
     Args:
-        rows: all with the same keys, texts or numbers.
+        rows: rows of texts or numbers, all with the same keys.
     """
     table = Table(show_lines=True)
     for column in rows[0]:
@@ -31,12 +31,12 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def send_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Sends answers to the run of Weights & Biases that this process has, if any, under the name that TRL gives them.
+    """Sends answers to this process's Weights & Biases run, if any, under TRL's name for them.
 
-    A tracker that fails warns, and training goes on.
+    A failing tracker warns, and training continues.
 
     Args:
-        rows: as ``print_table`` takes them.
+        rows: as for ``print_table``.
     """
     wandb = sys.modules.get("wandb")
     if wandb is None or wandb.run is None:
@@ -44,5 +44,5 @@ def send_table(rows: Sequence[Mapping[str, Any]]) -> None:
     try:
         data = [list(row.values()) for row in rows]
         wandb.log({"completions": wandb.Table(columns=list(rows[0]), data=data)})
-    except Exception as error:  # whatever it raises, the run is worth more
+    except Exception as error:  # whatever it raises, the run is worth more than the table
         logger.warning("generate_completions: wandb failed: %s: %s", type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""TRL's ``PPOTrainer`` by its signature, on Tether's phases."""
+"""TRL's ``PPOTrainer`` with its signature, built on Tether's phases."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SHOWN_ROWS = 5
 
 
 class PolicyAndValue(nn.Module):
-    """The two models that train, as TRL's ``trainer.model`` holds them."""
+    """The two trained models, as TRL's ``trainer.model`` holds them."""
 
     def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
         super().__init__()
@@ -83,25 +83,26 @@ class PolicyAndValue(nn.Module):
 
 
 class PPOTrainer:
-    """Trains ``model`` by PPO, in place. Arguments are TRL 1.12's, in its order; docs/from_trl.md says what differs.
+    """Trains ``model`` by PPO, in place. The arguments are those of TRL 1.12, in its order; docs/from_trl.md says what
+    differs.
 
     Args:
-        args: what to do.
+        args: the configuration.
         processing_class: the policy's tokenizer.
         model: the policy, a causal language model or a PEFT model of one with LoRA.
-        ref_model: the reference; None: the start policy.
-        reward_model: a sequence classifier with one label; or the path of one, a function
-            ``f(prompts, completions, **columns)``, or a list of these, whose scores are added up.
+        ref_model: the reference. None: the start policy.
+        reward_model: a sequence classifier with one label, the path of one, a function ``f(prompts, completions,
+            **columns)``, or a list of these, whose scores are added up.
         train_dataset: rows with ``input_ids``, or with a ``prompt`` or ``messages``.
         value_model: the critic, a sequence classifier with one label.
-        data_collator: makes a batch of one row, whose ``input_ids`` are taken; called once a row.
-        eval_dataset: held-out rows of the same form, which ``eval_strategy`` evaluates on and some of which are shown.
-        optimizers: an optimizer of policy and critic, and its schedule, which moves on once an update.
+        data_collator: makes a batch of one row, whose ``input_ids`` are taken; called once per row.
+        eval_dataset: held-out rows of the same form, for evaluation by ``eval_strategy``; some of them are shown.
+        optimizers: an optimizer of policy and critic, and its schedule, which advances once per update.
         callbacks: list of ``transformers`` callbacks, objects or classes; one step is one update.
-        peft_config: LoRA settings; the policy's adapter is then made here.
+        peft_config: LoRA settings; the policy's adapter is then created here.
 
     Raises:
-        ConfigError, DataError, ModelError: an argument is not what is wanted; says what is. Nothing was changed then.
+        ConfigError, DataError, ModelError: an argument is invalid; says what is expected. Nothing has changed then.
     """
 
     @telling(OF_TRAINER, "PPOTrainer")
@@ -219,14 +220,14 @@ class PPOTrainer:
     def _check_data(
         self, read: Mapping[str, PreTrainedModel], sizes: Mapping[str, int], judges: Judges, prompts: PromptData
     ) -> None:
-        """What only prompts and models together show."""
+        """Checks that need both prompts and models."""
         longest = max(len(prompt.token_ids) for prompt in prompts.prompts)
         check_positions(read, longest, self.args.response_length)
         check_tokens(sizes, self.processing_class, prompts.prompts)
         judges.check_columns(prompts.columns)
         judges.check_conversations(prompts.prompts, self.processing_class)
 
-    # What scripts look at
+    # What scripts read
 
     @property
     def state(self) -> Any:
@@ -235,7 +236,7 @@ class PPOTrainer:
 
     @property
     def control(self) -> Any:
-        """What callbacks ask for."""
+        """The requests of callbacks."""
         return self._events.control
 
     @property
@@ -250,20 +251,20 @@ class PPOTrainer:
 
     @property
     def is_deepspeed_enabled(self) -> bool:
-        """Whether DeepSpeed spreads the weights, as the launcher says."""
+        """Whether DeepSpeed shards the weights, as set by the launcher."""
         return isinstance(self._engine, Zero)
 
     @property
     def is_fsdp_enabled(self) -> bool:
-        """Whether FSDP2 spreads the weights, as the launcher says."""
+        """Whether FSDP2 shards the weights, as set by the launcher."""
         return isinstance(self._engine, FullySharded)
 
     def __getattr__(self, name: str) -> Any:
-        """Says what there is in place of an attribute of ``transformers.Trainer``."""
+        """Raises with what takes the place of an attribute of ``transformers.Trainer``."""
         raise no_attribute(name)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this process writes files and speaks."""
+        """Whether this process writes files and prints."""
         return self._dist.is_main
 
     def is_local_process_zero(self) -> bool:
@@ -277,7 +278,7 @@ class PPOTrainer:
         self._events.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Takes out a callback, or the first one of a class, and returns it; None if it is not there."""
+        """Removes a callback, or the first one of a class, and returns it; None if there is none."""
         for each in self._events.callbacks:
             if each is callback or (isinstance(callback, type) and type(each) is callback):
                 self._events.callbacks.remove(each)
@@ -285,11 +286,11 @@ class PPOTrainer:
         return None
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Takes out a callback, or the first one of a class."""
+        """Removes a callback, or the first one of a class."""
         self.pop_callback(callback)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Appends metrics to ``state.log_history`` and tells the callbacks, trackers among them.
+        """Appends metrics to ``state.log_history`` and calls the callbacks, including trackers.
 
         Args:
             start_time: not read; ``transformers`` has it in its signature.
@@ -306,13 +307,13 @@ class PPOTrainer:
         """Trains. metrics.jsonl, samples.jsonl, config.yaml, report.html and checkpoints go to ``args.output_dir``.
 
         Args:
-            resume_from_checkpoint: a checkpoint to go on from, or True for the newest; ``args``' if left out.
+            resume_from_checkpoint: a checkpoint to resume from, or True for the newest. Default: that of ``args``.
 
         Raises:
-            ConfigError: ``output_dir`` holds something that no run here wrote, or a model that this one was given.
-            CheckpointError: there is no such checkpoint, or it is of another run.
-            RewardError, GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
-            KeyboardInterrupt: the run was stopped, by Ctrl-C, SIGTERM or SIGHUP; its state is saved.
+            ConfigError: ``output_dir`` holds something that no run of Tether wrote, or a model that this run was given.
+            CheckpointError: there is no such checkpoint, or it belongs to another run.
+            RewardError, GenerationError, TrainingError: the run could not continue; its last checkpoint is intact.
+            KeyboardInterrupt: the run was stopped by Ctrl-C, SIGTERM or SIGHUP; its state is saved.
         """
         if self._phases is not None:
             raise ConfigError("train: this trainer has trained; make a new one to train on")
@@ -347,16 +348,17 @@ class PPOTrainer:
             )
 
     def _check_folder(self, folder: Path) -> None:
-        """Raises ``ConfigError`` where the run would remove or write over what no earlier run in the folder wrote."""
+        """Raises ``ConfigError`` if the run would remove or overwrite something that no earlier run in the folder
+        wrote."""
         check_models_kept(folder, self._sources)
         check_files(folder, is_new=not holds_run(folder), way_out="remove it")
 
     def _check_resumed(self, config: RunConfig, checkpoint: Path, display: NullDisplay) -> None:
-        """Raises ``CheckpointError`` where the checkpoint is of another run; says what is not as it was."""
+        """Raises ``CheckpointError`` if the checkpoint belongs to another run; says what differs."""
         record = read_state(checkpoint)
         saved = parse_config(record["config"], RunConfig)
         self._dist.each(lambda: self._check_warmup(saved, checkpoint))
-        # As many updates as before, whose share follows the length of the run.
+        # The same number of updates as before; their share depends on the length of the run.
         same_warmup = saved.train.model_copy(update={"warmup_ratio": config.train.warmup_ratio})
         saved = saved.model_copy(update={"train": same_warmup})
         before, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
@@ -365,7 +367,7 @@ class PPOTrainer:
             display.message(told)
 
     def _check_warmup(self, saved: RunConfig, checkpoint: Path) -> None:
-        """Raises ``CheckpointError`` if ``warmup_steps`` are others than those of the checkpoint's run."""
+        """Raises ``CheckpointError`` if ``warmup_steps`` differs from that of the checkpoint's run."""
         share = warmup_ratio(self.args, saved.num_updates(len(self._parts.prompts)))
         if not math.isclose(saved.train.warmup_ratio, share):
             raise CheckpointError(
@@ -375,7 +377,7 @@ class PPOTrainer:
             )
 
     def _resumed(self, asked: str | bool | None) -> RunConfig:
-        """The configuration with what it says of an earlier run in its folder."""
+        """The configuration, with its settings for an earlier run in its folder."""
         resume = self.args.resume_from_checkpoint if asked is None else asked
         is_again = not resume and holds_run(self._config.output_dir)
         return self._config.model_copy(update={"resume": resume or False, "overwrite_output_dir": is_again})
@@ -383,17 +385,17 @@ class PPOTrainer:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Answers and scores held-out prompts at the temperature of training; returns and logs the metrics.
+        """Answers and scores held-out prompts at the training temperature; returns and logs the metrics.
 
         Args:
-            eval_dataset: rows as ``PPOTrainer`` takes them, or several such datasets by name, which then follows the
-                prefix; the trainer's if left out.
+            eval_dataset: rows as for ``PPOTrainer``, or several such datasets by name, which then follows the prefix.
+                Default: the trainer's.
             ignore_keys: not read; ``transformers`` has it in its signature.
-            metric_key_prefix: what the names of metrics begin with.
+            metric_key_prefix: prefix of the metrics' names.
 
         Raises:
             ConfigError: there is no ``eval_dataset``.
-            DataError: a row does not fit.
+            DataError: a row is invalid.
         """
         if isinstance(eval_dataset, Mapping):
             several = [self.evaluate(rows, None, f"{metric_key_prefix}_{name}") for name, rows in eval_dataset.items()]
@@ -415,14 +417,14 @@ class PPOTrainer:
         return metrics
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
-        """Prints a table of answers to held-out prompts, nearly greedy ones, with their scores, and sends it to Weights
-        & Biases where ``report_to`` names that.
+        """Prints a table of nearly greedy answers to held-out prompts with their scores, and sends it to Weights &
+        Biases if ``report_to`` names it.
 
         Args:
-            sampling: answer ``per_device_eval_batch_size`` prompts instead of all.
+            sampling: whether to answer only ``per_device_eval_batch_size`` prompts.
 
         Returns:
-            Rows with ``query``, ``model response`` and ``score``; none without an ``eval_dataset``.
+            Rows with ``query``, ``model response`` and ``score``; empty without an ``eval_dataset``.
         """
         if self._held_out is None:
             return []
@@ -448,15 +450,16 @@ class PPOTrainer:
                 send_table(rows)
         return rows
 
-    # What comes out
+    # Output
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Writes the policy with its tokenizer, a full model or a PEFT adapter; pushed too with ``args.push_to_hub``.
+        """Writes the policy with its tokenizer, as a full model or a PEFT adapter; also pushes it if
+        ``args.push_to_hub``.
 
-        All processes call it, the main one writes.
+        All processes must call it; the main one writes.
 
         Args:
-            output_dir: ``args.output_dir`` if left out.
+            output_dir: target folder. Default: ``args.output_dir``.
         """
         folder = Path(output_dir or self.args.output_dir)
         weights = kept_whole(self._engine, policy_weights, self._roles)
@@ -479,8 +482,8 @@ class PPOTrainer:
         """Writes metrics to ``{split}_results.json`` in ``args.output_dir``.
 
         Args:
-            split: what they are of: ``train``, ``eval``.
-            combined: add them to all_results.json, too.
+            split: what they belong to: ``train``, ``eval``.
+            combined: whether to add them to all_results.json as well.
         """
         self._write(trainer_pt_utils.save_metrics, split, dict(metrics), combined)
 
@@ -488,12 +491,12 @@ class PPOTrainer:
         """Prints metrics as ``transformers`` does.
 
         Args:
-            split: what they are of: ``train``, ``eval``.
+            split: what they belong to: ``train``, ``eval``.
         """
         trainer_pt_utils.log_metrics(self, split, dict(metrics))
 
     def _write(self, write: Callable[..., None], *args: Any) -> None:
-        """Has a helper of ``transformers`` write into the output folder, in the main process."""
+        """Lets a helper of ``transformers`` write to the output folder, in the main process."""
         if self._dist.is_main:
             Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         write(self, *args)
@@ -507,7 +510,7 @@ class PPOTrainer:
         """Writes README.md for a hub page to ``args.output_dir``; returns its path.
 
         Raises:
-            ConfigError: nothing was trained yet.
+            ConfigError: nothing has been trained yet.
         """
         if not (Path(self.args.output_dir) / CONFIG).is_file():
             raise ConfigError(f"create_model_card: {self.args.output_dir} holds no run yet; train first")
@@ -529,13 +532,13 @@ class PPOTrainer:
     ) -> CommitInfo | Future[CommitInfo] | None:
         """Saves the policy to ``args.output_dir`` and pushes it with its card, and nothing else of that folder.
 
-        All processes call it, the main one pushes; the others return None.
+        All processes must call it; the main one pushes, the others return None.
 
         Args:
-            blocking: return when it is there; otherwise at once, with a future.
-            token: of the hub; ``args.hub_token`` or the one that is logged in if left out.
-            private: whether a repository that is made now is private; ``args.hub_private_repo`` if left out.
-            kwargs: of ``create_model_card``.
+            blocking: whether to wait for the upload; otherwise returns a future at once.
+            token: token of the hub. Default: ``args.hub_token``, else that of the login.
+            private: whether a newly created repository is private. Default: ``args.hub_private_repo``.
+            kwargs: further arguments of ``create_model_card``.
         """
         if self.hub_model_id is None:
             self.hub_model_id = self._dist.by_main(lambda: hub.open_repository(self.args, token=token, private=private))

@@ -13,9 +13,10 @@ from tether.errors import CheckpointError, ConfigError, ModelError, TrainingErro
 from tether.metrics.writers import read_jsonl
 from tether.models import saving
 from tether.models.checkpoints import list_checkpoints
-from tether.models.saving import verify_manifest
+from tether.models.saving import files_written, verify_manifest
 from tether.train import build
 from tether.train.display import NullDisplay
+from tether.train.hub import model_files
 from tether.train.run import train_policy
 from tether.train.trainer import PPOTrainer
 
@@ -109,6 +110,8 @@ def test_resume_auto_leaves_a_finished_run_as_it_is(tmp_path, monkeypatch):
     """Also one that is told its length in another way, or saves elsewhere how often, as long as it ends the same."""
     config = finished_run(tmp_path)
     train_policy(config)
+    assert "finished.json" in files_written(config.output_dir)
+    assert "finished.json" not in model_files(config.output_dir)  # what is pushed
     before = files(config.output_dir)
     monkeypatch.setattr(PPOTrainer, "rollout", no_model)
     monkeypatch.setattr(build, "build_roles", no_model)

@@ -589,9 +589,8 @@ def test_vf_coef_weighs_the_value_loss_in_the_users_optimizer(tmp_path, has_sche
         optimizer = torch.optim.SGD([*model.parameters(), *value.parameters()], lr=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         before = tensors(value)["score.weight"].clone()
-        args = arguments(
-            tmp_path / str(coef), vf_coef=coef, num_ppo_epochs=1, num_mini_batches=1, total_episodes=8, max_grad_norm=0.0
-        )
+        one_step = {"num_ppo_epochs": 1, "num_mini_batches": 1, "total_episodes": 8}
+        args = arguments(tmp_path / str(coef), vf_coef=coef, max_grad_norm=0.0, **one_step)
         given = (optimizer, schedule if has_schedule else None)
         trainer(tmp_path, args=args, model=model, value_model=value, optimizers=given).train()
         moved[coef] = tensors(value)["score.weight"] - before

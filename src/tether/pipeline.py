@@ -20,11 +20,11 @@ from tether.config.reward_stage import RewardStageConfig
 from tether.config.rewards import AdapterReward, EnsembleReward, OwnModelReward, RewardConfig
 from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftStageConfig
-from tether.errors import CheckpointError, ConfigError, TetherError
+from tether.errors import ConfigError, TetherError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
 from tether.models.checkpoints import list_checkpoints
-from tether.models.saving import verify_manifest
+from tether.models.saving import is_whole
 from tether.stages import reward as reward_stage
 from tether.stages import running
 from tether.stages import sft as sft_stage
@@ -116,7 +116,7 @@ def run_sft(config: SftStageConfig, display: Display, stop: StopRequest | None =
             config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason
         )
     display.close()
-    if result.interrupted is None:
+    if result.metrics and result.interrupted is None:
         display.table("policy", ["metric", "value"], list(result.metrics.items()))
     return result
 
@@ -128,7 +128,7 @@ def run_reward(config: RewardStageConfig, display: Display, stop: StopRequest | 
             config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason
         )
     display.close()
-    if result.interrupted is None:
+    if result.metrics and result.interrupted is None:
         display.table("reward model", ["metric", "value"], list(result.metrics.items()))
     if result.accuracy_by_length:
         rows = [[*group["tokens"], group["pairs"], group["accuracy"]] for group in result.accuracy_by_length]
@@ -267,20 +267,11 @@ def _state(config: Any) -> State:
     folder = config.output_dir
     if not (folder / CONFIG).is_file():
         return "new"
-    is_finished = _is_whole(folder)
+    is_finished = is_whole(folder)
     _check_same(config, folder, is_finished=is_finished)
     if isinstance(config, RunConfig) and config.value.save and config.ppo.has_critic:
-        is_finished = is_finished and _is_whole(folder / CRITIC)
+        is_finished = is_finished and is_whole(folder / CRITIC)
     return "finished" if is_finished else "begun"
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether a folder has a manifest, and every file that it lists."""
-    try:
-        verify_manifest(folder)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
@@ -331,10 +322,4 @@ def _ready(config: Any, state: State) -> Any:
 def _has_checkpoint(config: Any) -> bool:
     if not isinstance(config, RunConfig):
         return running.newest_checkpoint(config.output_dir, lambda text: None) is not None
-    for path in list_checkpoints(config.output_dir):
-        try:
-            verify_manifest(path)
-        except CheckpointError:
-            continue
-        return True
-    return False
+    return any(is_whole(path) for path in list_checkpoints(config.output_dir))

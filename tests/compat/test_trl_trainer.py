@@ -582,6 +582,32 @@ def test_an_optimizer_and_its_schedule_from_the_user(tmp_path):
 
 
 @pytest.mark.parametrize("has_schedule", [False, True])
+def test_vf_coef_weighs_the_value_loss_in_the_users_optimizer(tmp_path, has_schedule):
+    moved = {}
+    for coef in (0.1, 0.4):
+        model, value = policy(tmp_path), classifier(tmp_path)
+        optimizer = torch.optim.SGD([*model.parameters(), *value.parameters()], lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        before = tensors(value)["score.weight"].clone()
+        one_step = {"num_ppo_epochs": 1, "num_mini_batches": 1, "total_episodes": 8}
+        args = arguments(tmp_path / str(coef), vf_coef=coef, max_grad_norm=0.0, **one_step)
+        given = (optimizer, schedule if has_schedule else None)
+        trainer(tmp_path, args=args, model=model, value_model=value, optimizers=given).train()
+        moved[coef] = tensors(value)["score.weight"] - before
+    assert float(moved[0.1].abs().max()) > 1e-4
+    torch.testing.assert_close(moved[0.4], 4 * moved[0.1], rtol=1e-3, atol=1e-6)
+
+
+def test_vf_coef_does_nothing_where_policy_and_critic_have_optimizers_of_their_own(tmp_path):
+    trained = []
+    for coef in (0.1, 0.4):
+        value = classifier(tmp_path)
+        trainer(tmp_path, args=arguments(tmp_path / str(coef), vf_coef=coef), value_model=value).train()
+        trained.append(tensors(value))
+    assert all(torch.equal(trained[0][name], x) for name, x in trained[1].items())
+
+
+@pytest.mark.parametrize("has_schedule", [False, True])
 def test_losses_of_the_users_optimizer_are_scaled_in_float16(tmp_path, has_schedule):
     model, value = policy(tmp_path), classifier(tmp_path)
     optimizer = torch.optim.SGD([*model.parameters(), *value.parameters()], lr=0.1)

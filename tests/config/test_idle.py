@@ -7,7 +7,9 @@ import pytest
 from tether.compat.openrlhf import translated as from_openrlhf
 from tether.config.idle import NEEDS
 from tether.config.load import dump_config, parse_config
+from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig, default_of
+from tether.config.sft_stage import SftStageConfig
 from tether.errors import ConfigError
 
 FILE = """
@@ -22,6 +24,9 @@ HELD_OUT = ["data.eval_prompts=e.jsonl"]
 RLOO, GRPO, REINFORCE = (f"ppo.advantage_estimator={name}" for name in ("rloo", "grpo", "reinforce_pp"))
 CASES = [
     (["data.eval_split=test"], HELD_OUT, "set data.eval_prompts"),
+    (["data.eval_subset=main"], HELD_OUT, "source of data.prompts once more"),
+    (["data.ptx_subset=main"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
+    (["data.ptx_columns={completion: answer}"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
     (["data.ptx_split=test"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
     (["data.max_ptx_length=9"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
     (["ppo.kl_in=loss", "ppo.kl_coef=0"], ["ppo.kl_coef=0.1"], "kl_coef 0 runs no reference"),
@@ -38,6 +43,9 @@ CASES = [
     (["ppo.lam_alpha=0.9", RLOO], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is rloo"),
     (["ppo.cliprange_value=0.3", RLOO], ["ppo.advantage_estimator=gae"], "there is no critic with"),
     (["ppo.cliprange_value=null", GRPO], ["ppo.advantage_estimator=gae"], "there is no critic with"),
+    (["ppo.vf_coef=0.5"], ["value.kind=head"], "set value.learning_rate, or value.kind: head"),
+    (["ppo.vf_coef=0.5", "value.kind=model"], ["value.kind=head"], "policy and critic have optimizers of their own"),
+    (["ppo.vf_coef=0.5", RLOO], ["ppo.advantage_estimator=gae", "value.kind=head"], "there is no critic with"),
     (["ppo.whiten_rewards=true", GRPO], [RLOO], "grpo divides scores by their own spread"),
     (["ppo.score_norm_samples=99"], ["ppo.score_norm=frozen"], "set ppo.score_norm to frozen"),
     (["ppo.score_norm_samples=99", "ppo.score_norm=running"], ["rewards.0.norm=auto"], "set ppo.score_norm to frozen"),
@@ -64,6 +72,22 @@ def test_a_key_that_would_do_nothing_is_refused_until_it_is_read(given, lacking,
     assert parse_config(dump_config(config)) == config
 
 
+@pytest.mark.parametrize(
+    ("stage", "source"), [(SftStageConfig, "demonstrations"), (RewardStageConfig, "pairs")], ids=["sft", "reward"]
+)
+@pytest.mark.parametrize("part", [{"eval_split": "test"}, {"eval_subset": "main"}], ids=["split", "subset"])
+def test_a_stage_refuses_a_part_of_held_out_data_that_is_not_named(stage, source, part):
+    def run(**data):
+        return stage.model_validate({"model": {"path": "m"}, "data": {source: "org/it"} | data, "output_dir": "out"})
+
+    ((key, value),) = part.items()
+    for share in ({}, {"eval_fraction": 0.2}):
+        with pytest.raises(ValueError, match=rf"{key} {value}: eval_{source} is not set.*source of {source} once more"):
+            run(**part, **share)
+    assert getattr(run(**part, **{f"eval_{source}": "org/it"}).data, key) == value
+    assert run(eval_split="train", eval_subset=None).data == run().data
+
+
 def test_every_need_has_a_case():
     assert {given[0].partition("=")[0] for given, *_ in CASES} == NEEDS.keys()
 
@@ -76,6 +100,7 @@ def test_a_written_configuration_names_every_key_and_loads(estimator, coef):
     assert all(f"{key.partition('.')[2]}:" in text for key in NEEDS)
     assert parse_config(text).ppo == config.ppo
     explicit = [f"{key}={'null' if (value := default_of(key)) is None else value}" for key in NEEDS]
+    assert "data.ptx_columns={}" in explicit
     assert parsed(explicit) == parsed([])
 
 

@@ -1002,7 +1002,7 @@ UPDATE = (
             "self.engine.backward(optimizer.scaled(total / normaliser.to(total)), pass_.name)",
             "self.engine.backward(total / normaliser.to(total), pass_.name), [o.clip() for o in self.optimizers]",
         ),
-        ("the value loss of a shared trunk has weight 1", "ppo.vf_coef if len(self.optimizers) == 1 else 1.0", "1.0"),
+        ("the value loss of a shared trunk has weight 1", "optimizer.value_weight", "1.0"),
         (
             "old log-probabilities are those of the policy being updated",
             "                old.logprobs,\n                old.advantages,\n                cliprange",
@@ -1029,7 +1029,7 @@ UPDATE = (
         "train/update.py",
         (
             "the value loss of a critic of its own is scaled",
-            "ppo.vf_coef if len(self.optimizers) == 1 else 1.0",
+            "optimizer.value_weight",
             "ppo.vf_coef",
         ),
         tests=whole_step("defaults, own critic"),

@@ -9,6 +9,7 @@ import yaml
 from tests.report.runs import answer, evaluation, update, write
 from tether.config.load import dump_config, parse_config
 from tether.errors import ConfigError
+from tether.report.advice import better_critic, warm_critic
 from tether.report.health import diagnose
 from tether.report.read import read_run
 
@@ -35,6 +36,8 @@ RUNS = {
     "best by length": {
         "data.eval_fraction": 0.1, "train.metric_for_best_model": "eval_length", "train.load_best_model_at_end": True,
     },
+    "short": {"train.max_steps": 30},
+    "warmed up, values unclipped": {"value.warmup_steps": 60, "ppo.cliprange_value": None},
     "reward model, adapter critic": {"model.lora": {}, "rewards": [{"type": "model", "path": "rm"}]},
     "reward model, critic of the policy": {"value.init": "policy", "rewards": [{"type": "model", "path": "rm"}]},
     "reward adapter, critic of the policy": {
@@ -98,17 +101,17 @@ def configured(changes):
 
 def advised(folder, config, course, scores):
     """The advice on a run with a bad course."""
-    lines = []
-    for step in range(1, N + 1):
-        line = update(step, step / N) | (course(step / N) if callable(course) else course)
+    lines, n = [], config["train"]["max_steps"]
+    for step in range(1, n + 1):
+        line = update(step, step / n) | (course(step / n) if callable(course) else course)
         if config["ppo"]["kl_coef"] == 0.0:
             del line["objective/kl"]
         if config["ppo"]["advantage_estimator"] != "gae":
             line = {k: v for k, v in line.items() if k not in ("val/explained_variance", "val/clipfrac_avg")}
         lines.append(line)
-    evals = [evaluation(i * N // len(scores), 0.0, eval_scores=s) for i, s in enumerate(scores)]
+    evals = [evaluation(i * n // len(scores), 0.0, eval_scores=s) for i, s in enumerate(scores)]
     samples = [answer(0, row, 1.0) for row in range(4)]
-    finished = {"step": N, "kept_step": 0} if config["train"]["load_best_model_at_end"] and scores else None
+    finished = {"step": n, "kept_step": 0} if config["train"]["load_best_model_at_end"] and scores else None
     run = read_run(write(folder, lines + evals, samples, config=yaml.safe_dump(config), finished=finished))
     return [finding.advice for finding in diagnose(run)]
 
@@ -135,12 +138,23 @@ def test_a_run_takes_the_keys_of_every_piece_of_advice_on_it(tmp_path, run):
                     parsed = parse_config(yaml.safe_dump(changed))
                 except ConfigError as error:
                     pytest.fail(f"{advice}\n{error}")
+                if key == "value.warmup_steps":
+                    assert config["value"]["warmup_steps"] < value < parsed.train.max_steps, advice
+                if key == "ppo.cliprange_value":
+                    assert config["ppo"]["cliprange_value"] is not None, advice
                 if parsed.value.init == "reward":
                     assert parsed.rewards[0].type in critic_types(parsed), advice
                 seen.add(key)
     assert {"train.learning_rate", "sampling.response_length"} <= seen
     has_critic = config["ppo"]["advantage_estimator"] == "gae"
+    assert ("value.warmup_steps" in seen) == (has_critic and "value.warmup_steps" not in RUNS[run])
     assert any(key.startswith("value.") for key in seen) == has_critic
+
+
+def test_a_run_too_short_for_a_warm_up_is_advised_none(tmp_path):
+    config = configured({"train.max_steps": 4, "ppo.cliprange_value": None})
+    run = read_run(write(tmp_path, [update(1, 1.0)], config=yaml.safe_dump(config)))
+    assert (better_critic(run), warm_critic(run)) == ("raise value.learning_rate", "")
 
 
 def critic_types(config):

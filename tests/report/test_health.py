@@ -41,6 +41,25 @@ def test_a_healthy_run_has_nothing_to_report(tmp_path):
     assert all(not f.advice for f in found.values())
 
 
+def test_mini_batches_without_an_answer_that_ended_are_told_and_are_no_early_stop(tmp_path):
+    config = CONFIG.replace("num_mini_batches: 1", "num_mini_batches: 2, max_approx_kl: 0.05, mask_truncated: true")
+    found = findings(tmp_path, lambda step, p: {"update__num_steps": 1.0, "update__num_empty": 7.0}, config=config)
+    assert found["update/num_steps"].level == "ok"
+    empty = found["update/num_empty"]
+    assert empty.level == "warn" and "88 %" in empty.sentence and "sampling.response_length" in empty.advice
+    found = findings(tmp_path, lambda step, p: {"update__num_steps": 8.0, "update__num_empty": 0.0}, config=config)
+    assert found["update/num_empty"].level == "ok"
+
+
+@pytest.mark.parametrize(("share", "level"), [(0.04, "ok"), (0.3, "warn")])
+def test_answers_without_a_score_are_told(tmp_path, share, level):
+    config = CONFIG.replace("kl_coef: 0.05", "kl_coef: 0.05, score_norm: running")
+    evals = [evaluation(i, i / N, **{"eval_rewards_std/brevity": 1.0}) for i in (0, N)]
+    found = findings(tmp_path, lambda step, p: {"rewards__brevity__missing": share}, evals=evals, config=config)
+    assert found["rewards/brevity/missing"].level == level
+    assert found["moving scale"].level == "ok"  # the share has no scale of its own
+
+
 @pytest.mark.parametrize(
     ("metric", "change", "level", "words"),
     [

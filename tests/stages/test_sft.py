@@ -226,7 +226,28 @@ def test_resume_auto_starts_or_goes_on_and_replaces_nothing(tmp_path):
     assert train_sft(config, stop=lambda: next(asked)).interrupted == "SIGTERM"
     train_sft(config)
     assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1, 2, 3]
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_resume_auto_leaves_a_finished_run_as_it_is(tmp_path, monkeypatch):
+    config = stage(tmp_path, max_steps=3, save_steps=2).model_copy(update={"resume": "auto"})
+    train_sft(config)
+    before, told = files(config.output_dir), []
+    other = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 4})})
+    monkeypatch.setattr(running, "train", lambda *args: pytest.fail("it trains"))
+    assert train_sft(config, tell=told.append).interrupted is None
+    assert told == [f"finished: {config.output_dir} holds the model after the last step"]
+    with pytest.raises(CheckpointError, match=r"another run: train\.max_steps 3 → 4"):
+        train_sft(other)
     with pytest.raises(CheckpointError, match="is finished"):
+        train_sft(config.model_copy(update={"resume": True}))
+    assert files(config.output_dir) == before
+    path = next(config.output_dir.glob("*model.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="its manifest says"):
         train_sft(config)
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.train.runs import tiny_run
 from tether.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tether.metrics.writers import read_jsonl
 from tether.models import saving
 from tether.models.checkpoints import list_checkpoints
-from tether.models.saving import verify_manifest
+from tether.models.saving import files_written, verify_manifest
 from tether.train import build
+from tether.train.display import NullDisplay
+from tether.train.hub import model_files
 from tether.train.run import train_policy
 from tether.train.trainer import PPOTrainer
 
@@ -76,11 +80,84 @@ def test_resume_auto_goes_on_or_starts(tmp_path, monkeypatch):
     assert [row["step"] for row in train_policy(longer).updates] == [3]
 
 
-def test_resume_auto_does_not_replace_updates(tmp_path):
-    train_policy(tiny_run(tmp_path))
+def test_resume_auto_does_not_replace_updates(tmp_path, monkeypatch):
+    monkeypatch.setattr("tether.train.run.save_final", no_model)  # it ends before its end
+    with pytest.raises(ModelError):
+        train_policy(tiny_run(tmp_path))
     with pytest.raises(CheckpointError, match=r"no complete checkpoint in .* with --overwrite where"):
         train_policy(tiny_run(tmp_path, resume="auto"))
     assert steps(tiny_run(tmp_path)) == [1, 2]
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Told(NullDisplay):
+    def __init__(self):
+        self.lines = []
+
+    def message(self, text):
+        self.lines.append(text)
+
+
+def finished_run(folder, **changes):
+    length = {} if "train__total_episodes" in changes else {"train__max_steps": 3}
+    return tiny_run(folder, resume="auto", **{"train__save_steps": 2, "value__save": True} | length | changes)
+
+
+def test_resume_auto_leaves_a_finished_run_as_it_is(tmp_path, monkeypatch):
+    """Also one that is told its length in another way, or saves elsewhere how often, as long as it ends the same."""
+    config = finished_run(tmp_path)
+    train_policy(config)
+    assert "finished.json" in files_written(config.output_dir)
+    assert "finished.json" not in model_files(config.output_dir)  # what is pushed
+    before = files(config.output_dir)
+    monkeypatch.setattr(PPOTrainer, "rollout", no_model)
+    monkeypatch.setattr(build, "build_roles", no_model)
+    for same in ({}, {"train__total_episodes": 24}, {"train__save_steps": 1}, {"value__save": False}):
+        told = Told()
+        assert train_policy(finished_run(tmp_path, **same), display=told).updates == []
+        assert told.lines == [f"finished: {config.output_dir} holds the policy after the run's last update"]
+        assert files(config.output_dir) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"train__max_steps": 4}, {"train__metric_for_best_model": "eval_scores", "train__eval_steps": 3}],
+    ids=["longer", "another choice of the best"],
+)
+def test_resume_auto_trains_on_what_is_to_end_otherwise(tmp_path, changes):
+    held_out = {"data__eval_prompts": str(tmp_path / "prompts.jsonl")}
+    train_policy(finished_run(tmp_path, **held_out))
+    first = 3  # checkpoint-2 is the newest
+    updates = train_policy(finished_run(tmp_path, **held_out, **changes)).updates
+    assert [row["step"] for row in updates] == list(range(first, changes.get("train__max_steps", 3) + 1))
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "critic/manifest.json", "finished.json"])
+def test_resume_auto_trains_on_where_the_end_is_not_whole(tmp_path, damaged):
+    config = finished_run(tmp_path)
+    train_policy(config)
+    before = files(config.output_dir)
+    (config.output_dir / damaged).unlink()
+    assert [row["step"] for row in train_policy(config).updates] == [3]
+    path = config.output_dir / damaged
+    assert path.read_bytes() == before[path]
+
+
+def test_a_longer_run_whose_policy_was_not_written_is_not_finished(tmp_path, monkeypatch):
+    """The folder holds the end of the shorter one, whole."""
+    train_policy(finished_run(tmp_path))
+    longer = finished_run(tmp_path, train__max_steps=4)
+    with monkeypatch.context() as patch:
+        patch.setattr("tether.train.run.save_final", no_model)
+        with pytest.raises(ModelError):
+            train_policy(longer)
+    shorter = load_file(longer.output_dir / "model.safetensors")
+    train_policy(longer)
+    now = load_file(longer.output_dir / "model.safetensors")
+    assert any(not torch.equal(now[name], shorter[name]) for name in shorter)
 
 
 LEFT = (

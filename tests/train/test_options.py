@@ -12,6 +12,7 @@ from itertools import cycle
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from tests.tiny import EOS
 from tests.train.runs import PROMPTS, tiny_run
@@ -496,9 +497,12 @@ def test_a_run_whose_answers_were_all_cut_fails_and_leaves_no_policy(run, cut, k
     changes = {"ppo__mask_truncated": True, "value__kind": kind, "train__save_steps": 1, "data__eval_prompts": None}
     told = r"none of the answers of 2 updates ended within sampling\.response_length 6, and ppo\.mask_truncated"
     config = run(**changes, train__max_steps=2)
-    with pytest.raises(TrainingError, match=told):
-        train_policy(config)
-    assert not (config.output_dir / "model.safetensors").exists()
+    callback = TrainerCallback()
+    callback.on_train_end = lambda *args, **kwargs: pytest.fail("the run came to its end")
+    with pytest.raises(TrainingError, match=told) as caught:
+        train_policy(config, callbacks=[callback])
+    assert not hasattr(caught.value, "__notes__")  # no checkpoint is better than the start
+    assert not any((config.output_dir / name).exists() for name in ("model.safetensors", "finished.json"))
     resumed = config.model_copy(update={"resume": True})
     with pytest.raises(TrainingError, match=told):
         train_policy(resumed)

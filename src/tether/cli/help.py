@@ -18,7 +18,8 @@ first of a list. Values are YAML. Relative paths start at the current folder.
 """
 _SHORTCUTS = {
     "resume": "  --resume     short for --resume=true; --resume=DIR names the checkpoint,\n"
-    "               --resume=auto starts where there is nothing to go on from\n",
+    "               --resume=auto starts where there is nothing to go on from, and\n"
+    "               leaves a finished run as it is\n",
     "overwrite_output_dir": "  --overwrite  short for --overwrite_output_dir=true\n",
 }
 

@@ -35,17 +35,20 @@ _CRITIC = Needs(
     "leave it out, or set ppo.advantage_estimator to gae",
 )
 _PUSH = Needs(lambda of: of("train.push_to_hub"), "nothing is pushed: set train.push_to_hub: true, or leave {key} out")
+_HELD_OUT = Needs(
+    lambda of: of("data.eval_prompts") is not None,
+    "no source of held-out prompts is read: set data.eval_prompts (the source of data.prompts once more, for another "
+    "part of it), or leave {key} out",
+)
 _DEMONSTRATIONS = Needs(
     lambda of: of("data.ptx") is not None, "there are no demonstrations: set data.ptx, or leave {key} out"
 )
 NEEDS: Mapping[str, Sequence[Needs]] = {
-    "data.eval_split": [
-        Needs(
-            lambda of: of("data.eval_prompts") is not None,
-            "no source of held-out prompts is read: set data.eval_prompts, or leave {key} out",
-        )
-    ],
+    "data.eval_split": [_HELD_OUT],
+    "data.eval_subset": [_HELD_OUT],
     "data.ptx_split": [_DEMONSTRATIONS],
+    "data.ptx_subset": [_DEMONSTRATIONS],
+    "data.ptx_columns": [_DEMONSTRATIONS],
     "data.max_ptx_length": [_DEMONSTRATIONS],
     "ppo.kl_in": [_REFERENCE],
     "ppo.kl_estimator": [_REFERENCE],
@@ -85,6 +88,17 @@ NEEDS: Mapping[str, Sequence[Needs]] = {
             "there is no critic with ppo.advantage_estimator {estimator}: leave {key} out, or set "
             "ppo.advantage_estimator to gae",
         )
+    ],
+    "ppo.vf_coef": [
+        Needs(
+            _CRITIC.is_read,
+            "there is no critic with ppo.advantage_estimator {estimator}: leave {key} out, or set "
+            "ppo.advantage_estimator to gae and value.kind to head",
+        ),
+        Needs(
+            lambda of: of("value.kind") == "head",
+            "policy and critic have optimizers of their own: set value.learning_rate, or value.kind: head",
+        ),
     ],
     "ppo.whiten_rewards": [
         Needs(

@@ -54,7 +54,7 @@ class PairsConfig(DataKeys):
 
     @model_validator(mode="after")
     def _one_held_out_source(self) -> PairsConfig:
-        check_held_out(self.eval_fraction, self.eval_pairs, "eval_pairs")
+        check_held_out(self, "pairs")
         return self
 
 

@@ -141,8 +141,9 @@ class ValueConfig(Section):
     save: bool = False
     """At the end, also save the critic, to ``critic`` in ``output_dir``: a sequence classifier, or with LoRA an adapter
     of one. Its scores are the critic's values, and it can initialize the critic of another run (``value.init``). The
-    head of a critic copied from a normalized reward source has a bias, which Tether loads and plain transformers
-    ignores: there the scores differ by a constant."""
+    head of a critic copied from the reward source has a bias if that source has a ``norm``, ``ppo.score_norm`` is set,
+    or there are several sources. Tether loads the bias, plain transformers ignores it: there the scores differ by a
+    constant."""
 
 
 class DataConfig(DataKeys):
@@ -533,7 +534,8 @@ class RunConfig(Section):
     """Start again in a folder that holds an earlier run, and replace its files."""
     resume: bool | str = False
     """true: continue from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as
-    true, or start if no update was recorded yet, for launchers that restart a run by themselves."""
+    true, but start if no update was recorded yet, and train nothing if the run is finished, for launchers that restart
+    a run by themselves."""
 
     @property
     def reward_names(self) -> list[str]:
@@ -731,7 +733,7 @@ class RunConfig(Section):
 def default_of(key: str) -> Any:
     """The value that a key of one of a run's sections, ``SECTION.KEY``, has where it is left out."""
     section, name = key.split(".")
-    return RunConfig.model_fields[section].annotation.model_fields[name].default
+    return RunConfig.model_fields[section].annotation.model_fields[name].get_default(call_default_factory=True)
 
 
 def without_idle(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

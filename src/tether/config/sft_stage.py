@@ -57,7 +57,7 @@ class DemonstrationsConfig(DataKeys):
 
     @model_validator(mode="after")
     def _one_held_out_source(self) -> DemonstrationsConfig:
-        check_held_out(self.eval_fraction, self.eval_demonstrations, "eval_demonstrations")
+        check_held_out(self, "demonstrations")
         return self
 
 

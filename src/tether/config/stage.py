@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from tether.config.base import Section, Seed, check_precision
+from tether.config.chat import DataKeys
 from tether.config.schema import Fraction, HeldOut, ModelConfig, check_weights
 
 
@@ -83,7 +84,8 @@ class StageConfig(Section):
     """Start again in a folder that holds an earlier run, and replace its files."""
     resume: bool | str = False
     """true: continue from the newest complete checkpoint in ``output_dir``; a path: from that checkpoint; auto: as
-    true, or start if no step was recorded yet, for launchers that restart a run by themselves."""
+    true, but start if no step was recorded yet, and train nothing if the run is finished, for launchers that restart a
+    run by themselves."""
 
     @property
     def learning_rate(self) -> float:
@@ -119,9 +121,22 @@ def held_out_fraction(fraction: HeldOut | None, others: object, *, default: floa
     return 0.0 if others else default
 
 
-def check_held_out(fraction: HeldOut | None, others: object, key: str) -> None:
-    """Raises ``ValueError`` if a share and a dataset are both to be held out."""
+def check_held_out(data: DataKeys, source: str) -> None:
+    """Raises ``ValueError`` if a share and a dataset are both to be held out, or a part of a dataset that is not named.
+
+    Args:
+        source: the key of what is trained on; that of what is held out begins with ``eval_``.
+    """
+    key = f"eval_{source}"
+    others, fraction = (getattr(data, name) for name in (key, "eval_fraction"))
     if others is not None and fraction is not None:
         raise ValueError(
             f"{key} ({others}) and eval_fraction ({fraction}) both name what is held out: set one of them"
         )
+    for part in ("eval_split", "eval_subset"):
+        value, default = getattr(data, part), type(data).model_fields[part].default
+        if others is None and value != default:
+            raise ValueError(
+                f"{part} {value}: {key} is not set, so nothing is read from it. Set {key} (the source of {source} once "
+                f"more, for another part of it), or leave {part} out"
+            )

@@ -314,6 +314,15 @@ def verify_manifest(folder: Path | str, *, contents: bool = True) -> None:
             raise CheckpointError(f"{file} is damaged: its content is not what was written (SHA-256 differs)")
 
 
+def is_whole(folder: Path | str) -> bool:
+    """Whether a folder has a manifest, and every file that it lists as it was written."""
+    try:
+        verify_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
 def files_written(folder: Path | str) -> list[str]:
     """Names of the files that the folder's manifest lists, and its own; none if it has no manifest.
 

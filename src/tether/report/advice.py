@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tether.config.schema import COPIED
 from tether.report.read import Run
 
 
@@ -39,8 +40,10 @@ def steered_kl(run: Run) -> str:
 
 
 def warm_critic(run: Run) -> str:
-    """Advice on warming up the critic before the policy learns from it."""
-    ways = ["let the critic warm up (value.warmup_steps: 50)"]
+    """Advice on warming up the critic before the policy learns from it; empty where all of it was done."""
+    ways, steps = [], min(50, (run.planned_updates or run.num_updates) // 5)
+    if steps > (run.count("value.warmup_steps") or 0):
+        ways.append(f"let the critic warm up (value.warmup_steps: {steps})")
     if _can_start_from_reward(run):
         ways.append("start it from the reward model (value.init: reward)")
     return ", or ".join(ways)
@@ -49,11 +52,15 @@ def warm_critic(run: Run) -> str:
 def better_critic(run: Run) -> str:
     """Advice on improving the critic."""
     faster = "raise ppo.vf_coef" if critic_kind(run) == "head" else "raise value.learning_rate"
-    return f"{faster}, {warm_critic(run)}, and {value_clip(run)}"
+    ways = [way for way in (faster, warm_critic(run), value_clip(run)) if way]
+    return ", and ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
 
 
 def value_clip(run: Run) -> str:
-    """Advice on letting the critic move as far as the scores require."""
+    """Advice on letting the critic move as far as the scores require; empty where nothing is clipped."""
+    ppo = run.setting("ppo")
+    if isinstance(ppo, dict) and "cliprange_value" in ppo and ppo["cliprange_value"] is None:
+        return ""
     return "check that ppo.cliprange_value suits the scale of the scores, or set it to null"
 
 
@@ -131,8 +138,7 @@ def _can_start_from_reward(run: Run) -> bool:
     """Whether the critic could be copied from the first reward but was not: that is the default of ``value.init``."""
     kind, rewards = critic_kind(run), run.setting("rewards")
     first = rewards[0].get("type") if isinstance(rewards, list) and rewards and isinstance(rewards[0], dict) else None
-    wanted = {"adapter": ("adapter",), "model": ("model", "adapter")}.get(str(kind), ())
-    return first in wanted and run.setting("value.init") not in (None, "reward")
+    return first in COPIED.get(str(kind), ()) and run.setting("value.init") not in (None, "reward")
 
 
 def _sources(rewards: Any, prefix: str = "") -> list[tuple[str, dict[str, Any]]]:

@@ -21,12 +21,13 @@ from tether.report.limits import (
     LOGPROB_GAP,
     LOW_EOS_RATE,
     MOST_SHARE,
+    MUCH_MISSING,
     STRETCH,
     Limits,
     forward_type,
     scores_alike,
 )
-from tether.report.read import STAGES, Run, is_missing_share
+from tether.report.read import STAGES, Run, Series, is_missing_share
 from tether.report.text import counted, number, one_line, percent, signed
 from tether.report.trends import (
     MIN_UPDATES,
@@ -194,15 +195,18 @@ def value_clip(run: Run) -> Finding | None:
 def few_steps(run: Run) -> Finding | None:
     """Whether updates end early by ``max_approx_kl`` or ``max_ratio``."""
     series, limits = run.series("update/num_steps"), ("ppo.max_approx_kl", "ppo.max_ratio")
-    planned = (run.count("ppo.num_ppo_epochs") or 0) * (run.count("ppo.num_mini_batches") or 0)
+    planned = _planned_steps(run)
     asked = [key for key in limits if run.setting(key) is not None]
     if not series or planned < 2 or not asked:
         return None
-    step, taken = min(smooth(series), key=lambda p: p[1])
+    others = [dict(run.series(name).points) for name in ("update/num_empty", "update/num_bad", "policy/num_overflows")]
+    values = zip(series.steps, series.values, strict=True)
+    reached = [value + sum(of.get(step, 0.0) for of in others) for step, value in values]
+    step, taken = min(smooth(Series(series.steps, reached)), key=lambda p: p[1])
     return Finding(
         "warn" if taken < FEW_STEPS * planned else "ok",
         "update/num_steps",
-        f"Updates took {number(taken)} of {number(planned)} optimizer steps before {' or '.join(asked)} ended them "
+        f"Updates came to {number(taken)} of {number(planned)} mini-batches before {' or '.join(asked)} ended them "
         f"(around update {step}); half of them or more is usual.",
         f"the policy moves too far on one batch: {advice.smaller_updates(run)}",
     )
@@ -476,6 +480,38 @@ def left_out(run: Run) -> Finding | None:
     )
 
 
+def without_token(run: Run) -> Finding | None:
+    """Mini-batches that were skipped because ``ppo.mask_truncated`` left none of their answers."""
+    series, planned = run.series("update/num_empty"), _planned_steps(run)
+    if not series or planned == 0:
+        return None
+    most, step = worst(series)
+    return Finding(
+        "warn" if most > 0 else "ok",
+        "update/num_empty",
+        f"Up to {percent(most / planned)} of an update's mini-batches trained nothing (around update {step}), as none "
+        "of their answers ended by itself; 0 % is usual.",
+        "raise sampling.response_length, or set ppo.mask_truncated: false",
+    )
+
+
+def without_score(run: Run) -> Finding | None:
+    """Answers that a source gave no score, so that they counted its ``missing``."""
+    names = [name for name in run.names() if name.startswith("rewards/") and is_missing_share(name) and run.series(name)]
+    if not names:
+        return None
+    name = max(names, key=lambda n: worst(run.series(n))[0])
+    share, step = worst(run.series(name))
+    return Finding(
+        "warn" if share > MUCH_MISSING else "ok",
+        name,
+        f"Up to {percent(share)} of the answers had no score of their source and counted its missing (around update "
+        f"{step}); up to {percent(MUCH_MISSING)} is usual.",
+        "Read the answers without a score in samples.jsonl: the source should have an opinion of all that the policy "
+        "says.",
+    )
+
+
 def overflows(run: Run) -> Finding | None:
     """Optimizer steps lost to float16 overflow; a few are expected while the loss scale is found."""
     points = [point for name in ("policy", "value") for point in run.series(f"{name}/num_overflows").points]
@@ -651,8 +687,8 @@ def saturated(run: Run) -> Finding | None:
 RULES: tuple[Callable[[Run], Finding | None], ...] = (
     held_out, same_scores, same_rewards, sequence_kl, negative_kl, eos_rate, length, entropy, approx_kl, clip_fraction,
     dual_clip, few_steps, explained_variance, value_clip, first_ratio, ratio_spread, gradient_norm, logprob_gap,
-    one_token, one_answer, left_out, overflows, not_finite, no_signal, noise_ascent, pattern_collapse, cold_critic,
-    saturated, moving_scale,
+    one_token, one_answer, without_score, left_out, without_token, overflows, not_finite, no_signal, noise_ascent,
+    pattern_collapse, cold_critic, saturated, moving_scale,
 )  # fmt: skip
 """Every rule, in display order within a level."""
 STAGE_RULES = (gradient_norm, not_finite)
@@ -660,6 +696,11 @@ STAGE_RULES = (gradient_norm, not_finite)
 
 
 # Parts of rules
+
+
+def _planned_steps(run: Run) -> float:
+    """Mini-batches of all epochs of an update; 0 where the configuration does not say."""
+    return (run.count("ppo.num_ppo_epochs") or 0) * (run.count("ppo.num_mini_batches") or 0)
 
 
 def _worst_of(run: Run, name: str, text: str, todo: str, *, show: Callable[[float], str] = number) -> Finding | None:

@@ -60,7 +60,8 @@ class RewardStageResult:
     path: Path
     """Folder of the reward model."""
     metrics: dict[str, float]
-    """Numbers of pairs, the training loss of the last step, seconds, and ``eval_…`` where pairs were held out."""
+    """Numbers of pairs, the training loss of the last step, seconds, and ``eval_…`` where pairs were held out;
+    none of a run that was finished before."""
     accuracy_by_length: list[dict[str, Any]] = field(default_factory=list)
     """Accuracy on held-out pairs in groups of like length, shortest first."""
     interrupted: str | None = None
@@ -94,6 +95,8 @@ def train_reward_model(
         TrainingError: the loss is not finite; no model is saved.
     """
     run = running.begin(config, "reward", check, tell)
+    if run.is_finished:
+        return RewardStageResult(config.output_dir, {})
     config, dist, tell, precision = run.config, run.dist, run.tell, run.precision
     tokenizer, data = dist.main_first(lambda: load_data(config))
     tell(f"pairs: {data.note}")

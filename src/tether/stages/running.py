@@ -47,7 +47,14 @@ from tether.models.chat import check_template
 from tether.models.checkpoints import list_checkpoints
 from tether.models.device import half_dtype
 from tether.models.paths import check_model_path, model_digest
-from tether.models.saving import FINAL, MANIFEST, check_can_be_made, files_written, remove_unfinished
+from tether.models.saving import (
+    FINAL,
+    MANIFEST,
+    check_can_be_made,
+    files_written,
+    remove_unfinished,
+    verify_manifest,
+)
 
 CONFIG_FILE, METRICS_FILE, TRAINER_STATE = "config.yaml", "metrics.jsonl", "trainer_state.json"
 FINGERPRINTS_FILE = "fingerprints.json"
@@ -172,6 +179,8 @@ class Begun(Generic[ConfigT]):
     """Silent in all processes but the main one."""
     checkpoint: Path | None
     """What the run goes on from."""
+    is_finished: bool
+    """Whether nothing is left to train."""
 
     @property
     def precision(self) -> torch.dtype | None:
@@ -195,12 +204,29 @@ def begin(config: ConfigT, command: str, check: Callable[[ConfigT], None], tell:
     config = as_launched(config)
     dist.each(lambda: check(config))
     dist.by_main(lambda: check_folder(config))
-    checkpoint = dist.by_main(lambda: find_checkpoint(config, tell))
-    tell(f"on {dist.described(f'tether {command}', 'DDP' if dist.num_processes > 1 else None)}")
-    return Begun(dist, config, tell, checkpoint)
+    finished = dist.by_main(lambda: is_finished(config))
+    checkpoint = None if finished else dist.by_main(lambda: find_checkpoint(config, tell))
+    if finished:
+        tell(f"finished: {config.output_dir} holds the model after the last step")
+    else:
+        tell(f"on {dist.described(f'tether {command}', 'DDP' if dist.num_processes > 1 else None)}")
+    return Begun(dist, config, tell, checkpoint, finished)
 
 
 # The folder of a run
+
+
+def is_finished(config: StageConfig) -> bool:
+    """Whether a run with ``resume: auto`` has nothing left to train: ``output_dir`` holds the model that it makes.
+
+    Raises:
+        CheckpointError: it is another run's, or damaged.
+    """
+    if config.resume != "auto" or not (config.output_dir / MANIFEST).is_file():
+        return False
+    _check_same_run(config.output_dir, config.output_dir, config)
+    verify_manifest(config.output_dir)
+    return True
 
 
 def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
@@ -228,7 +254,7 @@ def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
                 f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, with "
                 "--overwrite where an earlier run is to be replaced, and set train.save_steps to have checkpoints"
             )
-    _check_same_run(found, config)
+    _check_same_run(found, found.parent, config)
     return found
 
 
@@ -253,16 +279,20 @@ def _is_complete(checkpoint: Path) -> bool:
     return _step(checkpoint) is not None
 
 
-def _check_same_run(checkpoint: Path, config: StageConfig) -> None:
-    file = checkpoint.parent / CONFIG_FILE
+def _check_same_run(held: Path, folder: Path, config: StageConfig) -> None:
+    """Raises ``CheckpointError`` if what a folder holds, a checkpoint or a trained model, is another run's."""
+    file = folder / CONFIG_FILE
     if not file.is_file():
-        raise CheckpointError(f"resume: {file} is missing, so nothing says what run {checkpoint} belongs to")
+        raise CheckpointError(f"resume: {file} is missing, so nothing says what run {held} belongs to")
     saved = parse_config(file.read_text(encoding="utf-8"), type(config), source=str(file))
     before, now = (dict(_leaves(each.model_dump(mode="json"))) for each in (saved, config))
     changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in MAY_CHANGE]
     if changed:
         differences = ", ".join(f"{key} {before.get(key)} → {now.get(key)}" for key in sorted(changed))
-        raise CheckpointError(f"resume: {checkpoint} belongs to another run: {differences}. Start it anew")
+        raise CheckpointError(
+            f"resume: {held} belongs to another run: {differences}. Put these back, or start anew: name another "
+            "output_dir, or add --overwrite in place of --resume"
+        )
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

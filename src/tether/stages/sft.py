@@ -47,7 +47,8 @@ class SftResult:
     path: Path
     """Folder of the policy."""
     metrics: dict[str, float]
-    """Numbers of demonstrations, the last training loss, seconds, and ``eval_…`` where some were held out."""
+    """Numbers of demonstrations, the last training loss, seconds, and ``eval_…`` where some were held out;
+    none of a run that was finished before."""
     interrupted: str | None = None
     """Why the run stopped before its end with its state saved, or None."""
 
@@ -79,6 +80,8 @@ def train_sft(
         TrainingError: the loss is not finite; no model is saved.
     """
     run = running.begin(config, "sft", check, tell)
+    if run.is_finished:
+        return SftResult(config.output_dir, {})
     config, dist, tell, precision = run.config, run.dist, run.tell, run.precision
     data = dist.main_first(lambda: load_data(config))
     for line in data.notes:

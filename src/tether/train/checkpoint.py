@@ -337,7 +337,7 @@ class Checkpoints:
             self.engine.load_optimizer_state(optimizer, states[optimizer.name])
         del record["data"], record["num_processes"], record["engine"]
         saved = parse_config(record.pop("config"), RunConfig)
-        sources = {name: ScoreMoments(**moments) for name, moments in record.get("source_moments", {}).items()}
+        sources = {name: ScoreMoments(**moments) for name, moments in record["source_moments"].items()}
         moments = {"score_moments": ScoreMoments(**record["score_moments"]), "source_moments": sources}
         state = RunState(**record | moments)
         self._fit_memory(state, saved)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from tether.models.saving import (
     atomic_folder,
     check_can_be_made,
     files_written,
+    is_whole,
     remove_unfinished,
     save_critic,
     save_policy,
@@ -40,9 +42,10 @@ from tether.report.read import FINISHED
 from tether.train.build import BASE, is_from_gguf
 from tether.train.checkpoint import read_state
 from tether.train.guard import BAD_BATCHES
-from tether.train.inputs import model_paths
+from tether.train.inputs import check, load_data, model_paths, resolved
 from tether.train.log import METRICS, SAMPLES
 from tether.train.norms import SCORE_NORM
+from tether.train.same_run import OF_END, differences, may_change
 
 CONFIG, CRITIC = "config.yaml", "critic"
 
@@ -74,6 +77,29 @@ def check_folder(config: RunConfig) -> None:
     is_new = not is_taken and not config.overwrite_output_dir
     check_files(folder, is_new=is_new, way_out="add --overwrite to replace it")
     check_can_be_made(folder, "output_dir")
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Whether a run with ``resume: auto`` has nothing left to train: ``output_dir`` holds its end, after as many
+    updates as it is to make, whole and as this configuration would leave it.
+
+    Raises:
+        ConfigError, DataError: as ``check`` and ``load_data``, where a finished run is there.
+    """
+    folder = config.output_dir
+    if config.resume != "auto" or not all((folder / name).is_file() for name in (CONFIG, FINISHED)):
+        return False
+    check(config)
+    config = resolved(config)
+    saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), RunConfig, source=str(folder / CONFIG))
+    changed = differences(saved.model_dump(mode="json"), config.model_dump(mode="json"))
+    if any(key not in OF_END and not may_change(key, is_finished=True) for key in changed):
+        return False
+    folders = [folder, folder / CRITIC] if config.value.save and config.ppo.has_critic else [folder]
+    if not all(is_whole(each) for each in folders) or FINISHED not in files_written(folder):
+        return False
+    end = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
+    return end["step"] == config.num_updates(len(load_data(config).prompts.prompts))
 
 
 def check_models_kept(folder: Path, read: Mapping[str, str]) -> None:
@@ -153,9 +179,11 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
 def save_final(
     folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None
 ) -> None:
-    """Puts the policy at the root of ``folder``, each file whole or not there."""
+    """Puts the policy at the root of ``folder``, each file whole or not there. Its manifest lists the record of the
+    run's end too, so that the policy is never taken for that of a later end."""
     with written_into(folder) as temporary:
         save_policy(roles, tokenizer, temporary, weights)
+        shutil.copyfile(folder / FINISHED, temporary / FINISHED)
         write_card(temporary, folder)
 
 

@@ -12,6 +12,7 @@ from tether.errors import ConfigError, HubError
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.saving import MANIFEST, files_written
 from tether.report.card import CARD, without_answers
+from tether.report.read import FINISHED
 from tether.report.text import one_line
 
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md"]
@@ -82,7 +83,7 @@ def model_files(folder: Path) -> list[str]:
     """
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"{folder} holds no model; wanted a run's output folder, a checkpoint, or a merged model")
-    names = [name for name in files_written(folder) if name != MANIFEST]
+    names = [name for name in files_written(folder) if name not in (MANIFEST, FINISHED)]
     written = [name for name in names if str(Path(name).parent) in (".", "additional_chat_templates")]
     return written or MODEL_FILES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,8 @@ class PassOptimizer:
     max_grad_norm: float | None
     loss_scale: LossScale | None = None
     """What losses are multiplied by under float16 autocast."""
+    value_weight: float = 1.0
+    """Weight of the value loss; other than 1 beside the policy's loss alone."""
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss whose gradient ``unscale`` divides."""
@@ -185,7 +187,9 @@ def build_optimizers(config: RunConfig, roles: ModelRoles, num_updates: int) -> 
     for pass_ in roles.passes:
         rate = (config.value.learning_rate if POLICY not in pass_.trains else None) or config.learning_rate
         updates = num_updates if VALUE in pass_.trains else updates_of_policy(config, num_updates)
-        optimizers.append(build_optimizer(config, pass_.name, pass_.parameters(), rate, updates))
+        optimizer = build_optimizer(config, pass_.name, pass_.parameters(), rate, updates)
+        is_shared = POLICY in pass_.trains and VALUE in pass_.trains
+        optimizers.append(replace(optimizer, value_weight=config.ppo.vf_coef) if is_shared else optimizer)
     return optimizers
 
 

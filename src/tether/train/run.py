@@ -24,7 +24,7 @@ from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
 from tether.train.display import Display, NullDisplay
 from tether.train.engines.build import build_engine
 from tether.train.engines.replicated import Alone
-from tether.train.folder import check_folder, goes_on_in, prepare_folder, save_final, save_final_critic
+from tether.train.folder import check_folder, goes_on_in, is_finished, prepare_folder, save_final, save_final_critic
 from tether.train.hub import open_repository, push
 from tether.train.inputs import (
     RunData,
@@ -68,7 +68,8 @@ def train_policy(
     display: Display | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> RunResult:
-    """Trains a policy by PPO and writes it, with metrics, samples and a report, to ``config.output_dir``.
+    """Trains a policy by PPO and writes it, with metrics, samples and a report, to ``config.output_dir``. With
+    ``resume: auto`` a run that is finished there is left as it is.
 
     Args:
         rewards: judge of answers to use in place of ``config.rewards``, for callers with one of their own.
@@ -82,6 +83,9 @@ def train_policy(
         GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
         HubError: the policy is saved, but could not be pushed.
     """
+    dist = Dist(config.train.ddp_timeout)
+    if dist.by_main(lambda: is_finished(config)):
+        return _finished_before(config, dist, display or NullDisplay())
     with open_trainer(config, rewards=rewards, display=display, callbacks=callbacks) as trainer:
         config, log, dist = trainer.config, trainer.log, trainer.dist
         with trainer.stop:  # a signal while the end is written comes too late to stop anything
@@ -89,9 +93,22 @@ def train_policy(
             write_end(trainer, finished=interrupted is None)
         is_to_push = config.train.push_to_hub and interrupted is None and dist.is_main
     if is_to_push:
-        told = push(config.output_dir, hub_repository(config))
-        (display or NullDisplay()).message(f"pushed: {told}")
+        _push(config, display or NullDisplay())
     return RunResult(config.output_dir, log.updates, log.evaluations, config.output_dir / REPORT, interrupted)
+
+
+def _finished_before(config: RunConfig, dist: Dist, display: Display) -> RunResult:
+    """Of a run that has nothing left to train: pushing may be what failed, or what is newly asked for."""
+    if dist.is_main:
+        display.message(f"finished: {config.output_dir} holds the policy after the run's last update")
+        if config.train.push_to_hub:
+            _push(config, display)
+    return RunResult(config.output_dir, [], [], config.output_dir / REPORT)
+
+
+def _push(config: RunConfig, display: Display) -> None:
+    told = push(config.output_dir, hub_repository(config))
+    display.message(f"pushed: {told}")
 
 
 def write_end(trainer: PPOTrainer, *, finished: bool) -> None:

@@ -45,6 +45,12 @@ OF_RESULT = frozenset({
     "train.hub_private_repo",
 })
 """Keys of ``MAY_CHANGE`` without effect on a run that is finished, though they say what it leaves behind."""
+OF_END = frozenset({
+    "train.total_episodes", "train.num_train_epochs", "train.max_steps", "value.save", "train.push_to_hub",
+    "train.hub_model_id", "train.hub_private_repo",
+})
+"""Those of them that another run need not be made for if there are as many updates, and the critic, where it is to be
+kept, is there."""
 _ROUNDED = re.compile("|".join([*map(re.escape, sorted(OF_MEMORY)), _REWARD + "batch_size"]))
 
 

@@ -133,22 +133,13 @@ class PPOTrainer:
             with self.stop, self.checkpoints.may_run_out():  # while something is saved, too: no signal takes it away
                 interrupted = self._fit()
         except (GenerationError, TrainingError) as error:
-            if self.state.step > 0:
+            if self.state.had_tokens:
                 error.add_note(self.guard.marked(last_complete(self.config.output_dir)))
             raise
         except (LostProcess, OutOfStep) as error:
             if self.dist.is_main:
                 error.add_note(f"{self.checkpoints.way_on()}.")
             raise
-        if interrupted is None and self.state.step > 0 and not self.state.had_tokens:
-            raise met_by_all(
-                TrainingError(
-                    f"nothing was trained: none of the answers of {self.state.step} updates ended within "
-                    f"sampling.response_length {self.config.sampling.response_length}, and ppo.mask_truncated leaves "
-                    "such answers out of all losses. Set a larger sampling.response_length, or ppo.mask_truncated: "
-                    "false. No policy is written"
-                )
-            )
         return interrupted
 
     def _fit(self) -> str | None:
@@ -181,9 +172,22 @@ class PPOTrainer:
                 self.save()  # scoring comes before anything of an update changes
                 error.add_note(f"the state after {self.state.step} updates is saved; --resume goes on from there")
             raise
+        self.check_trained()
         self.log.finished(self.state.step, self.restore_best())
         self.callbacks.train_end()
         return None
+
+    def check_trained(self) -> None:
+        """Raises ``TrainingError`` if no token took part in a loss of any update."""
+        if self.state.step > 0 and not self.state.had_tokens:
+            raise met_by_all(
+                TrainingError(
+                    f"nothing was trained: none of the answers of {self.state.step} updates ended within "
+                    f"sampling.response_length {self.config.sampling.response_length}, and ppo.mask_truncated leaves "
+                    "such answers out of all losses. Set a larger sampling.response_length, or ppo.mask_truncated: "
+                    "false. No policy is written"
+                )
+            )
 
     def restore_best(self) -> int:
         """Puts the best policy in the place of the last one, if that was asked for; returns the updates before the one

@@ -227,7 +227,7 @@ class Update:
                 "policy_loss": 1.0,
                 "kl_loss": item.kl_loss_coef,
                 "entropy": -ppo.entropy_coef,
-                "value_loss": ppo.vf_coef if len(self.optimizers) == 1 else 1.0,
+                "value_loss": optimizer.value_weight,
             }
             total = sum(
                 weights[name] * algo.reduced(x, item.loss_mask, how=ppo.loss_reduction) for name, x in losses.items()

@@ -303,7 +303,7 @@ def run_config(
         ConfigError: names the argument, the value it got and what is expected.
     """
     updates, each_epoch = args.num_total_batches, max(1, round(num_prompts / args.batch_size))
-    ppo = ("num_ppo_epochs", "num_mini_batches", "whiten_rewards", "kl_coef", "kl_estimator", "cliprange", "vf_coef",
+    ppo = ("num_ppo_epochs", "num_mini_batches", "whiten_rewards", "kl_coef", "kl_estimator", "cliprange",
            "cliprange_value", "gamma", "lam")  # fmt: skip
     train = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed", "save_total_limit",
              "total_episodes", "gradient_checkpointing", "bf16", "fp16", "load_best_model_at_end", "ddp_timeout",

@@ -61,12 +61,14 @@ def optimizers_of(
     roles: ModelRoles,
     num_updates: int,
     before: Mapping[str, nn.Parameter],
+    vf_coef: float,
 ) -> list[PassOptimizer]:
     """The optimizers of a run: the user's if there is one, else those of the configuration.
 
     Args:
         given: TRL's ``optimizers``, already checked by ``check_optimizers``.
         before: ``roles.trained`` as the user knows them; the optimizer steps what the engine put in their place.
+        vf_coef: weight of the value loss in the user's optimizer of both.
 
     Raises:
         ConfigError: the optimizer has none of the policy's parameters, or none of the critic's.
@@ -93,5 +95,5 @@ def optimizers_of(
     limit, scale = config.train.max_grad_norm, loss_scale(config.train)
     if scheduler is None:
         scheduler = schedule(config, optimizer, num_updates)
-        return [PassOptimizer(POLICY, parameters, optimizer, scheduler, limit, scale)]
-    return [OwnOptimizer(POLICY, parameters, optimizer, scheduler, limit, scale)]
+        return [PassOptimizer(POLICY, parameters, optimizer, scheduler, limit, scale, vf_coef)]
+    return [OwnOptimizer(POLICY, parameters, optimizer, scheduler, limit, scale, vf_coef)]

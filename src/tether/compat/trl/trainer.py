@@ -179,7 +179,9 @@ class PPOTrainer:
         if args.missing_eos_penalty is not None and self._config.ppo.missing_eos_penalty is None:
             rewards = WithoutEnd(rewards, end_id=processing_class.eos_token_id, penalty=args.missing_eos_penalty)
         self._dist, self._engine, self._roles = dist, engine, roles
-        self._optimizers = optimizers_of(optimizers, self._config, roles, args.num_total_batches, before)
+        self._optimizers = optimizers_of(
+            optimizers, self._config, roles, args.num_total_batches, before, args.vf_coef
+        )
         engine.prepare(self._optimizers)
         self._parts = Parts(
             roles=roles,

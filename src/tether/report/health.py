@@ -497,7 +497,8 @@ def without_token(run: Run) -> Finding | None:
 
 def without_score(run: Run) -> Finding | None:
     """Answers that a source gave no score, so that they counted its ``missing``."""
-    names = [name for name in run.names() if name.startswith("rewards/") and is_missing_share(name) and run.series(name)]
+    shares = [name for name in run.names() if name.startswith("rewards/") and is_missing_share(name)]
+    names = [name for name in shares if run.series(name)]
     if not names:
         return None
     name = max(names, key=lambda n: worst(run.series(n))[0])

@@ -221,6 +221,8 @@ def check_run(folder: Path, data: dict[str, Any]) -> str:
         raise Failed(f"a traceback:\n{text}\n{said}")
     if code == 2 and "tether: " in said:
         return "refused"
+    if code == 1 and "tether: nothing was trained" in said and data["ppo"]["mask_truncated"]:
+        return "refused"  # all answers were cut, which is seen at the end alone
     if code != 0 or not (folder / "out" / "report.html").exists():
         raise Failed(f"exit code {code}:\n{text}\n{said}")
     return "trained"

@@ -25,6 +25,7 @@ from tests.distributed.runs import (
 from tests.models.build import save_adapter
 from tests.tiny import save_tiny
 from tests.train.runs import tiny_run, write_prompts
+from tether.errors import TrainingError
 from tether.metrics.writers import read_jsonl
 from tether.models.checkpoints import list_checkpoints
 from tether.train.run import open_trainer, train_policy
@@ -112,13 +113,17 @@ def test_two_processes_train_as_one_does(folder, case):
     assert_same_run(first, one)
 
 
-def test_an_update_that_every_answer_is_left_out_of_ends_too(folder):
+def refused(folder: Path, changes: Mapping[str, Any]) -> str:
+    with pytest.raises(TrainingError) as error:
+        trained(folder, changes)
+    return str(error.value)
+
+
+def test_a_run_that_every_answer_is_left_out_of_ends_in_both_alike(folder):
     changes = settings(folder, "truncated answers left out", num_processes=2)
     changes |= {"sampling__response_length": 1, "train__max_steps": 1, "output_dir": str(folder / "none")}
-    first, second = together(trained, folder, changes, folder=folder)
-    assert distance(first.weights, first.start) == distance(second.weights, second.start) == 0
-    (update,) = first.updates
-    assert update["rollout/eos_rate"] == 0.0 and update["policy/grad_norm"] == 0.0
+    said = together(refused, folder, changes, folder=folder)
+    assert all(each.startswith("nothing was trained: none of the answers of 1 updates ended") for each in said)
 
 
 class Asks(TrainerCallback):

@@ -28,7 +28,7 @@ from tether.generation.batch import Batch
 from tether.metrics.writers import JsonlWriter
 from tether.models.checkpoints import list_checkpoints
 from tether.models.roles import ModelRoles
-from tether.train import run
+from tether.train import build, run
 from tether.train.log import RunLog
 from tether.train.update import Update
 
@@ -100,7 +100,7 @@ PATCHES: Mapping[str, Callable[[Path], None]] = {
     "forward": lambda mark: fails_at(ModelRoles, "score_pass", 2, out_of_memory, mark),
     "decoding": lambda mark: fails_at(Batch, "decode_until_one_ends", 3, out_of_memory, mark),
     "checking": lambda mark: fails_at(run, "check", 1, no_file, mark),
-    "loading": lambda mark: fails_at(run, "build_roles", 1, no_model, mark),
+    "loading": lambda mark: fails_at(build, "build_roles", 1, no_model, mark),
     "losses": not_finite,
     "disk": lambda mark: fails_at(JsonlWriter, "write", 2, full_disk, mark),
 }

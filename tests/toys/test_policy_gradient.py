@@ -83,6 +83,8 @@ def gradients(tmp_path, critic="zero", **changes):
         "ppo.whiten_advantages": False,
         "ppo.lam": 1.0,
     } | {key.replace("__", "."): value for key, value in changes.items()}
+    if settings.get("ppo.advantage_estimator", "gae") != "gae":
+        del settings["ppo.lam"]
     config = toy_config(LANGUAGE, tmp_path, settings)
     listings = {LANGUAGE.query(x): iter(answers_to(x)) for x in range(LANGUAGE.num_prompts)}
     generator = FakeGenerator(lambda request: next(listings[tuple(request.token_ids)]))

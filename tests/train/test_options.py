@@ -423,7 +423,7 @@ def test_scores_without_any_spread_cannot_be_frozen(run):
     config = run(ppo__score_norm="frozen", ppo__score_norm_samples=12)
     with pytest.raises(TrainingError, match=r"^ppo\.score_norm frozen: all 12 answers .* have the score 0\.5, so "):
         train_policy(config, rewards=FakeRewards(lambda query, response: 0.5))
-    assert read_jsonl(config.output_dir / "metrics.jsonl") == []
+    assert not (config.output_dir / "metrics.jsonl").exists()
 
 
 # Answers that were cut

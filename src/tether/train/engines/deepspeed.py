@@ -228,10 +228,14 @@ class Zero:
     @torch.no_grad()
     def fill(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Fills what forwards read and what the optimizer steps."""
-        from deepspeed.utils import safe_set_full_fp32_param
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        safe_set_full_fp32_param(parameter, full)
-        self.part(parameter).copy_(self.cut(parameter, full))
+        own = self.cut(parameter, full)
+        if _is_spread(parameter):  # by pieces: DeepSpeed cuts none of a tensor that does not divide evenly
+            safe_set_local_fp32_param(parameter, own)
+        else:
+            safe_set_full_fp32_param(parameter, full)
+        self.part(parameter).copy_(own)
 
     def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Gathers one after the other, and keeps them in the main process."""

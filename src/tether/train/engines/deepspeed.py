@@ -218,12 +218,7 @@ class Zero:
 
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """What belongs to the piece that this process keeps, filled up by zeros."""
-        if not _is_spread(parameter):
-            return full
-        size = parameter.ds_tensor.numel()
-        filled = full.new_zeros(size * self._dist.num_processes)
-        filled[: full.numel()] = full.flatten()
-        return filled[self._dist.rank * size :][:size]
+        return _piece(parameter, full, self._dist) if _is_spread(parameter) else full
 
     @torch.no_grad()
     def fill(self, parameter: nn.Parameter, full: Tensor) -> None:
@@ -462,7 +457,7 @@ class Unit:
 
     def load_state(self, optimizer: PassOptimizer, saved: Mapping[str, Any]) -> None:
         """Goes on from the result of ``state``."""
-        from deepspeed.utils import safe_set_full_optimizer_state
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         sources, parameters = optimizer.optimizer.param_groups, []
         for source, group in zip(sources, saved["param_groups"], strict=True):
@@ -480,7 +475,11 @@ class Unit:
                 for name in self._moments(number):
                     value = state.get(name)
                     value = torch.zeros(_shape(p)) if value is None else value
-                    safe_set_full_optimizer_state(p, value.to(self._dist.device), name)
+                    if _is_spread(p):  # by pieces, as weights are
+                        piece = _piece(p, value.to(self._dist.device), self._dist)
+                        safe_set_local_optimizer_state(p, piece, name)
+                    else:
+                        safe_set_full_optimizer_state(p, value.to(self._dist.device), name)
                 scalars |= {name: value for name, value in state.items() if name not in self._moments(number)}
             for flat in self._flats(number):
                 for name, value in self.joint.state[flat].items():
@@ -535,6 +534,14 @@ def _like(value: Any, example: Any) -> Any:
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
     return parameter.ds_shape if _is_spread(parameter) else parameter.shape
+
+
+def _piece(parameter: nn.Parameter, full: Tensor, dist: Dist) -> Tensor:
+    """What of a whole parameter, or of a moment of it, this process keeps at stage 3, filled up by zeros."""
+    size = parameter.ds_tensor.numel()
+    filled = full.new_zeros(size * dist.num_processes)
+    filled[: full.numel()] = full.flatten()
+    return filled[dist.rank * size :][:size]
 
 
 def _is_spread(x: Tensor) -> bool:

@@ -22,8 +22,8 @@ from tether.types import RewardOutput
 BIAS = -5.0
 
 
-def judge_of(folder, *, lora=False):
-    """A judge whose scores lie about ``BIAS``, told apart by some tenths."""
+def judge_of(folder, *, lora=False, has_bias=True):
+    """A judge whose scores lie about ``BIAS``, or 0 without it, told apart by some tenths."""
     if lora:
         base = folder / "llama-tied"
         save_tiny(base, "llama")
@@ -35,7 +35,8 @@ def judge_of(folder, *, lora=False):
         file, name = judge / "model.safetensors", "score"
     tensors = load_file(file)
     tensors |= {f"{name}.weight": 0.2 * torch.randn(1, 16, generator=torch.Generator().manual_seed(3))}
-    save_file(tensors | {f"{name}.bias": torch.tensor([BIAS])}, file, metadata={"format": "pt"})
+    bias = {f"{name}.bias": torch.tensor([BIAS])} if has_bias else {}
+    save_file(tensors | bias, file, metadata={"format": "pt"})
     return judge
 
 
@@ -105,6 +106,16 @@ def test_the_copy_is_moved_as_the_scores_are(tmp_path, lora, changes):
         assert torch.allclose(after[mask], slope * before[mask] + shift, rtol=1e-3, atol=1e-3)
         trainer.score(answers, trainer_module.Metrics())
         assert torch.equal(trainer.roles.score_pass(micro_batch(), 1.0).values, after)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["model", "adapter"])
+def test_a_judge_without_a_bias_is_shifted_too(tmp_path, lora):
+    judge_of(tmp_path, lora=lora, has_bias=False)
+    with open_trainer(scaled_run(tmp_path, lora=lora, norm=[7.0, 0.5])) as trainer:
+        before = trainer.roles.score_pass(micro_batch(), 1.0).values
+        trainer.score(trainer.rollout(trainer_module.Metrics()), trainer_module.Metrics())
+        after, mask = trainer.roles.score_pass(micro_batch(), 1.0).values, micro_batch().response_mask
+        assert torch.allclose(after[mask], (before[mask] - 7) / 0.5, atol=1e-4)
 
 
 def test_other_sources_count_at_their_mean(tmp_path):

@@ -47,6 +47,14 @@ def test_an_earlier_run_stays_until_the_models_of_the_next_are_there(tmp_path, m
     assert not (config.output_dir / "critic").exists()
 
 
+def test_a_start_that_was_killed_before_its_first_record_is_made_again(tmp_path):
+    config = tiny_run(tmp_path, train__max_steps=1)
+    config.output_dir.mkdir()
+    (config.output_dir / "metrics.jsonl").touch()
+    train_policy(config)
+    assert steps(config) == [1]
+
+
 @pytest.mark.parametrize("place", ["build_roles", "answer"])
 def test_a_start_that_failed_is_made_again_by_the_same_command(tmp_path, monkeypatch, place):
     """Before any model is there, and in the first update, whose answers are written down before it ends."""

@@ -22,7 +22,14 @@ from tether.models.classifiers import classifier_on
 from tether.models.loading import load_causal_lm
 from tether.models.roles import ModelRoles
 from tether.models.tokenizer import load_tokenizer
-from tether.rewards.build import build_rewards, check_contents, check_conversations, check_rewards, try_sources
+from tether.rewards.build import (
+    build_rewards,
+    check_contents,
+    check_conversations,
+    check_reward_columns,
+    check_rewards,
+    try_sources,
+)
 from tether.types import Prompt, RewardSource
 
 TURNS = [("the cat sees", "good"), ("it is a very nice day", "the sun and the blue night")]
@@ -182,7 +189,7 @@ def test_checks_pass_what_can_be_built(tmp_path, function_file):
         {"type": "function", "path": function_file, "name": "words"},
     )
     check_rewards(sources)
-    check_rewards(sources, columns=["answer"])
+    check_reward_columns(sources, ["answer"])
     (tmp_path / "judge" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"rewards\.0\.path"):
         check_rewards(sources)
@@ -225,9 +232,9 @@ def test_a_column_that_a_function_needs_is_checked_once_the_columns_are_known(tm
     file.write_text("def graded(prompts, completions, answer): return [0.0]")
     sources = configs({"type": "function", "path": str(file), "name": "graded"})
     check_rewards(sources)
-    check_rewards(sources, columns=["answer"])
+    check_reward_columns(sources, ["answer"])
     with pytest.raises(ConfigError, match=r"rewards\.0: function graded needs answer, .* columns are none"):
-        check_rewards(sources, columns=[])
+        check_reward_columns(sources, [])
 
 
 def test_dtype_of_a_model_source(tmp_path):

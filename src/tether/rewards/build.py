@@ -55,7 +55,7 @@ from tether.rewards.http import check_sent_columns, check_sent_values, http_sour
 from tether.rewards.judge import NoNumber, judge_source
 from tether.rewards.model import ModelSource
 from tether.rewards.reading import Reader, same_tokenizer
-from tether.rewards.ready import check_ready, check_value, ready_source
+from tether.rewards.ready import check_ready, check_ready_column, check_value, ready_source
 from tether.rewards.service import NoScore, service_key
 from tether.types import Prompt, RewardBatch, RewardSource
 
@@ -79,15 +79,11 @@ Shared = Callable[[Make, int | None, bool], RewardSource]
 the first process has it."""
 
 
-def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None = None) -> None:
+def check_rewards(configs: Sequence[RewardConfig]) -> None:
     """Checks everything about reward sources that can be checked before a model is loaded.
 
     Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label or
     the one that is named, keys of services are set, packages are installed.
-
-    Args:
-        configs: the sources.
-        columns: the dataset's other columns, if they are known: then also that sources find those they require.
 
     Raises:
         ConfigError, ModelError: the first mistake, with its key.
@@ -97,9 +93,7 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
             check_bitsandbytes(config.quantization, f"{key}.quantization", default_device())
         match config:
             case FunctionReward():
-                function = load_function(config.path, config.name, key)
-                if columns is not None:
-                    check_columns(function, columns, config.name, key)
+                load_function(config.path, config.name, key)
             case AdapterReward():
                 check_model_path(config.path, f"{key}.path")
                 _check_reward_adapter(config.path, f"{key}.path")
@@ -117,13 +111,28 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
                 check_model_path(config.path, f"{key}.path", revision=config.revision)
                 check_value_head(config.path, f"{key}.path")
             case ReadyReward():
-                check_ready(config, columns, key)
+                check_ready(config, key)
+            case ServiceReward():
+                service_key(config, key)
+
+
+def check_reward_columns(configs: Sequence[RewardConfig], columns: Sequence[str]) -> None:
+    """Checks that reward sources find the columns that they require.
+
+    Args:
+        columns: the dataset's columns besides the prompt.
+
+    Raises:
+        ConfigError: the first that is missing, with the key of what requires it.
+    """
+    for key, config in sources_of(configs):
+        match config:
+            case FunctionReward():
+                check_columns(load_function(config.path, config.name, key), columns, config.name, key)
+            case ColumnReward():
+                check_ready_column(config, columns, key)
             case HttpReward():
-                service_key(config, key)
-                if columns is not None:
-                    check_sent_columns(config, columns, key)
-            case JudgeReward():
-                service_key(config, key)
+                check_sent_columns(config, columns, key)
 
 
 def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Mapping[str, Any], str]]) -> None:

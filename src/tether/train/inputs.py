@@ -35,7 +35,7 @@ from tether.models.gguf import gguf_source
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, check_model_path, is_adapter, model_errors, own_weights
 from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
-from tether.rewards.build import check_contents, check_conversations, check_rewards
+from tether.rewards.build import check_contents, check_conversations, check_reward_columns, check_rewards
 from tether.rewards.lengths import check_room
 from tether.train.display import Display
 from tether.train.optim import check_schedule
@@ -213,7 +213,7 @@ def check_judged(
             refuses a conversation, or prompts leave no room for answers.
     """
     for prompts in prompt_sets:
-        check_rewards(config.rewards, columns=prompts.columns)
+        check_reward_columns(config.rewards, prompts.columns)
     every = [prompt for prompts in prompt_sets for prompt in prompts.prompts]
     check_conversations(config.rewards, every, tokenizer)
     check_contents(

@@ -61,7 +61,8 @@ def test_a_reward_adapter_of_one_is_merged(tmp_path):
 def test_an_adapter_of_the_stage_is_opened_on_the_trunk_that_it_was_trained_on(tmp_path):
     base = save_two_trunks(tmp_path / "base")
     config = RewardModelConfig(path=str(base), lora={"r": 4, "target_modules": ["q_proj", "out_proj", "down_proj"]})
-    trained = stage.adapted(stage.start_model(config, precision=None, device=torch.device("cpu")), config).eval()
+    model = stage.start_model(config, None, precision=None, device=torch.device("cpu"))
+    trained = stage.adapted(model, config, None).eval()
     for name, parameter in trained.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)

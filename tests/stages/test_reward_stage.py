@@ -208,7 +208,7 @@ def test_the_first_loss_is_the_definition_on_the_start_model(tmp_path, kind, coe
     (line,) = read_jsonl(config.output_dir / "metrics.jsonl")
 
     set_seed(config.train.seed)
-    model = start_model(config.model, precision=None, device=torch.device("cpu"))
+    model = start_model(config.model, None, precision=None, device=torch.device("cpu"))
     tokenizer = load_tokenizer(config.model.path)
     options = {"max_length": 64, "chat_template": "auto", "system_prompt": None, "end_ids": {EOS}, "key": "data.pairs"}
     losses, margins = [], []
@@ -307,7 +307,8 @@ def test_trl_is_told_the_type_of_autocast(tmp_path, precision):
 def test_fp16_freezes_a_base_in_float16_beside_a_float32_head_and_adapter(tmp_path):
     """What GradScaler unscales is float32, copies of whole modules too."""
     config = stage_config(tmp_path, lora={"r": 4})
-    model = adapted(start_model(config.model, precision=torch.float16, device=torch.device("cpu")), config.model)
+    model = start_model(config.model, None, precision=torch.float16, device=torch.device("cpu"))
+    model = adapted(model, config.model, None)
     assert model.get_input_embeddings().weight.dtype == torch.float16
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     base = save_model(tmp_path / "base", tied=False)

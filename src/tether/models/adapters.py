@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import peft
@@ -21,6 +22,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -35,7 +37,7 @@ from tether.models.heads import (
     state_size,
     value_head_file,
 )
-from tether.models.paths import ADAPTER_CONFIG, is_adapter, is_same_model, model_errors, some_of
+from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, is_same_model, model_errors, some_of
 
 DEFAULT = "default"
 """PEFT's name of the policy's adapter: the one that it saves at a folder's root."""
@@ -91,6 +93,23 @@ def read_adapter(path: str, revision: str | None = None) -> Adapter:
     return Adapter(path, config, rest, head)
 
 
+def adapter_shapes(path: str, revision: str | None = None) -> dict[str, tuple[int, ...]]:
+    """The shape of each of a PEFT adapter's weights under PEFT's names, those of a head included. Where they are in
+    safetensors in a folder here, no weight is read.
+
+    Raises:
+        ModelError: they are not there or cannot be read.
+    """
+    file = Path(path) / ADAPTER_WEIGHTS[0]
+    with model_errors(path):
+        if not file.is_file():
+            tensors = load_peft_weights(path, device="cpu", revision=revision)
+            return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        with safe_open(file, framework="pt") as header:
+            names = list(header.keys())
+            return {name: tuple(header.get_slice(name).get_shape()) for name in names}
+
+
 def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     """``model`` with the adapter merged into its weights.
 
@@ -134,10 +153,11 @@ def _is_tied(adapter: Adapter) -> bool:
     return getattr(adapter.config, "ensure_weight_tying", False)
 
 
-def num_tokens(adapter: Adapter) -> int:
-    """Rows of the embeddings that the adapter brings whole; 0 where it leaves them to its base."""
+def num_tokens(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Rows of the embeddings that an adapter brings whole, by the shapes of its weights; 0 where it leaves them to its
+    base."""
     ends = tuple(f".{name}.weight" for name in EMBEDDINGS)
-    return max((len(tensor) for key, tensor in adapter.tensors.items() if key.endswith(ends)), default=0)
+    return max((shape[0] for key, shape in shapes.items() if key.endswith(ends)), default=0)
 
 
 def grown(shape: PreTrainedConfig, path: str, revision: str | None) -> PreTrainedConfig:
@@ -146,7 +166,7 @@ def grown(shape: PreTrainedConfig, path: str, revision: str | None) -> PreTraine
         return shape
     changed = copy.deepcopy(shape)
     text = changed.get_text_config()
-    text.vocab_size = max(text.vocab_size, num_tokens(read_adapter(path, revision)))
+    text.vocab_size = max(text.vocab_size, num_tokens(adapter_shapes(path, revision)))
     return changed
 
 
@@ -157,7 +177,8 @@ def with_tokens(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     Raises:
         ModelError: the adapter does not bring them as modules of its own (``modules_to_save``).
     """
-    size, before = num_tokens(adapter), model.get_input_embeddings().weight.shape[0]
+    size = num_tokens({name: tensor.shape for name, tensor in adapter.tensors.items()})
+    before = model.get_input_embeddings().weight.shape[0]
     if size <= before:
         return model
     model.resize_token_embeddings(size, mean_resizing=False)

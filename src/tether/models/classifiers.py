@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tether.errors import ModelError
-from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
+from tether.models.adapters import MODULE_PREFIX, Adapter, adapter_shapes, changed_config, merged, read_adapter
 from tether.models.bitsandbytes import FewBits, placement, whole
 from tether.models.fit import has_few_bits, is_classifier
 from tether.models.heads import (
@@ -45,6 +45,7 @@ from tether.models.loading import (
     saved_dtype,
 )
 from tether.models.paths import (
+    ADAPTER_WEIGHTS,
     MODEL_WEIGHTS,
     downloaded,
     is_adapter,
@@ -305,10 +306,8 @@ def _check_head_of_adapter(path: str, key: str, revision: str | None) -> None:
     """Raises ``ModelError`` if an adapter has no head by its weights, or by its settings where those are not here."""
     with model_errors(path):
         settings = PeftConfig.from_pretrained(path, revision=revision)
-        names: list[str] = []
-        if (file := Path(path) / "adapter_model.safetensors").is_file():
-            with safe_open(file, framework="pt") as tensors:
-                names = [name.removeprefix(MODULE_PREFIX) for name in list(tensors.keys())]
+    is_here = (Path(path) / ADAPTER_WEIGHTS[0]).is_file()
+    names = [name.removeprefix(MODULE_PREFIX) for name in adapter_shapes(path)] if is_here else []
     kept = names or [f"{name}.weight" for name in getattr(settings, "modules_to_save", None) or ()]
     is_known = bool(names) or settings.task_type not in ("SEQ_CLS", None)
     if is_known and not any(is_head_key(name) or name.partition(".")[0] in POOLED_HEADS for name in kept):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import nn
@@ -34,17 +35,17 @@ from tether.config.rewards import (
 from tether.config.schema import RunConfig
 from tether.models.adapters import (
     DEFAULT,
+    MODULE_PREFIX,
     adapter_parameters,
+    adapter_shapes,
     peft_lora_config,
-    read_adapter,
-    reward_head,
     target_names,
     with_adapter,
 )
 from tether.models.build import critic_source
 from tether.models.device import default_device, half_dtype
 from tether.models.fit import has_few_bits
-from tether.models.heads import state_size
+from tether.models.heads import is_head_key, read_value_head, state_size, value_head_file
 from tether.models.layers import parameters_above
 from tether.models.loading import load_config
 from tether.models.paths import is_adapter, own_weights
@@ -258,8 +259,7 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
         case JudgeReward():
             return RolePlan(label, f"{reward.model} at {reward.base_url}", 0, 0, "", "service", 0)
         case AdapterReward():
-            adapter = read_adapter(reward.path)
-            size = _saved_adapter_size(reward.path) + sum(tensor.numel() for tensor in reward_head(adapter).values())
+            size = _saved_adapter_size(reward.path) + _saved_head_size(reward.path)
             return _role(label, reward.path, size, 0, torch.float32, "adapter on the base")
         case OwnModelReward():
             base, revision = own_weights(reward.path, reward.revision)
@@ -289,7 +289,17 @@ def _adapter_size(config: RunConfig, base: PreTrainedModel) -> int:
 
 
 def _saved_adapter_size(path: str, revision: str | None = None) -> int:
-    return sum(tensor.numel() for tensor in read_adapter(path, revision).tensors.values())
+    """Parameters of an adapter without those of its head."""
+    shapes = adapter_shapes(path, revision)
+    return sum(prod(shape) for name, shape in shapes.items() if not is_head_key(name.removeprefix(MODULE_PREFIX)))
+
+
+def _saved_head_size(path: str) -> int:
+    """Parameters of a reward adapter's head, which is among its weights or in a file beside them."""
+    shapes = adapter_shapes(path)
+    own = [prod(shape) for name, shape in shapes.items() if is_head_key(name.removeprefix(MODULE_PREFIX))]
+    beside = {} if own or value_head_file(path) is None else read_value_head(path)
+    return sum(own) + sum(tensor.numel() for tensor in beside.values())
 
 
 def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:

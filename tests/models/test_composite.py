@@ -124,6 +124,15 @@ def test_a_stage_hands_the_processor_on(tmp_path):
     assert processor_in(config.output_dir) == held
 
 
+def test_an_adapter_leaves_the_processor_to_its_base(tmp_path, monkeypatch):
+    model = save_seeing(tmp_path / "seeing")
+    with_processor(model)
+    config = tiny_run(tmp_path, model__path=str(model), model__lora={"r": 2}, train__max_steps=1)
+    monkeypatch.setattr("tether.models.build.read_processor", lambda *args, **kwargs: pytest.fail("it is read"))
+    train_policy(config)
+    assert processor_in(config.output_dir) == {}
+
+
 def test_a_model_that_reads_text_alone_brings_none(tmp_path):
     with_processor(save_model(tmp_path / "model"))
     assert read_processor(str(tmp_path / "model"), load_config(str(tmp_path / "model"))) == {}

@@ -90,6 +90,9 @@ def build_roles(
             head = ScalarHead(state_size(policy.model))
             own = _head_parameters(head)
             roles.append(Role(VALUE, policy.model, "new head", "head on the policy", policy.adapter, head, own))
+    processor = None
+    if adapted is None:  # an adapter's base has its own
+        processor = read_processor(config.model.path, policy.model.config, revision=config.model.revision)
     models = ModelRoles(
         roles,
         adapted=adapted,
@@ -99,7 +102,7 @@ def build_roles(
         autocast_dtype=autocast_dtype,
         detach_value=config.value.detach,
         offload_idle=config.train.offload_idle_roles,
-        processor=read_processor(config.model.path, policy.model.config, revision=config.model.revision),
+        processor=processor,
     )
     return finished(models, config)
 

@@ -214,8 +214,10 @@ class Models:
             torch.manual_seed(config.train.seed)
             adapted = self._adapted()
             reference = [self._reference()] if config.ppo.kl_coef > 0 else []
-        source = name_of(self.base)
+        source, processor = name_of(self.base), None
         if adapted is None:
+            if source != IN_MEMORY:  # an adapter's base has its own
+                processor = read_processor(source, self.base.config)
             trained = _trainable(self.policy)
             policy = Role(POLICY, self.policy, source, "own weights", trained=trained)
         else:
@@ -231,7 +233,7 @@ class Models:
             device=device,
             autocast_dtype=half_dtype(config.train, device),
             detach_value=False,
-            processor=None if source == IN_MEMORY else read_processor(source, self.base.config),
+            processor=processor,
         )
         return finished(models, config)
 

@@ -42,7 +42,6 @@ from tether.models.loading import (
     from_pretrained,
     load_causal_lm,
     load_config,
-    saved_dtype,
 )
 from tether.models.paths import (
     ADAPTER_WEIGHTS,
@@ -218,8 +217,8 @@ def _adapted_classifier(
     """The classifier that an adapter makes of its base; merged in float32, then cast."""
     base, code = adapter.config.base_model_name_or_path, {"trust_remote_code": options["trust_remote_code"]}
     of_base = {"dtype": torch.float32, "revision": adapter.config.revision, **options}
-    dtype = dtype or saved_dtype(adapter, **code)
     shape = load_config(base, revision=adapter.config.revision, **code)
+    dtype = dtype or shape.dtype or torch.float32
     if num_labels == 1 and _is_headed(adapter, base, shape, **code):
         model = classifier_on(whole(load_causal_lm(base, device=device, **of_base), base))
         return _with_head(cast(merged(model, adapter), dtype), adapter)

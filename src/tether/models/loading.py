@@ -65,8 +65,9 @@ def load_causal_lm(
         base, at = own_weights(path, revision)
         of_base = {"dtype": torch.float32, "revision": at}
         model = merged(whole(load_causal_lm(base, device=device, **of_base, **options), base), adapter)
-        saved = load_config(base, revision=at, trust_remote_code=trust_remote_code).dtype
-        return cast(model, dtype or saved or torch.float32)
+        if dtype is None:
+            dtype = load_config(base, revision=at, trust_remote_code=trust_remote_code).dtype or torch.float32
+        return cast(model, dtype)
     if gguf_source(path) is not None:
         return _dequantised(path, dtype or torch.float32, revision, options)
     shape = load_config(path, revision=revision, trust_remote_code=trust_remote_code)

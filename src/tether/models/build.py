@@ -36,7 +36,7 @@ from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
-from tether.models.tokenizer import load_tokenizer
+from tether.models.tokenizer import configured_ends, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -297,8 +297,7 @@ def _no_critic(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str 
 def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ``ModelError`` if an end token has no embedding. A pad token needs none: pads never reach the model."""
     rows = _vocabulary_size(model)
-    configured = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    ends = ({tokenizer.eos_token_id} - {None}) | configured_ends(model.generation_config)
     if beyond := sorted(token for token in ends if token >= rows):
         raise ModelError(
             f"model.path: end token {beyond[0]} is outside of the model's vocabulary of {rows} tokens; "

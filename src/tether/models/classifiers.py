@@ -283,7 +283,7 @@ def check_classifier(
             "own. As a reward it is of type value_head"
         )
     if is_adapter(path, revision):
-        _check_head_of_adapter(path, key, revision)
+        check_adapter_head(path, key, revision)
         return
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
     if label is not None:
@@ -301,7 +301,7 @@ def check_classifier(
         )
 
 
-def _check_head_of_adapter(path: str, key: str, revision: str | None) -> None:
+def check_adapter_head(path: str, key: str, revision: str | None = None) -> None:
     """Raises ``ModelError`` if an adapter has no head by its weights, or by its settings where those are not here."""
     with model_errors(path):
         settings = PeftConfig.from_pretrained(path, revision=revision)

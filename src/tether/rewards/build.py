@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from tether.config.rewards import (
 from tether.errors import ConfigError, DataError, ModelError, RewardError
 from tether.models.bitsandbytes import FewBits, check_bitsandbytes, is_quantized, placed
 from tether.models.classifiers import (
+    check_adapter_head,
     check_classifier,
     check_value_head,
     load_reward_model,
@@ -43,7 +43,7 @@ from tether.models.fit import has_few_bits
 from tether.models.heads import value_head_file
 from tether.models.loading import load_config
 from tether.models.offload import Offloaded, has_own_memory
-from tether.models.paths import ADAPTER_CONFIG, check_model_path, is_adapter
+from tether.models.paths import check_model_path, is_adapter
 from tether.models.roles import ModelRoles
 from tether.models.tokenizer import load_tokenizer
 from tether.rewards.adapter import AdapterSource
@@ -403,15 +403,7 @@ def _check_reward_adapter(path: str, key: str) -> None:
     """Raises ``ModelError`` if a local folder is something else than a reward adapter."""
     if not Path(path).is_dir():
         return
-    settings = _json(Path(path) / ADAPTER_CONFIG)
-    if settings is None:
+    if not is_adapter(path):
         raise ModelError(f"{key}: {path} is a full model, not an adapter; use type model, or give the adapter's folder")
-    if settings.get("task_type") not in ("SEQ_CLS", None) and value_head_file(path) is None:
-        raise ModelError(
-            f"{key}: {path} is an adapter for {settings['task_type']}; wanted a reward adapter, which is trained as a "
-            "sequence classifier (SEQ_CLS) and brings its head, or has it in a file beside it, as LLaMA-Factory's"
-        )
-
-
-def _json(file: Path) -> dict | None:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if value_head_file(path) is None:
+        check_adapter_head(path, key)

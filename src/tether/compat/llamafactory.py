@@ -135,12 +135,15 @@ def _check_base(keys: Translator, key: str, adapter: str, base: str) -> None:
     Args:
         key: the key that names the adapter.
     """
-    from tether.models.paths import adapter_base, is_same_model
+    from tether.models.paths import is_same_model, own_weights
 
-    if Path(adapter, "adapter_config.json").is_file() and not is_same_model(adapter_base(adapter), base):
+    if not Path(adapter, "adapter_config.json").is_file():
+        return
+    own, _ = own_weights(adapter)
+    if not is_same_model(own, base):
         keys.refuse(
             key,
-            f"its base is {adapter_base(adapter)}, not {base}: where both are the same model, correct "
+            f"its base is {own}, not {base}: where both are the same model, correct "
             "base_model_name_or_path in its adapter_config.json",
         )
 

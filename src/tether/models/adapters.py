@@ -37,6 +37,7 @@ from tether.models.heads import (
     state_size,
     value_head_file,
 )
+from tether.models.layers import num_rows
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, is_same_model, model_errors, some_of
 
 DEFAULT = "default"
@@ -125,7 +126,7 @@ def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         raise ModelError(f"{adapter.path}: a {kind} adapter cannot be merged; wanted a LoRA adapter")
     place_adapter(adapted, DEFAULT, adapter)
     outer = model.get_output_embeddings()
-    if _is_tied(adapter) and isinstance(outer, BaseTunerLayer):  # else what is tied would be added to one weight twice
+    if _is_tied(adapter.config) and isinstance(outer, BaseTunerLayer):  # else one weight would be added to twice
         _separate(model, outer.base_layer)
     return adapted.merge_and_unload().eval()
 
@@ -134,7 +135,7 @@ def _untie(model: PreTrainedModel, adapter: Adapter) -> None:
     """Gives the output embeddings weights of their own where they share the input's and the adapter changes one of the
     two; PEFT ties what it changes itself where it was asked to."""
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
-    if outer is None or outer.weight is not inner.weight or _is_tied(adapter):
+    if outer is None or outer.weight is not inner.weight or _is_tied(adapter.config):
         return
     names = [name for name, module in model.named_modules() if module is inner or module is outer]
     changed = tuple(f".{name}.{what}" for name in names for what in ("lora_", "weight"))
@@ -148,9 +149,9 @@ def _separate(model: PreTrainedModel, outer: nn.Module) -> None:
     model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
-def _is_tied(adapter: Adapter) -> bool:
-    """Whether what it brings for the input embeddings is also the output's, where its base shares these."""
-    return getattr(adapter.config, "ensure_weight_tying", False)
+def _is_tied(config: PeftConfig) -> bool:
+    """Whether what an adapter brings for the input embeddings is also the output's, where its base shares these."""
+    return getattr(config, "ensure_weight_tying", False)
 
 
 def num_tokens(shapes: Mapping[str, Sequence[int]]) -> int:
@@ -178,7 +179,7 @@ def with_tokens(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         ModelError: the adapter does not bring them as modules of its own (``modules_to_save``).
     """
     size = num_tokens({name: tensor.shape for name, tensor in adapter.tensors.items()})
-    before = model.get_input_embeddings().weight.shape[0]
+    before = num_rows(model)
     if size <= before:
         return model
     model.resize_token_embeddings(size, mean_resizing=False)
@@ -186,7 +187,7 @@ def with_tokens(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
     for module in (inner, outer):
         name = next((name for name, each in model.named_modules() if each is module), None)
-        if name is None or (module is outer and module.weight is inner.weight and _is_tied(adapter)):
+        if name is None or (module is outer and module.weight is inner.weight and _is_tied(adapter.config)):
             continue
         given = adapter.tensors.get(f"{MODULE_PREFIX}{name}.weight")
         if given is None or len(given) != size or name.rpartition(".")[2] not in own:
@@ -353,7 +354,7 @@ def check_tied(path: str, config: PeftConfig, shape: PreTrainedConfig) -> None:
     shape: it does so for a model's first adapter alone, and other roles put theirs on the same base."""
     targets = config.target_modules if isinstance(config.target_modules, Iterable) else ()
     changed = {name.rpartition(".")[2] for name in (*targets, *(getattr(config, "modules_to_save", None) or ()))}
-    is_asked = getattr(config, "ensure_weight_tying", False) and shape.get_text_config().tie_word_embeddings
+    is_asked = _is_tied(config) and shape.get_text_config().tie_word_embeddings
     if is_asked and changed & set(EMBEDDINGS):
         raise ModelError(
             f"{path}: an adapter with ensure_weight_tying that changes the embeddings cannot share its base with the "

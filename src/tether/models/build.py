@@ -29,9 +29,10 @@ from tether.models.adapters import (
 from tether.models.bitsandbytes import FewBits, is_quantized
 from tether.models.classifiers import classifier_on, load_classifier, pools_otherwise
 from tether.models.compiled import compile_layers
+from tether.models.device import weight_dtype
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead, state_size, with_bias
-from tether.models.layers import parameters_above
+from tether.models.layers import num_rows, parameters_above
 from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
 from tether.models.preprocessing import read_processor
@@ -127,7 +128,7 @@ def finished(models: ModelRoles, config: RunConfig) -> ModelRoles:
 
 def _full_roles(config: RunConfig) -> list[Role]:
     path = config.model.path
-    model = _load_policy(config, path, _dtype(config, torch.float32), config.model.revision)
+    model = _load_policy(config, path, weight_dtype(config.model.dtype, torch.float32), config.model.revision)
     trained = parameters_above(model, config.model.freeze_layers)
     roles = [Role(POLICY, model, path, "own weights", trained=trained)]
     if config.ppo.kl_coef > 0:
@@ -147,7 +148,7 @@ def _lora_roles(
             raise ModelError(f"model.path: {path} is a reward adapter (it holds a head); wanted a language model's")
     bits, compute_dtype = config.model.quantization, autocast_dtype or torch.float32
     # Beside quantised layers, norms and heads are float32, as in QLoRA.
-    dtype = _dtype(config, compute_dtype if bits is None else torch.float32)
+    dtype = weight_dtype(config.model.dtype, compute_dtype if bits is None else torch.float32)
     few_bits = None if bits is None else FewBits(bits, torch.device(device), compute_dtype)
     revision = config.model.revision if start is None else start.config.revision
     base = _load_policy(config, base_source, dtype, revision, few_bits, device)
@@ -204,7 +205,7 @@ def _model_critic(
     config: RunConfig, source: CriticSource | None, policy: Role, tokenizer: PreTrainedTokenizerBase
 ) -> Role:
     """A sequence classifier of its own: a copy of a reward model, or of the start policy with a head that says 0."""
-    dtype = torch.float32 if config.model.lora else _dtype(config, torch.float32)
+    dtype = torch.float32 if config.model.lora else weight_dtype(config.model.dtype, torch.float32)
     where = config.model.path if source is None else source.path
     if source is not None:
         model = load_classifier(
@@ -246,7 +247,7 @@ def pad_as(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> N
     """
     settings, pad = classifier.config.get_text_config(), tokenizer.pad_token_id
     if getattr(settings, "pad_token_id", None) is None:
-        has_row = pad is not None and pad < _vocabulary_size(classifier)
+        has_row = pad is not None and pad < num_rows(classifier)
         settings.pad_token_id = pad if has_row else tokenizer.eos_token_id
 
 
@@ -296,7 +297,7 @@ def _no_critic(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str 
 
 def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ``ModelError`` if an end token has no embedding. A pad token needs none: pads never reach the model."""
-    rows = _vocabulary_size(model)
+    rows = num_rows(model)
     ends = ({tokenizer.eos_token_id} - {None}) | configured_ends(model.generation_config)
     if beyond := sorted(token for token in ends if token >= rows):
         raise ModelError(
@@ -325,17 +326,9 @@ def _load_policy(
     )
 
 
-def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:
-    return auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
-
-
 def _base_source(config: RunConfig) -> str:
     path, revision = config.model.path, config.model.revision
     return absolute_source(own_weights(path, revision)[0])
-
-
-def _vocabulary_size(model: PreTrainedModel) -> int:
-    return model.get_input_embeddings().weight.shape[0]
 
 
 def _head_parameters(head: ScalarHead) -> dict[str, nn.Parameter]:

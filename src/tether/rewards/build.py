@@ -38,7 +38,7 @@ from tether.models.classifiers import (
     load_value_head_model,
     reads_last_token,
 )
-from tether.models.device import bf16_supported, default_device
+from tether.models.device import bf16_supported, default_device, weight_dtype
 from tether.models.fit import has_few_bits
 from tether.models.heads import value_head_file
 from tether.models.loading import load_config
@@ -385,7 +385,7 @@ def _has_few_bits(config: OwnModelReward) -> bool:
 def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTrainedModel, nn.Module | None]:
     """The model of a source, and the head that reads its last token's state; None if the model pools differently."""
     options = {
-        "dtype": None if config.dtype == "auto" else getattr(torch, config.dtype),
+        "dtype": weight_dtype(config.dtype, None),
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
         "device": device,

@@ -24,6 +24,7 @@ from tether.models.adapters import (
     with_adapter,
     with_tokens,
 )
+from tether.models.device import weight_dtype
 from tether.models.fit import check_language_model, check_tokens, check_trainable, is_classifier, positions
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, is_adapter, own_weights
@@ -83,7 +84,7 @@ def loading_options(config: ModelConfig, *, precision: torch.dtype | None, devic
     """
     auto = (precision if config.lora is not None else None) or torch.float32
     return {
-        "dtype": auto if config.dtype == "auto" else getattr(torch, config.dtype),
+        "dtype": weight_dtype(config.dtype, auto),
         "attn_implementation": config.attn_implementation,
         "device": device,
     }

@@ -9,10 +9,10 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from tether.compat.trl.config import PPOConfig
-from tether.compat.trl.models import num_rows
 from tether.errors import ConfigError
 from tether.models.adapters import DEFAULT
 from tether.models.chat import turn_end
+from tether.models.layers import num_rows
 from tether.models.tokenizer import configured_ends
 
 logger = logging.getLogger(__name__)

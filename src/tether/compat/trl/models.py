@@ -29,6 +29,7 @@ from tether.models.bitsandbytes import is_quantized
 from tether.models.build import check_token_ids, finished
 from tether.models.device import half_dtype
 from tether.models.heads import ScalarHead
+from tether.models.layers import num_rows
 from tether.models.paths import absolute_source, model_errors
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
@@ -336,11 +337,6 @@ def _check_rows(sizes: Mapping[str, int], token: int, tokenizer: PreTrainedToken
                 f"{tokenizer.convert_ids_to_tokens(token)!r}. All models read the policy's token ids: load those of "
                 "one vocabulary, or give the path of a reward model, which then reads text"
             )
-
-
-def num_rows(model: PreTrainedModel) -> int:
-    """Number of tokens that the model has embeddings for, before an engine shards them."""
-    return model.get_input_embeddings().weight.shape[0]
 
 
 def _saved_tokenizer(source: str) -> PreTrainedTokenizerBase | None:

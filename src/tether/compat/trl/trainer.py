@@ -33,7 +33,7 @@ from tether.compat.trl.config import (
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
 from tether.compat.trl.former import OF_TRAINER, no_attribute, telling
-from tether.compat.trl.models import Models, check_positions, check_tokens, check_vocabularies, name_of, num_rows
+from tether.compat.trl.models import Models, check_positions, check_tokens, check_vocabularies, name_of
 from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
 from tether.compat.trl.samples import print_table, send_table
@@ -45,6 +45,7 @@ from tether.generation.build import build_generator
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
+from tether.models.layers import num_rows
 from tether.models.roles import REFERENCE, VALUE
 from tether.models.saving import policy_weights, save_policy, written_into
 from tether.report.card import write_card

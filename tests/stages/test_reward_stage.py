@@ -21,6 +21,7 @@ from tether.config.sft_stage import SftModelConfig
 from tether.data.pairs import load_pairs
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from tether.machine.claim import claimed
+from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
 from tether.models.build import build_roles
 from tether.models.saving import merge_adapter, verify_manifest
@@ -35,7 +36,7 @@ from tether.stages.reward import (
     start_model,
     train_reward_model,
 )
-from tether.stages.running import trainer_arguments
+from tether.stages.running import Begun, trainer_arguments
 from tether.stages.sft import start_model as start_of_sft
 from tether.types import RewardBatch
 
@@ -299,8 +300,9 @@ def test_bf16_trains_a_frozen_bf16_base_with_a_float32_head_and_adapter(tmp_path
 
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16, None])
 def test_trl_is_told_the_type_of_autocast(tmp_path, precision):
-    how = {"evaluates": False, "precision": precision, "num_processes": 1, "kind": RewardConfig}
-    given = trainer_arguments(stage_config(tmp_path), 12, **how)
+    config = stage_config(tmp_path, fp16=precision is torch.float16, bf16=precision is torch.bfloat16)
+    run = Begun(Dist(), config, print, checkpoint=None, is_finished=False)
+    given = trainer_arguments(run, 12, evaluates=False, kind=RewardConfig)
     assert (given["fp16"], given["bf16"]) == (precision is torch.float16, precision is torch.bfloat16)
 
 

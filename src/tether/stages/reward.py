@@ -127,10 +127,7 @@ def train_reward_model(
             return evaluations[step]
 
         with lost_told(dist.num_processes):
-            trainer = running.train(
-                lambda: _trainer(model, tokenizer, data, config, evaluation, precision=precision, watch=watch),
-                run.checkpoint,
-            )
+            trainer = running.train(lambda: _trainer(model, tokenizer, data, evaluation, watch), run.checkpoint)
         if watch.interrupted is not None:
             return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
         settings.use_cache = uses_cache  # TRL turns it off for training, and the folder would keep that
@@ -308,10 +305,7 @@ def _trainer(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     data: _Data,
-    config: RewardStageConfig,
     evaluation: Callable[[int], Mapping[str, Any]],
-    *,
-    precision: torch.dtype | None,
     watch: running.Watch,
 ) -> Trainer:
     """TRL's trainer, which trains the model in place.
@@ -323,21 +317,13 @@ def _trainer(
 
     from tether.stages.trl import RewardArguments
 
-    arguments = running.trainer_arguments(
-        config,
-        len(data.train),
-        evaluates=bool(data.held_out),
-        precision=precision,
-        num_processes=watch.dist.num_processes,
-        kind=RewardArguments,
-    )
+    evaluates, coefficient = bool(data.held_out), watch.run.config.train.center_rewards_coefficient
+    arguments = running.trainer_arguments(watch.run, len(data.train), evaluates=evaluates, kind=RewardArguments)
     trainer = RewardTrainer(
         model=model,
-        args=RewardArguments(
-            **arguments, center_rewards_coefficient=config.train.center_rewards_coefficient or None
-        ),
+        args=RewardArguments(**arguments, center_rewards_coefficient=coefficient or None),
         train_dataset=_dataset(data.train),
-        eval_dataset=_dataset(data.held_out) if data.held_out else None,
+        eval_dataset=_dataset(data.held_out) if evaluates else None,
         processing_class=tokenizer,
         callbacks=[watch],
     )

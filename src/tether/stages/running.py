@@ -379,26 +379,17 @@ def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
 # Training
 
 
-def trainer_arguments(
-    config: StageConfig,
-    num_rows: int,
-    *,
-    evaluates: bool,
-    precision: torch.dtype | None,
-    num_processes: int,
-    kind: type,
-) -> dict[str, Any]:
+def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: type) -> dict[str, Any]:
     """Arguments of TRL's trainers that both stages set.
 
     Args:
         num_rows: rows that are trained on.
         evaluates: whether there are held-out rows, which are evaluated on every ``train.eval_steps`` then.
-        precision: the type that forwards run in under autocast, None without it.
         kind: class of the arguments.
     """
-    train = config.train
+    config, train, precision = run.config, run.config.train, run.precision
     eval_steps = train.eval_steps if evaluates else None
-    at_once = train.micro_batch_size * num_processes
+    at_once = train.micro_batch_size * run.dist.num_processes
     accumulation = train.batch_size // at_once
     steps_an_epoch = math.ceil(math.ceil(num_rows / at_once) / accumulation)
     num_steps = train.max_steps or math.ceil(passes_over(steps_an_epoch, train.num_train_epochs or 1.0))
@@ -447,7 +438,8 @@ class Watch(TrainerCallback):
     """The main process's alone."""
     on_progress: OnProgress | None
     stop: Stop | None
-    dist: Dist
+    run: Begun[Any]
+    """The run that it watches."""
     trackers: Trackers
     """Those of the main process; elsewhere none."""
     interrupted: str | None = None
@@ -482,7 +474,7 @@ class Watch(TrainerCallback):
     ) -> None:
         if self.stop is None or state.global_step >= state.max_steps:
             return
-        self.interrupted = self.dist.first(self.stop())  # a signal reaches each process when it will
+        self.interrupted = self.run.dist.first(self.stop())  # a signal reaches each process when it will
         if self.interrupted is not None:
             control.should_save = control.should_training_stop = True
 
@@ -521,7 +513,7 @@ def watched(
         dist.by_main(lambda: _prepare(config, run.checkpoint))
         dist.by_main(lambda: write_whole(folder / FINGERPRINTS_FILE, json.dumps(read, indent=1).encode()))
         writer = JsonlWriter(folder / METRICS_FILE) if dist.is_main else None
-        yield Watch(writer, on_progress, stop, dist, trackers)
+        yield Watch(writer, on_progress, stop, run, trackers)
 
 
 def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Trainer:

@@ -117,7 +117,7 @@ def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     Raises:
         ModelError: the adapter does not fit the model, or is of a kind that cannot be merged.
     """
-    with_tokens(model, adapter)
+    add_tokens(model, adapter)
     _untie(model, adapter)
     with model_errors(adapter.path):
         adapted = with_adapter(model, changed_config(adapter.config, task_type=None))
@@ -171,9 +171,9 @@ def grown(shape: PreTrainedConfig, path: str, revision: str | None) -> PreTraine
     return changed
 
 
-def with_tokens(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
-    """``model`` with as many tokens as the adapter was trained with, where some were added to its base: the new rows of
-    its embeddings are the adapter's.
+def add_tokens(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Gives ``model`` as many tokens as the adapter was trained with, where some were added to its base: the new rows
+    of its embeddings are the adapter's.
 
     Raises:
         ModelError: the adapter does not bring them as modules of its own (``modules_to_save``).
@@ -181,7 +181,7 @@ def with_tokens(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     size = num_tokens({name: tensor.shape for name, tensor in adapter.tensors.items()})
     before = num_rows(model)
     if size <= before:
-        return model
+        return
     model.resize_token_embeddings(size, mean_resizing=False)
     own = set(adapter.config.modules_to_save or ())
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
@@ -199,7 +199,6 @@ def with_tokens(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
             )
         with torch.no_grad():
             module.weight[before:] = given[before:]
-    return model
 
 
 def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:

@@ -16,6 +16,7 @@ from tether.models.adapters import (
     DEFAULT,
     adapter_parameters,
     add_reward,
+    add_tokens,
     changed_config,
     check_continued,
     check_switched_off,
@@ -24,7 +25,6 @@ from tether.models.adapters import (
     peft_lora_config,
     read_adapter,
     with_adapter,
-    with_tokens,
 )
 from tether.models.bitsandbytes import FewBits, is_quantized
 from tether.models.classifiers import classifier_on, load_classifier, pools_otherwise
@@ -157,7 +157,7 @@ def _lora_roles(
     else:
         check_continued(lora, start, base)
         check_tied(path, start.config, base.config)
-        with_tokens(base, start)
+        add_tokens(base, start)
         settings = changed_config(
             start.config, base_model_name_or_path=base_source, task_type="CAUSAL_LM", inference_mode=False
         )

@@ -14,6 +14,7 @@ from tether.config.stage import StageConfig
 from tether.errors import ConfigError
 from tether.models.adapters import (
     Adapter,
+    add_tokens,
     changed_config,
     check_continued,
     check_shareable,
@@ -22,7 +23,6 @@ from tether.models.adapters import (
     peft_lora_config,
     read_adapter,
     with_adapter,
-    with_tokens,
 )
 from tether.models.device import weight_dtype
 from tether.models.fit import check_language_model, check_tokens, check_trainable, is_classifier, positions
@@ -126,7 +126,7 @@ def with_lora(
     else:
         check_shareable(start)
         check_continued(config.lora, start, model)
-        with_tokens(model, start)
+        add_tokens(model, start)
         settings = start.config
     modules = [*(settings.modules_to_save or ()), *([kept] if kept else [])]
     changes = {"base_model_name_or_path": absolute_source(path), "revision": of["revision"], "inference_mode": False}

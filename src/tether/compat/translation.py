@@ -201,6 +201,12 @@ class Translator:
             self.put("ppo.whiten_advantages", True, key)
         return ours
 
+    def prompt_column(self, key: str, default: str) -> None:
+        """Sets data.columns.prompt from their key that names the prompt's column."""
+        if (column := self.take(key, default)) not in ("prompt", "messages"):
+            self.put("data.columns.prompt", column, key)
+        self.covered(key, by="the column prompt or messages")
+
     def warmup(self, updates: float, *, length: str) -> None:
         """Sets train.warmup_ratio from their ``warmup_steps`` or ``warmup_ratio``.
 

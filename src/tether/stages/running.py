@@ -34,14 +34,13 @@ from transformers import (
 from tether.config import launched
 from tether.config.base import passes_over
 from tether.config.load import dump_config, parse_config
-from tether.config.secrets import without_keys
 from tether.config.stage import StageConfig
 from tether.data.digest import rows_digest
 from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, met_by_all
 from tether.machine.precision import check_precision
-from tether.metrics.trackers import Trackers, check_report_to
+from tether.metrics.trackers import Trackers, check_report_to, trackers_of
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
 from tether.models.chat import check_template
 from tether.models.checkpoints import list_checkpoints
@@ -496,19 +495,12 @@ def watched(
             tracker did not start.
     """
     dist, config = run.dist, run.config
-    folder, train = config.output_dir, config.train
+    folder = config.output_dir
     with ExitStack() as stack:
         dist.by_main(lambda: stack.enter_context(claimed(folder)))
         dist.by_main(lambda: check_folder(config))  # once more: another run may have begun there meanwhile
         dist.by_main(lambda: _mark(config))
-        trackers = dist.each(
-            lambda: Trackers(
-                train.report_to if dist.is_main else "none",
-                run_name=train.run_name or folder.name,
-                logging_dir=folder / "logs",
-                config=without_keys(config.model_dump(mode="json")),
-            )
-        )
+        trackers = dist.each(lambda: trackers_of(config, is_main=dist.is_main))
         stack.callback(trackers.close)
         dist.by_main(lambda: _prepare(config, run.checkpoint))
         dist.by_main(lambda: write_whole(folder / FINGERPRINTS_FILE, json.dumps(read, indent=1).encode()))

@@ -43,7 +43,7 @@ from tether.machine.precision import check_precision
 from tether.metrics.trackers import Trackers, check_report_to, trackers_of
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
 from tether.models.chat import check_template
-from tether.models.checkpoints import list_checkpoints
+from tether.models.checkpoints import METRICS, check_models_kept, holds_run, list_checkpoints
 from tether.models.device import half_dtype
 from tether.models.paths import check_model_path, model_digest
 from tether.models.saving import (
@@ -55,7 +55,7 @@ from tether.models.saving import (
     verify_manifest,
 )
 
-CONFIG_FILE, METRICS_FILE, TRAINER_STATE = "config.yaml", "metrics.jsonl", "trainer_state.json"
+CONFIG_FILE, TRAINER_STATE = "config.yaml", "trainer_state.json"
 FINGERPRINTS_FILE = "fingerprints.json"
 SCHEDULES = tuple(
     kind.value
@@ -134,11 +134,7 @@ def check_folder(config: StageConfig) -> None:
     """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds what the run would replace unasked."""
     folder = config.output_dir
     check_can_be_made(folder, "output_dir")
-    start, removed = Path(config.model.path).resolve(), [path.resolve() for path in list_checkpoints(folder)]
-    if start == folder.resolve() or any(start.is_relative_to(path) for path in removed):
-        raise ConfigError(
-            f"output_dir: this run would write over {config.model.path}, which model.path names; choose another"
-        )
+    check_models_kept(folder, {"model.path": config.model.path})
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     is_run = _is_run(folder, type(config))
@@ -153,9 +149,7 @@ def check_folder(config: StageConfig) -> None:
 
 def _has_trained(folder: Path) -> bool:
     """Whether a run recorded a step there, has a checkpoint, or has written its model."""
-    metrics = folder / METRICS_FILE
-    is_logged = metrics.is_file() and metrics.stat().st_size > 0
-    return is_logged or bool(list_checkpoints(folder)) or (folder / MANIFEST).is_file()
+    return holds_run(folder) or (folder / MANIFEST).is_file()
 
 
 def _is_run(folder: Path, section: type[StageConfig]) -> bool:
@@ -364,14 +358,14 @@ def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
     if checkpoint is None:
         for path in list_checkpoints(folder):
             shutil.rmtree(path)
-        for name in (METRICS_FILE, FINGERPRINTS_FILE, *files_written(folder)):
+        for name in (METRICS, FINGERPRINTS_FILE, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
     else:
         step = _step(checkpoint)
         for path in list_checkpoints(folder):
             if path.resolve() != checkpoint.resolve() and (_step(path) is None or _step(path) > step):
                 shutil.rmtree(path)  # its steps are made anew, and so is it
-        truncate_after(folder / METRICS_FILE, step, step)
+        truncate_after(folder / METRICS, step, step)
     write_whole(folder / CONFIG_FILE, dump_config(config).encode())
 
 
@@ -504,7 +498,7 @@ def watched(
         stack.callback(trackers.close)
         dist.by_main(lambda: _prepare(config, run.checkpoint))
         dist.by_main(lambda: write_whole(folder / FINGERPRINTS_FILE, json.dumps(read, indent=1).encode()))
-        writer = JsonlWriter(folder / METRICS_FILE) if dist.is_main else None
+        writer = JsonlWriter(folder / METRICS) if dist.is_main else None
         yield Watch(writer, on_progress, stop, run, trackers)
 
 
@@ -520,7 +514,7 @@ def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Train
 
 def last_loss(config: StageConfig) -> float:
     """The training loss of the last step in the log."""
-    return next(row["loss"] for row in reversed(read_jsonl(config.output_dir / METRICS_FILE)) if "loss" in row)
+    return next(row["loss"] for row in reversed(read_jsonl(config.output_dir / METRICS)) if "loss" in row)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The base of every configuration section."""
 
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,6 +24,9 @@ def passes_over(count: int, num_epochs: float) -> Fraction:
 
 class Section(BaseModel):
     """A frozen group of keys that refuses unknown ones; a string under each field documents it everywhere."""
+
+    REFUSED: ClassVar[tuple[str, ...]] = ()
+    """Keys that it has from sections shared with others, and refuses; no page and no help names them."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False

@@ -68,7 +68,7 @@ class DataKeys(ChatKeys):
     columns: Columns = Field(default_factory=dict)
     """Names of columns that the sources call something else: ``{prompt: question}`` reads the column ``question`` as
     the prompt, also where the source has another column ``prompt``, which is then not read. A source without
-    ``question`` is left as it is."""
+    ``question`` keeps its own ``prompt``; one with neither is an error."""
 
     def reading(self, name: str) -> dict[str, Any]:
         """How the dataset under the key ``name`` is read, as the functions that read data take it."""

@@ -19,7 +19,9 @@ _HEAD = """\
 
 A run is configured by one YAML file. You can override any key on the command line: `--ppo.kl_coef=0.02`,
 `--rewards.0.weight=2`. Relative paths are relative to the folder in which you start the command, not to the file.
-Unknown keys, duplicate keys, and YAML's tags, anchors and aliases are errors.
+Unknown keys, duplicate keys, and YAML's tags, anchors and aliases are errors. So is a key of `tether ppo` that would
+have no effect beside the others, such as `ppo.kl_horizon` without `ppo.kl_target`; the message says what to set. From
+files of other frameworks such keys are left out, and listed.
 
 `N` in a key is a position in a list, counted from 0. A default of `null` means that the key is not set; if Tether then
 derives a value, the description says which.

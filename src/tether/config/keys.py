@@ -35,7 +35,8 @@ def describe(section: type[Section]) -> list[KeyDoc]:
 
     Where a member of a union holds members of the same union, their keys are not told once more.
     """
-    return list(_documented(section, (), one_line(section.__doc__), ()))
+    documented = _documented(section, (), one_line(section.__doc__), ())
+    return [doc for doc in documented if doc.key not in section.REFUSED]
 
 
 def _documented(

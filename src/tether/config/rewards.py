@@ -129,7 +129,7 @@ class OwnModelReward(_Reward):
 
 
 class ModelReward(OwnModelReward):
-    """A sequence classifier with one label, of any architecture."""
+    """A sequence classifier with one label, or one label of several, of any architecture."""
 
     type: Literal["model"]
     """``model``: a sequence classifier with one label."""

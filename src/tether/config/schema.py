@@ -45,8 +45,8 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32
     """Scaling: the adapter's output is multiplied by alpha / r."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Dropout on the adapter's input. PPO runs with all dropout off, so this value is only written into the saved
-    adapter."""
+    """Dropout on the adapter's input, in ``tether sft``. PPO and ``tether reward`` run with all dropout off; there it
+    is only written into the saved adapter."""
     target_modules: str | list[str] = "all-linear"
     """Modules that get an adapter: ``all-linear``, a regular expression, or a list of names."""
 
@@ -457,9 +457,11 @@ class TrainConfig(Section):
     load_best_model_at_end: bool = False
     """At the end, put the best checkpoint at the root of ``output_dir`` instead of the last policy."""
     report_to: str | list[str] = "none"
-    """Trackers of Accelerate to log to: none, all, tensorboard, wandb, trackio, …"""
+    """Trackers of Accelerate to log to: none, all, tensorboard, wandb, trackio, … A tracker's project comes from the
+    environment (``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``SWANLAB_PROJECT``, ``CLEARML_PROJECT``,
+    ``COMET_PROJECT_NAME``); default: tether."""
     run_name: str | None = None
-    """Name of the run in the trackers. Default: ``output_dir``."""
+    """Name of the run in the trackers. Default: the name of ``output_dir``."""
     max_runtime: PositiveFloat | None = None
     """Hours after which the run saves its state and ends with exit code 130."""
     max_bad_batches: NonNegativeInt = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -49,7 +50,8 @@ class StageTrainConfig(Section):
     save_total_limit: PositiveInt | None = 1
     """Number of checkpoints to keep, the newest ones; null keeps all."""
     report_to: str | list[str] = "none"
-    """Accelerate trackers to log to: none, all, tensorboard, wandb, trackio, …"""
+    """Trackers of Accelerate to log to: none, all, tensorboard, wandb, trackio, … A tracker's project comes from the
+    environment (``WANDB_PROJECT``, …); default: tether."""
     run_name: str | None = None
     """Name of the run in the trackers. Default: the name of ``output_dir``."""
     ddp_timeout: PositiveInt = 1800
@@ -73,6 +75,8 @@ class StageTrainConfig(Section):
 
 class StageConfig(Section):
     """One run of a stage before PPO."""
+
+    REFUSED: ClassVar[tuple[str, ...]] = ("model.freeze_layers", "model.quantization")
 
     model: ModelConfig
     """The model to train."""
@@ -99,10 +103,10 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _no_keys_of_ppo(self) -> StageConfig:
-        for key in ("freeze_layers", "quantization"):
-            if value := getattr(self.model, key):
+        for key in self.REFUSED:
+            if value := getattr(self.model, key.removeprefix("model.")):
                 raise ValueError(
-                    f"model.{key} {value} is for `tether ppo` (in a pipeline: ppo.model.{key}); leave it out here, or "
+                    f"{key} {value} is for `tether ppo` (in a pipeline: ppo.{key}); leave it out here, or "
                     "train less by model.lora"
                 )
         return self

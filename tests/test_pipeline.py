@@ -20,7 +20,7 @@ from tether.config.pipeline import load_pipeline
 from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
-from tether.models.paths import adapter_base, is_adapter
+from tether.models.paths import is_adapter, own_weights
 from tether.pipeline import _state, run_pipeline
 from tether.stages import running
 from tether.train.display import NullDisplay
@@ -93,7 +93,7 @@ def test_with_lora_all_stages_share_one_base(file, tmp_path):
     assert list(result.folders) == ["sft", "reward", "ppo"] and result.interrupted is None
     start = str(tmp_path / "model")
     for folder in result.folders.values():
-        assert is_adapter(str(folder)) and adapter_base(str(folder)) == start
+        assert is_adapter(str(folder)) and own_weights(str(folder))[0] == start
     assert told.roles["policy"][1] == str(tmp_path / "out/sft")
     assert told.roles["reference"][5] == "frozen adapter on the base", "the start of PPO, not the bare base"
     assert all("adapter on the" in row[5] for name, row in told.roles.items()), told.roles

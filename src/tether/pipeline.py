@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,18 +74,24 @@ def run_pipeline(pipeline: Pipeline, *, display: Display | None = None) -> Pipel
         )
         dist.each(lambda: _check_order(pipeline, states))
         dist.each(lambda: _check_kept(pipeline, states))
-        dist.each(lambda: check_pipeline(pipeline, states, dist, display))
+        ready = dist.by_main(
+            lambda: {
+                name: _ready(config, states[name])
+                for name, config in pipeline.stages.items()
+                if states[name] != "finished"
+            }
+        )
+        dist.each(lambda: check_pipeline(pipeline, ready, dist, display))
         if shared.overwrite_output_dir:
             dist.by_main(lambda: _clear_later(pipeline))
         finished: dict[str, Path] = {}
         for name, config in pipeline.stages.items():
-            if states[name] == "finished":
+            if name not in ready:
                 display.message(f"{name}: finished in {config.output_dir}")
                 finished[name] = config.output_dir
                 continue
             display.message(f"{name}: {'goes on' if states[name] == 'begun' else 'begins'} in {config.output_dir}")
-            ready = dist.by_main(partial(_ready, config, states[name]))
-            is_finished, asked = run_stage(ready, display)
+            is_finished, asked = run_stage(ready[name], display)
             if is_finished:
                 finished[name] = config.output_dir
             if (reason := dist.first(asked)) is not None and len(finished) < len(pipeline.stages):
@@ -139,21 +144,20 @@ def run_reward(config: RewardStageConfig, display: Display, stop: StopRequest | 
 # Before a model is loaded
 
 
-def check_pipeline(pipeline: Pipeline, states: Mapping[str, State], dist: Dist, display: Display) -> None:
+def check_pipeline(pipeline: Pipeline, ready: Mapping[str, Section], dist: Dist, display: Display) -> None:
     """Raises for every mistake in every unfinished stage that shows before a model is loaded.
 
     What an earlier stage has yet to make is looked at in what it starts from: the same tokens, shape and templates.
 
     Args:
-        states: how far each stage is.
+        ready: each unfinished stage as it will run.
         dist: the processes that were launched.
         display: shown what may go wrong all the same.
     """
-    for name, config in pipeline.stages.items():
-        if states[name] == "finished":
-            continue
+    missing = {_place(config.output_dir): config for config in ready.values()}
+    for name in ready:
         try:
-            for note in _check(_on_start(config, pipeline, states), _ready(config, states[name]), name, dist):
+            for note in _check(_on_start(pipeline.stages[name], missing), ready[name], name, dist):
                 display.message(f"warning: in the section {name}: {note}")
         except TetherError as error:
             error.add_note(f"in the section {name}")
@@ -187,10 +191,13 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> list[str]:
     return []
 
 
-def _on_start(config: Any, pipeline: Pipeline, states: Mapping[str, State]) -> Any:
+def _on_start(config: Any, missing: Mapping[Path, Any]) -> Any:
     """The stage with the model that sft starts from in place of the one that it has yet to make, and without rewards
-    and a start of the critic that have yet to be made."""
-    missing = {_place(each.output_dir): each for name, each in pipeline.stages.items() if states[name] != "finished"}
+    and a start of the critic that have yet to be made.
+
+    Args:
+        missing: the unfinished stages by their folders.
+    """
     made = missing.get(_place(config.model.path))
     if made is not None:
         start = {"path": made.model.path, "revision": made.model.revision}
@@ -322,4 +329,4 @@ def _ready(config: Any, state: State) -> Any:
 def _has_checkpoint(config: Any) -> bool:
     if not isinstance(config, RunConfig):
         return running.newest_checkpoint(config.output_dir, lambda text: None) is not None
-    return any(is_whole(path) for path in list_checkpoints(config.output_dir))
+    return any(is_whole(path) for path in reversed(list_checkpoints(config.output_dir)))

@@ -136,8 +136,8 @@ REFUSED = {
     "no role": ({"prompt": [{"content": "cat"}]}, r"message 0: role is None, wanted text"),
     "parts": ({"prompt": [user("cat"), user([{"type": "image"}])]}, r"message 1: content is \[.*\], wanted text"),
     "empty turn": ({"prompt": [user(" ")]}, r"has no prompt: the content of its last message is empty"),
-    "half a surrogate pair": ({"prompt": "a \ud800 cat"}, r"holds '\\ud800' at character 2, half of a surrogate pair"),
-    "the same in a turn": ({"prompt": [user("\udfff")]}, r"message 0: the prompt holds '\\udfff' at character 0"),
+    "half a surrogate pair": ({"prompt": "a \ud800 cat"}, r"got '\\ud800' at character 2, half of a surrogate pair"),
+    "the same in a turn": ({"prompt": [user("\udfff")]}, r"message 0: got '\\udfff' at character 0"),
     "answered": ({"prompt": [user("cat"), {"role": "assistant", "content": "is"}]}, r"ends its answer: .*assistant's"),
 }
 

@@ -188,8 +188,8 @@ def test_one_process_trains_on_one_device_where_it_sees_eight(tmp_path, monkeypa
     from tether.stages.trl import RewardArguments, SftArguments
 
     kind = SftArguments if name == "sft" else RewardArguments
-    config = config_of(tmp_path, name)
-    made = kind(**running.trainer_arguments(config, 100, evaluates=False, precision=None, num_processes=1, kind=kind))
+    run = running.Begun(Dist(), config_of(tmp_path, name), print, checkpoint=None, is_finished=False)
+    made = kind(**running.trainer_arguments(run, 100, evaluates=False, kind=kind))
     monkeypatch.setattr(made, "_n_gpu", 8)
     assert super(kind.__mro__[1], made).n_gpu == 8, "what transformers would do"
     assert made.n_gpu == 1 and made.train_batch_size == 2

@@ -61,7 +61,8 @@ def test_a_reward_adapter_of_one_is_merged(tmp_path):
 def test_an_adapter_of_the_stage_is_opened_on_the_trunk_that_it_was_trained_on(tmp_path):
     base = save_two_trunks(tmp_path / "base")
     config = RewardModelConfig(path=str(base), lora={"r": 4, "target_modules": ["q_proj", "out_proj", "down_proj"]})
-    trained = stage.adapted(stage.start_model(config, precision=None, device=torch.device("cpu")), config).eval()
+    model = stage.start_model(config, None, precision=None, device=torch.device("cpu"))
+    trained = stage.adapted(model, config, None).eval()
     for name, parameter in trained.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -121,6 +122,15 @@ def test_a_stage_hands_the_processor_on(tmp_path):
     config = sft_config(tmp_path, rows=[{"prompt": "the cat", "completion": "sees"}] * 6, max_steps=1)
     train_sft(config)
     assert processor_in(config.output_dir) == held
+
+
+def test_an_adapter_leaves_the_processor_to_its_base(tmp_path, monkeypatch):
+    model = save_seeing(tmp_path / "seeing")
+    with_processor(model)
+    config = tiny_run(tmp_path, model__path=str(model), model__lora={"r": 2}, train__max_steps=1)
+    monkeypatch.setattr("tether.models.build.read_processor", lambda *args, **kwargs: pytest.fail("it is read"))
+    train_policy(config)
+    assert processor_in(config.output_dir) == {}
 
 
 def test_a_model_that_reads_text_alone_brings_none(tmp_path):

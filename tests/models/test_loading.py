@@ -38,7 +38,7 @@ from tether.models.device import bf16_supported, half_dtype
 from tether.models.forward import last_token_scores
 from tether.models.heads import ScalarHead
 from tether.models.loading import load_causal_lm
-from tether.models.paths import adapter_base, check_model_path, is_adapter, is_same_model, own_weights
+from tether.models.paths import check_model_path, is_adapter, is_same_model, own_weights
 from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 
 ROWS = [[5, 7, 8, 9, EOS], [8, EOS], [5, 11, 12, 13, 14, 6, 7]]
@@ -445,7 +445,7 @@ def test_paths_are_checked_before_anything_loads(tmp_path):
     for path in (model, adapter):
         check_model_path(str(path), "model.path")
     assert (is_adapter(str(adapter)), is_adapter(str(model))) == (True, False)
-    assert adapter_base(str(adapter)) == str(model)
+    assert own_weights(str(adapter))[0] == str(model)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     for name, message in (

@@ -187,7 +187,7 @@ def test_a_reward_model_is_trained_as_an_adapter_on_weights_saved_in_few_bits(tm
     base = save_model(tmp_path / "base")
     saved_in_few_bits(monkeypatch, base)
     config = RewardModelConfig(path=str(base), lora={"r": 2})
-    model = adapted(start_model(config, precision=None, device=CPU), config)
+    model = adapted(start_model(config, None, precision=None, device=CPU), config, None)
     model(torch.tensor([[5, 7, 8]])).logits.sum().backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     own = ("lora_", "score.modules_to_save")

@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from pydantic import TypeAdapter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.rewards.batches import chat_batch, text_batch
 from tests.rewards.encoders import encoder_tokenizer, plain_score, save_encoder
@@ -22,7 +22,14 @@ from tether.models.classifiers import classifier_on
 from tether.models.loading import load_causal_lm
 from tether.models.roles import ModelRoles
 from tether.models.tokenizer import load_tokenizer
-from tether.rewards.build import build_rewards, check_contents, check_conversations, check_rewards, try_sources
+from tether.rewards.build import (
+    build_rewards,
+    check_contents,
+    check_conversations,
+    check_reward_columns,
+    check_rewards,
+    try_sources,
+)
 from tether.types import Prompt, RewardSource
 
 TURNS = [("the cat sees", "good"), ("it is a very nice day", "the sun and the blue night")]
@@ -182,7 +189,7 @@ def test_checks_pass_what_can_be_built(tmp_path, function_file):
         {"type": "function", "path": function_file, "name": "words"},
     )
     check_rewards(sources)
-    check_rewards(sources, columns=["answer"])
+    check_reward_columns(sources, ["answer"])
     (tmp_path / "judge" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"rewards\.0\.path"):
         check_rewards(sources)
@@ -196,9 +203,9 @@ def test_mistakes_are_found_before_a_model_is_loaded(tmp_path, function_file):
     policy_adapter.mkdir()
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     (policy_adapter / "adapter_config.json").write_text(json.dumps(settings | {"task_type": "CAUSAL_LM"}))
-    (policy_adapter / "adapter_model.safetensors").write_bytes(
-        (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
-    )
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    layers = {name: tensor for name, tensor in tensors.items() if "lora_" in name}
+    save_file(layers, policy_adapter / "adapter_model.safetensors")
     good = {"type": "function", "path": function_file, "name": "words"}
     for source, error, message in [
         ({"type": "model", "path": str(tmp_path / "none")}, ModelError, r"rewards\.1\.path: .*none does not exist"),
@@ -213,7 +220,7 @@ def test_mistakes_are_found_before_a_model_is_loaded(tmp_path, function_file):
             r"rewards\.1\.path: .*value_head\.safetensors or value_head\.bin is missing",
         ),
         ({"type": "adapter", "path": str(base)}, ModelError, r"rewards\.1\.path: .* a full model, not an adapter"),
-        ({"type": "adapter", "path": str(policy_adapter)}, ModelError, r"is an adapter for CAUSAL_LM; wanted a reward"),
+        ({"type": "adapter", "path": str(policy_adapter)}, ModelError, r"is an adapter without a head"),
         ({"type": "function", "path": function_file, "name": "word"}, ConfigError, r"rewards\.1\.name: .*has no word"),
     ]:
         with pytest.raises(error, match=message):
@@ -225,9 +232,9 @@ def test_a_column_that_a_function_needs_is_checked_once_the_columns_are_known(tm
     file.write_text("def graded(prompts, completions, answer): return [0.0]")
     sources = configs({"type": "function", "path": str(file), "name": "graded"})
     check_rewards(sources)
-    check_rewards(sources, columns=["answer"])
+    check_reward_columns(sources, ["answer"])
     with pytest.raises(ConfigError, match=r"rewards\.0: function graded needs answer, .* columns are none"):
-        check_rewards(sources, columns=[])
+        check_reward_columns(sources, [])
 
 
 def test_dtype_of_a_model_source(tmp_path):

@@ -10,7 +10,7 @@ from tests.tiny import tiny_tokenizer
 from tether.config.load import parse_config
 from tether.config.rewards import sources_of
 from tether.errors import ConfigError, RewardError
-from tether.rewards.build import build_rewards, check_rewards
+from tether.rewards.build import build_rewards, check_reward_columns
 from tether.rewards.combine import Part
 from tether.rewards.ensemble import Ensemble, uncertainty_weighted
 from tether.rewards.fake import FakeRewards
@@ -124,9 +124,9 @@ def test_mistakes_of_members_are_told_by_key(tmp_path):
             parse_config(BASE + reward)
     run = parse_config(f"{BASE}- {{type: ensemble, members: [{one}, {{type: math_match, column: gold}}]}}")
     assert [key for key, _ in sources_of(run.rewards)] == ["rewards.0", "rewards.0.members.0", "rewards.0.members.1"]
-    check_rewards(run.rewards, columns=["gold"])
+    check_reward_columns(run.rewards, ["gold"])
     with pytest.raises(ConfigError, match=r"rewards\.0\.members\.1\.column: the dataset has no column gold"):
-        check_rewards(run.rewards, columns=["answer"])
+        check_reward_columns(run.rewards, ["answer"])
     two_members = f"{BASE}- {{type: ensemble, members: [{one}, {two}]}}"
     changed = parse_config(two_members, overrides=["--rewards.0.members.1.weight=3"])
     assert changed.rewards[0].members[1].weight == 3.0

@@ -17,7 +17,7 @@ from tests.tiny import tiny_tokenizer
 from tether.config.rewards import RewardConfig
 from tether.errors import ConfigError, RewardError, RewardResponseError, RewardTimeout
 from tether.rewards import service
-from tether.rewards.build import check_rewards, try_sources
+from tether.rewards.build import check_reward_columns, check_rewards, try_sources
 from tether.rewards.http import http_source
 
 BATCH = text_batch("a", "bb", "ccc")
@@ -383,9 +383,9 @@ class TestKey:
 def test_columns_to_send_must_be_there():
     wanted = config("http://127.0.0.1:1/", columns=["answer", "source"])
     check_rewards([wanted])
-    check_rewards([wanted], columns=["source", "answer", "more"])
+    check_reward_columns([wanted], ["source", "answer", "more"])
     with pytest.raises(ConfigError, match=r"rewards\.0\.columns: the dataset has no column answer; .* are source"):
-        check_rewards([wanted], columns=["source"])
+        check_reward_columns([wanted], ["source"])
 
 
 def test_a_first_request_tells_whether_a_service_works():

@@ -10,7 +10,7 @@ from tether.config.load import parse_config
 from tether.config.rewards import ReadyReward, RewardConfig
 from tether.errors import ConfigError, RewardError
 from tether.rewards import math_verify
-from tether.rewards.build import check_rewards
+from tether.rewards.build import check_reward_columns, check_rewards
 from tether.rewards.ready import length_score, ready_source, repeated_share
 
 
@@ -111,9 +111,9 @@ def test_columns_are_checked_once_they_are_known():
     for kind in ("exact_match", "math_match"):
         sources = [section("json_valid"), section(kind, column="gold")]
         check_rewards(sources)
-        check_rewards(sources, columns=["gold"])
+        check_reward_columns(sources, ["gold"])
         with pytest.raises(ConfigError, match=r"rewards\.1\.column: the dataset has no column gold; .* are a, b"):
-            check_rewards(sources, columns=["a", "b"])
+            check_reward_columns(sources, ["a", "b"])
         with pytest.raises(RewardError, match="reward rule: the dataset has no column gold; its columns are answer"):
             scores(kind, "1", columns={"answer": ["1"]}, column="gold")
 

@@ -21,6 +21,7 @@ from tether.config.sft_stage import SftModelConfig
 from tether.data.pairs import load_pairs
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from tether.machine.claim import claimed
+from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
 from tether.models.build import build_roles
 from tether.models.saving import merge_adapter, verify_manifest
@@ -35,7 +36,7 @@ from tether.stages.reward import (
     start_model,
     train_reward_model,
 )
-from tether.stages.running import trainer_arguments
+from tether.stages.running import Begun, trainer_arguments
 from tether.stages.sft import start_model as start_of_sft
 from tether.types import RewardBatch
 
@@ -208,7 +209,7 @@ def test_the_first_loss_is_the_definition_on_the_start_model(tmp_path, kind, coe
     (line,) = read_jsonl(config.output_dir / "metrics.jsonl")
 
     set_seed(config.train.seed)
-    model = start_model(config.model, precision=None, device=torch.device("cpu"))
+    model = start_model(config.model, None, precision=None, device=torch.device("cpu"))
     tokenizer = load_tokenizer(config.model.path)
     options = {"max_length": 64, "chat_template": "auto", "system_prompt": None, "end_ids": {EOS}, "key": "data.pairs"}
     losses, margins = [], []
@@ -299,15 +300,17 @@ def test_bf16_trains_a_frozen_bf16_base_with_a_float32_head_and_adapter(tmp_path
 
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16, None])
 def test_trl_is_told_the_type_of_autocast(tmp_path, precision):
-    how = {"evaluates": False, "precision": precision, "num_processes": 1, "kind": RewardConfig}
-    given = trainer_arguments(stage_config(tmp_path), 12, **how)
+    config = stage_config(tmp_path, fp16=precision is torch.float16, bf16=precision is torch.bfloat16)
+    run = Begun(Dist(), config, print, checkpoint=None, is_finished=False)
+    given = trainer_arguments(run, 12, evaluates=False, kind=RewardConfig)
     assert (given["fp16"], given["bf16"]) == (precision is torch.float16, precision is torch.bfloat16)
 
 
 def test_fp16_freezes_a_base_in_float16_beside_a_float32_head_and_adapter(tmp_path):
     """What GradScaler unscales is float32, copies of whole modules too."""
     config = stage_config(tmp_path, lora={"r": 4})
-    model = adapted(start_model(config.model, precision=torch.float16, device=torch.device("cpu")), config.model)
+    model = start_model(config.model, None, precision=torch.float16, device=torch.device("cpu"))
+    model = adapted(model, config.model, None)
     assert model.get_input_embeddings().weight.dtype == torch.float16
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     base = save_model(tmp_path / "base", tied=False)

@@ -278,6 +278,16 @@ def test_a_run_of_a_script_is_evaluated_by_the_script(tmp_path):
         evaluate_path(config.output_dir, prompts=str(tmp_path / "prompts.jsonl"))
 
 
+def test_rewards_of_a_run_are_looked_for_before_prompts_are_read(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path, value__kind="head")
+    save_tiny(config.output_dir)
+    (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (tmp_path / "rewards.py").unlink()
+    monkeypatch.setattr("tether.train.saved.load_prompts", lambda *args, **options: pytest.fail("prompts are read"))
+    with pytest.raises(ConfigError, match=r"^rewards\.0\.path: .*rewards\.py"):
+        evaluate_path(config.output_dir, prompts=str(tmp_path / "prompts.jsonl"))
+
+
 NEEDY = """
 def letters(prompts, completions, answer):
     return [float(len(text)) for text in completions]

@@ -23,6 +23,7 @@ from tests.train.test_whole_step import trainer_for
 from tether.errors import CheckpointError, ConfigError, RewardResponseError, TrainingError
 from tether.generation.hf import HFGenerator
 from tether.machine.distributed import Dist
+from tether.metrics import trackers as module
 from tether.metrics.writers import read_jsonl
 from tether.models import saving
 from tether.models.checkpoints import list_checkpoints
@@ -528,8 +529,8 @@ def test_a_run_from_a_checkpoint_elsewhere_keeps_nothing_of_the_run_it_replaces(
 
 
 def test_trackers_are_told_no_keys(tmp_path, monkeypatch):
-    trackers = Mock(side_effect=run.Trackers)
-    monkeypatch.setattr(run, "Trackers", trackers)
+    trackers = Mock(side_effect=module.Trackers)
+    monkeypatch.setattr(module, "Trackers", trackers)
     judge = {"type": "http", "url": "https://host/score?key=SECRET", "protocol": "tether"}
     config = tiny_run(tmp_path, rewards=[judge])
     config.output_dir.mkdir()

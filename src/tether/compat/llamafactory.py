@@ -135,12 +135,15 @@ def _check_base(keys: Translator, key: str, adapter: str, base: str) -> None:
     Args:
         key: the key that names the adapter.
     """
-    from tether.models.paths import adapter_base, is_same_model
+    from tether.models.paths import is_same_model, own_weights
 
-    if Path(adapter, "adapter_config.json").is_file() and not is_same_model(adapter_base(adapter), base):
+    if not Path(adapter, "adapter_config.json").is_file():
+        return
+    own, _ = own_weights(adapter)
+    if not is_same_model(own, base):
         keys.refuse(
             key,
-            f"its base is {adapter_base(adapter)}, not {base}: where both are the same model, correct "
+            f"its base is {own}, not {base}: where both are the same model, correct "
             "base_model_name_or_path in its adapter_config.json",
         )
 
@@ -484,12 +487,7 @@ def _ppo_batches(keys: Translator) -> None:
     keys.put("train.rollout_batch_size", rows * forwards * steps * world, *theirs, note=product)
     keys.put("ppo.num_mini_batches", steps, "ppo_buffer_size")
     keys.put("train.micro_batch_size", rows, "per_device_train_batch_size")
-    if (updates := keys.number("max_steps", -1)) > 0:
-        keys.put("train.max_steps", updates, "max_steps")
-        keys.ignore("max_steps is what counts", "num_train_epochs")
-    else:
-        keys.put("train.num_train_epochs", keys.take("num_train_epochs", 3.0), "num_train_epochs")
-        keys.covered("max_steps", by="its default, as here")
+    _run_length(keys)
 
 
 def _ppo_logging(keys: Translator) -> None:
@@ -498,12 +496,32 @@ def _ppo_logging(keys: Translator) -> None:
     keys.put("train.logging_steps", keys.steps("logging_steps", 500, updates), "logging_steps")
     _saves(keys)
     _trackers(keys)
+    _resume(keys)
+    _evaluations(keys, by="before the first update and after the last")
+    keys.ignore("answers are decoded in batches of sampling.batch_size", "per_device_eval_batch_size")
+    _best(keys, "the last policy")
+
+
+def _run_length(keys: Translator) -> None:
+    """Updates, or passes over the data."""
+    if (steps := keys.number("max_steps", -1)) > 0:
+        keys.put("train.max_steps", steps, "max_steps")
+        keys.ignore("max_steps is what counts", "num_train_epochs")
+    else:
+        keys.put("train.num_train_epochs", keys.take("num_train_epochs", 3.0), "num_train_epochs")
+        keys.covered("max_steps", by="its default, as here")
+
+
+def _resume(keys: Translator) -> None:
+    """The checkpoint that a run goes on from."""
     if keys.take("resume_from_checkpoint"):
         keys.put("resume", keys.take("resume_from_checkpoint"), "resume_from_checkpoint")
     keys.covered("resume_from_checkpoint", by="its default, as here")
-    _evaluations(keys, by="before the first update and after the last")
-    keys.ignore("answers are decoded in batches of sampling.batch_size", "per_device_eval_batch_size")
-    keys.off("the last policy is kept: leave it out", load_best_model_at_end=False)
+
+
+def _best(keys: Translator, kept: str) -> None:
+    """The best model in place of the one that is kept here."""
+    keys.off(f"{kept} is kept: leave it out", load_best_model_at_end=False)
     keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
 
 
@@ -582,12 +600,7 @@ def _stage(keys: Translator) -> None:
     theirs = ("per_device_train_batch_size", "gradient_accumulation_steps")
     keys.put("train.batch_size", rows * forwards * num_processes(), *theirs)
     keys.put("train.micro_batch_size", rows, "per_device_train_batch_size")
-    if (steps := keys.number("max_steps", -1)) > 0:
-        keys.put("train.max_steps", steps, "max_steps")
-        keys.ignore("max_steps is what counts", "num_train_epochs")
-    else:
-        keys.put("train.num_train_epochs", keys.take("num_train_epochs", 3.0), "num_train_epochs")
-        keys.covered("max_steps", by="its default, as here")
+    _run_length(keys)
     _schedule(keys)
     why = "AdamW has these settings in this stage: leave it out"
     keys.off(why, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, lr_scheduler_kwargs={})
@@ -596,15 +609,12 @@ def _stage(keys: Translator) -> None:
     keys.off("rows are not packed here: leave it out", packing=False, neat_packing=False)
     keys.off("data is shuffled: leave it out", disable_shuffling=False)
     keys.off("rows are not sorted by length: leave it out", group_by_length=False)
-    keys.off("the last model is kept: leave it out", load_best_model_at_end=False)
-    keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
+    _best(keys, "the last model")
     _trackers(keys)
     keys.ignore("every step is logged", "logging_steps")
     keys.ignore("it saves time or memory only", "per_device_eval_batch_size")
     _saves(keys)
-    if keys.take("resume_from_checkpoint"):
-        keys.put("resume", keys.take("resume_from_checkpoint"), "resume_from_checkpoint")
-    keys.covered("resume_from_checkpoint", by="its default, as here")
+    _resume(keys)
     keys.ignore(
         "for the stage ppo only",
         *("ref_model", "ref_model_adapters", "ref_model_quantization_bit", "reward_model", "reward_model_type"),

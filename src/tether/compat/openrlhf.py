@@ -205,9 +205,7 @@ def _data(keys: Translator) -> None:
         keys.put("data.eval_prompts", keys.take("eval.dataset"), "eval.dataset")
         if keys.number("eval.steps", -1) > 0:
             keys.put("train.eval_steps", keys.take("eval.steps"), "eval.steps")
-    if (column := keys.take("data.input_key", "input")) not in ("prompt", "messages"):
-        keys.put("data.columns.prompt", column, "data.input_key")
-    keys.covered("data.input_key", by="the column prompt or messages")
+    keys.prompt_column("data.input_key", "input")
     keys.covered("data.label_key", by="columns reach reward functions under their own names")
     if not keys.flag("data.apply_chat_template"):
         keys.put("data.chat_template", "none", "data.apply_chat_template")

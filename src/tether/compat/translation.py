@@ -108,7 +108,8 @@ class Translator:
         self._seen: set[str] = set()
         self._told: set[str] = set()
         self._ours: dict[text.Path, str] = {}
-        self._became: list[tuple[str, str]] = []
+        self._became: list[tuple[str | None, str, str]] = []
+        """Our key if there is one, their key and value, and what became of them."""
         self._ignored: list[tuple[str, str]] = []
         self._notes: list[str] = []
         self._dropped: list[tuple[str, str]] = []
@@ -200,6 +201,12 @@ class Translator:
             self.put("ppo.whiten_advantages", True, key)
         return ours
 
+    def prompt_column(self, key: str, default: str) -> None:
+        """Sets data.columns.prompt from their key that names the prompt's column."""
+        if (column := self.take(key, default)) not in ("prompt", "messages"):
+            self.put("data.columns.prompt", column, key)
+        self.covered(key, by="the column prompt or messages")
+
     def warmup(self, updates: float, *, length: str) -> None:
         """Sets train.warmup_ratio from their ``warmup_steps`` or ``warmup_ratio``.
 
@@ -250,7 +257,7 @@ class Translator:
         self._ours[tuple(path.split("."))] = ", ".join(filter(None, where))
         self._told.update(given)
         said = ", ".join(map(self._shown, given)) or (f"{', '.join(theirs)} (default)" if theirs else "(built in)")
-        self._became.append((said, f"{path}: {keys.shown(value)}" + (f" ({note})" if note else "")))
+        self._became.append((path, said, f"{path}: {keys.shown(value)}" + (f" ({note})" if note else "")))
 
     def covered(self, *theirs: str, by: str) -> None:
         """Records that keys need no counterpart, unless one of ours was set from them.
@@ -262,7 +269,7 @@ class Translator:
             self._seen.add(key)
             if self.gives(key) and key not in self._told:
                 self._told.add(key)
-                self._became.append((self._shown(key), by))
+                self._became.append((None, self._shown(key), by))
 
     def ignore(self, why: str, *theirs: str) -> None:
         """Ignores keys that have no effect here."""
@@ -352,7 +359,7 @@ class Translator:
             self.system,
             self.config,
             self._ours,
-            self._became,
+            [(theirs, ours) for _, theirs, ours in self._became],
             self._ignored,
             self._dropped,
             self._notes,
@@ -364,8 +371,8 @@ class Translator:
         file sets."""
         self.config, idle = without_idle(self.config)
         for path, why in idle.items():
-            said = next(said for said, became in self._became if became.startswith(f"{path}: "))
-            self._became = [entry for entry in self._became if not entry[1].startswith(f"{path}: ")]
+            said = next(said for ours, said, _ in self._became if ours == path)
+            self._became = [entry for entry in self._became if entry[0] != path]
             self._ours.pop(tuple(path.split(".")))
             if any(self._shown(key) in said for key in self.given if self.gives(key)):
                 self._ignored.append((said, why.partition(": ")[0]))

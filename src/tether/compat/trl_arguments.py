@@ -149,10 +149,7 @@ def _prompts(keys: Translator, script: str, processes: int) -> None:
     if script == WITH_TEST_SPLIT:
         keys.note(f"In older releases {script} puts the first of messages through the chat template: then leave "
                   "data.chat_template out, and let the column prompt hold that message alone.")  # fmt: skip
-    column = keys.take("dataset_text_field", "prompt")
-    if column not in ("prompt", "messages"):
-        keys.put("data.columns.prompt", column, "dataset_text_field")
-    keys.covered("dataset_text_field", by="the column prompt or messages")
+    keys.prompt_column("dataset_text_field", "prompt")
     reads_test = script == WITH_TEST_SPLIT or (script != PLAIN and keys.gives("dataset_test_split"))
     strategy = keys.take("eval_strategy", "no")
     if not reads_test or strategy == "no":

@@ -205,9 +205,7 @@ def _data(keys: Translator) -> None:
         keys.put("data.eval_prompts", keys.take("data.val_files"), "data.val_files")
         if keys.number("trainer.test_freq", -1) > 0:
             keys.put("train.eval_steps", keys.take("trainer.test_freq"), "trainer.test_freq")
-    if (column := keys.take("data.prompt_key", "prompt")) not in ("prompt", "messages"):
-        keys.put("data.columns.prompt", column, "data.prompt_key")
-    keys.covered("data.prompt_key", by="the column prompt or messages")
+    keys.prompt_column("data.prompt_key", "prompt")
     keys.covered("data.reward_fn_key", by="columns reach reward functions under their own names")
     keys.covered("data.truncation", "data.filter_overlong_prompts", by="prompts that are too long are dropped")
     if keys.number("data.train_max_samples", -1) > 0:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
-from tether.data.answers import last_turn
+from tether.data.answers import encodable, last_turn, text_start
 from tether.data.forms import plain_rows
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
@@ -226,7 +226,7 @@ def checked_prompt(value: Any, where: str) -> str | list[Message]:
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         raise DataError(f"{where} has no prompt: got {value!r}, wanted text or a list of chat messages")
     if isinstance(value, str):
-        return _encodable(value, where)
+        return encodable(value, where)
     if not isinstance(value, Sequence):
         raise DataError(f"{where}: the prompt is a {type(value).__name__}, wanted text or a list of chat messages")
     messages = [_message(message, f"{where}, message {j}") for j, message in enumerate(value)]
@@ -249,20 +249,8 @@ def _message(message: Any, where: str) -> Message:
     for name in ("role", "content"):
         if not isinstance(message.get(name), str):
             raise DataError(f"{where}: {name} is {message.get(name)!r}, wanted text")
-    _encodable(message["content"], where)
+    encodable(message["content"], where)
     return _without_nulls(message)
-
-
-def _encodable(text: str, where: str) -> str:
-    """``text``, if it can be written as UTF-8, which tokenizers read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: the prompt holds {text[error.start]!r} at character {error.start}, half of a surrogate pair, "
-            "which is no text. Mend the row"
-        ) from error
-    return text
 
 
 def encoded_queries(
@@ -303,7 +291,7 @@ def encoded_queries(
             sources, conversations, hidden, places, arguments, strict=True
         )
     ]
-    bos = _bos_ids(tokenizer)
+    bos = text_start(tokenizer)
     queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
     for i, marked in enumerate(hidden):
         if marked is not None:
@@ -357,13 +345,7 @@ def _rendered(
     except Exception as error:  # templates raise whatever their authors chose
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"{where}: the chat template refuses messages of the roles {roles}: {error}") from error
-    return _encodable(text, where)  # roles, tools and template arguments are text as well
-
-
-def _bos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The BOS that the tokenizer puts before text, if any."""
-    bos = [tokenizer.bos_token_id]
-    return bos if tokenizer("")["input_ids"][:1] == bos else []
+    return encodable(text, where)  # roles, tools and template arguments are text as well
 
 
 def _check_query(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, where: str) -> None:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tether.data.splits import Part, rows_read, split_parts
+from tether.data.splits import Part, is_whole, rows_read, split_parts
 from tether.errors import DataError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _file_rows(path: Path, source: str, split: str, key: str, max_rows: int | No
         raise DataError(f"{key}: {source}{error}") from error
     lines = [line for line, _ in numbered]
     table = Rows(source, [row for _, row in numbered], None if None in lines else lines)
-    if not any(part.bounds for part in parts) and len(parts) == 1:
+    if is_whole(parts):
         return table
     return table.taken([i for part in parts for i in part.rows(len(numbered))][:max_rows])
 
@@ -280,8 +280,7 @@ def _saved_rows(path: Path, source: str, split: str, key: str, max_rows: int | N
         rows = _dataset_rows(datasets.concatenate_datasets(chosen), max_rows)
     except (*_UNREADABLE, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{key}: {source} was saved by datasets but cannot be read: {_innermost(error)}") from error
-    is_whole = len(parts) == 1 and not parts[0].bounds
-    return Rows(source if is_whole else f"{source} (split {_written(parts)})", rows)
+    return Rows(source if is_whole(parts) else f"{source} (split {_written(parts)})", rows)
 
 
 def read_hub(

@@ -72,6 +72,11 @@ def split_parts(split: str, splits: Collection[str], source: str, key: str) -> l
     return parts
 
 
+def is_whole(parts: Sequence[Part]) -> bool:
+    """Whether the parts are one split, all of it."""
+    return len(parts) == 1 and not parts[0].bounds
+
+
 def whole_splits(split: str) -> str:
     """The splits that ``split`` takes parts of."""
     return "+".join(dict.fromkeys(re.sub(r"\[.*?\]", "", part).strip() for part in split.split("+")))

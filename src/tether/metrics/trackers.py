@@ -11,6 +11,9 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
 
+from tether.config.schema import RunConfig
+from tether.config.secrets import without_keys
+from tether.config.stage import StageConfig
 from tether.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -91,6 +94,17 @@ class Trackers:
                     "%s failed (%s: %s); training goes on, metrics.jsonl has every update, and further failures of "
                     "%s stay silent", tracker.name, type(error).__name__, error, tracker.name
                 )  # fmt: skip
+
+
+def trackers_of(config: RunConfig | StageConfig, *, is_main: bool) -> Trackers:
+    """The trackers that a run's configuration names; none in any but the main process."""
+    folder, train = config.output_dir, config.train
+    return Trackers(
+        train.report_to if is_main else "none",
+        run_name=train.run_name or folder.name,
+        logging_dir=folder / "logs",
+        config=without_keys(config.model_dump(mode="json")),
+    )
 
 
 def check_report_to(report_to: Tracker | Sequence[Tracker]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import peft
@@ -21,6 +22,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -35,7 +37,8 @@ from tether.models.heads import (
     state_size,
     value_head_file,
 )
-from tether.models.paths import ADAPTER_CONFIG, is_adapter, is_same_model, model_errors, some_of
+from tether.models.layers import num_rows
+from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, is_same_model, model_errors, some_of
 
 DEFAULT = "default"
 """PEFT's name of the policy's adapter: the one that it saves at a folder's root."""
@@ -91,13 +94,30 @@ def read_adapter(path: str, revision: str | None = None) -> Adapter:
     return Adapter(path, config, rest, head)
 
 
+def adapter_shapes(path: str, revision: str | None = None) -> dict[str, tuple[int, ...]]:
+    """The shape of each of a PEFT adapter's weights under PEFT's names, those of a head included. Where they are in
+    safetensors in a folder here, no weight is read.
+
+    Raises:
+        ModelError: they are not there or cannot be read.
+    """
+    file = Path(path) / ADAPTER_WEIGHTS[0]
+    with model_errors(path):
+        if not file.is_file():
+            tensors = load_peft_weights(path, device="cpu", revision=revision)
+            return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        with safe_open(file, framework="pt") as header:
+            names = list(header.keys())
+            return {name: tuple(header.get_slice(name).get_shape()) for name in names}
+
+
 def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     """``model`` with the adapter merged into its weights.
 
     Raises:
         ModelError: the adapter does not fit the model, or is of a kind that cannot be merged.
     """
-    with_tokens(model, adapter)
+    add_tokens(model, adapter)
     _untie(model, adapter)
     with model_errors(adapter.path):
         adapted = with_adapter(model, changed_config(adapter.config, task_type=None))
@@ -106,7 +126,7 @@ def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         raise ModelError(f"{adapter.path}: a {kind} adapter cannot be merged; wanted a LoRA adapter")
     place_adapter(adapted, DEFAULT, adapter)
     outer = model.get_output_embeddings()
-    if _is_tied(adapter) and isinstance(outer, BaseTunerLayer):  # else what is tied would be added to one weight twice
+    if _is_tied(adapter.config) and isinstance(outer, BaseTunerLayer):  # else one weight would be added to twice
         _separate(model, outer.base_layer)
     return adapted.merge_and_unload().eval()
 
@@ -115,7 +135,7 @@ def _untie(model: PreTrainedModel, adapter: Adapter) -> None:
     """Gives the output embeddings weights of their own where they share the input's and the adapter changes one of the
     two; PEFT ties what it changes itself where it was asked to."""
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
-    if outer is None or outer.weight is not inner.weight or _is_tied(adapter):
+    if outer is None or outer.weight is not inner.weight or _is_tied(adapter.config):
         return
     names = [name for name, module in model.named_modules() if module is inner or module is outer]
     changed = tuple(f".{name}.{what}" for name in names for what in ("lora_", "weight"))
@@ -129,15 +149,16 @@ def _separate(model: PreTrainedModel, outer: nn.Module) -> None:
     model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
-def _is_tied(adapter: Adapter) -> bool:
-    """Whether what it brings for the input embeddings is also the output's, where its base shares these."""
-    return getattr(adapter.config, "ensure_weight_tying", False)
+def _is_tied(config: PeftConfig) -> bool:
+    """Whether what an adapter brings for the input embeddings is also the output's, where its base shares these."""
+    return getattr(config, "ensure_weight_tying", False)
 
 
-def num_tokens(adapter: Adapter) -> int:
-    """Rows of the embeddings that the adapter brings whole; 0 where it leaves them to its base."""
+def num_tokens(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Rows of the embeddings that an adapter brings whole, by the shapes of its weights; 0 where it leaves them to its
+    base."""
     ends = tuple(f".{name}.weight" for name in EMBEDDINGS)
-    return max((len(tensor) for key, tensor in adapter.tensors.items() if key.endswith(ends)), default=0)
+    return max((shape[0] for key, shape in shapes.items() if key.endswith(ends)), default=0)
 
 
 def grown(shape: PreTrainedConfig, path: str, revision: str | None) -> PreTrainedConfig:
@@ -146,26 +167,27 @@ def grown(shape: PreTrainedConfig, path: str, revision: str | None) -> PreTraine
         return shape
     changed = copy.deepcopy(shape)
     text = changed.get_text_config()
-    text.vocab_size = max(text.vocab_size, num_tokens(read_adapter(path, revision)))
+    text.vocab_size = max(text.vocab_size, num_tokens(adapter_shapes(path, revision)))
     return changed
 
 
-def with_tokens(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
-    """``model`` with as many tokens as the adapter was trained with, where some were added to its base: the new rows of
-    its embeddings are the adapter's.
+def add_tokens(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Gives ``model`` as many tokens as the adapter was trained with, where some were added to its base: the new rows
+    of its embeddings are the adapter's.
 
     Raises:
         ModelError: the adapter does not bring them as modules of its own (``modules_to_save``).
     """
-    size, before = num_tokens(adapter), model.get_input_embeddings().weight.shape[0]
+    size = num_tokens({name: tensor.shape for name, tensor in adapter.tensors.items()})
+    before = num_rows(model)
     if size <= before:
-        return model
+        return
     model.resize_token_embeddings(size, mean_resizing=False)
     own = set(adapter.config.modules_to_save or ())
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
     for module in (inner, outer):
         name = next((name for name, each in model.named_modules() if each is module), None)
-        if name is None or (module is outer and module.weight is inner.weight and _is_tied(adapter)):
+        if name is None or (module is outer and module.weight is inner.weight and _is_tied(adapter.config)):
             continue
         given = adapter.tensors.get(f"{MODULE_PREFIX}{name}.weight")
         if given is None or len(given) != size or name.rpartition(".")[2] not in own:
@@ -177,7 +199,6 @@ def with_tokens(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
             )
         with torch.no_grad():
             module.weight[before:] = given[before:]
-    return model
 
 
 def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
@@ -332,7 +353,7 @@ def check_tied(path: str, config: PeftConfig, shape: PreTrainedConfig) -> None:
     shape: it does so for a model's first adapter alone, and other roles put theirs on the same base."""
     targets = config.target_modules if isinstance(config.target_modules, Iterable) else ()
     changed = {name.rpartition(".")[2] for name in (*targets, *(getattr(config, "modules_to_save", None) or ()))}
-    is_asked = getattr(config, "ensure_weight_tying", False) and shape.get_text_config().tie_word_embeddings
+    is_asked = _is_tied(config) and shape.get_text_config().tie_word_embeddings
     if is_asked and changed & set(EMBEDDINGS):
         raise ModelError(
             f"{path}: an adapter with ensure_weight_tying that changes the embeddings cannot share its base with the "

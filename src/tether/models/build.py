@@ -16,6 +16,7 @@ from tether.models.adapters import (
     DEFAULT,
     adapter_parameters,
     add_reward,
+    add_tokens,
     changed_config,
     check_continued,
     check_switched_off,
@@ -24,19 +25,19 @@ from tether.models.adapters import (
     peft_lora_config,
     read_adapter,
     with_adapter,
-    with_tokens,
 )
 from tether.models.bitsandbytes import FewBits, is_quantized
 from tether.models.classifiers import classifier_on, load_classifier, pools_otherwise
 from tether.models.compiled import compile_layers
+from tether.models.device import weight_dtype
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead, state_size, with_bias
-from tether.models.layers import parameters_above
+from tether.models.layers import num_rows, parameters_above
 from tether.models.loading import load_causal_lm
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
-from tether.models.tokenizer import load_tokenizer
+from tether.models.tokenizer import configured_ends, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ def build_roles(
             head = ScalarHead(state_size(policy.model))
             own = _head_parameters(head)
             roles.append(Role(VALUE, policy.model, "new head", "head on the policy", policy.adapter, head, own))
+    processor = None
+    if adapted is None:  # an adapter's base has its own
+        processor = read_processor(config.model.path, policy.model.config, revision=config.model.revision)
     models = ModelRoles(
         roles,
         adapted=adapted,
@@ -99,7 +103,7 @@ def build_roles(
         autocast_dtype=autocast_dtype,
         detach_value=config.value.detach,
         offload_idle=config.train.offload_idle_roles,
-        processor=read_processor(config.model.path, policy.model.config, revision=config.model.revision),
+        processor=processor,
     )
     return finished(models, config)
 
@@ -124,7 +128,7 @@ def finished(models: ModelRoles, config: RunConfig) -> ModelRoles:
 
 def _full_roles(config: RunConfig) -> list[Role]:
     path = config.model.path
-    model = _load_policy(config, path, _dtype(config, torch.float32), config.model.revision)
+    model = _load_policy(config, path, weight_dtype(config.model.dtype, torch.float32), config.model.revision)
     trained = parameters_above(model, config.model.freeze_layers)
     roles = [Role(POLICY, model, path, "own weights", trained=trained)]
     if config.ppo.kl_coef > 0:
@@ -144,7 +148,7 @@ def _lora_roles(
             raise ModelError(f"model.path: {path} is a reward adapter (it holds a head); wanted a language model's")
     bits, compute_dtype = config.model.quantization, autocast_dtype or torch.float32
     # Beside quantised layers, norms and heads are float32, as in QLoRA.
-    dtype = _dtype(config, compute_dtype if bits is None else torch.float32)
+    dtype = weight_dtype(config.model.dtype, compute_dtype if bits is None else torch.float32)
     few_bits = None if bits is None else FewBits(bits, torch.device(device), compute_dtype)
     revision = config.model.revision if start is None else start.config.revision
     base = _load_policy(config, base_source, dtype, revision, few_bits, device)
@@ -153,7 +157,7 @@ def _lora_roles(
     else:
         check_continued(lora, start, base)
         check_tied(path, start.config, base.config)
-        with_tokens(base, start)
+        add_tokens(base, start)
         settings = changed_config(
             start.config, base_model_name_or_path=base_source, task_type="CAUSAL_LM", inference_mode=False
         )
@@ -201,7 +205,7 @@ def _model_critic(
     config: RunConfig, source: CriticSource | None, policy: Role, tokenizer: PreTrainedTokenizerBase
 ) -> Role:
     """A sequence classifier of its own: a copy of a reward model, or of the start policy with a head that says 0."""
-    dtype = torch.float32 if config.model.lora else _dtype(config, torch.float32)
+    dtype = torch.float32 if config.model.lora else weight_dtype(config.model.dtype, torch.float32)
     where = config.model.path if source is None else source.path
     if source is not None:
         model = load_classifier(
@@ -243,7 +247,7 @@ def pad_as(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> N
     """
     settings, pad = classifier.config.get_text_config(), tokenizer.pad_token_id
     if getattr(settings, "pad_token_id", None) is None:
-        has_row = pad is not None and pad < _vocabulary_size(classifier)
+        has_row = pad is not None and pad < num_rows(classifier)
         settings.pad_token_id = pad if has_row else tokenizer.eos_token_id
 
 
@@ -293,9 +297,8 @@ def _no_critic(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str 
 
 def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ``ModelError`` if an end token has no embedding. A pad token needs none: pads never reach the model."""
-    rows = _vocabulary_size(model)
-    configured = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    rows = num_rows(model)
+    ends = ({tokenizer.eos_token_id} - {None}) | configured_ends(model.generation_config)
     if beyond := sorted(token for token in ends if token >= rows):
         raise ModelError(
             f"model.path: end token {beyond[0]} is outside of the model's vocabulary of {rows} tokens; "
@@ -323,17 +326,9 @@ def _load_policy(
     )
 
 
-def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:
-    return auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
-
-
 def _base_source(config: RunConfig) -> str:
     path, revision = config.model.path, config.model.revision
     return absolute_source(own_weights(path, revision)[0])
-
-
-def _vocabulary_size(model: PreTrainedModel) -> int:
-    return model.get_input_embeddings().weight.shape[0]
 
 
 def _head_parameters(head: ScalarHead) -> dict[str, nn.Parameter]:

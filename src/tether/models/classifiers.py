@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tether.errors import ModelError
-from tether.models.adapters import MODULE_PREFIX, Adapter, changed_config, merged, read_adapter
+from tether.models.adapters import MODULE_PREFIX, Adapter, adapter_shapes, changed_config, merged, read_adapter
 from tether.models.bitsandbytes import FewBits, placement, whole
 from tether.models.fit import has_few_bits, is_classifier
 from tether.models.heads import (
@@ -42,9 +42,9 @@ from tether.models.loading import (
     from_pretrained,
     load_causal_lm,
     load_config,
-    saved_dtype,
 )
 from tether.models.paths import (
+    ADAPTER_WEIGHTS,
     MODEL_WEIGHTS,
     downloaded,
     is_adapter,
@@ -217,8 +217,8 @@ def _adapted_classifier(
     """The classifier that an adapter makes of its base; merged in float32, then cast."""
     base, code = adapter.config.base_model_name_or_path, {"trust_remote_code": options["trust_remote_code"]}
     of_base = {"dtype": torch.float32, "revision": adapter.config.revision, **options}
-    dtype = dtype or saved_dtype(adapter, **code)
     shape = load_config(base, revision=adapter.config.revision, **code)
+    dtype = dtype or shape.dtype or torch.float32
     if num_labels == 1 and _is_headed(adapter, base, shape, **code):
         model = classifier_on(whole(load_causal_lm(base, device=device, **of_base), base))
         return _with_head(cast(merged(model, adapter), dtype), adapter)
@@ -245,8 +245,7 @@ def _is_headed(adapter: Adapter, base: str, shape: PreTrainedConfig, *, trust_re
     """
     if is_classifier(shape):
         return False
-    with model_errors(base), torch.device("meta"):
-        classifier = AutoModelForSequenceClassification.from_config(shape, trust_remote_code=trust_remote_code)
+    classifier = _empty(shape, base, trust_remote_code=trust_remote_code)
     leaves = tuple(f"{name}." for name, module in classifier.named_modules() if next(module.children(), None) is None)
     has_place = all(name.removeprefix(MODULE_PREFIX).startswith(leaves) for name in adapter.tensors)
     return reads_last_token(classifier) and (has_few_bits(shape) or not has_place)
@@ -283,7 +282,7 @@ def check_classifier(
             "own. As a reward it is of type value_head"
         )
     if is_adapter(path, revision):
-        _check_head_of_adapter(path, key, revision)
+        check_adapter_head(path, key, revision)
         return
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
     if label is not None:
@@ -295,27 +294,30 @@ def check_classifier(
             f"{key}: {path} is a classifier with {config.num_labels} labels; wanted one label (num_labels=1){way_out}"
         )
     names = _tensor_names(folder)
-    if names and not any(is_head_key(name) or name.partition(".")[0] in POOLED_HEADS for name in names):
+    if names and not _has_head(names):
         raise ModelError(
             f"{key}: {path} holds no scalar head; wanted a model trained as a sequence classifier with num_labels=1"
         )
 
 
-def _check_head_of_adapter(path: str, key: str, revision: str | None) -> None:
+def check_adapter_head(path: str, key: str, revision: str | None = None) -> None:
     """Raises ``ModelError`` if an adapter has no head by its weights, or by its settings where those are not here."""
     with model_errors(path):
         settings = PeftConfig.from_pretrained(path, revision=revision)
-        names: list[str] = []
-        if (file := Path(path) / "adapter_model.safetensors").is_file():
-            with safe_open(file, framework="pt") as tensors:
-                names = [name.removeprefix(MODULE_PREFIX) for name in list(tensors.keys())]
+    is_here = (Path(path) / ADAPTER_WEIGHTS[0]).is_file()
+    names = [name.removeprefix(MODULE_PREFIX) for name in adapter_shapes(path)] if is_here else []
     kept = names or [f"{name}.weight" for name in getattr(settings, "modules_to_save", None) or ()]
     is_known = bool(names) or settings.task_type not in ("SEQ_CLS", None)
-    if is_known and not any(is_head_key(name) or name.partition(".")[0] in POOLED_HEADS for name in kept):
+    if is_known and not _has_head(kept):
         raise ModelError(
             f"{key}: {path} is an adapter without a head (task_type {settings.task_type}); wanted the adapter of a "
             "sequence classifier with one label, which brings its head"
         )
+
+
+def _has_head(names: Iterable[str]) -> bool:
+    """Whether the head of a classifier, of any family, is among the names of weights."""
+    return any(is_head_key(name) or name.partition(".")[0] in POOLED_HEADS for name in names)
 
 
 def reads_last_token(model: PreTrainedModel) -> bool:
@@ -329,7 +331,12 @@ def empty_classifier(
     """The classifier in ``path``, or on the base of an adapter there, without weights."""
     base, at = own_weights(path, revision)
     config = load_config(base, revision=at, trust_remote_code=trust_remote_code)
-    with model_errors(path), torch.device("meta"):
+    return _empty(config, path, trust_remote_code=trust_remote_code)
+
+
+def _empty(config: PreTrainedConfig, source: str, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The classifier of a configuration, without weights; messages call it ``source``."""
+    with model_errors(source), torch.device("meta"):
         return AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
 
 
@@ -393,9 +400,8 @@ def classifier_on(model: PreTrainedModel) -> PreTrainedModel:
         ModelError: transformers has no classifier of this kind of model.
     """
     config = changed_config(model.config, num_labels=1)
-    code = {"trust_remote_code": hasattr(config, "auto_map")}  # it runs already: the model is there
-    with model_errors(type(model).__name__), torch.device("meta"):
-        classifier = AutoModelForSequenceClassification.from_config(config, **code)
+    own_code = hasattr(config, "auto_map")  # it runs already: the model is there
+    classifier = _empty(config, type(model).__name__, trust_remote_code=own_code)
     _check_decoder(classifier, type(model).__name__)
     if type(classifier.base_model) is not type(model.base_model):
         names = f"{type(model).__name__} and {type(classifier).__name__}"

@@ -48,6 +48,11 @@ def half_dtype(keys: TrainConfig | StageTrainConfig | SourceConfig, device: torc
     return torch.bfloat16 if is_bf16 else None
 
 
+def weight_dtype(name: str, auto: torch.dtype | None) -> torch.dtype | None:
+    """The type that a key ``dtype`` names; ``auto`` where it says ``auto``."""
+    return auto if name == "auto" else getattr(torch, name)
+
+
 @cache
 def is_intel() -> bool:
     """Whether the processor is Intel's, as the system says it."""

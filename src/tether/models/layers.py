@@ -1,4 +1,4 @@
-"""The transformer layers of a model, in the order in which hidden states pass them."""
+"""The layers of a model, in the order in which hidden states pass them, and the size of its embeddings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ LAST = ("final_layer_norm", "project_out")
 def transformer_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The layers, first to last; none for a model that is not built of such."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def num_rows(model: PreTrainedModel) -> int:
+    """Number of tokens that the model has embeddings for, before an engine shards them."""
+    return model.get_input_embeddings().weight.shape[0]
 
 
 def parameters_above(model: PreTrainedModel, num_layers: int) -> dict[str, nn.Parameter]:

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import logging
 
 from tether.errors import ModelError
-from tether.models.adapters import Adapter, merged, read_adapter
+from tether.models.adapters import merged, read_adapter
 from tether.models.bitsandbytes import FewBits, is_quantized, keep_differentiable, placement, whole
 from tether.models.fit import is_classifier
 from tether.models.gguf import gguf_source, place_of, plain_config, plain_model
@@ -65,7 +65,9 @@ def load_causal_lm(
         base, at = own_weights(path, revision)
         of_base = {"dtype": torch.float32, "revision": at}
         model = merged(whole(load_causal_lm(base, device=device, **of_base, **options), base), adapter)
-        return cast(model, dtype or saved_dtype(adapter, trust_remote_code))
+        if dtype is None:
+            dtype = load_config(base, revision=at, trust_remote_code=trust_remote_code).dtype or torch.float32
+        return cast(model, dtype)
     if gguf_source(path) is not None:
         return _dequantised(path, dtype or torch.float32, revision, options)
     shape = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -146,12 +148,6 @@ def _attention_errors(kernel: str | None) -> Iterator[None]:
             f"model.attn_implementation: got {kernel}, which cannot be used here: {error} Install what it needs, or "
             "leave the key out"
         ) from error
-
-
-def saved_dtype(adapter: Adapter, trust_remote_code: bool) -> torch.dtype:
-    """The type that the adapter's base was saved in."""
-    base, revision = adapter.config.base_model_name_or_path, adapter.config.revision
-    return load_config(base, revision=revision, trust_remote_code=trust_remote_code).dtype or torch.float32
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -76,26 +76,14 @@ def is_adapter(path: str, revision: str | None = None) -> bool:
         return find_adapter_config_file(path, revision=revision) is not None
 
 
-def adapter_base(path: str, revision: str | None = None) -> str:
-    """The base model that the adapter in ``path`` names, a folder or a hub id.
-
-    Raises:
-        ModelError: it names none.
-    """
-    return _base(path, revision)[0]
-
-
 def own_weights(path: str, revision: str | None = None) -> tuple[str, str | None]:
     """Where the weights are that a model computes with, and their revision: its own, or of an adapter its base's.
 
     Raises:
         ModelError: it is an adapter that names no base.
     """
-    return _base(path, revision) if is_adapter(path, revision) else (path, revision)
-
-
-def _base(path: str, revision: str | None) -> tuple[str, str | None]:
-    """Path and revision of an adapter's base."""
+    if not is_adapter(path, revision):
+        return path, revision
     with model_errors(path):
         config = PeftConfig.from_pretrained(path, revision=revision)
     if not config.base_model_name_or_path:
@@ -143,7 +131,7 @@ def model_digest(path: str) -> str | None:
     found = [folder] if folder.is_file() else weight_files(folder)
     if folder.is_dir() and is_adapter(path):
         found = [folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
-        digest.update(str(model_digest(adapter_base(path))).encode())
+        digest.update(str(model_digest(own_weights(path)[0])).encode())
     if folder.is_dir():
         found += [file for name in ("config.json", ADAPTER_CONFIG) if (file := folder / name).is_file()]
     for file in found:

@@ -167,7 +167,7 @@ class ModelRoles:
         tokenizer: the policy's.
         detach_value: keeps the value loss out of a trunk that policy and critic share.
         offload_idle: keeps frozen models of their own on the CPU while nobody uses them.
-        processor: files that a policy which sees or hears needs beside its tokenizer, by name; None for no such.
+        processor: files that a full policy which sees or hears needs beside its tokenizer, by name; None for any other.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class ModelRoles:
         self.tokenizer = tokenizer
         """The policy's tokenizer, which is the critic's too."""
         self.processor = processor or {}
-        """Files that a policy which sees or hears needs beside its tokenizer, by name."""
+        """Files that a full policy which sees or hears needs beside its tokenizer, by name."""
         self.device = torch.device(device)
         """Where all roles are."""
         self.autocast_dtype = autocast_dtype

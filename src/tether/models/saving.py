@@ -55,8 +55,8 @@ def save_policy(
 ) -> None:
     """Writes the policy as a plain transformers folder, or as a PEFT adapter if it is one, without any value head.
 
-    With it go the tokenizer, its chat template and the generation config; with a full model that sees or hears, the
-    files of its processor. Uses no network.
+    With it go the tokenizer, its chat template and the generation config, and the files of a processor that the roles
+    keep for a full model that sees or hears. Uses no network.
 
     Args:
         weights: values of ``policy_weights``, where an engine has spread them; those of the live model otherwise.
@@ -74,8 +74,7 @@ def save_policy(
     else:
         policy.save_pretrained(folder, **given)
     tokenizer.save_pretrained(folder)
-    if not isinstance(policy, PeftModel):  # an adapter's base has its own
-        write_processor(roles.processor, folder)
+    write_processor(roles.processor, folder)
 
 
 def load_policy(roles: ModelRoles, folder: Path | str, *, trust_remote_code: bool = False) -> None:

@@ -94,6 +94,12 @@ def load_generation_config(path: str, *, revision: str | None = None) -> Generat
     return None
 
 
+def configured_ends(generation: GenerationConfig | None) -> set[int]:
+    """The end tokens that a generation config names."""
+    ends = getattr(generation, "eos_token_id", None)
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None, stop_token: str | None
 ) -> frozenset[int]:
@@ -110,8 +116,7 @@ def stop_token_ids(
         return frozenset()
     if stop_token != "eos":
         return frozenset({_token_id(tokenizer, stop_token)})
-    configured = getattr(generation_config, "eos_token_id", None)
-    ends = {configured} if isinstance(configured, int) else set(configured or ())
+    ends = configured_ends(generation_config)
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
     if (closing := turn_end(tokenizer)) is not None:
@@ -130,8 +135,7 @@ def end_at(model: PreTrainedModel | PeftModel, stops: Collection[int]) -> None:
     One that says how to sample and not that it samples, which transformers does not save once it was changed, samples.
     """
     generation = model.generation_config
-    configured = generation.eos_token_id
-    ends = {configured} if isinstance(configured, int) else set(configured or ())
+    ends = configured_ends(generation)
     if not ends >= set(stops):
         generation.eos_token_id = sorted(ends | set(stops))
         try:

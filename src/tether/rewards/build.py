@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,18 +31,19 @@ from tether.config.rewards import (
 from tether.errors import ConfigError, DataError, ModelError, RewardError
 from tether.models.bitsandbytes import FewBits, check_bitsandbytes, is_quantized, placed
 from tether.models.classifiers import (
+    check_adapter_head,
     check_classifier,
     check_value_head,
     load_reward_model,
     load_value_head_model,
     reads_last_token,
 )
-from tether.models.device import bf16_supported, default_device
+from tether.models.device import bf16_supported, default_device, weight_dtype
 from tether.models.fit import has_few_bits
 from tether.models.heads import value_head_file
 from tether.models.loading import load_config
 from tether.models.offload import Offloaded, has_own_memory
-from tether.models.paths import ADAPTER_CONFIG, check_model_path, is_adapter
+from tether.models.paths import check_model_path, is_adapter
 from tether.models.roles import ModelRoles
 from tether.models.tokenizer import load_tokenizer
 from tether.rewards.adapter import AdapterSource
@@ -55,7 +55,7 @@ from tether.rewards.http import check_sent_columns, check_sent_values, http_sour
 from tether.rewards.judge import NoNumber, judge_source
 from tether.rewards.model import ModelSource
 from tether.rewards.reading import Reader, same_tokenizer
-from tether.rewards.ready import check_ready, check_value, ready_source
+from tether.rewards.ready import check_ready, check_ready_column, check_value, ready_source
 from tether.rewards.service import NoScore, service_key
 from tether.types import Prompt, RewardBatch, RewardSource
 
@@ -79,15 +79,11 @@ Shared = Callable[[Make, int | None, bool], RewardSource]
 the first process has it."""
 
 
-def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None = None) -> None:
+def check_rewards(configs: Sequence[RewardConfig]) -> None:
     """Checks everything about reward sources that can be checked before a model is loaded.
 
     Files and folders are there, functions load and take ``prompts`` and ``completions``, classifiers have one label or
     the one that is named, keys of services are set, packages are installed.
-
-    Args:
-        configs: the sources.
-        columns: the dataset's other columns, if they are known: then also that sources find those they require.
 
     Raises:
         ConfigError, ModelError: the first mistake, with its key.
@@ -97,9 +93,7 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
             check_bitsandbytes(config.quantization, f"{key}.quantization", default_device())
         match config:
             case FunctionReward():
-                function = load_function(config.path, config.name, key)
-                if columns is not None:
-                    check_columns(function, columns, config.name, key)
+                load_function(config.path, config.name, key)
             case AdapterReward():
                 check_model_path(config.path, f"{key}.path")
                 _check_reward_adapter(config.path, f"{key}.path")
@@ -117,13 +111,28 @@ def check_rewards(configs: Sequence[RewardConfig], columns: Sequence[str] | None
                 check_model_path(config.path, f"{key}.path", revision=config.revision)
                 check_value_head(config.path, f"{key}.path")
             case ReadyReward():
-                check_ready(config, columns, key)
+                check_ready(config, key)
+            case ServiceReward():
+                service_key(config, key)
+
+
+def check_reward_columns(configs: Sequence[RewardConfig], columns: Sequence[str]) -> None:
+    """Checks that reward sources find the columns that they require.
+
+    Args:
+        columns: the dataset's columns besides the prompt.
+
+    Raises:
+        ConfigError: the first that is missing, with the key of what requires it.
+    """
+    for key, config in sources_of(configs):
+        match config:
+            case FunctionReward():
+                check_columns(load_function(config.path, config.name, key), columns, config.name, key)
+            case ColumnReward():
+                check_ready_column(config, columns, key)
             case HttpReward():
-                service_key(config, key)
-                if columns is not None:
-                    check_sent_columns(config, columns, key)
-            case JudgeReward():
-                service_key(config, key)
+                check_sent_columns(config, columns, key)
 
 
 def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Mapping[str, Any], str]]) -> None:
@@ -376,7 +385,7 @@ def _has_few_bits(config: OwnModelReward) -> bool:
 def _model_and_head(config: OwnModelReward, device: torch.device) -> tuple[PreTrainedModel, nn.Module | None]:
     """The model of a source, and the head that reads its last token's state; None if the model pools differently."""
     options = {
-        "dtype": None if config.dtype == "auto" else getattr(torch, config.dtype),
+        "dtype": weight_dtype(config.dtype, None),
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
         "device": device,
@@ -394,15 +403,7 @@ def _check_reward_adapter(path: str, key: str) -> None:
     """Raises ``ModelError`` if a local folder is something else than a reward adapter."""
     if not Path(path).is_dir():
         return
-    settings = _json(Path(path) / ADAPTER_CONFIG)
-    if settings is None:
+    if not is_adapter(path):
         raise ModelError(f"{key}: {path} is a full model, not an adapter; use type model, or give the adapter's folder")
-    if settings.get("task_type") not in ("SEQ_CLS", None) and value_head_file(path) is None:
-        raise ModelError(
-            f"{key}: {path} is an adapter for {settings['task_type']}; wanted a reward adapter, which is trained as a "
-            "sequence classifier (SEQ_CLS) and brings its head, or has it in a file beside it, as LLaMA-Factory's"
-        )
-
-
-def _json(file: Path) -> dict | None:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if value_head_file(path) is None:
+        check_adapter_head(path, key)

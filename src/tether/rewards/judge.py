@@ -73,8 +73,7 @@ class JudgeSource:
         def in_order(asked: Asked[float | None]) -> RewardOutput:
             by_row = {row: future.result() for (row,), future in asked}
             scores = [by_row[row] for row in range(len(batch))]
-            output = RewardOutput([self.missing.score if score is None else score for score in scores])
-            return self.missing.marked(output, scores)
+            return self.missing.marked(RewardOutput(self.missing.filled(scores, self.service.place)), scores)
 
         return InGroups(1, lambda rows: session.start(partial(self._graded, batch, rows[0])), in_order, session.close)
 

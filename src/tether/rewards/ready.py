@@ -66,11 +66,15 @@ def ready_source(config: ReadyReward, name: str) -> ReadySource:
     return ReadySource(_rule(config), name, column=column)
 
 
-def check_ready(config: ReadyReward, columns: Sequence[str] | None, key: str) -> None:
-    """Raises ``ConfigError`` if a package or, once the dataset's columns are known, a column is missing."""
+def check_ready(config: ReadyReward, key: str) -> None:
+    """Raises ``ConfigError`` if a package is missing."""
     if isinstance(config, MathMatchReward):
         math_verify.check_installed(key)
-    if isinstance(config, ColumnReward) and columns is not None and config.column not in columns:
+
+
+def check_ready_column(config: ColumnReward, columns: Sequence[str], key: str) -> None:
+    """Raises ``ConfigError`` if the dataset lacks the column of a rule."""
+    if config.column not in columns:
         raise ConfigError(f"{key}.column: {_no_column(config.column, columns)}")
 
 

@@ -33,7 +33,7 @@ from tether.data.joined import check_datasets
 from tether.data.pairs import Pair, load_pairs, pair_accuracy, split_pairs
 from tether.errors import ModelError
 from tether.machine.distributed import Dist, lost_told
-from tether.models.adapters import DEFAULT, MODULE_PREFIX, place_adapter
+from tether.models.adapters import DEFAULT, MODULE_PREFIX, Adapter, place_adapter
 from tether.models.chat import check_template_kwargs, templated
 from tether.models.classifiers import classifier_on, load_classifier
 from tether.models.fit import is_classifier
@@ -104,12 +104,14 @@ def train_reward_model(
     read = dist.each(lambda: running.fingerprints(config, data.rows))
     dist.each(lambda: running.check_same_data(run, read))
     set_seed(config.train.seed)
-    model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
+    before = dist.each(lambda: start_adapter(config.model))
+    model = dist.each(lambda: start_model(config.model, before, precision=precision, device=dist.device))
     processor = dist.each(lambda: processor_of(config.model, model))
     vocab_size = model.config.get_text_config().vocab_size
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
-        model = dist.each(lambda: adapted(model, config.model))
+        model = dist.each(lambda: adapted(model, config.model, before))
+    before = None  # whole embeddings may be among its weights
     with running.watched(run, read, on_progress, stop) as watch:
         settings = model.config.get_text_config()
         uses_cache = settings.use_cache
@@ -125,10 +127,7 @@ def train_reward_model(
             return evaluations[step]
 
         with lost_told(dist.num_processes):
-            trainer = running.train(
-                lambda: _trainer(model, tokenizer, data, config, evaluation, precision=precision, watch=watch),
-                run.checkpoint,
-            )
+            trainer = running.train(lambda: _trainer(model, tokenizer, data, evaluation, watch), run.checkpoint)
         if watch.interrupted is not None:
             return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
         settings.use_cache = uses_cache  # TRL turns it off for training, and the folder would keep that
@@ -230,18 +229,22 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
 # The model
 
 
-def start_model(config: RewardModelConfig, *, precision: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+def start_model(
+    config: RewardModelConfig, before: Adapter | None, *, precision: torch.dtype | None, device: torch.device
+) -> PreTrainedModel:
     """The sequence classifier that training starts from; with lora, what the adapter is put on.
 
     A language model gets a head drawn from N(0, 1/(d + 1)), so that rewards of a trunk with states of unit scale start
     at unit scale.
+
+    Args:
+        before: the adapter in ``model.path``, if there is one.
 
     Source: Ziegler et al. 2019; details in Huang et al. 2024, https://arxiv.org/abs/2403.17031
 
     Raises:
         ModelError: it cannot be loaded, or has no classifier of its kind.
     """
-    before = start_adapter(config)
     (path, of), options = base_of(config, before), loading_options(config, precision=precision, device=device)
     is_merged = before is not None and config.lora is None
     if before.head if is_merged else is_classifier(load_config(path, **of)):
@@ -253,14 +256,16 @@ def start_model(config: RewardModelConfig, *, precision: torch.dtype | None, dev
     return model if config.lora is not None else model.requires_grad_(True)
 
 
-def adapted(model: PreTrainedModel, config: RewardModelConfig) -> PeftModel:
+def adapted(model: PreTrainedModel, config: RewardModelConfig, before: Adapter | None) -> PeftModel:
     """``model`` with a LoRA adapter, which brings a copy of the head: a fresh one, or the one that goes on.
+
+    Args:
+        before: as in ``start_model``.
 
     Raises:
         ConfigError: ``lora`` does not fit the model, or the adapter that goes on.
         ModelError: the adapter that goes on does not fit its base.
     """
-    before = start_adapter(config)
     fresh = {f"score.{name}": tensor for name, tensor in model.score.state_dict().items()}
     adapter = with_lora(model, config, before, task_type="SEQ_CLS", kept="score")
     if before is not None:
@@ -300,10 +305,7 @@ def _trainer(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     data: _Data,
-    config: RewardStageConfig,
     evaluation: Callable[[int], Mapping[str, Any]],
-    *,
-    precision: torch.dtype | None,
     watch: running.Watch,
 ) -> Trainer:
     """TRL's trainer, which trains the model in place.
@@ -315,21 +317,13 @@ def _trainer(
 
     from tether.stages.trl import RewardArguments
 
-    arguments = running.trainer_arguments(
-        config,
-        len(data.train),
-        evaluates=bool(data.held_out),
-        precision=precision,
-        num_processes=watch.dist.num_processes,
-        kind=RewardArguments,
-    )
+    evaluates, coefficient = bool(data.held_out), watch.run.config.train.center_rewards_coefficient
+    arguments = running.trainer_arguments(watch.run, len(data.train), evaluates=evaluates, kind=RewardArguments)
     trainer = RewardTrainer(
         model=model,
-        args=RewardArguments(
-            **arguments, center_rewards_coefficient=config.train.center_rewards_coefficient or None
-        ),
+        args=RewardArguments(**arguments, center_rewards_coefficient=coefficient or None),
         train_dataset=_dataset(data.train),
-        eval_dataset=_dataset(data.held_out) if data.held_out else None,
+        eval_dataset=_dataset(data.held_out) if evaluates else None,
         processing_class=tokenizer,
         callbacks=[watch],
     )

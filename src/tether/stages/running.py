@@ -34,17 +34,16 @@ from transformers import (
 from tether.config import launched
 from tether.config.base import passes_over
 from tether.config.load import dump_config, parse_config
-from tether.config.secrets import without_keys
 from tether.config.stage import StageConfig
 from tether.data.digest import rows_digest
 from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, met_by_all
 from tether.machine.precision import check_precision
-from tether.metrics.trackers import Trackers, check_report_to
+from tether.metrics.trackers import Trackers, check_report_to, trackers_of
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
 from tether.models.chat import check_template
-from tether.models.checkpoints import list_checkpoints
+from tether.models.checkpoints import METRICS, check_models_kept, holds_run, list_checkpoints
 from tether.models.device import half_dtype
 from tether.models.paths import check_model_path, model_digest
 from tether.models.saving import (
@@ -56,7 +55,7 @@ from tether.models.saving import (
     verify_manifest,
 )
 
-CONFIG_FILE, METRICS_FILE, TRAINER_STATE = "config.yaml", "metrics.jsonl", "trainer_state.json"
+CONFIG_FILE, TRAINER_STATE = "config.yaml", "trainer_state.json"
 FINGERPRINTS_FILE = "fingerprints.json"
 SCHEDULES = tuple(
     kind.value
@@ -135,11 +134,7 @@ def check_folder(config: StageConfig) -> None:
     """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds what the run would replace unasked."""
     folder = config.output_dir
     check_can_be_made(folder, "output_dir")
-    start, removed = Path(config.model.path).resolve(), [path.resolve() for path in list_checkpoints(folder)]
-    if start == folder.resolve() or any(start.is_relative_to(path) for path in removed):
-        raise ConfigError(
-            f"output_dir: this run would write over {config.model.path}, which model.path names; choose another"
-        )
+    check_models_kept(folder, {"model.path": config.model.path})
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     is_run = _is_run(folder, type(config))
@@ -154,9 +149,7 @@ def check_folder(config: StageConfig) -> None:
 
 def _has_trained(folder: Path) -> bool:
     """Whether a run recorded a step there, has a checkpoint, or has written its model."""
-    metrics = folder / METRICS_FILE
-    is_logged = metrics.is_file() and metrics.stat().st_size > 0
-    return is_logged or bool(list_checkpoints(folder)) or (folder / MANIFEST).is_file()
+    return holds_run(folder) or (folder / MANIFEST).is_file()
 
 
 def _is_run(folder: Path, section: type[StageConfig]) -> bool:
@@ -365,40 +358,31 @@ def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
     if checkpoint is None:
         for path in list_checkpoints(folder):
             shutil.rmtree(path)
-        for name in (METRICS_FILE, FINGERPRINTS_FILE, *files_written(folder)):
+        for name in (METRICS, FINGERPRINTS_FILE, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
     else:
         step = _step(checkpoint)
         for path in list_checkpoints(folder):
             if path.resolve() != checkpoint.resolve() and (_step(path) is None or _step(path) > step):
                 shutil.rmtree(path)  # its steps are made anew, and so is it
-        truncate_after(folder / METRICS_FILE, step, step)
+        truncate_after(folder / METRICS, step, step)
     write_whole(folder / CONFIG_FILE, dump_config(config).encode())
 
 
 # Training
 
 
-def trainer_arguments(
-    config: StageConfig,
-    num_rows: int,
-    *,
-    evaluates: bool,
-    precision: torch.dtype | None,
-    num_processes: int,
-    kind: type,
-) -> dict[str, Any]:
+def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: type) -> dict[str, Any]:
     """Arguments of TRL's trainers that both stages set.
 
     Args:
         num_rows: rows that are trained on.
         evaluates: whether there are held-out rows, which are evaluated on every ``train.eval_steps`` then.
-        precision: the type that forwards run in under autocast, None without it.
         kind: class of the arguments.
     """
-    train = config.train
+    config, train, precision = run.config, run.config.train, run.precision
     eval_steps = train.eval_steps if evaluates else None
-    at_once = train.micro_batch_size * num_processes
+    at_once = train.micro_batch_size * run.dist.num_processes
     accumulation = train.batch_size // at_once
     steps_an_epoch = math.ceil(math.ceil(num_rows / at_once) / accumulation)
     num_steps = train.max_steps or math.ceil(passes_over(steps_an_epoch, train.num_train_epochs or 1.0))
@@ -447,7 +431,8 @@ class Watch(TrainerCallback):
     """The main process's alone."""
     on_progress: OnProgress | None
     stop: Stop | None
-    dist: Dist
+    run: Begun[Any]
+    """The run that it watches."""
     trackers: Trackers
     """Those of the main process; elsewhere none."""
     interrupted: str | None = None
@@ -482,7 +467,7 @@ class Watch(TrainerCallback):
     ) -> None:
         if self.stop is None or state.global_step >= state.max_steps:
             return
-        self.interrupted = self.dist.first(self.stop())  # a signal reaches each process when it will
+        self.interrupted = self.run.dist.first(self.stop())  # a signal reaches each process when it will
         if self.interrupted is not None:
             control.should_save = control.should_training_stop = True
 
@@ -504,24 +489,17 @@ def watched(
             tracker did not start.
     """
     dist, config = run.dist, run.config
-    folder, train = config.output_dir, config.train
+    folder = config.output_dir
     with ExitStack() as stack:
         dist.by_main(lambda: stack.enter_context(claimed(folder)))
         dist.by_main(lambda: check_folder(config))  # once more: another run may have begun there meanwhile
         dist.by_main(lambda: _mark(config))
-        trackers = dist.each(
-            lambda: Trackers(
-                train.report_to if dist.is_main else "none",
-                run_name=train.run_name or folder.name,
-                logging_dir=folder / "logs",
-                config=without_keys(config.model_dump(mode="json")),
-            )
-        )
+        trackers = dist.each(lambda: trackers_of(config, is_main=dist.is_main))
         stack.callback(trackers.close)
         dist.by_main(lambda: _prepare(config, run.checkpoint))
         dist.by_main(lambda: write_whole(folder / FINGERPRINTS_FILE, json.dumps(read, indent=1).encode()))
-        writer = JsonlWriter(folder / METRICS_FILE) if dist.is_main else None
-        yield Watch(writer, on_progress, stop, dist, trackers)
+        writer = JsonlWriter(folder / METRICS) if dist.is_main else None
+        yield Watch(writer, on_progress, stop, run, trackers)
 
 
 def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Trainer:
@@ -536,7 +514,7 @@ def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Train
 
 def last_loss(config: StageConfig) -> float:
     """The training loss of the last step in the log."""
-    return next(row["loss"] for row in reversed(read_jsonl(config.output_dir / METRICS_FILE)) if "loss" in row)
+    return next(row["loss"] for row in reversed(read_jsonl(config.output_dir / METRICS)) if "loss" in row)
 
 
 @contextmanager

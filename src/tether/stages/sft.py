@@ -94,9 +94,7 @@ def train_sft(
     with running.watched(run, read, on_progress, stop) as watch:
         start = time.perf_counter()
         with _settings_kept(model), lost_told(dist.num_processes):
-            trainer = running.train(
-                lambda: _trainer(model, data, config, precision=precision, watch=watch), run.checkpoint
-            )
+            trainer = running.train(lambda: _trainer(model, data, watch), run.checkpoint)
             if watch.interrupted is None and data.held_out and not _is_evaluated(trainer):
                 trainer.evaluate()
         if watch.interrupted is not None:
@@ -259,32 +257,19 @@ def _settings_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
 # Training and saving
 
 
-def _trainer(
-    model: PreTrainedModel | PeftModel,
-    data: SftData,
-    config: SftStageConfig,
-    *,
-    precision: torch.dtype | None,
-    watch: running.Watch,
-) -> Trainer:
+def _trainer(model: PreTrainedModel | PeftModel, data: SftData, watch: running.Watch) -> Trainer:
     """TRL's trainer, which trains the model in place."""
     from trl import SFTTrainer
 
     from tether.stages.trl import SftArguments
 
-    arguments = running.trainer_arguments(
-        config,
-        len(data.train),
-        evaluates=bool(data.held_out),
-        precision=precision,
-        num_processes=watch.dist.num_processes,
-        kind=SftArguments,
-    )
+    evaluates = bool(data.held_out)
+    arguments = running.trainer_arguments(watch.run, len(data.train), evaluates=evaluates, kind=SftArguments)
     return SFTTrainer(
         model=model,
         args=SftArguments(**arguments),
         train_dataset=_dataset(data.train),
-        eval_dataset=_dataset(data.held_out) if data.held_out else None,
+        eval_dataset=_dataset(data.held_out) if evaluates else None,
         processing_class=copy.deepcopy(data.tokenizer),  # it is given a pad token where it has none
         callbacks=[watch],
     )

@@ -14,6 +14,7 @@ from tether.config.stage import StageConfig
 from tether.errors import ConfigError
 from tether.models.adapters import (
     Adapter,
+    add_tokens,
     changed_config,
     check_continued,
     check_shareable,
@@ -22,8 +23,8 @@ from tether.models.adapters import (
     peft_lora_config,
     read_adapter,
     with_adapter,
-    with_tokens,
 )
+from tether.models.device import weight_dtype
 from tether.models.fit import check_language_model, check_tokens, check_trainable, is_classifier, positions
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, is_adapter, own_weights
@@ -83,7 +84,7 @@ def loading_options(config: ModelConfig, *, precision: torch.dtype | None, devic
     """
     auto = (precision if config.lora is not None else None) or torch.float32
     return {
-        "dtype": auto if config.dtype == "auto" else getattr(torch, config.dtype),
+        "dtype": weight_dtype(config.dtype, auto),
         "attn_implementation": config.attn_implementation,
         "device": device,
     }
@@ -125,7 +126,7 @@ def with_lora(
     else:
         check_shareable(start)
         check_continued(config.lora, start, model)
-        with_tokens(model, start)
+        add_tokens(model, start)
         settings = start.config
     modules = [*(settings.modules_to_save or ()), *([kept] if kept else [])]
     changes = {"base_model_name_or_path": absolute_source(path), "revision": of["revision"], "inference_mode": False}

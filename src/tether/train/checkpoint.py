@@ -39,7 +39,7 @@ from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import met_by_all
 from tether.metrics.writers import read_jsonl
-from tether.models.checkpoints import list_checkpoints
+from tether.models.checkpoints import METRICS, list_checkpoints
 from tether.models.roles import ModelRoles
 from tether.models.saving import (
     TRIAL,
@@ -53,7 +53,6 @@ from tether.models.saving import (
 from tether.report.card import write_card
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import Engine
-from tether.train.log import METRICS
 from tether.train.optim import MOMENT_BYTES, PassOptimizer
 from tether.train.parts import Parts
 from tether.train.random_state import random_states, set_random_states

@@ -21,7 +21,14 @@ from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.metrics.writers import truncate_after, write_whole
-from tether.models.checkpoints import checkpoint_step, is_checkpoint_name, list_checkpoints
+from tether.models.checkpoints import (
+    METRICS,
+    check_models_kept,
+    checkpoint_step,
+    holds_run,
+    is_checkpoint_name,
+    list_checkpoints,
+)
 from tether.models.paths import ADAPTER_CONFIG
 from tether.models.roles import ModelRoles
 from tether.models.saving import (
@@ -43,18 +50,13 @@ from tether.train.build import BASE, is_from_gguf
 from tether.train.checkpoint import read_state
 from tether.train.guard import BAD_BATCHES
 from tether.train.inputs import check, load_data, model_paths, resolved
-from tether.train.log import METRICS, SAMPLES
+from tether.train.log import SAMPLES
 from tether.train.norms import SCORE_NORM
 from tether.train.same_run import OF_END, differences, may_change
 
 CONFIG, CRITIC = "config.yaml", "critic"
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether a run trained there: it has a checkpoint, or recorded an evaluation or an update. One that could not load
-    its models has left nothing to go on from."""
-    metrics = folder / METRICS
-    return (metrics.is_file() and metrics.stat().st_size > 0) or bool(list_checkpoints(folder))
+FOLDERS = (CRITIC, BASE)
+"""What a run writes beside its checkpoints."""
 
 
 def check_folder(config: RunConfig) -> None:
@@ -73,7 +75,7 @@ def check_folder(config: RunConfig) -> None:
         )
     if not is_taken and any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"output_dir: {folder} holds a model, which the trained policy would replace; name another")
-    check_models_kept(folder, model_paths(config))
+    check_models_kept(folder, model_paths(config), also=FOLDERS)
     is_new = not is_taken and not config.overwrite_output_dir
     check_files(folder, is_new=is_new, way_out="add --overwrite to replace it")
     check_can_be_made(folder, "output_dir")
@@ -100,19 +102,6 @@ def is_finished(config: RunConfig) -> bool:
         return False
     end = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
     return end["step"] == config.num_updates(len(load_data(config).prompts.prompts))
-
-
-def check_models_kept(folder: Path, read: Mapping[str, str]) -> None:
-    """Raises ``ConfigError`` if a run that writes to ``folder`` would remove or write over a model that it reads.
-
-    Args:
-        read: key and path of every model that the run reads.
-    """
-    removed = [path.resolve() for path in (*list_checkpoints(folder), folder / CRITIC, folder / BASE)]
-    for key, path in read.items():
-        source = Path(path).resolve()
-        if source == folder.resolve() or any(source.is_relative_to(path) for path in removed):
-            raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
 
 
 def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:
@@ -155,7 +144,7 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
     Comes when all models are loaded: what keeps a run from starting costs no earlier one its checkpoints.
     """
     folder = config.output_dir
-    remove_unfinished(folder, lambda name: is_checkpoint_name(name) or name in (CRITIC, BASE, FINAL, TRIAL))
+    remove_unfinished(folder, lambda name: is_checkpoint_name(name) or name in (*FOLDERS, FINAL, TRIAL))
     (folder / FINISHED).unlink(missing_ok=True)
     if goes_on_in(folder, checkpoint):
         state = read_state(checkpoint)
@@ -167,7 +156,7 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
         for name in (METRICS, SAMPLES, BAD_BATCHES):
             truncate_after(folder / name, state["step"], evaluated)
     elif config.overwrite_output_dir or _was_begun(folder):
-        others = (CRITIC,) if is_from_gguf(config) else (CRITIC, BASE)  # a base is this run's by now
+        others = (CRITIC,) if is_from_gguf(config) else FOLDERS  # a base is this run's by now
         for path in (*list_checkpoints(folder), *(folder / name for name in others)):
             shutil.rmtree(path, ignore_errors=not path.exists())
         # the policy too: an adapter beside another run's full model would be loaded together with it

@@ -35,7 +35,7 @@ from tether.models.gguf import gguf_source
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, check_model_path, is_adapter, model_errors, own_weights
 from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
-from tether.rewards.build import check_contents, check_conversations, check_rewards
+from tether.rewards.build import check_contents, check_conversations, check_reward_columns, check_rewards
 from tether.rewards.lengths import check_room
 from tether.train.display import Display
 from tether.train.optim import check_schedule
@@ -183,12 +183,14 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
     notes = check_judged(config, data.prompt_sets, data.tokenizer)
     model = config.model
     base, revision = own_weights(model.path, model.revision)
-    if base != model.path and model.lora is not None:
-        check_switched_off(model.path, _peft_config(model.path, model.revision))
+    goes_on = model.lora is not None and is_adapter(model.path, model.revision)
+    start = _peft_config(model.path, model.revision) if goes_on else None
+    if start is not None:
+        check_switched_off(model.path, start)
     shape = load_config(base, revision=revision, trust_remote_code=model.trust_remote_code)
     check_language_model(base, shape)
-    if base != model.path and model.lora is not None:
-        check_tied(model.path, _peft_config(model.path, model.revision), shape)
+    if start is not None:
+        check_tied(model.path, start, shape)
     _check_weights(config, shape)
     _check_tokens(config, data, grown(shape, model.path, model.revision))
     _check_layers(config, shape, is_fresh=base == model.path)
@@ -196,7 +198,7 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
     _check_updates(config, len(data.prompts.prompts))
     critic_source(config, data.tokenizer)
     if has_policy:
-        _check_adapters(config)
+        _check_adapters(config, base, PeftType.LORA if start is None else start.peft_type)
     return notes
 
 
@@ -213,7 +215,7 @@ def check_judged(
             refuses a conversation, or prompts leave no room for answers.
     """
     for prompts in prompt_sets:
-        check_rewards(config.rewards, columns=prompts.columns)
+        check_reward_columns(config.rewards, prompts.columns)
     every = [prompt for prompts in prompt_sets for prompt in prompts.prompts]
     check_conversations(config.rewards, every, tokenizer)
     check_contents(
@@ -284,13 +286,15 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
         )
 
 
-def _check_adapters(config: RunConfig) -> None:
-    """Reward adapters, and one that the critic is copied from, sit on the policy's base beside its own adapter."""
+def _check_adapters(config: RunConfig, base: str, kind: PeftType) -> None:
+    """Reward adapters, and one that the critic is copied from, sit on the policy's base beside its own adapter.
+
+    Args:
+        base: the policy's base, ``kind`` the method of its adapter.
+    """
     model = config.model
     if model.lora is None or gguf_source(model.path) is not None:  # of a GGUF file the base has yet to be written
         return
-    own = _peft_config(model.path, model.revision) if is_adapter(model.path, model.revision) else None
-    base, kind = own_weights(model.path, model.revision)[0], PeftType.LORA if own is None else own.peft_type
     sources = {f"{key}.path": each.path for key, each in sources_of(config.rewards) if isinstance(each, AdapterReward)}
     if config.value_kind == "adapter" and config.value.init not in (None, "reward", "policy"):
         sources["value.init"] = config.value.init

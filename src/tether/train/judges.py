@@ -131,12 +131,8 @@ class Judges:
         return {"scores": steps(output, batch), "components": dict(output.components)}
 
 
-def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) -> None:
-    """Raises for every mistake that shows without loading a model.
-
-    Args:
-        columns: the dataset's other columns, if they are known.
-    """
+def check_sources(config: SourceConfig) -> None:
+    """Raises for every mistake that shows without loading a model or reading a dataset."""
     if keys := measured_norms(config.rewards):
         raise ConfigError(
             f"{keys[0]}.norm auto is measured on the answers of a run's start policy, and here is none; give "
@@ -145,7 +141,7 @@ def check_sources(config: SourceConfig, columns: Sequence[str] | None = None) ->
     if config.model is not None:
         check_model_path(config.model.path, "model.path", revision=config.model.revision, takes_gguf=True)
     check_template(config.data.chat_template)
-    check_rewards(config.rewards, columns)
+    check_rewards(config.rewards)
 
 
 def load_reader(config: SourceConfig) -> PolicyReader:

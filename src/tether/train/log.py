@@ -11,11 +11,12 @@ from typing import Any
 from tether.metrics.history import History
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import JsonlWriter, write_whole
+from tether.models.checkpoints import METRICS
 from tether.report.read import FINISHED
 from tether.train.display import Display
 from tether.train.rollout import Answers, Judged
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+SAMPLES = "samples.jsonl"
 SHOWN_SAMPLES = 4
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import nn
@@ -34,17 +35,17 @@ from tether.config.rewards import (
 from tether.config.schema import RunConfig
 from tether.models.adapters import (
     DEFAULT,
+    MODULE_PREFIX,
     adapter_parameters,
+    adapter_shapes,
     peft_lora_config,
-    read_adapter,
-    reward_head,
     target_names,
     with_adapter,
 )
 from tether.models.build import critic_source
-from tether.models.device import default_device, half_dtype
+from tether.models.device import default_device, half_dtype, weight_dtype
 from tether.models.fit import has_few_bits
-from tether.models.heads import state_size
+from tether.models.heads import is_head_key, read_value_head, state_size, value_head_file
 from tether.models.layers import parameters_above
 from tether.models.loading import load_config
 from tether.models.paths import is_adapter, own_weights
@@ -197,7 +198,7 @@ def plan_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Ro
 
 
 def _full_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
-    path, size, dtype = config.model.path, _count(base), _dtype(config, torch.float32)
+    path, size, dtype = config.model.path, _count(base), weight_dtype(config.model.dtype, torch.float32)
     trained = sum(p.numel() for p in parameters_above(base, config.model.freeze_layers).values())
     roles = [_role("policy", path, size, trained, dtype, "own weights")]
     return roles + ([_role("reference", path, size, 0, dtype, "frozen copy")] if config.ppo.kl_coef > 0 else [])
@@ -206,7 +207,8 @@ def _full_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
 def _adapted_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
     path = config.model.path
     bits = config.model.quantization
-    dtype = _dtype(config, (half_dtype(config.train, default_device()) if bits is None else None) or torch.float32)
+    precision = half_dtype(config.train, default_device()) if bits is None else None
+    dtype = weight_dtype(config.model.dtype, precision or torch.float32)
     adapter = _adapter_size(config, base)
     roles = [
         _frozen("base", path, base, dtype, "shared by the roles below", bits),
@@ -258,8 +260,7 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
         case JudgeReward():
             return RolePlan(label, f"{reward.model} at {reward.base_url}", 0, 0, "", "service", 0)
         case AdapterReward():
-            adapter = read_adapter(reward.path)
-            size = _saved_adapter_size(reward.path) + sum(tensor.numel() for tensor in reward_head(adapter).values())
+            size = _saved_adapter_size(reward.path) + _saved_head_size(reward.path)
             return _role(label, reward.path, size, 0, torch.float32, "adapter on the base")
         case OwnModelReward():
             base, revision = own_weights(reward.path, reward.revision)
@@ -270,8 +271,7 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
             with torch.device("meta"):
                 auto = AutoModelForCausalLM if is_beside else AutoModelForSequenceClassification
                 judge = auto.from_config(of, **code)
-            saved = getattr(of, "dtype", None) or torch.float32
-            dtype = saved if reward.dtype == "auto" else getattr(torch, reward.dtype)
+            dtype = weight_dtype(reward.dtype, getattr(of, "dtype", None) or torch.float32)
             role = _frozen(label, reward.path, judge, dtype, "own weights", reward.quantization)
             size = role.parameters + (state_size(judge) if is_beside else 0)
             is_fixed = base == reward.path and has_few_bits(of)  # an adapter is merged into whole weights
@@ -289,11 +289,17 @@ def _adapter_size(config: RunConfig, base: PreTrainedModel) -> int:
 
 
 def _saved_adapter_size(path: str, revision: str | None = None) -> int:
-    return sum(tensor.numel() for tensor in read_adapter(path, revision).tensors.values())
+    """Parameters of an adapter without those of its head."""
+    shapes = adapter_shapes(path, revision)
+    return sum(prod(shape) for name, shape in shapes.items() if not is_head_key(name.removeprefix(MODULE_PREFIX)))
 
 
-def _dtype(config: RunConfig, auto: torch.dtype) -> torch.dtype:
-    return auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+def _saved_head_size(path: str) -> int:
+    """Parameters of a reward adapter's head, which is among its weights or in a file beside them."""
+    shapes = adapter_shapes(path)
+    own = [prod(shape) for name, shape in shapes.items() if is_head_key(name.removeprefix(MODULE_PREFIX))]
+    beside = {} if own or value_head_file(path) is None else read_value_head(path)
+    return sum(own) + sum(tensor.numel() for tensor in beside.values())
 
 
 def estimate_memory(

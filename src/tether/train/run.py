@@ -11,11 +11,10 @@ from transformers import TrainerCallback
 
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
-from tether.config.secrets import without_keys
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, lost_told
 from tether.machine.precision import check_precision
-from tether.metrics.trackers import Trackers
+from tether.metrics.trackers import trackers_of
 from tether.models.saving import critic_weights, policy_weights
 from tether.report.html import REPORT, write_report
 from tether.rewards.build import check_sharded, try_sources
@@ -226,13 +225,8 @@ def try_outside(config: RunConfig, data: RunData, *, with_services: bool) -> Non
 
 def open_log(config: RunConfig, display: Display, dist: Dist) -> RunLog:
     """Where this process's numbers and texts go: only the main one writes metrics, samples and trackers."""
-    folder, report_to = config.output_dir, config.train.report_to if dist.is_main else "none"
+    folder = config.output_dir
     if dist.num_processes > 1:
         display = ProcessLog(folder / "logs" / f"process-{dist.rank}.log", display)
-    trackers = Trackers(
-        report_to,
-        run_name=config.train.run_name or folder.name,
-        logging_dir=folder / "logs",
-        config=without_keys(config.model_dump(mode="json")),
-    )
+    trackers = trackers_of(config, is_main=dist.is_main)
     return RunLog(folder if dist.is_main else None, display, trackers, logging_steps=config.train.logging_steps)

@@ -33,7 +33,7 @@ from tether.models.loading import load_config as load_shape
 from tether.models.paths import check_model_path, own_weights
 from tether.models.saving import check_can_be_made, load_policy
 from tether.models.tokenizer import load_tokenizer, stop_token_ids
-from tether.rewards.build import try_sources
+from tether.rewards.build import check_rewards, try_sources
 from tether.rewards.norms import normalised
 from tether.train.build import build_parts, sampling_of
 from tether.train.display import Display, NullDisplay
@@ -116,6 +116,7 @@ def evaluate_path(
         raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
     check_model_path(str(run), str(run))
     check_output(output)
+    check_rewards(config.rewards)
     # The trained policy brings its own weights; the critic is not asked.
     config = resolved(config)
     config = config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})

@@ -15,7 +15,7 @@ from tether.data.pairs import pair_accuracy
 from tether.data.sources import check_source
 from tether.errors import DataError
 from tether.report.read import is_missing_share
-from tether.rewards.build import check_contents, try_sources
+from tether.rewards.build import check_contents, check_reward_columns, try_sources
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.ensemble import Ensemble
 from tether.rewards.lengths import Room, or_raise
@@ -86,7 +86,7 @@ def score_file(
     check_sources(config)
     reader = load_reader(config)
     data = load_judged(file, split=split, subset=subset, key="FILE", is_chat=reader.is_chat)
-    check_sources(config, data.columns)
+    check_reward_columns(config.rewards, data.columns)
     check_contents(config.rewards, ((row.prompt or "", row.columns, row.place) for row in data.rows))
     answers = [(row, answer) for row in data.rows for answer in row.answers]
     batches = [answers[start : start + BATCH] for start in range(0, len(answers), BATCH)]

@@ -33,6 +33,7 @@ from tether.errors import (
 from tether.machine.distributed import met_by_all
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
+from tether.models.checkpoints import METRICS
 from tether.models.roles import POLICY, VALUE, Pass
 from tether.report.limits import forward_type, scores_alike
 from tether.rewards.combine import WeightedSum
@@ -48,7 +49,7 @@ from tether.train.experience import Outputs, experience, joined, targets
 from tether.train.guard import Guard, NotFinite, suspicions
 from tether.train.inputs import model_paths
 from tether.train.interrupt import Stopped, StopRequest
-from tether.train.log import METRICS, RunLog
+from tether.train.log import RunLog
 from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
 from tether.train.memory import dry_step, halved
 from tether.train.norms import spread, start_answers

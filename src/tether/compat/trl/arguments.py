@@ -9,10 +9,11 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from tether.compat.trl.config import PPOConfig
-from tether.compat.trl.models import num_rows
 from tether.errors import ConfigError
 from tether.models.adapters import DEFAULT
 from tether.models.chat import turn_end
+from tether.models.layers import num_rows
+from tether.models.tokenizer import configured_ends
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,6 @@ def stop_of(
 def _other_ends(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
     """Tokens other than the end token that end the model's answers by its generation config, or its turns if it has a
     chat template."""
-    configured = model.generation_config.eos_token_id
-    others = ({configured} if isinstance(configured, int) else set(configured or ())) - {tokenizer.eos_token_id}
+    others = configured_ends(model.generation_config) - {tokenizer.eos_token_id}
     closing = turn_end(tokenizer)
     return sorted(others if closing is None else others & {closing})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -340,7 +339,6 @@ def run_config(
             "rewards": [dict(reward) for reward in rewards],
             "data": data,
             "output_dir": args.output_dir,
-            "overwrite_output_dir": (Path(args.output_dir) / "metrics.jsonl").exists(),
             **given,
         }
     )

@@ -29,6 +29,7 @@ from tether.models.bitsandbytes import is_quantized
 from tether.models.build import check_token_ids, finished
 from tether.models.device import half_dtype
 from tether.models.heads import ScalarHead
+from tether.models.layers import num_rows
 from tether.models.paths import absolute_source, model_errors
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
@@ -214,8 +215,10 @@ class Models:
             torch.manual_seed(config.train.seed)
             adapted = self._adapted()
             reference = [self._reference()] if config.ppo.kl_coef > 0 else []
-        source = name_of(self.base)
+        source, processor = name_of(self.base), None
         if adapted is None:
+            if source != IN_MEMORY:  # an adapter's base has its own
+                processor = read_processor(source, self.base.config)
             trained = _trainable(self.policy)
             policy = Role(POLICY, self.policy, source, "own weights", trained=trained)
         else:
@@ -231,7 +234,7 @@ class Models:
             device=device,
             autocast_dtype=half_dtype(config.train, device),
             detach_value=False,
-            processor=None if source == IN_MEMORY else read_processor(source, self.base.config),
+            processor=processor,
         )
         return finished(models, config)
 
@@ -334,11 +337,6 @@ def _check_rows(sizes: Mapping[str, int], token: int, tokenizer: PreTrainedToken
                 f"{tokenizer.convert_ids_to_tokens(token)!r}. All models read the policy's token ids: load those of "
                 "one vocabulary, or give the path of a reward model, which then reads text"
             )
-
-
-def num_rows(model: PreTrainedModel) -> int:
-    """Number of tokens that the model has embeddings for, before an engine shards them."""
-    return model.get_input_embeddings().weight.shape[0]
 
 
 def _saved_tokenizer(source: str) -> PreTrainedTokenizerBase | None:

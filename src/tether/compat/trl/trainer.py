@@ -33,7 +33,7 @@ from tether.compat.trl.config import (
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
 from tether.compat.trl.former import OF_TRAINER, no_attribute, telling
-from tether.compat.trl.models import Models, check_positions, check_tokens, check_vocabularies, name_of, num_rows
+from tether.compat.trl.models import Models, check_positions, check_tokens, check_vocabularies, name_of
 from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
 from tether.compat.trl.samples import print_table, send_table
@@ -45,6 +45,8 @@ from tether.generation.build import build_generator
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
+from tether.models.checkpoints import check_models_kept, holds_run
+from tether.models.layers import num_rows
 from tether.models.roles import REFERENCE, VALUE
 from tether.models.saving import policy_weights, save_policy, written_into
 from tether.report.card import write_card
@@ -55,7 +57,7 @@ from tether.train.display import NullDisplay
 from tether.train.engines.build import build_engine
 from tether.train.engines.deepspeed import Zero
 from tether.train.engines.fsdp import FullySharded
-from tether.train.folder import CONFIG, check_files, check_models_kept, holds_run, prepare_folder
+from tether.train.folder import CONFIG, FOLDERS, check_files, prepare_folder
 from tether.train.log import RunLog
 from tether.train.optim import check_schedule
 from tether.train.parts import Parts
@@ -352,7 +354,7 @@ class PPOTrainer:
     def _check_folder(self, folder: Path) -> None:
         """Raises ``ConfigError`` if the run would remove or overwrite something that no earlier run in the folder
         wrote."""
-        check_models_kept(folder, self._sources)
+        check_models_kept(folder, self._sources, also=FOLDERS)
         check_files(folder, is_new=not holds_run(folder), way_out="remove it")
 
     def _check_resumed(self, config: RunConfig, checkpoint: Path, display: NullDisplay) -> None:

@@ -92,7 +92,7 @@ def is_finished(config: RunConfig) -> bool:
     check(config)
     config = resolved(config)
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), RunConfig, source=str(folder / CONFIG))
-    changed = differences(saved.model_dump(mode="json"), config.model_dump(mode="json"))
+    changed = differences(saved, config)
     if any(key not in OF_END and not may_change(key, is_finished=True) for key in changed):
         return False
     folders = [folder, folder / CRITIC] if config.value.save and config.ppo.has_critic else [folder]

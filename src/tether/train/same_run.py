@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tether.config.base import Section
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration
 from tether.data.digest import rows_digest
@@ -60,7 +61,7 @@ def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig,
         engine: what spreads this run over its processes.
     """
     before, now = record["num_processes"], dist.num_processes
-    keys = differences(saved.model_dump(mode="json"), config.model_dump(mode="json"))
+    keys = differences(saved, config)
     rounded = [key for key in keys if _ROUNDED.fullmatch(key)]
     if (before, record["engine"]) != (now, engine):
         told = (
@@ -110,9 +111,9 @@ def may_change(key: str, *, is_finished: bool = False) -> bool:
     return key in MAY_CHANGE or any(pattern.fullmatch(key) for pattern in of_rewards)
 
 
-def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
+def differences(saved: Section, config: Section) -> dict[str, str]:
     """What each key that differs between two configurations was and is."""
-    before, now = _leaves(saved), _leaves(config)
+    before, now = (_leaves(each.model_dump(mode="json")) for each in (saved, config))
     return {
         key: f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
@@ -120,7 +121,7 @@ def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     }
 
 
-def check_same_run(saved: dict[str, Any], config: dict[str, Any], path: Path) -> list[str]:
+def check_same_run(saved: RunConfig, config: RunConfig, path: Path) -> list[str]:
     """A line for every key that differs between a checkpoint's run and this one, and may.
 
     Raises:

@@ -299,9 +299,7 @@ def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), type(config), source=str(folder / CONFIG))
     now = inputs.resolved(config) if isinstance(config, RunConfig) else running.as_launched(config)
     differing = [
-        key
-        for key in differences(saved.model_dump(mode="json"), now.model_dump(mode="json"))
-        if not _may_change(config, key, is_finished=is_finished)
+        key for key in differences(saved, now) if not _may_change(config, key, is_finished=is_finished)
     ]
     if differing:
         raise ConfigError(

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algo.ragged import examples
-from tether.algo import ScoreMoments, merged_moments, missing_eos_scores, normalised_scores, overlong_penalties
+from tether.algo import (
+    ScoreMoments,
+    merged_moments,
+    missing_eos_scores,
+    normalised_scores,
+    overlong_penalties,
+    score_scale,
+    whitening_scale,
+)
 
 SCORES, ENDED = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([True, False, False])
 NUMBERS = st.lists(st.floats(-100, 100, allow_subnormal=False), max_size=8)
@@ -135,3 +143,33 @@ def test_equal_scores_normalise_to_0():
 def test_half_precision_is_done_in_float32():
     scores, moments = torch.tensor([256.0, 257.0, 259.0]).bfloat16(), ScoreMoments(3.0, 257.3, 1.7)
     assert torch.equal(normalised_scores(scores, moments), normalised_scores(scores.float(), moments))
+
+
+@pytest.mark.parametrize(("var", "wanted"), [(0.0, 1.0), (1e-8, 1.0), (3e-8, 2e-4), (4.0, 2.0)])
+def test_what_does_not_spread_is_scaled_by_1(var, wanted):
+    assert whitening_scale(var) == pytest.approx(wanted, rel=1e-6)
+
+
+@examples
+@given(
+    own=st.floats(-20, 20),
+    weight=st.floats(-5, 5),
+    norm=st.none() | st.tuples(st.floats(-10, 10), st.floats(0.1, 10)),
+    others=st.lists(st.floats(-20, 20), max_size=2),
+    moments=st.none() | st.builds(ScoreMoments, st.just(9.0), st.floats(-10, 10), st.just(0.0) | st.floats(0.1, 50)),
+)
+def test_the_scale_of_one_source_takes_its_score_to_that_of_the_sum(own, weight, norm, others, moments):
+    """By the definition of the sum: each source normalised and weighted, the whole normalised once more."""
+    total = weight * (own if norm is None else (own - norm[0]) / norm[1]) + sum(others)
+    if moments is not None:
+        total = (total - moments.mean) / (math.sqrt(moments.var + 1e-8) if moments.var else 1.0)
+    slope, shift = score_scale(weight=weight, norm=norm, beside=sum(others), moments=moments)
+    assert slope * own + shift == pytest.approx(total, rel=1e-9, abs=1e-6)
+
+
+def test_the_scale_of_one_source_by_hand():
+    # 3 (s − 1) / 2 + 5, less 4, in halves
+    assert score_scale(weight=3.0, norm=(1.0, 2.0), beside=5.0, moments=ScoreMoments(8.0, 4.0, 0.25)) == pytest.approx(
+        (3.0, -1.0), rel=1e-7
+    )
+    assert score_scale(weight=1.0, norm=None, beside=0.0, moments=None) == (1.0, 0.0)

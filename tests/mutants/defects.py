@@ -817,9 +817,9 @@ TRAINER = (
         tests=(f"{BOOKKEEPING}::test_the_coefficient_waits_while_the_policy_does",),
     ),
     *in_file(
-        "train/experience.py",
-        ("the KL of a batch without signal is ten thousand times it", "variance > WHITEN_EPSILON", "variance >= 0"),
-        ("the KL in the loss is never divided", "variance > WHITEN_EPSILON", "variance < 0"),
+        "algo/scores.py",
+        ("the KL of a batch without signal is ten thousand times it", "if var > WHITEN_EPSILON", "if var >= 0"),
+        ("the KL in the loss is never divided", "if var > WHITEN_EPSILON", "if var < 0"),
         tests=("tests/train/test_experience.py",),
     ),
     *in_file(
@@ -1381,8 +1381,8 @@ EXPERIENCE = (
         ("the KL is in the reward too where it is in the loss", 'kl_coef if ppo.kl_in == "reward" else 0.0', "kl_coef"),
         (
             "the KL in the loss is scaled by the variance of the advantages",
-            "math.sqrt(variance + WHITEN_EPSILON)",
-            "float(algo.masked_var(advantages, loss_mask)) + WHITEN_EPSILON",
+            "algo.whitening_scale(float(algo.masked_var(advantages, loss_mask)))",
+            "float(algo.masked_var(advantages, loss_mask))",
         ),
         (
             "the KL in the loss does not shrink with whitened advantages",
@@ -1432,15 +1432,15 @@ EXPERIENCE = (
         ("RLOO is GRPO", "algo.rloo(rewards, mask", "algo.grpo(rewards, mask"),
         (
             "the rows of a batch are one prompt's",
-            'mask, num_generations=num_generations)\n        case "grpo"',
-            'mask, num_generations=len(mask))\n        case "grpo"',
+            "algo.rloo(rewards, mask, num_generations=num_generations)",
+            "algo.rloo(rewards, mask, num_generations=len(mask))",
         ),
         tests=whole_step("rloo, pairs"),
     ),
     *in_file(
         "train/experience.py",
-        ("GRPO lacks the KL", "num_generations, penalties=penalties)", "num_generations)"),
-        ("GRPO normalises the KL with the score", "algo.grpo(judged, mask", "algo.grpo(rewards, mask"),
+        ("GRPO lacks the KL", "num_generations, penalties=-coef * kl)", "num_generations)"),
+        ("GRPO normalises the KL with the score", "algo.grpo(judged, mask", "algo.grpo(judged - coef * kl, mask"),
         ("GRPO has the KL twice", "scores, kl, mask, kl_coef=0.0)", "scores, kl, mask, kl_coef=coef)"),
         tests=whole_step("grpo, KL in the reward"),
     ),

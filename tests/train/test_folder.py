@@ -110,7 +110,7 @@ class Told(NullDisplay):
 
 
 def finished_run(folder, **changes):
-    length = {} if "train__total_episodes" in changes else {"train__max_steps": 3}
+    length = {} if {"train__total_episodes", "train__num_train_epochs"} & changes.keys() else {"train__max_steps": 3}
     return tiny_run(folder, resume="auto", **{"train__save_steps": 2, "value__save": True} | length | changes)
 
 
@@ -123,7 +123,10 @@ def test_resume_auto_leaves_a_finished_run_as_it_is(tmp_path, monkeypatch):
     before = files(config.output_dir)
     monkeypatch.setattr(PPOTrainer, "rollout", no_model)
     monkeypatch.setattr(build, "build_roles", no_model)
-    for same in ({}, {"train__total_episodes": 24}, {"train__save_steps": 1}, {"value__save": False}):
+    by_prompts = {"train__num_train_epochs": 4.4}  # 22 answers to five prompts, in three batches of 8
+    for same in (by_prompts, {}, {"train__total_episodes": 24}, {"train__save_steps": 1}, {"value__save": False}):
+        if same is not by_prompts:
+            monkeypatch.setattr("tether.train.folder.load_data", no_model)
         told = Told()
         assert train_policy(finished_run(tmp_path, **same), display=told).updates == []
         assert told.lines == [f"finished: {config.output_dir} holds the policy after the run's last update"]

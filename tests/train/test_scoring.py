@@ -150,6 +150,7 @@ def test_a_judge_of_whole_conversations_reads_what_the_template_writes_behind_th
 @pytest.mark.parametrize("reads", ["ids", "text"])
 def test_a_row_that_no_model_can_read_is_told_before_any_loads(tmp_path, monkeypatch, reads):
     monkeypatch.setattr("tether.train.scoring.load_judges", None)
+    monkeypatch.setattr("tether.train.scoring.BATCH", 3)
     save_tiny(tmp_path / "policy")
     judge = {"type": "model", "path": str(save_tiny(tmp_path / "judge", num_labels=1)), "max_length": 16}
     keys = {"rewards": [judge | {"input_format": "auto" if reads == "ids" else "joined"}]}

@@ -18,7 +18,9 @@ from tether.algo.scores import (
     missing_eos_scores,
     normalised_scores,
     overlong_penalties,
+    score_scale,
     score_std,
+    whitening_scale,
 )
 
 __all__ = [
@@ -52,10 +54,12 @@ __all__ = [
     "reduced",
     "reinforce_pp",
     "rloo",
+    "score_scale",
     "score_std",
     "selected_logprobs",
     "token_rewards",
     "value_clipped",
     "value_loss",
     "whiten",
+    "whitening_scale",
 ]

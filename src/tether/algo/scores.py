@@ -102,3 +102,34 @@ def normalised_scores(scores: Float[Tensor, " B"], moments: ScoreMoments) -> Flo
 def score_std(moments: ScoreMoments) -> float:
     """The divisor of ``normalised_scores``: √(var + 1e-8)."""
     return math.sqrt(moments.var + WHITEN_EPSILON)
+
+
+def whitening_scale(var: float) -> float:
+    """The standard deviation that whitening divides by; 1 where nothing spreads, as there is no scale then.
+
+        S = √(var + 1e-8)    if var > 1e-8
+        S = 1                otherwise
+    """
+    return math.sqrt(var + WHITEN_EPSILON) if var > WHITEN_EPSILON else 1.0
+
+
+def score_scale(
+    *, weight: float, norm: tuple[float, float] | None, beside: float, moments: ScoreMoments | None
+) -> tuple[float, float]:
+    """Slope and shift that make of what one source says what is trained on, the other sources at their mean.
+
+        slope = w / (σ S)
+        shift = (−w μ / σ + b − M) / S
+
+    Clips, and rules for ends and lengths, are left out.
+
+    Args:
+        weight: w, what the source counts.
+        norm: μ and σ, mean and standard deviation that its scores are normalised by; None: 0 and 1.
+        beside: b, what the other sources count together.
+        moments: of the sum of all sources, which is normalised by their mean M and by S, ``whitening_scale`` of their
+            variance; None: 0 and 1.
+    """
+    mean, std = norm or (0.0, 1.0)
+    total_mean, total_std = (0.0, 1.0) if moments is None else (moments.mean, whitening_scale(moments.var))
+    return weight / (std * total_std), (beside - weight * mean / std - total_mean) / total_std

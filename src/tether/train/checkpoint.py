@@ -416,13 +416,21 @@ def verify(path: Path, *, contents: bool = True) -> None:
             raise CheckpointError(f"{path}: its manifest does not list {STATE_DIR}/{name}")
 
 
-def last_complete(output_dir: Path) -> Path | None:
-    """The newest checkpoint in ``output_dir`` that has all its files in full length, or None: for a message of a run
-    that ends, which must not have to wait until gigabytes are read."""
+def last_complete(
+    output_dir: Path, *, contents: bool = False, tell: Callable[[str], None] = lambda _: None
+) -> Path | None:
+    """The newest checkpoint in ``output_dir`` that has all its files, or None.
+
+    Args:
+        contents: as ``verify``. By default files are complete that have their full length: a run that ends says so in a
+            message, for which it must not have to wait until gigabytes are read.
+        tell: called with a line about every damaged one that is skipped.
+    """
     for path in reversed(list_checkpoints(output_dir)):
         try:
-            verify(path, contents=False)
-        except CheckpointError:
+            verify(path, contents=contents)
+        except CheckpointError as error:
+            tell(f"{error}; trying the checkpoint before it")
             continue
         return path
     return None
@@ -448,12 +456,8 @@ def find_checkpoint(config: RunConfig, *, tell: Callable[[str], None]) -> Path |
     for replaced in config.output_dir.glob(".checkpoint-*.replaced"):
         with claimed(config.output_dir):
             put_back(replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced")))
-    for path in reversed(list_checkpoints(config.output_dir)):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            tell(f"{error}; trying the checkpoint before it")
-            continue
+    path = last_complete(config.output_dir, contents=True, tell=tell)
+    if path is not None:
         return path
     if config.resume == "auto" and not has_updates(config.output_dir):
         return None

@@ -10,35 +10,35 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from tether import algo
-from tether.algo.masking import WHITEN_EPSILON
 from tether.machine.distributed import Dist
 from tether.models.roles import VALUE, ModelRoles
-from tether.rewards.combine import Part
+from tether.rewards.combine import WeightedSum
 from tether.train.engines.base import Engine
+from tether.train.parts import Parts
 
 
-def score_scale(
-    parts: Sequence[Part], components: Mapping[str, Sequence[float]], moments: algo.ScoreMoments | None
-) -> tuple[float, float]:
-    """Slope and shift that make of what the first source says what is trained on, the others at their mean.
-
-        slope = w / (σ S)
-        shift = (−w μ / σ + Σ_{j>1} mean of what source j counts − M) / S
-
-    Clips, and rules for ends and lengths, are left out. Scores without any spread have no scale: S is 1.
+def scale_copy(
+    parts: Parts, components: Mapping[str, Sequence[float]], moments: algo.ScoreMoments | None
+) -> str | None:
+    """Puts a critic that is a copy of the first reward source on the scale of what is trained on. Returns a line that
+    says where it starts; None if it is no copy, or on that scale already. All processes call it alike.
 
     Args:
-        parts: the sources; w, μ and σ are weight and norm of the first.
-        components: scores that each source gave a rollout batch, by its name.
-        moments: of ``ppo.score_norm``, with mean M and standard deviation S; None: 0 and 1.
+        components: scores that each source gave a rollout batch, by its name; none of a judge of the caller's, of which
+            nothing is known.
+        moments: of ``ppo.score_norm``; None without it.
     """
-    first, *others = parts
-    mean, std = first.norm or (0.0, 1.0)
-    total_mean, total_std = 0.0, 1.0
-    if moments is not None:
-        total_mean, total_std = moments.mean, algo.score_std(moments) if moments.var > WHITEN_EPSILON else 1.0
+    roles, rewards = parts.roles, parts.rewards
+    is_copy = roles.has_critic and roles.role(VALUE).copies_reward
+    if not is_copy or not isinstance(rewards, WeightedSum) or not components:
+        return None
+    first, *others = rewards.parts
     beside = sum(fmean(part.counted(score) for score in components[part.name]) for part in others)
-    return first.weight / (std * total_std), (beside - first.weight * mean / std - total_mean) / total_std
+    slope, shift = algo.score_scale(weight=first.weight, norm=first.norm, beside=beside, moments=moments)
+    if (slope, shift) == (1.0, 0.0):
+        return None
+    rescale(roles, parts.engine, parts.dist, slope, shift)
+    return f"the critic starts at {slope:.3g} times the score of {first.name} plus {shift:.3g}"
 
 
 def rescale(roles: ModelRoles, engine: Engine, dist: Dist, slope: float, shift: float) -> None:

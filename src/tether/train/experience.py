@@ -6,7 +6,6 @@ the micro-batches.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tether import algo
-from tether.algo.masking import WHITEN_EPSILON
 from tether.config.schema import PPOConfig
 from tether.machine.distributed import Dist
 from tether.types import Experience, MicroBatch
@@ -76,28 +74,26 @@ def targets(
     """
     mask = outputs.mask
     coef = kl_coef if ppo.kl_in == "reward" else 0.0
-    early = None if early_scores is None else _on_tokens(early_scores, scores, mask)
     kl = outputs.kl(ppo.kl_estimator)
-    rewards = algo.token_rewards(scores, kl, mask, kl_coef=coef, token_scores=early)
-    if ppo.whiten_rewards:
-        rewards = algo.whiten(rewards, mask, keep_mean=True)
     returns = None
-    match ppo.advantage_estimator:
-        case "gae":
-            advantages, returns = _generalized(rewards, outputs.values, mask, ppo)
-        case "rloo":
-            advantages = algo.rloo(rewards, mask, num_generations=num_generations)
-        case "grpo":
-            judged = algo.token_rewards(scores, kl, mask, kl_coef=0.0)
-            penalties = algo.token_rewards(torch.zeros_like(scores), kl, mask, kl_coef=coef)
-            advantages = algo.grpo(judged, mask, num_generations=num_generations, penalties=penalties)
-        case "reinforce_pp":
-            advantages = algo.reinforce_pp(rewards, mask, gamma=ppo.gamma)
+    if ppo.advantage_estimator == "grpo":  # scores are normalised, the KL is not
+        judged = algo.token_rewards(scores, kl, mask, kl_coef=0.0)
+        advantages = algo.grpo(judged, mask, num_generations=num_generations, penalties=-coef * kl)
+    else:
+        early = None if early_scores is None else _on_tokens(early_scores, scores, mask)
+        rewards = algo.token_rewards(scores, kl, mask, kl_coef=coef, token_scores=early)
+        if ppo.whiten_rewards:
+            rewards = algo.whiten(rewards, mask, keep_mean=True)
+        match ppo.advantage_estimator:
+            case "gae":
+                advantages, returns = _generalized(rewards, outputs.values, mask, ppo)
+            case "rloo":
+                advantages = algo.rloo(rewards, mask, num_generations=num_generations)
+            case "reinforce_pp":
+                advantages = algo.reinforce_pp(rewards, mask, gamma=ppo.gamma)
     std = 1.0
     if ppo.whitens_advantages and bool(loss_mask.any()):
-        variance = float(algo.masked_var(advantages, loss_mask))
-        if variance > WHITEN_EPSILON:  # else there is no scale: all are equal
-            std = math.sqrt(variance + WHITEN_EPSILON)
+        std = algo.whitening_scale(float(algo.masked_var(advantages, loss_mask)))
         advantages = algo.whiten(advantages, loss_mask, keep_mean=False)
     if ppo.advantage_clip is not None:
         advantages = advantages.clamp(-ppo.advantage_clip, ppo.advantage_clip)

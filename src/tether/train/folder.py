@@ -67,7 +67,7 @@ def check_folder(config: RunConfig) -> None:
     except OSError as error:
         raise ConfigError(f"output_dir: {folder} cannot be looked into: {error.strerror}") from error
     goes_on = config.resume in (True, "auto")
-    goes_on = goes_on or (config.resume and Path(config.resume).resolve().parent == folder.resolve())
+    goes_on = goes_on or (config.resume and goes_on_in(folder, Path(config.resume)))
     if is_taken and not goes_on and not config.overwrite_output_dir:
         raise ConfigError(
             f"output_dir: {folder} holds an earlier run. Add --resume to go on with it, choose another output_dir, "
@@ -86,7 +86,8 @@ def is_finished(config: RunConfig) -> bool:
     updates as it is to make, whole and as this configuration would leave it.
 
     Raises:
-        ConfigError, DataError: as ``check`` and ``load_data``, where a finished run is there.
+        ConfigError, DataError: as ``check``, where a finished run is there, and as ``load_data``, where the number of
+            updates depends on that of the prompts.
     """
     folder = config.output_dir
     if config.resume != "auto" or not all((folder / name).is_file() for name in (CONFIG, FINISHED)):
@@ -94,14 +95,16 @@ def is_finished(config: RunConfig) -> bool:
     check(config)
     config = resolved(config)
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), RunConfig, source=str(folder / CONFIG))
-    changed = differences(saved.model_dump(mode="json"), config.model_dump(mode="json"))
+    changed = differences(saved, config)
     if any(key not in OF_END and not may_change(key, is_finished=True) for key in changed):
         return False
-    folders = [folder, folder / CRITIC] if config.value.save and config.ppo.has_critic else [folder]
+    folders = [folder, folder / CRITIC] if config.value.save else [folder]
     if not all(is_whole(each) for each in folders) or FINISHED not in files_written(folder):
         return False
     end = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
-    return end["step"] == config.num_updates(len(load_data(config).prompts.prompts))
+    depends_on_data = config.train.num_train_epochs is not None
+    num_prompts = len(load_data(config).prompts.prompts) if depends_on_data else 0
+    return end["step"] == config.num_updates(num_prompts)
 
 
 def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:

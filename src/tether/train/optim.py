@@ -196,7 +196,7 @@ def build_optimizers(config: RunConfig, roles: ModelRoles, num_updates: int) -> 
 def updates_of_policy(config: RunConfig, num_updates: int) -> int:
     """Updates of ``num_updates`` in which the policy's own optimizer steps: after the critic has warmed up, unless they
     share one."""
-    return num_updates if config.value_kind in (None, "head") else num_updates - config.value.warmup_steps
+    return num_updates if config.value_kind == "head" else num_updates - config.value.warmup_steps
 
 
 def build_optimizer(

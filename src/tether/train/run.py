@@ -161,9 +161,7 @@ def open_trainer(
     if checkpoint is not None:
         record = dist.each(lambda: read_state(checkpoint))
         saved = dist.each(lambda: parse_config(record["config"], RunConfig))
-        now = config.model_dump(mode="json")
-        before = saved.model_dump(mode="json")
-        for change in dist.each(lambda: check_same_run(before, now, checkpoint)):
+        for change in dist.each(lambda: check_same_run(saved, config, checkpoint)):
             display.message(f"going on with another {change}")
         if (told := told_of_move(saved, record, config, dist, build_engine(dist).name)) is not None:
             display.message(told)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tether.config.base import Section
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration
 from tether.data.digest import rows_digest
@@ -20,11 +21,19 @@ OF_MEMORY = frozenset({
     "train.offload_idle_roles",
 })
 """What a run that does not fit into memory is told to change. Numbers are rounded otherwise then."""
-MAY_CHANGE = OF_MEMORY | {
-    "resume", "overwrite_output_dir", "output_dir", "train.total_episodes", "train.num_train_epochs", "train.max_steps",
-    "train.logging_steps", "train.log_samples", "train.eval_steps", "train.save_steps", "train.save_total_limit",
-    "train.report_to", "train.run_name", "train.max_runtime", "train.metric_for_best_model", "train.greater_is_better",
-    "train.load_best_model_at_end", "value.save", "train.push_to_hub", "train.hub_model_id", "train.hub_private_repo",
+OF_END = frozenset({
+    "train.total_episodes", "train.num_train_epochs", "train.max_steps", "value.save", "train.push_to_hub",
+    "train.hub_model_id", "train.hub_private_repo",
+})
+"""What a run that is finished need not be made anew for if there are as many updates, and the critic, where it is to be
+kept, is there."""
+OF_RESULT = OF_END | {
+    "train.metric_for_best_model", "train.greater_is_better", "train.load_best_model_at_end",
+}
+"""Keys without effect on a run that is finished, though they say what it leaves behind."""
+MAY_CHANGE = OF_MEMORY | OF_RESULT | {
+    "resume", "overwrite_output_dir", "output_dir", "train.logging_steps", "train.log_samples", "train.eval_steps",
+    "train.save_steps", "train.save_total_limit", "train.report_to", "train.run_name", "train.max_runtime",
     "train.max_bad_batches", "train.dry_step", "train.ddp_timeout", "train.ds3_gather_for_generation",
 }
 """Keys that a resumed run may change."""
@@ -39,18 +48,6 @@ and it may not fit into memory."""
 ERROR_MAY_CHANGE = re.compile(_REWARD + r"(max_length|missing|attempts|max_tokens|temperature|extra_body(\..+)?)")
 """And these, by which an answer has a score that had none, which ended the run: too long for its judge, without an
 opinion of the function, refused by a service, or with a reply that holds no number."""
-OF_RESULT = frozenset({
-    "train.total_episodes", "train.num_train_epochs", "train.max_steps", "train.metric_for_best_model",
-    "train.greater_is_better", "train.load_best_model_at_end", "value.save", "train.push_to_hub", "train.hub_model_id",
-    "train.hub_private_repo",
-})
-"""Keys of ``MAY_CHANGE`` without effect on a run that is finished, though they say what it leaves behind."""
-OF_END = frozenset({
-    "train.total_episodes", "train.num_train_epochs", "train.max_steps", "value.save", "train.push_to_hub",
-    "train.hub_model_id", "train.hub_private_repo",
-})
-"""Those of them that another run need not be made for if there are as many updates, and the critic, where it is to be
-kept, is there."""
 _ROUNDED = re.compile("|".join([*map(re.escape, sorted(OF_MEMORY)), _REWARD + "batch_size"]))
 
 
@@ -64,7 +61,7 @@ def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig,
         engine: what spreads this run over its processes.
     """
     before, now = record["num_processes"], dist.num_processes
-    keys = differences(saved.model_dump(mode="json"), config.model_dump(mode="json"))
+    keys = differences(saved, config)
     rounded = [key for key in keys if _ROUNDED.fullmatch(key)]
     if (before, record["engine"]) != (now, engine):
         told = (
@@ -114,9 +111,9 @@ def may_change(key: str, *, is_finished: bool = False) -> bool:
     return key in MAY_CHANGE or any(pattern.fullmatch(key) for pattern in of_rewards)
 
 
-def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
+def differences(saved: Section, config: Section) -> dict[str, str]:
     """What each key that differs between two configurations was and is."""
-    before, now = _leaves(saved), _leaves(config)
+    before, now = (_leaves(each.model_dump(mode="json")) for each in (saved, config))
     return {
         key: f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
@@ -124,7 +121,7 @@ def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     }
 
 
-def check_same_run(saved: dict[str, Any], config: dict[str, Any], path: Path) -> list[str]:
+def check_same_run(saved: RunConfig, config: RunConfig, path: Path) -> list[str]:
     """A line for every key that differs between a checkpoint's run and this one, and may.
 
     Raises:

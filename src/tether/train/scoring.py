@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tether.rewards.reading import Reads
 from tether.train.display import Display, NullDisplay
 from tether.train.judges import Judges, PolicyReader, check_sources, load_judges, load_reader
 from tether.train.saved import check_output, kept
-from tether.types import RewardBatch, RewardOutput
+from tether.types import RewardBatch, RewardOutput, RewardSource
 
 Answers = Sequence[tuple[JudgedRow, str]]
 """Answers, each with its row."""
@@ -89,15 +90,15 @@ def score_file(
     check_reward_columns(config.rewards, data.columns)
     check_contents(config.rewards, ((row.prompt or "", row.columns, row.place) for row in data.rows))
     answers = [(row, answer) for row in data.rows for answer in row.answers]
-    batches = [answers[start : start + BATCH] for start in range(0, len(answers), BATCH)]
-    _check_lengths(config, reader, batches, data.columns)
+    batches = [_batch(reader, answers[start : start + BATCH], data.columns) for start in range(0, len(answers), BATCH)]
+    _check_lengths(config, reader, batches, [row.place for row, _ in answers])
     first = _batch(reader, answers[:1], data.columns)
     try_sources(config.rewards, config.reward_names, first, reader.tokenizer)
     display.phase("loading models", 0, 1)
     judges = load_judges(config, reader)
     outputs: list[RewardOutput] = []
     with kept(output, lambda: _rows(data, outputs), display):
-        for scored in _scored(judges, batches, data.columns, display):
+        for scored in _scored(judges.rewards, batches, display):
             outputs.append(scored)
     totals, components = _joined(outputs)
     own = {name: values for name, values in components.items() if values != totals and not is_missing_share(name)}
@@ -193,32 +194,35 @@ def thirds(lengths: Sequence[int]) -> dict[str, list[int]]:
 
 
 def _check_lengths(
-    config: SourceConfig, reader: PolicyReader, batches: Sequence[Answers], columns: Sequence[str]
+    config: SourceConfig, reader: PolicyReader, batches: Sequence[RewardBatch], places: Sequence[str]
 ) -> None:
-    """Raises ``DataError`` for the first answer that is longer with its prompt than a model can read."""
+    """Raises ``DataError`` for the first answer that is longer with its prompt than a model can read.
+
+    Args:
+        places: the row of each answer of all batches in turn, for messages.
+    """
     models = [(key, reward) for key, reward in sources_of(config.rewards) if isinstance(reward, OwnModelReward)]
     rooms = [(key, reward, Room(reward, reader.tokenizer)) for key, reward in models]
     limited = [(key, reward, room) for key, reward, room in rooms if room.limit is not None]
-    for answers in batches if limited else ():
-        batch = _batch(reader, answers, columns)
+    ahead = iter(places)
+    for batch in batches if limited else ():
+        own = list(islice(ahead, len(batch)))
         for key, reward, room in limited:
-            for (row, _), length in zip(answers, room.lengths(batch), strict=True):
+            for place, length in zip(own, room.lengths(batch), strict=True):
                 if length > room.limit:
                     raise DataError(
-                        f"{row.place}, for {key}: prompt and answer have {length} tokens, {reward.path} reads "
+                        f"{place}, for {key}: prompt and answer have {length} tokens, {reward.path} reads "
                         f"{room.limit}: leave the row out, or take a model that reads more{or_raise(key, reward)}"
                     )
 
 
-def _scored(
-    judges: Judges, batches: Sequence[Answers], columns: Sequence[str], display: Display
-) -> Iterator[RewardOutput]:
+def _scored(rewards: RewardSource, batches: Sequence[RewardBatch], display: Display) -> Iterator[RewardOutput]:
     """What the sources say of all answers of all rows in turn, a batch at a time."""
     done, total = 0, sum(map(len, batches))
-    for answers in batches:
+    for batch in batches:
         display.phase("scoring", done, total)
-        yield judges.rewards.score(_batch(judges.reader, answers, columns))
-        done += len(answers)
+        yield rewards.score(batch)
+        done += len(batch)
     display.phase("scoring", total, total)
 
 

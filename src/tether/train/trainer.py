@@ -34,14 +34,13 @@ from tether.machine.distributed import met_by_all
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
 from tether.models.checkpoints import METRICS
-from tether.models.roles import POLICY, VALUE, Pass
+from tether.models.roles import POLICY, Pass
 from tether.report.limits import forward_type, scores_alike
-from tether.rewards.combine import WeightedSum
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState, last_complete
 from tether.train.costs import PassCosts, num_read, phase, product_rate, timed, with_rates
-from tether.train.critic_scale import rescale, score_scale
+from tether.train.critic_scale import scale_copy
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import out_of_step
 from tether.train.evaluate import evaluate
@@ -132,7 +131,7 @@ class PPOTrainer:
         """
         try:
             with self.stop, self.checkpoints.may_run_out():  # while something is saved, too: no signal takes it away
-                interrupted = self._fit()
+                return self._fit()
         except (GenerationError, TrainingError) as error:
             if self.state.had_tokens:
                 error.add_note(self.guard.marked(last_complete(self.config.output_dir)))
@@ -141,7 +140,6 @@ class PPOTrainer:
             if self.dist.is_main:
                 error.add_note(f"{self.checkpoints.way_on()}.")
             raise
-        return interrupted
 
     def _fit(self) -> str | None:
         if self.state.saved_step is None:
@@ -433,16 +431,10 @@ class PPOTrainer:
         first values are asked for."""
         if self.state.is_critic_scaled:
             return
-        self.state.is_critic_scaled, rewards = True, self.parts.rewards
-        is_copy = self.roles.has_critic and self.roles.role(VALUE).copies_reward
-        if not is_copy or not isinstance(rewards, WeightedSum) or not judged.components:
-            return  # of a judge of the caller's, or scores, nothing is known
-        norm = None if self.config.ppo.score_norm is None else moments
-        slope, shift = score_scale(rewards.parts, judged.components, norm)
-        if (slope, shift) != (1.0, 0.0):
-            rescale(self.roles, self.engine, self.dist, slope, shift)
-            name = rewards.parts[0].name
-            self.log.message(f"the critic starts at {slope:.3g} times the score of {name} plus {shift:.3g}")
+        self.state.is_critic_scaled = True
+        told = scale_copy(self.parts, judged.components, None if self.config.ppo.score_norm is None else moments)
+        if told is not None:
+            self.log.message(told)
 
     @torch.no_grad()
     def experience(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[Experience]:

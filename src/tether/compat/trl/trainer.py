@@ -365,8 +365,7 @@ class PPOTrainer:
         # The same number of updates as before; their share depends on the length of the run.
         same_warmup = saved.train.model_copy(update={"warmup_ratio": config.train.warmup_ratio})
         saved = saved.model_copy(update={"train": same_warmup})
-        before, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
-        self._dist.each(lambda: check_same_run(before, now, checkpoint))
+        self._dist.each(lambda: check_same_run(saved, config, checkpoint))
         if (told := told_of_move(saved, record, config, self._dist, self._engine.name)) is not None:
             display.message(told)
 

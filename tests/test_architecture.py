@@ -20,7 +20,7 @@ LEVELS = {
     "data": 1, "models": 1, "metrics": 1, "report": 1,
     "rewards": 2, "generation": 2, "machine": 2,
     "train": 3, "stages": 3,
-    "compat": 4, "demo": 4, "pipeline": 4,
+    "inference": 4, "compat": 4, "demo": 4, "pipeline": 4,
     "cli": 5,
     "__main__": 6,
 }  # fmt: skip

@@ -14,9 +14,9 @@ from tests.tiny import save_tiny
 from tests.train.test_run import weights
 from tether.cli.main import main
 from tether.config.load import load_config
+from tether.inference.evaluate import evaluate_path
 from tether.metrics.writers import read_jsonl
 from tether.train.run import train_policy
-from tether.train.saved import evaluate_path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PRESETS = ("preference_lora", "full_finetuning", "verifiable_reward")

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tether.config.source import load_sources
     from tether.errors import ConfigError, DataError, ModelError, RewardError, TetherError, TrainingError
     from tether.generation.fake import FakeGenerator
+    from tether.inference.evaluate import Evaluation, evaluate_path
+    from tether.inference.generate import generate_path
+    from tether.inference.scoring import score_file
     from tether.models.saving import merge_adapter
     from tether.pipeline import PipelineResult, run_pipeline
     from tether.report.html import write_report
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
     from tether.train.display import Display
     from tether.train.plan import Plan, plan
     from tether.train.run import RunResult, open_trainer, train_policy
-    from tether.train.saved import Evaluation, evaluate_path, generate_path
-    from tether.train.scoring import score_file
     from tether.types import (
         Completion,
         Generator,
@@ -49,7 +50,7 @@ _HOMES = {
     "ConfigError": "tether.errors",
     "DataError": "tether.errors",
     "Display": "tether.train.display",
-    "Evaluation": "tether.train.saved",
+    "Evaluation": "tether.inference.evaluate",
     "FakeGenerator": "tether.generation.fake",
     "FakeRewards": "tether.rewards.fake",
     "Generator": "tether.types",
@@ -68,8 +69,8 @@ _HOMES = {
     "SftStageConfig": "tether.config.sft_stage",
     "TetherError": "tether.errors",
     "TrainingError": "tether.errors",
-    "evaluate_path": "tether.train.saved",
-    "generate_path": "tether.train.saved",
+    "evaluate_path": "tether.inference.evaluate",
+    "generate_path": "tether.inference.generate",
     "load_config": "tether.config.load",
     "load_pipeline": "tether.config.pipeline",
     "load_sources": "tether.config.source",
@@ -77,7 +78,7 @@ _HOMES = {
     "open_trainer": "tether.train.run",
     "plan": "tether.train.plan",
     "run_pipeline": "tether.pipeline",
-    "score_file": "tether.train.scoring",
+    "score_file": "tether.inference.scoring",
     "train_policy": "tether.train.run",
     "train_reward_model": "tether.stages.reward",
     "train_sft": "tether.stages.sft",

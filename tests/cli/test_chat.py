@@ -16,11 +16,11 @@ from tether.config.sft_stage import SftStageConfig
 from tether.config.source import load_sources
 from tether.data.pairs import load_pairs
 from tether.errors import ModelError
+from tether.inference.chat import open_chat
+from tether.inference.generate import generate_path
+from tether.inference.judges import load_reader
 from tether.models.loading import load_causal_lm
-from tether.train.chat import open_chat
 from tether.train.inputs import load_data
-from tether.train.judges import load_reader
-from tether.train.saved import generate_path
 from tether.types import Completion
 
 OPTIONS = {"beside": None, "alone": False, "system": None, "response_length": 6, "temperature": 0.0, "seed": 1}
@@ -115,7 +115,7 @@ def test_without_a_chat_template_text_is_continued(tmp_path):
 
 def test_what_a_model_says_does_nothing_to_the_terminal(models, monkeypatch, capsys):
     typed(monkeypatch, "the cat\n")
-    monkeypatch.setattr("tether.train.chat.Chat._answer", lambda *args: "\x1b[2J[bold]x[/bold]")
+    monkeypatch.setattr("tether.inference.chat.Chat._answer", lambda *args: "\x1b[2J[bold]x[/bold]")
     assert main(["chat", str(models[0])]) == 0
     shown = capsys.readouterr().out
     assert "\\x1b[2J[bold]x[/bold]" in shown and "\x1b[2J" not in shown
@@ -138,10 +138,10 @@ def test_what_a_run_started_from_is_loaded_as_the_run_loaded_it(models, tmp_path
         loads.append((str(path), options.get("revision"), options.get("trust_remote_code", False)))
         return load_causal_lm(str(start) if path == "org/start" else path, dtype=None)
 
-    monkeypatch.setattr("tether.train.chat.check_model_path", lambda *args, **options: None)
+    monkeypatch.setattr("tether.inference.chat.check_model_path", lambda *args, **options: None)
     tokenizer = AutoTokenizer.from_pretrained(start)
-    monkeypatch.setattr("tether.train.chat.load_tokenizer", lambda *args, **options: tokenizer)
-    monkeypatch.setattr("tether.train.chat.load_causal_lm", load)
+    monkeypatch.setattr("tether.inference.chat.load_tokenizer", lambda *args, **options: tokenizer)
+    monkeypatch.setattr("tether.inference.saved.load_causal_lm", load)
     open_chat(str(out), **OPTIONS)
     assert loads == [(str(out), None, False), ("org/start", "v1.0", False)], "the run was trusted, its folder is not"
     del loads[:]

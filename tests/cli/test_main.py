@@ -270,7 +270,7 @@ class TestCalls:
             asked.append(trust_remote_code)
             return []
 
-        for place in ("models.saving.merge_adapter", "train.saved.generate_path", "train.chat.open_chat"):
+        for place in ("models.saving.merge_adapter", "inference.generate.generate_path", "inference.chat.open_chat"):
             monkeypatch.setattr(f"tether.{place}", noted)
         monkeypatch.setattr("tether.cli.talk.talk", lambda chat: None)
         (tmp_path / "config.yaml").write_text("model: {path: m, trust_remote_code: true}\nrewards: []\n")
@@ -286,15 +286,15 @@ class TestCalls:
         assert capsys.readouterr().err == f"tether: {tmp_path}: report.html cannot be written there: not allowed\n"
 
     def test_evaluate_shows_numbers_and_answers(self, monkeypatch, capsys):
-        from tether.train import saved
+        from tether.inference import evaluate
 
         calls = []
 
         def evaluate_path(run, prompts, *, output, display):
             calls.append((run, prompts, output))
-            return saved.Evaluation({"eval_scores": 0.25}, [{"prompt": "sea", "response": "foam", "score": 1.5}])
+            return evaluate.Evaluation({"eval_scores": 0.25}, [{"prompt": "sea", "response": "foam", "score": 1.5}])
 
-        monkeypatch.setattr(saved, "evaluate_path", evaluate_path)
+        monkeypatch.setattr(evaluate, "evaluate_path", evaluate_path)
         assert main(["evaluate", "runs/first", "--prompts", "p.jsonl", "-o", "out.jsonl"]) == 0
         assert calls == [(Path("runs/first"), "p.jsonl", Path("out.jsonl"))]
         shown = capsys.readouterr().out
@@ -303,7 +303,9 @@ class TestCalls:
     def test_generate_writes_lines_of_json_unless_a_file_is_named(self, monkeypatch, capsys):
         calls = []
         rows = [{"row": 0, "prompt": "sea", "response": "wäve", "finish_reason": "stop"}]
-        monkeypatch.setattr("tether.train.saved.generate_path", lambda *given, **named: calls.append(named) or rows)
+        monkeypatch.setattr(
+            "tether.inference.generate.generate_path", lambda *given, **named: calls.append(named) or rows
+        )
         assert main(["generate", "m", "--prompts", "p.jsonl", "--temperature", "0", "--response_length=8"]) == 0
         assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
         assert main(["generate", "m", "--prompts", "p.jsonl", "-o", "out.jsonl"]) == 0
@@ -315,7 +317,7 @@ class TestCalls:
 
     def test_generate_writes_valid_json_in_any_encoding(self, monkeypatch):
         rows = [{"row": 0, "prompt": "sea", "response": "wäve \U0001f30a \x7f"}]
-        monkeypatch.setattr("tether.train.saved.generate_path", lambda *given, **named: rows)
+        monkeypatch.setattr("tether.inference.generate.generate_path", lambda *given, **named: rows)
         for encoding in ("ascii", "latin-1", "utf-8"):
             out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
             monkeypatch.setattr(sys, "stdout", out)

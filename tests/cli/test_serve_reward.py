@@ -17,8 +17,8 @@ from tether.cli.main import main
 from tether.config.load import dump_config
 from tether.config.source import load_sources
 from tether.errors import ModelError, RewardError
+from tether.inference.judges import load_judges, load_reader
 from tether.rewards.server import RewardServer
-from tether.train.judges import load_judges, load_reader
 
 PROMPTS = ["the cat", [{"role": "system", "content": "be nice"}, {"role": "user", "content": "it is"}], "rain", "you"]
 RESPONSES = ["sees a dog", "good", "", "not very good and not very bad"]
@@ -190,7 +190,7 @@ def test_mistakes(tmp_path, monkeypatch, capsys, arguments, told):
 def test_an_address_that_is_taken_is_told_before_models_load(tmp_path, monkeypatch, capsys):
     file = tmp_path / "source.yaml"
     file.write_text(json.dumps(several(tmp_path)), encoding="utf-8")
-    monkeypatch.setattr("tether.train.judges.load_judges", lambda *given: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("tether.inference.judges.load_judges", lambda *given: pytest.fail("a model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["serve-reward", str(file), "--port", str(port)]) == 2
@@ -211,8 +211,8 @@ def test_the_address_is_free_again_when_models_cannot_be_loaded(tmp_path, monkey
 
     file = tmp_path / "source.yaml"
     file.write_text(json.dumps(several(tmp_path)), encoding="utf-8")
-    monkeypatch.setattr("tether.train.judges.RewardServer", Kept)
-    monkeypatch.setattr("tether.train.judges.load_judges", load)
+    monkeypatch.setattr("tether.inference.judges.RewardServer", Kept)
+    monkeypatch.setattr("tether.inference.judges.load_judges", load)
     assert main(["serve-reward", str(file), "--port", "0"]) == 2
     assert "its weights are gone" in capsys.readouterr().err
     assert [each.fileno() for each in bound] == [-1]

@@ -12,9 +12,10 @@ from tether.config.reward_stage import RewardStageConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.data.prompts import load_prompts
 from tether.errors import ConfigError, DataError
+from tether.inference.evaluate import evaluate_path
+from tether.inference.generate import generate_path
 from tether.stages import reward, sft
 from tether.train.inputs import load_data
-from tether.train.saved import evaluate_path, generate_path
 
 WORDS = ("cat", "dog", "sun", "sea", "day")
 
@@ -99,7 +100,8 @@ def test_prompts_of_the_command_line_are_whole_and_have_the_runs_columns(folder,
         read.append([prompt.source for prompt in load_prompts(prompts, *given, **options).prompts])
         raise StopIteration
 
-    monkeypatch.setattr("tether.train.saved.load_prompts", asked)
+    for name in ("evaluate", "generate"):
+        monkeypatch.setattr(f"tether.inference.{name}.load_prompts", asked)
     for answer in (evaluate_path, generate_path):
         with pytest.raises(StopIteration):
             answer(config.output_dir, tmp_path / "asked.jsonl")

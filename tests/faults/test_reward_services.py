@@ -20,10 +20,10 @@ from tests.train.test_run import assert_same_weights, reproducible, weights
 from tether.cli.main import main
 from tether.config.load import dump_config
 from tether.errors import CheckpointError, ConfigError, RewardError, RewardResponseError
+from tether.inference.evaluate import evaluate_path
 from tether.metrics.writers import read_jsonl
 from tether.train.run import train_policy
 from tether.train.same_run import SERVICE_MAY_CHANGE
-from tether.train.saved import evaluate_path
 
 FAILURES = {
     "49: 500 with scores": lambda n: Reply({"scores": [0.5] * n}, 500),

@@ -16,6 +16,8 @@ from tests.tiny import CHAT_TEMPLATE, EOS, tiny_bpe_tokenizer
 from tests.train.runs import tiny_run
 from tether.config.load import load_config as load_run
 from tether.errors import ModelError
+from tether.inference.evaluate import evaluate_path
+from tether.inference.generate import generate_path
 from tether.models import gguf
 from tether.models.gguf import GgufSource, gguf_source
 from tether.models.loading import load_causal_lm, load_config
@@ -24,7 +26,6 @@ from tether.models.saving import merge_adapter
 from tether.models.tokenizer import load_tokenizer
 from tether.train.plan import plan
 from tether.train.run import train_policy
-from tether.train.saved import evaluate_path, generate_path
 
 IDS = torch.tensor([[5, 8, 12, 17, EOS]])
 

@@ -17,10 +17,10 @@ from tests.tiny import EOS, save_tiny
 from tests.train.runs import REWARD, tiny_run
 from tether.config.source import SourceConfig
 from tether.generation.fake import FakeGenerator
+from tether.inference.scoring import score_file
 from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
 from tether.train.run import train_policy
-from tether.train.scoring import score_file
 
 ANSWERS = [
     [10, 11, 12, EOS], [20, EOS], [13, 14, 15, 16, 17, EOS], [21, 22, EOS],

@@ -16,6 +16,7 @@ from tests.tiny import tiny_bpe_tokenizer, tiny_tokenizer
 from tether.config.rewards import HttpReward
 from tether.config.source import SourceConfig
 from tether.errors import RewardError, RewardResponseError
+from tether.inference.judges import load_judges, load_reader
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.ensemble import Ensemble, uncertainty_weighted
 from tether.rewards.fake import FakeRewards
@@ -23,7 +24,6 @@ from tether.rewards.function import FunctionSource
 from tether.rewards.http import http_source
 from tether.rewards.server import asked
 from tether.rewards.tokens import check_token_scores, judged, steps
-from tether.train.judges import load_judges, load_reader
 from tether.types import RewardOutput
 
 TURNS = [("the cat", "good day nice"), ("it is", "bad"), ("rain", "a red sun")]

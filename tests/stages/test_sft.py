@@ -17,13 +17,14 @@ from tether.config.load import load_config
 from tether.config.schema import LoraConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
+from tether.inference.generate import generate_path
+from tether.inference.saved import run_config
 from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
 from tether.models.saving import verify_manifest
 from tether.models.tokenizer import load_tokenizer
 from tether.stages import running
 from tether.stages.sft import IGNORED, _dataset, load_data, train_sft
-from tether.train.saved import generate_path, run_config
 
 ROWS = [
     {"prompt": " ".join(words), "completion": f"{words[1]} is {'good' if words[1] == 'cat' else 'bad'}"}

@@ -16,9 +16,10 @@ from tests.train.trainers import move, noted_gradients, trainer_of
 from tether.config.source import SourceConfig
 from tether.errors import TrainingError
 from tether.generation.fake import FakeGenerator
+from tether.inference import judges
 from tether.metrics.writers import read_jsonl
 from tether.rewards.fake import FakeRewards
-from tether.train import costs, judges, optim
+from tether.train import costs, optim
 from tether.train.optim import LossScale
 from tether.train.run import open_trainer
 from tether.train.update import Update

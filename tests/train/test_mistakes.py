@@ -18,12 +18,15 @@ from tests.tiny import save_tiny, tiny_classifier, tiny_tokenizer
 from tests.train.runs import tiny_run, write_prompts
 from tether.config.load import dump_config
 from tether.errors import USER_ERRORS, ConfigError, DataError
+from tether.inference.evaluate import evaluate_path
+from tether.inference.generate import generate_path
+from tether.inference.saved import run_config
 from tether.machine.claim import claimed
 from tether.models import classifiers, loading
 from tether.train.display import NullDisplay
 from tether.train.inputs import check_data, load_data, resolved
+from tether.train.norms import read_norms
 from tether.train.run import train_policy
-from tether.train.saved import evaluate_path, generate_path, read_norms, run_config
 
 
 @pytest.fixture
@@ -283,7 +286,8 @@ def test_rewards_of_a_run_are_looked_for_before_prompts_are_read(tmp_path, monke
     save_tiny(config.output_dir)
     (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     (tmp_path / "rewards.py").unlink()
-    monkeypatch.setattr("tether.train.saved.load_prompts", lambda *args, **options: pytest.fail("prompts are read"))
+    for name in ("load_prompts", "load_prompt_sets"):
+        monkeypatch.setattr(f"tether.inference.evaluate.{name}", lambda *args, **options: pytest.fail("reads prompts"))
     with pytest.raises(ConfigError, match=r"^rewards\.0\.path: .*rewards\.py"):
         evaluate_path(config.output_dir, prompts=str(tmp_path / "prompts.jsonl"))
 
@@ -397,7 +401,7 @@ class TestLengths:
         save_tiny(config.output_dir)
         (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         with monkeypatch.context() as patch:
-            patch.setattr("tether.train.saved.try_sources", lambda *given: pytest.fail("enough"))
+            patch.setattr("tether.inference.evaluate.try_sources", lambda *given: pytest.fail("enough"))
             with pytest.raises(pytest.fail.Exception):
                 evaluate_path(config.output_dir, prompts=asked, display=said)
         assert said.messages[0].endswith("1 of 2 prompts, 1 dropped as longer than 8 tokens")

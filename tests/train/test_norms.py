@@ -13,10 +13,10 @@ from tests.train.test_run import assert_same_weights, reproducible, weights
 from tether.config.load import parse_config
 from tether.config.source import SourceConfig
 from tether.errors import ConfigError, TrainingError
+from tether.inference.evaluate import evaluate_path
+from tether.inference.judges import check_sources
 from tether.metrics.writers import read_jsonl
-from tether.train.judges import check_sources
 from tether.train.run import train_policy
-from tether.train.saved import evaluate_path
 
 SAMPLES = 12
 JUDGES = '''

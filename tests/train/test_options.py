@@ -19,6 +19,7 @@ from tests.train.runs import PROMPTS, tiny_run
 from tests.train.test_run import assert_same_weights, reproducible, weights
 from tether.errors import USER_ERRORS, TrainingError
 from tether.generation.fake import FakeGenerator
+from tether.inference.evaluate import evaluate_path
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import ModelRoles
 from tether.rewards.fake import FakeRewards
@@ -26,7 +27,6 @@ from tether.train import trainer, update
 from tether.train.display import NullDisplay
 from tether.train.inputs import load_data, tell_data
 from tether.train.run import train_policy
-from tether.train.saved import evaluate_path
 
 TEXTS = [
     {"prompt": "the cat sees", "completion": "a good dog"}, {"prompt": "you", "completion": "run"},

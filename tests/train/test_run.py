@@ -22,6 +22,8 @@ from tests.train.runs import PROMPTS, tiny_run
 from tests.train.test_whole_step import trainer_for
 from tether.errors import CheckpointError, ConfigError, RewardResponseError, TrainingError
 from tether.generation.hf import HFGenerator
+from tether.inference.evaluate import evaluate_path
+from tether.inference.generate import generate_path
 from tether.machine.distributed import Dist
 from tether.metrics import trackers as module
 from tether.metrics.writers import read_jsonl
@@ -32,7 +34,6 @@ from tether.train import folder, optim, run
 from tether.train.display import NullDisplay
 from tether.train.interrupt import StopRequest
 from tether.train.run import train_policy
-from tether.train.saved import evaluate_path, generate_path
 
 TRL_METRICS = {
     "eps", "objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward",
@@ -480,7 +481,7 @@ def test_answers_that_are_there_are_kept_when_the_rest_fails(tmp_path, monkeypat
 
     config = tiny_run(tmp_path)
     whole = generate_path(config.model.path, config.data.prompts, response_length=4)
-    monkeypatch.setattr("tether.train.saved.HFGenerator", Failing)
+    monkeypatch.setattr("tether.inference.generate.HFGenerator", Failing)
     with pytest.raises(error):
         generate_path(config.model.path, config.data.prompts, response_length=4, output=tmp_path / "some.jsonl")
     assert read_jsonl(tmp_path / "some.jsonl") == whole[-3:]

@@ -146,7 +146,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
 
     from tether.cli.display import RunDisplay
-    from tether.train.saved import evaluate_path
+    from tether.inference.evaluate import evaluate_path
 
     with RunDisplay() as display:
         result = evaluate_path(given.run, given.prompts, output=given.output, display=display)
@@ -176,8 +176,8 @@ def generate(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from tether.cli.display import RunDisplay
+    from tether.inference.generate import generate_path
     from tether.report.text import json_line
-    from tether.train.saved import generate_path
 
     with RunDisplay(Console(stderr=True)) as display:
         rows = generate_path(
@@ -218,7 +218,7 @@ def score(arguments: Sequence[str]) -> int:
     config = load_sources(given.source, overrides)
 
     from tether.cli.display import RunDisplay
-    from tether.train.scoring import score_file
+    from tether.inference.scoring import score_file
 
     with RunDisplay() as display:
         where = {"split": given.split, "subset": given.subset}
@@ -247,7 +247,7 @@ def serve_reward(arguments: Sequence[str]) -> int:
     config = load_sources(given.source, overrides)
 
     from tether.cli.display import RunDisplay
-    from tether.train.judges import serve_rewards
+    from tether.inference.judges import serve_rewards
 
     with RunDisplay() as display:
         reason = serve_rewards(config, host=given.host, port=given.port, display=display)

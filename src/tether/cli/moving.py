@@ -91,7 +91,7 @@ def chat(arguments: Sequence[str]) -> int:
 
     from tether.cli.display import RunDisplay
     from tether.cli.talk import talk
-    from tether.train.chat import open_chat
+    from tether.inference.chat import open_chat
 
     with RunDisplay() as display:
         display.phase("loading models", 0, 1)

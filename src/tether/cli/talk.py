@@ -14,7 +14,7 @@ from tether.errors import ConfigError, DataError
 from tether.report.text import visible
 
 if TYPE_CHECKING:
-    from tether.train.chat import Chat
+    from tether.inference.chat import Chat
 
 
 def talk(chat: Chat) -> None:

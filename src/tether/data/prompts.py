@@ -36,6 +36,11 @@ class PromptData:
     note: str
     """One line for the start of a run: where the prompts come from, how many are used and how many were dropped."""
 
+    @property
+    def longest_query(self) -> int:
+        """Tokens of the longest query."""
+        return max(len(prompt.token_ids) for prompt in self.prompts)
+
 
 def load_prompts(
     source: Sources,

@@ -268,7 +268,7 @@ def _check_layers(config: RunConfig, shape: PreTrainedConfig, *, is_fresh: bool)
 
 
 def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> None:
-    longest = max(len(prompt.token_ids) for each in data.prompt_sets for prompt in each.prompts)
+    longest = max(each.longest_query for each in data.prompt_sets)
     answer, budget = config.sampling.response_length, config.train.max_tokens_per_micro_batch
     if budget is not None and longest + answer > budget:
         raise ConfigError(

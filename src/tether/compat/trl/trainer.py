@@ -225,7 +225,7 @@ class PPOTrainer:
         self, read: Mapping[str, PreTrainedModel], sizes: Mapping[str, int], judges: Judges, prompts: PromptData
     ) -> None:
         """Checks that need both prompts and models."""
-        longest = max(len(prompt.token_ids) for prompt in prompts.prompts)
+        longest = prompts.longest_query
         check_positions(read, longest, self.args.response_length)
         check_tokens(sizes, self.processing_class, prompts.prompts)
         judges.check_columns(prompts.columns)

@@ -14,9 +14,9 @@ from tests.rewards.test_judge_source import says
 from tests.tiny import save_tiny
 from tether.config.source import SourceConfig
 from tether.errors import ConfigError, DataError, RewardError
+from tether.inference.scoring import accuracy, answer_tables, correlation, pair_tables, score_file, thirds
 from tether.metrics.writers import read_jsonl
 from tether.rewards.http import WANTED
-from tether.train.scoring import accuracy, answer_tables, correlation, pair_tables, score_file, thirds
 
 FUNCTION = """
 def letters(prompts, completions, bonus=None, **columns):
@@ -149,8 +149,8 @@ def test_a_judge_of_whole_conversations_reads_what_the_template_writes_behind_th
 
 @pytest.mark.parametrize("reads", ["ids", "text"])
 def test_a_row_that_no_model_can_read_is_told_before_any_loads(tmp_path, monkeypatch, reads):
-    monkeypatch.setattr("tether.train.scoring.load_judges", None)
-    monkeypatch.setattr("tether.train.scoring.BATCH", 3)
+    monkeypatch.setattr("tether.inference.scoring.load_judges", None)
+    monkeypatch.setattr("tether.inference.scoring.BATCH", 3)
     save_tiny(tmp_path / "policy")
     judge = {"type": "model", "path": str(save_tiny(tmp_path / "judge", num_labels=1)), "max_length": 16}
     keys = {"rewards": [judge | {"input_format": "auto" if reads == "ids" else "joined"}]}
@@ -163,7 +163,7 @@ def test_a_row_that_no_model_can_read_is_told_before_any_loads(tmp_path, monkeyp
 
 
 def test_services_and_functions_are_tried_before_a_model_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr("tether.train.scoring.load_judges", None)
+    monkeypatch.setattr("tether.inference.scoring.load_judges", None)
     file = written(tmp_path, {"prompt": "p", "response": "a"}, {"prompt": "p", "response": "b"})
     with local_service(lambda payload: Reply({}, 404)) as local:
         sources = config(tmp_path, {"type": "http", "url": local.url})
@@ -272,7 +272,7 @@ def test_a_source_that_cannot_score_is_an_error(tmp_path):
 
 
 def test_mistakes_are_told_before_a_model_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr("tether.train.scoring.load_judges", None)
+    monkeypatch.setattr("tether.inference.scoring.load_judges", None)
     file = written(tmp_path, {"prompt": "p", "response": "a"})
     with pytest.raises(DataError, match=r"FILE: no such file or folder: none\.jsonl"):
         score_file(config(tmp_path), "none.jsonl")
@@ -292,7 +292,7 @@ def test_rows_that_are_scored_are_kept_when_the_rest_fails(tmp_path, monkeypatch
     source = {"type": "function", "path": str(tmp_path / "picky.py"), "name": "picky"}
     sources, out = SourceConfig.model_validate({"rewards": [source]}), tmp_path / "out.jsonl"
     rows = [{"prompt": "p", "chosen": text, "rejected": "b"} for text in ("aaa", "aa", "a", "no")]
-    monkeypatch.setattr("tether.train.scoring.BATCH", 5)
+    monkeypatch.setattr("tether.inference.scoring.BATCH", 5)
     with pytest.raises(RewardError, match="picky"):
         score_file(sources, written(tmp_path, *rows), output=out)
     assert [(row["row"], row["chosen_score"], row["rejected_score"]) for row in read_jsonl(out)] == [

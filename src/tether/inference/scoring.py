@@ -15,6 +15,8 @@ from tether.data.judged import JudgedData, JudgedRow, load_judged
 from tether.data.pairs import pair_accuracy
 from tether.data.sources import check_source
 from tether.errors import DataError
+from tether.inference.judges import Judges, PolicyReader, check_sources, load_judges, load_reader
+from tether.inference.output import check_output, kept
 from tether.report.read import is_missing_share
 from tether.rewards.build import check_contents, check_reward_columns, try_sources
 from tether.rewards.combine import Part, WeightedSum
@@ -22,8 +24,6 @@ from tether.rewards.ensemble import Ensemble
 from tether.rewards.lengths import Room, or_raise
 from tether.rewards.reading import Reads
 from tether.train.display import Display, NullDisplay
-from tether.train.judges import Judges, PolicyReader, check_sources, load_judges, load_reader
-from tether.train.saved import check_output, kept
 from tether.types import RewardBatch, RewardOutput, RewardSource
 
 Answers = Sequence[tuple[JudgedRow, str]]
@@ -81,9 +81,9 @@ def score_file(
         DataError, ModelError: the file or a model is not usable.
         RewardError: an answer could not be scored.
     """
-    file, output, display = str(file), None if output is None else Path(output), display or NullDisplay()
+    file, display = str(file), display or NullDisplay()
     check_source(file, "FILE")
-    check_output(output)
+    output = check_output(output)
     check_sources(config)
     reader = load_reader(config)
     data = load_judged(file, split=split, subset=subset, key="FILE", is_chat=reader.is_chat)

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
 from tether.data.prompts import encoded_queries
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
-from tether.machine.distributed import Dist
-from tether.models.bitsandbytes import placed
+from tether.inference.saved import SavedPolicy, chat_keys, load_saved_policy, policy_config
 from tether.models.chat import templated
-from tether.models.loading import load_causal_lm
 from tether.models.paths import check_model_path
-from tether.models.tokenizer import load_tokenizer, stop_token_ids
-from tether.train.build import sampling_of
-from tether.train.saved import chat_keys, policy_config
-from tether.types import Message, Request, Sampling, noise_key
+from tether.models.tokenizer import load_tokenizer
+from tether.types import Message, Request, noise_key
 
 
 @dataclass
@@ -32,9 +28,8 @@ class Speaker:
 
     name: str
     """Where the model is from."""
-    model: PreTrainedModel
+    policy: SavedPolicy
     tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
     turns: list[Message] = field(default_factory=list)
     """What was said so far."""
 
@@ -82,8 +77,9 @@ class Chat:
             [self.keys["chat_template_kwargs"]],
             special_tokens=self.keys["special_tokens"],
         )
-        generator = HFGenerator(lambda: nullcontext(speaker.model), batch_size=1, device=speaker.model.device)
-        ((_, answer),) = generator.generate([Request(query, key)], speaker.sampling)
+        model = speaker.policy.model
+        generator = HFGenerator(lambda: nullcontext(model), batch_size=1, device=model.device)
+        ((_, answer),) = generator.generate([Request(query, key)], speaker.policy.sampling)
         return speaker.tokenizer.decode(answer.token_ids, skip_special_tokens=True).strip()
 
 
@@ -122,16 +118,19 @@ def open_chat(
         models.append(_Source(key, run.model.path, code | {"revision": run.model.revision}))
     for source in models:
         check_model_path(source.path, source.key, revision=source.options.get("revision"), takes_gguf=True)
-    asked = {"max_new_tokens": response_length, "temperature": temperature}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if min(asked.values(), default=1) < 0 or asked.get("max_new_tokens") == 0:
+    if (response_length is not None and response_length < 1) or (temperature is not None and temperature < 0):
         raise ConfigError("--response_length must be above 0, --temperature at least 0")
     keys = chat_keys(config)
     tokenizers = [load_tokenizer(source.path, **source.options) for source in models]
     # the run's own has its template already, which may be of a file that is not here
     template = tokenizers[0].chat_template
     tokenizers[1:] = [templated(other, keys["chat_template"], template) for other in tokenizers[1:]]
-    speakers = [_speaker(source, run, tokenizer, asked) for source, tokenizer in zip(models, tokenizers, strict=True)]
+    speakers = []
+    for source, tokenizer in zip(models, tokenizers, strict=True):
+        policy = load_saved_policy(
+            source.path, tokenizer, run, response_length=response_length, temperature=temperature, **source.options
+        )
+        speakers.append(Speaker(source.path, policy, tokenizer))
     return Chat(speakers, keys, keys["system_prompt"] if system is None else system or None, seed)
 
 
@@ -144,14 +143,3 @@ class _Source:
     path: str
     options: Mapping[str, Any]
     """Of loading."""
-
-
-def _speaker(
-    source: _Source, run: RunConfig | None, tokenizer: PreTrainedTokenizerBase, asked: Mapping[str, Any]
-) -> Speaker:
-    device = Dist().device
-    policy = load_causal_lm(source.path, dtype=None, device=device, **source.options)
-    placed(policy, device)
-    stops = stop_token_ids(tokenizer, policy.generation_config, run.sampling.stop_token if run else "eos")
-    sampling = sampling_of(run.sampling, stops) if run else Sampling(256, 1.0, stops)
-    return Speaker(source.path, policy, tokenizer, replace(sampling, **asked))

@@ -1,0 +1,112 @@
+"""The policy that a run saved, judged on prompts by the run's own reward sources: ``tether evaluate``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tether.algo import ScoreMoments
+from tether.config.rewards import measured_norms
+from tether.data.prompts import load_prompts
+from tether.data.sources import check_source
+from tether.data.splits import whole_splits
+from tether.errors import ConfigError
+from tether.inference.output import check_output
+from tether.inference.saved import run_config
+from tether.machine.distributed import Dist
+from tether.metrics.writers import JsonlWriter
+from tether.models.fit import check_positions
+from tether.models.loading import load_config as load_shape
+from tether.models.paths import check_model_path, own_weights
+from tether.models.saving import load_policy
+from tether.models.tokenizer import load_tokenizer
+from tether.rewards.build import check_rewards, try_sources
+from tether.rewards.norms import normalised
+from tether.train.build import build_parts
+from tether.train.display import Display, NullDisplay
+from tether.train.evaluate import evaluate
+from tether.train.inputs import OF_SCRIPT, RunData, check_judged, first_answer, load_prompt_sets, resolved
+from tether.train.norms import read_norms
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A policy judged on prompts."""
+
+    metrics: dict[str, float]
+    """``eval_scores`` and the rest, as in metrics.jsonl."""
+    samples: list[dict[str, Any]]
+    """Every prompt with its answer, as in samples.jsonl."""
+
+
+def evaluate_path(
+    run: str | Path,
+    prompts: str | Path | None = None,
+    *,
+    output: str | Path | None = None,
+    display: Display | None = None,
+) -> Evaluation:
+    """Answers prompts with the policy that a run saved in ``run`` and scores them by the run's own reward sources.
+
+    Args:
+        run: the run's output folder, or a checkpoint in it.
+        prompts: prompts to answer; the run's held-out prompts if left out.
+        output: file for the rows of samples.jsonl.
+
+    Raises:
+        ConfigError: ``run`` belongs to no run, there are no prompts, the reward sources cannot judge these, or
+            ``output`` exists or cannot be written.
+        DataError, ModelError: what the run needs is not there any more.
+    """
+    run, display = Path(run), display or NullDisplay()
+    config = run_config(run)
+    if config is None:
+        raise ConfigError(
+            f"{run} is neither the folder of a run of `tether ppo`, which has rewards, nor a checkpoint in one"
+        )
+    if config.data.prompts == OF_SCRIPT and not Path(OF_SCRIPT).exists():
+        raise ConfigError(
+            f"{run}: its run was made by a script on tether.compat.trl, with prompts and rewards that only the script "
+            "has; evaluate there, by PPOTrainer.evaluate()"
+        )
+    if prompts is not None:
+        prompts = str(prompts)
+        check_source(prompts, "--prompts")
+    elif not config.data.has_eval:
+        raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
+    check_model_path(str(run), str(run))
+    output = check_output(output)
+    check_rewards(config.rewards)
+    # The trained policy brings its own weights; the critic is not asked.
+    config = resolved(config)
+    config = config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
+    has_norms = config.ppo.score_norm is not None or measured_norms(config.rewards)
+    moments, sources = read_norms(run) if has_norms else (ScoreMoments(), {})
+    tokenizer = load_tokenizer(str(run), trust_remote_code=config.model.trust_remote_code)
+    if prompts is None:
+        _, data = load_prompt_sets(config, tokenizer)
+    else:
+        length = config.data.max_prompt_length
+        # parts that are held out are parts of the run's own prompts
+        options = {"split": whole_splits(config.data.eval_split), "max_prompt_length": length, "key": "--prompts"}
+        options["columns"] = config.data.columns
+        data = load_prompts(prompts, tokenizer, **options, **config.data.chat)
+    if data.num_too_long:
+        display.message(f"prompts: {data.note}")
+    base, revision = own_weights(str(run))
+    shape = load_shape(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
+    words = {"key": "the run's sampling.response_length", "way_out": "leave longer prompts out"}
+    check_positions(shape, data.longest_query, config.sampling.response_length, **words)
+    for note in check_judged(config, [data], tokenizer):
+        display.message(f"warning: {note}")
+    run_data = RunData(tokenizer, data, data, None)
+    try_sources(config.rewards, config.reward_names, first_answer(run_data), tokenizer)
+    display.phase("loading models", 0, 1)
+    parts = build_parts(config, run_data, None, Dist())
+    parts = replace(parts, rewards=normalised(parts.rewards, sources))
+    load_policy(parts.roles, run, trust_remote_code=config.model.trust_remote_code)
+    metrics, samples = evaluate(parts, config, moments, phase=display.phase, check=lambda: None)
+    if output is not None:
+        JsonlWriter(output).write_all(samples)
+    return Evaluation(metrics, samples)

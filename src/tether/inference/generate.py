@@ -1,0 +1,118 @@
+"""Prompts answered by a model, an adapter, or the policy that a run saved: ``tether generate``."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from tether.config.schema import RunConfig
+from tether.data.prompts import load_prompts
+from tether.data.sources import check_source
+from tether.errors import ConfigError
+from tether.generation.hf import HFGenerator
+from tether.inference.output import check_output, kept
+from tether.inference.saved import DEFAULT_LENGTH, chat_keys, load_saved_policy, policy_config
+from tether.models.fit import check_positions, steady_positions, steady_positions_told
+from tether.models.loading import load_config as load_shape
+from tether.models.paths import check_model_path, own_weights
+from tether.models.tokenizer import load_tokenizer
+from tether.train.display import Display, NullDisplay
+from tether.types import Request, noise_key
+
+
+@torch.no_grad()
+def generate_path(
+    model: str | Path,
+    prompts: str | Path,
+    *,
+    output: str | Path | None = None,
+    response_length: int | None = None,
+    max_prompt_length: int | None = None,
+    temperature: float | None = None,
+    system: str | None = None,
+    seed: int = 42,
+    trust_remote_code: bool = False,
+    display: Display | None = None,
+) -> list[dict[str, Any]]:
+    """Answers prompts with a model, an adapter, or the policy that a run saved, sampled as its run did.
+
+    Answers that are there when it is interrupted, or fails, are in ``output`` all the same.
+
+    Args:
+        model: folder or hub id.
+        prompts: prompts to answer.
+        output: JSONL file for the answers.
+        response_length: most tokens of an answer; the run's, or 256.
+        max_prompt_length: tokens of the longest query that is answered; the run's, or what the model's positions leave
+            beside an answer, 2048 at most.
+        temperature: 0 takes the most likely token; the run's, or 1.
+        system: system prompt; the run's if None, none if empty.
+        trust_remote_code: whether code that comes with the model is run, whatever a configuration beside it says.
+
+    Returns:
+        A row for each prompt, in order: its number, ``prompt``, ``response`` and ``finish_reason``.
+
+    Raises:
+        ConfigError: ``output`` exists or cannot be written, or prompts and answers do not fit into the model's
+            positions.
+        DataError, ModelError: prompts or model are not usable.
+    """
+    model, prompts, display = str(model), str(prompts), display or NullDisplay()
+    check_model_path(model, "model", takes_gguf=True)
+    check_source(prompts, "--prompts")
+    output = check_output(output)
+    config = policy_config(Path(model))
+    run = config if isinstance(config, RunConfig) else None
+    code = {"trust_remote_code": trust_remote_code}
+    chat = chat_keys(config) if system is None else chat_keys(config) | {"system_prompt": system or None}
+    tokenizer = load_tokenizer(model, **code)
+    base, revision = own_weights(model)
+    shape = load_shape(base, revision=revision, **code)
+    longest_answer = response_length or (run.sampling.response_length if run else DEFAULT_LENGTH)
+    data = load_prompts(
+        prompts,
+        tokenizer,
+        split="train",
+        max_prompt_length=max_prompt_length
+        or (run.data.max_prompt_length if run else _room_for_prompts(shape, longest_answer)),
+        key="--prompts",
+        columns=config.data.columns if config else None,
+        **chat,
+    )
+    if data.num_too_long:
+        display.message(f"prompts: {data.note}")
+    words = {"key": "--response_length", "way_out": "lower it, or --max_prompt_length"}
+    check_positions(shape, data.longest_query, longest_answer, **words)
+    display.phase("loading the model", 0, 1)
+    policy = load_saved_policy(
+        model, tokenizer, run, response_length=longest_answer, temperature=temperature, **code
+    )
+    generator = HFGenerator(lambda: nullcontext(policy.model), batch_size=16, device=policy.model.device)
+    requests = [Request(p.token_ids, noise_key(seed, "generate", p.row, 0)) for p in data.prompts]
+    rows: list[dict[str, Any]] = [{} for _ in requests]
+    display.phase("answers", 0, len(rows))
+    with kept(output, lambda: [row for row in rows if row], display):
+        for done, (i, answer) in enumerate(generator.generate(requests, policy.sampling), start=1):
+            rows[i] = {
+                "row": data.prompts[i].row,
+                "prompt": data.prompts[i].source,
+                "response": tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+                "finish_reason": answer.finish_reason,
+            }
+            display.phase("answers", done, len(rows))
+    return rows
+
+
+def _room_for_prompts(shape: PreTrainedConfig, longest_answer: int) -> int:
+    """Tokens of the longest query that a model of no run is given."""
+    limit = steady_positions(shape)
+    if limit is not None and limit <= longest_answer:
+        raise ConfigError(
+            f"--response_length {longest_answer} leaves no positions for prompts, the model has "
+            f"{steady_positions_told(shape)}: lower it"
+        )
+    return 2048 if limit is None else min(2048, limit - longest_answer)

@@ -1,0 +1,93 @@
+"""What a run saved: its configuration, and its policy, ready to answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.config import text
+from tether.config.chat import ChatKeys
+from tether.config.load import load_config, read_file
+from tether.config.schema import RunConfig
+from tether.config.sft_stage import SftStageConfig
+from tether.machine.distributed import Dist
+from tether.models.bitsandbytes import placed
+from tether.models.checkpoints import run_folders
+from tether.models.loading import load_causal_lm
+from tether.models.tokenizer import stop_token_ids
+from tether.train.build import sampling_of
+from tether.train.folder import CONFIG
+from tether.types import Sampling
+
+DEFAULT_LENGTH = 256
+"""Most tokens of an answer of a model of no run."""
+
+
+def _section(file: Path) -> type[RunConfig] | type[SftStageConfig] | None:
+    """The class of a file called config.yaml, by its keys; None if it is of nothing that makes policies."""
+    try:
+        data = text.parse(read_file(file)).data
+    except text.TextError:
+        return RunConfig  # the reader of configurations says what is wrong with it
+    if not isinstance(data, dict) or "rewards" in data:
+        return RunConfig
+    read = data.get("data")
+    return SftStageConfig if isinstance(read, dict) and "demonstrations" in read else None
+
+
+def run_config(path: Path) -> RunConfig | None:
+    """The configuration of the PPO run that a policy is of, at its root or in a checkpoint in it; None if of none."""
+    config = policy_config(path)
+    return config if isinstance(config, RunConfig) else None
+
+
+def policy_config(path: Path) -> RunConfig | SftStageConfig | None:
+    """The configuration of the run of PPO or SFT that a policy is of, at its root or in a checkpoint in it."""
+    file = next((folder / CONFIG for folder in run_folders(path) if (folder / CONFIG).is_file()), None)
+    section = None if file is None else _section(file)
+    return None if section is None else load_config(file, section=section)
+
+
+def chat_keys(config: RunConfig | SftStageConfig | None) -> dict[str, Any]:
+    """How conversations become text for a policy of this run; as by default for one of none."""
+    return ChatKeys().chat if config is None else config.data.chat
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """A policy that answers, and how it is sampled."""
+
+    model: PreTrainedModel
+    sampling: Sampling
+    """As in its run; of a model of no run at most 256 tokens at temperature 1."""
+
+
+def load_saved_policy(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunConfig | None,
+    *,
+    response_length: int | None,
+    temperature: float | None,
+    **options: Any,
+) -> SavedPolicy:
+    """Loads a model onto the device of this process.
+
+    Args:
+        run: whose sampling is used.
+        response_length, temperature: in place of the run's, where they are given.
+        options: of loading.
+    """
+    device = Dist().device
+    model = load_causal_lm(path, dtype=None, device=device, **options)
+    placed(model, device)
+    stops = stop_token_ids(tokenizer, model.generation_config, run.sampling.stop_token if run else "eos")
+    sampling = sampling_of(run.sampling, stops) if run else Sampling(DEFAULT_LENGTH, 1.0, stops)
+    if response_length is not None:
+        sampling = replace(sampling, max_new_tokens=response_length)
+    if temperature is not None:
+        sampling = replace(sampling, temperature=temperature)
+    return SavedPolicy(model, sampling)

@@ -22,8 +22,8 @@ from tether.models.device import is_intel
 LEAST = 2**20
 """Multiplications of a product that is oneDNN's; smaller ones take less time than it takes to call it."""
 
-FEW_ROWS = 40
-"""Rows of an input up to which a product is given to MKL the other way round; with more it gains little."""
+FEW_ROWS = 96
+"""Rows of an input up to which a product is given to MKL the other way round; with 128 it gains nothing."""
 
 LEAST_OF_FEW = 2**18
 """Multiplications of such a product."""

@@ -114,6 +114,8 @@ def train_by(judge: Path, folder: Path, *, model: Path, updates: int, seed: int,
         ],
     )
     run = train_policy(config, display=display)
+    if run.interrupted is not None:
+        raise SystemExit(130)
     return outcome(read_jsonl(run.output_dir / SAMPLES), reward="bert", judge=vader.compound)
 
 

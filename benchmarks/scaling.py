@@ -28,8 +28,8 @@ import torch  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from benchmarks.gpu.speed import save_random  # noqa: E402
+from benchmarks.whole import whole_run  # noqa: E402
 from tether.config.schema import RunConfig  # noqa: E402
-from tether.train.run import train_policy  # noqa: E402
 
 BATCHES, LENGTHS = (64, 256, 1024, 4096), (16, 64, 256, 1024)
 SHAPE = {
@@ -112,7 +112,7 @@ def episode_cost(model: Path, batch: int, tokens: int) -> float:
             "train": {"max_steps": 2, "rollout_batch_size": batch, "micro_batch_size": 16, "bf16": False},
             "output_dir": str(Path(folder) / "run"),
         }
-        train_policy(RunConfig.model_validate(sections), callbacks=[seconds])
+        whole_run(RunConfig.model_validate(sections), callbacks=[seconds])
     return (seconds.stamps[2] - seconds.stamps[1]) / batch
 
 

@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,11 +25,13 @@ from benchmarks.decode import smollm2  # noqa: E402
 from benchmarks.flat import more_memory  # noqa: E402
 from tether.config.schema import RunConfig  # noqa: E402
 from tether.data.collate import collate, plan_micro_batches  # noqa: E402
+from tether.errors import ConfigError  # noqa: E402
 from tether.generation import batch as decoding_batch  # noqa: E402
 from tether.generation.batch import Decoding, drawn_tokens  # noqa: E402
 from tether.generation.hf import HFGenerator  # noqa: E402
 from tether.machine import heap  # noqa: E402
 from tether.models.build import build_roles  # noqa: E402
+from tether.models.compiled import check_compile, compile_layers, compiled_layers  # noqa: E402
 from tether.models.forward import response_outputs  # noqa: E402
 from tether.models.heads import ScalarHead  # noqa: E402
 from tether.models.loading import load_causal_lm  # noqa: E402
@@ -337,7 +339,33 @@ def autocast(bench: Bench) -> Iterator[Row]:
     yield "bfloat16 autocast: forward and backward", "s", *bench.seconds(lambda: passed(False), lambda: passed(True))
 
 
-TRICKS = (products, few_rows, logits, lengths, rows, cache, draws, optimizer, roles, autocast)
+def compiled(bench: Bench) -> Iterator[Row]:
+    """Layers through torch.compile: the first pass, which waits for the compiler, and those after it."""
+    batch = bench.batch()
+    try:
+        check_compile("compiled", "cpu")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return
+    compile_layers(bench.model)
+
+    def passed(scope: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+        with scope(bench.model):
+            out = response_outputs(bench.model, batch, temperature=1.0)
+        out.logprobs.sum().backward()
+        bench.model.zero_grad(set_to_none=True)
+
+    actions = (lambda: passed(nullcontext), lambda: passed(compiled_layers))
+    first = []
+    for action in actions:
+        start = time.perf_counter()
+        action()
+        first.append(time.perf_counter() - start)
+    yield "layers through torch.compile: the first forward and backward, by the clock", "s", *first
+    yield "the same, once compiled", "s", *bench.seconds(*actions)
+
+
+TRICKS = (products, few_rows, logits, lengths, rows, cache, draws, optimizer, roles, autocast, compiled)
 
 
 def main() -> int:

@@ -11,8 +11,8 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks.peers.job import SETTINGS, Job, Outcome, read_job, resident_peak
+from benchmarks.whole import whole_run
 from tether.config.schema import RunConfig
-from tether.train.run import train_policy
 
 
 class Meter(TrainerCallback):
@@ -78,7 +78,7 @@ def train(job: Job) -> Outcome:
     """Trains, and returns the measurements."""
     torch.set_num_threads(job.threads)
     meter = Meter()
-    updates = train_policy(config_of(job), callbacks=[meter]).updates
+    updates = whole_run(config_of(job), callbacks=[meter]).updates
     seconds = [end - start for start, end in zip(meter.stamps, meter.stamps[1:], strict=False)]
     peaks = [value for update in updates for name, value in update.items() if name.startswith("memory/")]
     return Outcome(

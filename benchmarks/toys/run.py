@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from benchmarks.toys.language import END, Language, toy
 from benchmarks.toys.tables import TableGenerator, table_roles
+from benchmarks.whole import end_if_interrupted
 from tether.config.schema import RunConfig
 from tether.metrics.trackers import Trackers
 from tether.rewards.function import FunctionSource
@@ -168,5 +169,5 @@ def train_tables(language: Language, folder: Path, changes: Mapping[str, Any]) -
         trainer.freeze_norms()
         moments = trainer.state.score_moments
         aim = replace(language, scores=(language.scores - moments.mean) / moments.var**0.5)
-    trainer.fit()
+    end_if_interrupted(trainer.fit())
     return Course(config.train.rollout_batch_size, regrets)

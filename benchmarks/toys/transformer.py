@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, Lla
 
 from benchmarks.toys.language import END, Language, toy
 from benchmarks.toys.run import AfterUpdates, Course, toy_config, toy_prompts, toy_tokenizer
+from benchmarks.whole import whole_run
 from tether.data.collate import collate
 from tether.models.loading import load_causal_lm
-from tether.train.run import train_policy
 
 
 def transformer_config(language: Language, kind: str, hidden: int) -> LlamaConfig | GPT2Config:
@@ -116,5 +116,5 @@ def train_transformer(name: str, model: Path, folder: Path, changes: Mapping[str
 
     own = {"model.path": str(model), "data.prompts": str(prompts)}
     config = toy_config(language, folder, own | dict(changes))
-    train_policy(config, callbacks=[AfterUpdates(measure)])
+    whole_run(config, callbacks=[AfterUpdates(measure)])
     return Course(config.train.rollout_batch_size, regrets)

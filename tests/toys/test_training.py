@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks.toys.language import END, random_language
-from benchmarks.toys.run import judged, table_trainer, toy_config
+from benchmarks.toys.run import judged, table_trainer, toy_config, train_tables
 
 from tether import algo
 from tether.rewards.function import FunctionSource
@@ -152,3 +152,9 @@ def test_a_defect_keeps_the_trainer_from_it(tmp_path, monkeypatch, defect):
 @pytest.mark.parametrize("case", OTHER_OBJECTIVES)
 def test_another_objective_leads_elsewhere(tmp_path, case):
     assert regret(tmp_path, **OTHER_OBJECTIVES[case]) > 2 * MOST_REGRET
+
+
+def test_a_run_that_was_interrupted_is_not_measured(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="130"):
+        train_tables(LANGUAGE, tmp_path, SETTINGS | {"train.max_runtime": 1e-9})
+    assert capsys.readouterr().err == "stopped by max_runtime of 1e-09 h: nothing was measured\n"

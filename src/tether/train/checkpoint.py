@@ -5,7 +5,7 @@
       tether_state/state.json        counters, KL coefficient, score statistics, best evaluation, configuration
       tether_state/roles.safetensors trained weights of policy and critic, in the dtypes used in training
       tether_state/optimizers.pt     optimizers and schedules, tensors and numbers only
-      tether_state/average.safetensors    moving average of the trained weights, if kept; the policy above has it then
+      tether_state/average.safetensors    moving average of the trained weights, if kept, also in the policy above
       tether_state/random.pt         states of the random generators of Python, NumPy and torch in each process, which
                                      reward functions may draw from
       manifest.json                  size and SHA-256 of every file

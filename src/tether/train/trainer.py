@@ -380,7 +380,7 @@ class PPOTrainer:
         """Generates the policy's answers to this update's prompts, those to one prompt in neighboring rows.
 
         Args:
-            ask: whether reward sources that wait for other services are asked about answers as they finish.
+            ask: whether reward sources that wait for something external are asked about answers as they finish.
         """
         draws, each = self.stream.batch(self.state.step), self.config.sampling.num_generations
         asked = [(self.parts.prompts[i], draw * each + sample) for i, draw in draws for sample in range(each)]

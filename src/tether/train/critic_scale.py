@@ -1,7 +1,7 @@
 """The scale of a critic that starts as a copy of the first reward source.
 
-Such a critic predicts the source's score. The scores to train on result from it by the source's weight and norm, other
-sources, and the normalization of the sum, all of which are known when the first rollout batch is scored.
+Such a critic predicts the source's score. The scores to train on also depend on the source's weight and norm, on other
+sources, and on the normalization of the sum, all of which are known when the first rollout batch is scored.
 """
 
 from __future__ import annotations

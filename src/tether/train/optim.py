@@ -179,7 +179,7 @@ class PassOptimizer:
 
 
 def build_optimizers(config: RunConfig, roles: ModelRoles, num_updates: int) -> list[PassOptimizer]:
-    """One AdamW for each pass: one each for policy and critic, or one for both if they share a trunk.
+    """One AdamW for each pass: policy and critic have one each, or a common one if they share a trunk.
 
     The schedule of a policy with its own optimizer begins after critic warm-up.
     """
@@ -280,7 +280,7 @@ def check_schedule(config: RunConfig, num_updates: int) -> None:
 
 
 def _check_options(train: TrainConfig) -> None:
-    """Raises ``ConfigError`` for an option that the schedule does not accept, that is missing, or has a bad value."""
+    """Raises ``ConfigError`` for an option that is not accepted by the schedule, is missing, or has a bad value."""
     name, given, key = train.lr_scheduler_type, train.lr_scheduler_kwargs, "train.lr_scheduler_kwargs"
     for option, value in given.items():
         if option not in _OPTIONS[name]:

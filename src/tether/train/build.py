@@ -1,4 +1,4 @@
-"""The parts of a run, and its trainer, as the configuration asks for them."""
+"""Builds the parts of a run and its trainer from the configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tether.train.trainer import PPOTrainer
 from tether.types import RewardSource, Sampling
 
 BASE = "base"
-"""Folder of a run with the model that its adapters are on, where that was a GGUF file."""
+"""Folder in a run's output with the base model of its adapters, if that was a GGUF file."""
 
 
 def build_trainer(
@@ -42,7 +42,7 @@ def build_trainer(
     callbacks: Sequence[TrainerCallback],
     dist: Dist,
 ) -> PPOTrainer:
-    """Loads the models and puts the trainer together."""
+    """Loads the models and builds the trainer."""
     set_seed((config.train.seed + dist.rank) % 2**32)
     events = Callbacks(callbacks, config, len(data.prompts.prompts))
     if config.train.offload_idle_roles and not has_own_memory(dist.device):
@@ -54,7 +54,7 @@ def build_trainer(
 
 
 def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, dist: Dist) -> Parts:
-    """Models, generator and reward sources as the resolved configuration asks for them."""
+    """Models, generator and reward sources for a resolved configuration."""
     tokenizer = data.tokenizer
     config = with_base(config)
     engine = build_engine(dist)
@@ -95,12 +95,12 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
 
 
 def is_from_gguf(config: RunConfig) -> bool:
-    """Whether a run trains an adapter on a GGUF model, which is written down as the base that the adapter names."""
+    """Whether a run trains an adapter on a GGUF model, which is then saved as the base that the adapter names."""
     return config.model.lora is not None and gguf_source(config.model.path) is not None
 
 
 def with_base(config: RunConfig) -> RunConfig:
-    """The configuration with the folder that ``write_base`` wrote in the policy's place, if it did."""
+    """The configuration with ``model.path`` replaced by the folder that ``write_base`` wrote, if it exists."""
     base = config.output_dir / BASE
     if not is_from_gguf(config) or not base.is_dir():
         return config
@@ -108,10 +108,10 @@ def with_base(config: RunConfig) -> RunConfig:
 
 
 def write_base(model: ModelConfig, folder: Path, *, is_kept: bool) -> None:
-    """Writes a GGUF model as a plain folder in float32: the base that a saved adapter names.
+    """Writes a GGUF model as a plain model folder in float32: the base that a saved adapter names.
 
     Args:
-        is_kept: whether one that is there is this run's already.
+        is_kept: whether an existing folder already belongs to this run.
     """
     if is_kept and folder.is_dir():
         return
@@ -122,7 +122,7 @@ def write_base(model: ModelConfig, folder: Path, *, is_kept: bool) -> None:
 
 
 def sampling_of(config: SamplingConfig, stop_token_ids: frozenset[int]) -> Sampling:
-    """How a run draws its answers."""
+    """Sampling settings of a run's answers."""
     return Sampling(config.response_length, config.temperature, stop_token_ids, config.top_p, config.top_k)
 
 

@@ -1,4 +1,4 @@
-"""``transformers.TrainerCallback`` as the extension point; one step is one update."""
+"""Extension by ``transformers.TrainerCallback``; one step is one update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tether.errors import CheckpointError
 from tether.train.checkpoint import RunState, improves
 
 KEPT_LINES = 1000
-"""The newest updates and evaluations that ``state.log_history`` holds; metrics.jsonl has all."""
+"""Number of latest updates and evaluations kept in ``state.log_history``; metrics.jsonl has all."""
 
 
 def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments:
@@ -53,24 +53,24 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
         run_name=train.run_name or str(config.output_dir),
         report_to="none",
         disable_tqdm=True,
-        accelerator_config={"use_configured_state": is_initialized()},  # which would be taken away otherwise
+        accelerator_config={"use_configured_state": is_initialized()},  # its state would be reset otherwise
     )
-    # Not as an argument: with it those wants evaluations and saves at the same steps, here the best saves itself.
+    # Not as an argument, which would require evaluations and saves at the same steps; here the best is saved anyway.
     args.load_best_model_at_end = train.load_best_model_at_end
     return args
 
 
 def _named_schedule(train: TrainConfig) -> str:
-    """The schedule; a constant one for those that follow a metric, which ``TrainingArguments`` does not take here."""
+    """The schedule, or "constant" for those that follow a metric, which ``TrainingArguments`` does not accept here."""
     return "constant" if train.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") else train.lr_scheduler_type
 
 
 class Callbacks:
-    """Calls every callback at the events of a run and keeps what they ask for.
+    """Calls every callback at the events of a run and keeps their requests.
 
     Args:
-        num_prompts: prompts in the training data.
-        args, state: what callbacks are given, for callers that have these; made from the configuration otherwise.
+        num_prompts: number of prompts in the training data.
+        args, state: passed to callbacks; made from the configuration if omitted.
     """
 
     def __init__(
@@ -98,19 +98,19 @@ class Callbacks:
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def attach(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Hands over the policy and its tokenizer, which every later event is given."""
+        """Sets the policy and its tokenizer, which are passed to callbacks at every later event."""
         self._model, self._tokenizer = model, tokenizer
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a callback asked for the end of training."""
+        """Whether a callback requested the end of training."""
         return self.control.should_training_stop
 
     def exported(self) -> dict[str, list[dict[str, Any]]]:
-        """By class, what callbacks that have a state remember.
+        """States of the callbacks that have one, by class.
 
         Raises:
-            CheckpointError: one remembers what JSON cannot hold.
+            CheckpointError: a state cannot be written as JSON.
         """
         found: dict[str, list[dict[str, Any]]] = {}
         for callback in self.callbacks:
@@ -123,10 +123,10 @@ class Callbacks:
         return found
 
     def resume(self, state: RunState, history: Sequence[Mapping[str, Any]]) -> None:
-        """Goes on from a checkpoint.
+        """Resumes from a checkpoint.
 
         Args:
-            history: the metrics of the updates and evaluations before it.
+            history: metrics of the updates and evaluations before it.
         """
         self.state.global_step, self.state.best_metric = state.step, state.best_metric
         self.state.best_global_step = state.best_step
@@ -140,16 +140,16 @@ class Callbacks:
                     setattr(callback, name, value)
 
     def train_begin(self) -> None:
-        """Before the first update."""
+        """Called before the first update."""
         self.call("on_train_begin")
 
     def step_begin(self) -> None:
-        """Before an update."""
+        """Called before an update."""
         self.control.should_evaluate = self.control.should_save = self.control.should_log = False
         self.call("on_step_begin")
 
     def step_end(self, metrics: Mapping[str, float]) -> None:
-        """After an update, whose metrics are then in ``state.log_history`` too."""
+        """Called after an update; also adds its metrics to ``state.log_history``."""
         self.count()
         self.call("on_step_end")
         self.record(metrics)
@@ -163,17 +163,17 @@ class Callbacks:
         self.state.epoch = self.epoch_after(self.state.global_step)
 
     def epoch_after(self, step: int) -> float:
-        """Passes over the prompts after ``step`` updates."""
+        """Number of passes over the prompts after ``step`` updates."""
         answers = self._num_prompts * self._config.sampling.num_generations
         return step * self._config.train.rollout_batch_size / answers
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the history, which the oldest leave beyond ``KEPT_LINES``."""
+        """Adds metrics to the history, which keeps the latest ``KEPT_LINES``."""
         self.state.log_history.append({"step": self.state.global_step, **metrics})
         del self.state.log_history[:-KEPT_LINES]
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """After an evaluation, which is logged; ``state.best_metric`` is still the one before it, as Trainer has it."""
+        """Called after an evaluation, which is logged. As in Trainer, ``state.best_metric`` is not updated yet then."""
         self.log_evaluation(metrics)
         self.call("on_evaluate", metrics=dict(metrics))
         name = self._config.train.metric_for_best_model
@@ -183,27 +183,27 @@ class Callbacks:
                 self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics of an evaluation to the history and tells of them."""
+        """Adds the metrics of an evaluation to the history and calls ``on_log``."""
         self.record(metrics)
         self.call("on_log", logs=dict(metrics))
 
     def saved(self, path: Path) -> None:
-        """After a checkpoint, which may be that of the best evaluation so far."""
+        """Called after a checkpoint, which may belong to the best evaluation so far."""
         if self.state.best_global_step is not None and self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(path)
         self.call("on_save", checkpoint=str(path))
 
     def train_end(self) -> None:
-        """After the last update and its evaluation."""
+        """Called after the last update and its evaluation."""
         self.call("on_train_end")
 
     def due(self, what: str, every: int | None) -> bool:
-        """Whether an evaluation or a save follows the present update: by schedule, or asked for by a callback."""
+        """Whether an evaluation or a save follows the current update: on schedule, or requested by a callback."""
         scheduled = every is not None and self.state.global_step % every == 0
         return scheduled or bool(getattr(self.control, f"should_{what}"))
 
     def call(self, event: str, **kwargs: Any) -> None:
-        """Calls every callback at an event."""
+        """Calls ``event`` of every callback."""
         for callback in self.callbacks:
             result = getattr(callback, event)(
                 self.args,

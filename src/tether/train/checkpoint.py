@@ -1,17 +1,17 @@
-"""checkpoint-N folders: the policy as a plain model folder, and beside it what the run needs to go on.
+"""checkpoint-N folders: the policy as a plain model folder, and next to it what is needed to resume the run.
 
     checkpoint-N/
       config.json, model.safetensors, … or adapter_config.json, …     the policy, for transformers or PEFT
       tether_state/state.json        counters, KL coefficient, score statistics, best evaluation, configuration
-      tether_state/roles.safetensors trained weights of policy and critic, in the types they train in
+      tether_state/roles.safetensors trained weights of policy and critic, in the dtypes used in training
       tether_state/optimizers.pt     optimizers and schedules, tensors and numbers only
-      tether_state/average.safetensors    the trained weights under a moving average, which the policy above then is
-      tether_state/random.pt         generators of Python, NumPy and torch, which reward functions may draw from, of
-                                     each process
+      tether_state/average.safetensors    moving average of the trained weights, if kept, also in the policy above
+      tether_state/random.pt         states of the random generators of Python, NumPy and torch in each process, which
+                                     reward functions may draw from
       manifest.json                  size and SHA-256 of every file
 
-A folder appears complete or not at all. Sampling and shuffling draw from keys made of seed and counters, so of their
-own random state the counters are the whole.
+A folder appears complete or not at all. Sampling and shuffling draw from keys made of seed and counters, so the
+counters are their entire random state.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ from tether.train.random_state import random_states, set_random_states
 STATE_DIR, STATE, ROLES = "tether_state", "state.json", "roles.safetensors"
 OPTIMIZERS, AVERAGE, RANDOM = "optimizers.pt", "average.safetensors", "random.pt"
 DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-"""What the system says when a disk takes no more."""
+"""Error numbers of a disk that cannot be written to any more."""
 
 
 @dataclass
 class RunState:
-    """Everything of a run that is neither a weight nor an optimizer."""
+    """The state of a run apart from weights and optimizers."""
 
     kl_coef: float
-    """Present coefficient of the KL penalty."""
+    """Current coefficient of the KL penalty."""
     score_moments: ScoreMoments = field(default_factory=ScoreMoments)
-    """What scores are normalised by: of the start policy's, or of all scores so far."""
+    """Moments that scores are normalized by: those of the start policy's scores, or of all scores so far."""
     source_moments: dict[str, ScoreMoments] = field(default_factory=dict)
-    """By name, what the scores of sources with ``norm: auto`` are normalised by: of the start policy's."""
+    """Moments of the start policy's scores, for each source with ``norm: auto``, by name."""
     step: int = 0
-    """Finished updates."""
+    """Number of finished updates."""
     evaluated_step: int | None = None
     """Update after which the last evaluation ran."""
     saved_step: int | None = None
@@ -82,23 +82,23 @@ class RunState:
     best_metric: float | None = None
     """Best value of ``metric_for_best_model`` so far."""
     best_step: int | None = None
-    """Update that it belongs to."""
+    """Update that ``best_metric`` belongs to."""
     had_tokens: bool = False
     """Whether a token took part in the losses of any update so far."""
     bad_batches: int = 0
-    """Batches in a row that were left out because something in them was not finite."""
+    """Number of consecutive batches skipped because something in them was not finite."""
     halvings: int = 0
     """How often micro-batches were halved because they did not fit into memory."""
     decode_batch_size: int | None = None
-    """Answers decoded side by side, fewer than ``sampling.batch_size`` where so many did not fit into memory; None in
-    the start's trial."""
+    """Number of answers decoded at once, less than ``sampling.batch_size`` if that many did not fit into memory; None
+    in the trial checkpoint at the start."""
     is_critic_scaled: bool = False
-    """Whether a critic that is a copy of the first reward source was put on the scale of what is trained on."""
+    """Whether a critic that is a copy of the first reward source was put on the scale of the scores to train on."""
     callbacks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """By class, what callbacks that have a state remember, in the form of ``transformers``."""
+    """States of the callbacks that have one, by class, in the format of ``transformers``."""
 
     def note_evaluation(self, metrics: dict[str, float], train: TrainConfig) -> bool:
-        """Remembers an evaluation; returns whether it is the best so far of a run that keeps the best."""
+        """Records an evaluation; returns whether it is the best so far, in a run that keeps the best."""
         name = train.metric_for_best_model
         if name is None:
             return False
@@ -110,7 +110,7 @@ class RunState:
 
 
 def improves(value: float, best: float | None, *, greater_is_better: bool) -> bool:
-    """Whether an evaluation's metric is better than the best before it; the first that is a number is."""
+    """Whether an evaluation's metric improves on the best so far; the first one that is not NaN does."""
     if math.isnan(value):
         return False
     return best is None or (value > best if greater_is_better else value < best)
@@ -118,18 +118,18 @@ def improves(value: float, best: float | None, *, greater_is_better: bool) -> bo
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds, put together from all processes."""
+    """The contents of a checkpoint, gathered from all processes."""
 
     step: int
-    """Finished updates."""
+    """Number of finished updates."""
     record: dict[str, Any]
-    """Of state.json."""
+    """Contents of state.json."""
     policy: Mapping[str, Tensor] | None
-    """What the policy's folder holds, where no process has it as a whole."""
+    """Weights of the policy's folder, if no process holds them as a whole."""
     roles: Mapping[str, Tensor]
     """Trained weights of policy and critic."""
     optimizers: Mapping[str, Any]
-    """States of the optimizers and schedules by name."""
+    """States of optimizers and schedules, by name."""
     average: Mapping[str, Tensor] | None
     """The moving average of the policy's trained weights, if one is kept."""
     random: list[dict[str, Any]]
@@ -137,10 +137,10 @@ class Contents:
 
 
 class Checkpoints:
-    """Writes, finds, restores and drops the checkpoints of one run.
+    """Writes, finds, restores and deletes the checkpoints of one run.
 
     Args:
-        data: what the run reads, by ``fingerprints``.
+        data: ``fingerprints`` of what the run reads.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class Checkpoints:
         return self.config.output_dir / f"checkpoint-{step}"
 
     def try_saving(self, state: RunState, num_updates: int) -> None:
-        """Writes a checkpoint of the start, reads it back and drops it, so that no run finds out later that it cannot.
+        """Writes a trial checkpoint at the start, reads it back and deletes it, so that problems show before training.
 
         Raises:
-            ConfigError: it cannot be written, or the disk has no room for those that the run will write.
+            ConfigError: it cannot be written, or the disk has no room for the checkpoints of the run.
         """
         contents = self._contents(state)
 
@@ -184,11 +184,11 @@ class Checkpoints:
         self.dist.by_main(write)
 
     def save(self, state: RunState) -> Path:
-        """Writes checkpoint-N for the present state, then drops checkpoints beyond ``save_total_limit``.
+        """Writes checkpoint-N for the current state, then deletes checkpoints beyond ``save_total_limit``.
 
         Raises:
-            CheckpointError: it could not be written; those before it are as they were.
-            TrainingError: a weight is not finite, so that this is nothing to go on from.
+            CheckpointError: it could not be written; earlier checkpoints are unchanged.
+            TrainingError: a weight is not finite, so training could not resume from it.
         """
         path = self.path(state.step)
         self._check_weights(path)
@@ -210,7 +210,7 @@ class Checkpoints:
         return path
 
     def way_on(self) -> str:
-        """Which checkpoint is there to go on from, in a sentence for the message that a run ends with."""
+        """Names the checkpoint to resume from, in a sentence for the message that a run ends with."""
         path = last_complete(self.config.output_dir)
         if path is None:
             return "No complete checkpoint is there to go on from; train.save_steps makes them"
@@ -218,10 +218,10 @@ class Checkpoints:
 
     @contextmanager
     def may_run_out(self) -> Iterator[None]:
-        """Inside, trouble of the disk becomes a message that names the checkpoint to go on from.
+        """Within this context, disk errors become a message that names the checkpoint to resume from.
 
         Raises:
-            CheckpointError: the disk takes no more.
+            CheckpointError: the disk cannot be written to any more.
         """
         try:
             yield
@@ -238,7 +238,7 @@ class Checkpoints:
         return f"{folder} ({_gib(shutil.disk_usage(folder).free)} free)"
 
     def _contents(self, state: RunState) -> Contents:
-        """What a checkpoint holds, put together from all processes."""
+        """Gathers the contents of a checkpoint from all processes."""
         with self._averaged():
             policy = kept_whole(self.engine, policy_weights, self.roles)
         averaged = self.average
@@ -272,7 +272,7 @@ class Checkpoints:
         torch.save(contents.random, inner / RANDOM)
 
     def _averaged(self) -> AbstractContextManager[None]:
-        """Inside, the policy is its moving average, if one is kept."""
+        """Within this context, the policy has the weights of its moving average, if one is kept."""
         return nullcontext() if self.average is None else self.average.applied()
 
     def _check_weights(self, path: Path) -> None:
@@ -284,8 +284,8 @@ class Checkpoints:
             raise met_by_all(TrainingError(told))
 
     def _moments_to_come(self, contents: Contents) -> int:
-        """Bytes of the optimizers' moments that a checkpoint of the start does not hold yet: engines make moments when
-        they will, and keep parts of parameters here."""
+        """Size in bytes of the optimizer moments that a checkpoint at the start does not contain yet. Engines differ in
+        when they create moments, and hold only parts of the parameters here."""
         sizes, count = {id(p): contents.roles[name].numel() for name, p in self.roles.trained.items()}, 0
         for optimizer in self.optimizers:
             held = contents.optimizers[optimizer.name]["optimizer"]["state"]
@@ -294,15 +294,15 @@ class Checkpoints:
         return int(MOMENT_BYTES[self.config.train.optim] * count)
 
     def _check_room(self, size: int, policy: int, num_updates: int) -> None:
-        """Raises ``ConfigError`` if checkpoints of ``size`` bytes, as many as will lie there at once, and the trained
-        policy have no room."""
+        """Raises ``ConfigError`` if there is no room for the trained policy and as many checkpoints of ``size`` bytes
+        as will exist at once."""
         train = self.config.train
         keeps_best = train.metric_for_best_model is not None
-        steps = set(_every(train.save_steps, num_updates)) or {None}  # one where the run is stopped
+        steps = set(_every(train.save_steps, num_updates)) or {None}  # one if the run is stopped
         if keeps_best:  # each evaluation may be the best so far
             steps |= {0, num_updates, *_every(train.eval_steps, num_updates)}
         kept = len(steps)
-        if train.save_total_limit is not None:  # a new one is there before an old one goes
+        if train.save_total_limit is not None:  # a new one is written before an old one is deleted
             kept = min(kept, train.save_total_limit + 1 + keeps_best)
         free = shutil.disk_usage(self.config.output_dir).free
         if (needed := kept * size + policy) > free:
@@ -313,10 +313,10 @@ class Checkpoints:
             )
 
     def restore(self, path: Path) -> RunState:
-        """Brings roles and optimizers to the state saved in ``path``; returns the counters.
+        """Restores roles and optimizers from ``path``; returns the run's state.
 
         Raises:
-            CheckpointError: a piece of it is missing, cannot be read, or is of another run.
+            CheckpointError: a part of it is missing, cannot be read, or belongs to another run.
         """
         try:
             return self._restored(path)
@@ -341,13 +341,13 @@ class Checkpoints:
         state = RunState(**record | moments)
         self._fit_memory(state, saved)
         if _criterion(self.config) != _criterion(saved) or not self._has_best(state):
-            state.best_metric = state.best_step = None  # measured by something else, or not there to come back to
+            state.best_metric = state.best_step = None  # measured by another criterion, or its checkpoint is gone
         states = _loaded(path, RANDOM)
         set_random_states(states[self.dist.rank if self.dist.rank < len(states) else 0])
         return state
 
     def _fit_memory(self, state: RunState, saved: RunConfig) -> None:
-        """Forgets what was found to fit into memory of sizes that the configuration now says otherwise."""
+        """Discards sizes that were found to fit into memory if the configuration now sets others."""
         sizes = [(c.train.micro_batch_size, c.train.max_tokens_per_micro_batch) for c in (saved, self.config)]
         if sizes[0] != sizes[1]:
             state.halvings = 0
@@ -356,12 +356,12 @@ class Checkpoints:
             state.decode_batch_size = most if state.decode_batch_size == before else min(state.decode_batch_size, most)
 
     def restore_weights(self, step: int) -> None:
-        """Brings the weights of policy and critic, and their average, back to those after ``step`` updates."""
+        """Restores the weights of policy and critic, and the average, to those after ``step`` updates."""
         self.dist.each(lambda: verify(self.path(step)))
         self.restore_weights_from(self.path(step))
 
     def restore_weights_from(self, path: Path) -> None:
-        """Brings the weights of policy and critic, and their average, to those saved in ``path``."""
+        """Restores the weights of policy and critic, and the average, from ``path``."""
         self.roles.load_state_dict(_tensors(path, ROLES), self.engine.fill)
         if self.average is not None:
             self.average.load_state_dict(_tensors(path, AVERAGE), self.engine.cut)
@@ -377,33 +377,33 @@ class Checkpoints:
         best = self.path(state.best_step if state.best_step is not None else -1)
         dropped = [path for path in paths[:-limit] if path != best]
         if dropped:
-            verify(self.path(state.step))  # what stays is read back before anything goes
+            verify(self.path(state.step))  # read back what stays before deleting anything
         for path in dropped:
             shutil.rmtree(path)
 
 
 def _every(steps: int | None, num_updates: int) -> range:
-    """The updates after which something is done every so many steps."""
+    """The updates after which something that happens every ``steps`` updates is due."""
     return range(0) if steps is None else range(steps, num_updates + 1, steps)
 
 
 def _criterion(config: RunConfig) -> tuple[str | None, bool]:
-    """What the best evaluation is measured by."""
+    """The criterion for the best evaluation."""
     return config.train.metric_for_best_model, config.train.greater_is_better
 
 
 def kept_whole(
     engine: Engine, weights: Callable[[ModelRoles], Mapping[str, Tensor]], roles: ModelRoles
 ) -> dict[str, Tensor] | None:
-    """Weights that a folder is to hold, put together for the main process; None where every process has them all."""
+    """Weights for a folder, gathered for the main process; None if every process has all of them."""
     return engine.full(weights(roles)) if engine.spreads_weights else None
 
 
 def verify(path: Path, *, contents: bool = True) -> None:
-    """Checks that a checkpoint is what was written, and has every piece that all runs need.
+    """Checks that a checkpoint is as it was written, and has every file that all runs need.
 
     Args:
-        contents: as ``verify_manifest``.
+        contents: as in ``verify_manifest``.
 
     Raises:
         CheckpointError: a file is missing or damaged; names it.
@@ -422,9 +422,9 @@ def last_complete(
     """The newest checkpoint in ``output_dir`` that has all its files, or None.
 
     Args:
-        contents: as ``verify``. By default files are complete that have their full length: a run that ends says so in a
-            message, for which it must not have to wait until gigabytes are read.
-        tell: called with a line about every damaged one that is skipped.
+        contents: as in ``verify``. By default only the length of files is checked, so that the message at the end of a
+            run does not wait for gigabytes to be read.
+        tell: called with a line about every damaged checkpoint that is skipped.
     """
     for path in reversed(list_checkpoints(output_dir)):
         try:
@@ -437,13 +437,13 @@ def last_complete(
 
 
 def find_checkpoint(config: RunConfig, *, tell: Callable[[str], None]) -> Path | None:
-    """The checkpoint to resume from, verified; None if the run starts anew.
+    """The checkpoint to resume from, verified; None if the run starts from scratch.
 
-    A damaged one is skipped, and ``tell`` is called with a line that says so; the one before it is used. With ``resume:
-    auto`` a run starts where no update was recorded.
+    A damaged one is skipped in favor of the one before it, and ``tell`` is called with a line about it. With
+    ``resume: auto``, a run starts from scratch if no update was recorded.
 
     Raises:
-        CheckpointError: ``resume`` was asked for and nothing complete is there.
+        CheckpointError: ``resume`` is set, but there is no complete checkpoint.
     """
     if config.resume is False:
         return None
@@ -468,16 +468,16 @@ def find_checkpoint(config: RunConfig, *, tell: Callable[[str], None]) -> Path |
 
 
 def has_updates(output_dir: Path) -> bool:
-    """Whether a run recorded a finished update there."""
+    """Whether a run recorded a finished update in ``output_dir``."""
     metrics = output_dir / METRICS
     return metrics.is_file() and any("eval_scores" not in row for row in read_jsonl(metrics))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Counters, configuration and fingerprints of the data saved in a checkpoint.
+    """Counters, configuration and data fingerprints saved in a checkpoint.
 
     Raises:
-        CheckpointError: there are none, or one of them is missing; names it.
+        CheckpointError: the file is missing or unreadable, or an entry is missing or unknown; names it.
     """
     file = _piece(path, STATE)
     try:
@@ -494,7 +494,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _piece(path: Path, name: str) -> Path:
-    """A file of a checkpoint's state, which must be there."""
+    """Path of a file of a checkpoint's state, which must exist."""
     file = path / STATE_DIR / name
     if not file.is_file():
         raise CheckpointError(f"resume: {path} has no {STATE_DIR}/{name}, which the run needs to go on")
@@ -510,10 +510,11 @@ def _tensors(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def _loaded(path: Path, name: str, *, mapped: bool = False) -> Any:
-    """A file of tensors and numbers; one that would run code as it is read is refused.
+    """Loads a file of tensors and numbers; refuses one that would run code when loaded.
 
     Args:
-        mapped: read no tensor before it is needed: processes that each need a part of them do not all hold the whole.
+        mapped: whether to read tensors only when needed, so that processes which each need a part do not all hold the
+            whole.
     """
     file = _piece(path, name)
     try:

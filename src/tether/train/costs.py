@@ -1,4 +1,4 @@
-"""What an update costs: seconds and peak memory of its phases, and its arithmetic against what the machine can do."""
+"""Costs of an update: seconds and peak memory of its phases, and its arithmetic compared to the machine's peak."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tether.types import MicroBatch
 
 GIB = 2**30
 SAMPLING_SECONDS = 0.01
-"""Between two looks at the resident memory of this process."""
+"""Interval between two readings of this process's resident memory."""
 RATE_SECONDS = 0.05
-"""How long matrices are multiplied to see how fast that goes."""
+"""Duration of the benchmark of matrix products."""
 PHASES = ("rollout", "reward", "logprobs", "values", "reference", "update")
 
 
 @contextmanager
 def timed(metrics: Metrics, name: str) -> Iterator[None]:
-    """Adds the seconds spent inside to ``time/NAME_s``."""
+    """Adds the seconds spent in this context to ``time/NAME_s``."""
     start = time.perf_counter()
     yield
     metrics.slowest(f"time/{name}_s", time.perf_counter() - start)
@@ -37,8 +37,8 @@ def timed(metrics: Metrics, name: str) -> Iterator[None]:
 
 @contextmanager
 def phase(metrics: Metrics, name: str, device: torch.device) -> Iterator[None]:
-    """``timed``, and the peak of memory inside as ``memory/NAME``, in GiB: what is allocated on a GPU, what is resident
-    elsewhere; absent where the system does not tell."""
+    """``timed``; also records the peak memory as ``memory/NAME`` in GiB: allocated memory on a GPU, resident memory
+    otherwise; absent if the system does not report it."""
     with timed(metrics, name), Peak(device) as peak:
         yield
     if peak.bytes:
@@ -46,10 +46,10 @@ def phase(metrics: Metrics, name: str, device: torch.device) -> Iterator[None]:
 
 
 class Peak:
-    """``with Peak(device) as peak:`` leaves the most memory in use inside in ``peak.bytes``; 0 where it is not known.
+    """``with Peak(device) as peak:`` stores the peak memory use within it in ``peak.bytes``; 0 if unknown.
 
-    Resident memory is looked at every few milliseconds. The system's own mark of the peak is left alone, as to reset it
-    would take it from whoever measures the whole process.
+    Resident memory is read every few milliseconds. The system's own peak counter is not used, as resetting it would
+    disturb measurements of the whole process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class Peak:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not tell."""
+    """Resident memory of this process; 0 if the system does not report it."""
     if sys.platform != "linux":
         return 0
     with open("/proc/self/statm", encoding="ascii") as statm:
@@ -90,15 +90,15 @@ def resident_bytes() -> int:
 
 
 class PassCosts:
-    """Counts what the passes of updates read and compute.
+    """Counts the tokens read and the operations computed by the passes of an update.
 
         floating-point operations = Σ over matrices (2 + 2 + 2 · is trained) · parameters · tokens
 
-    for the forward, the gradient of the activations and that of the weights. The head of the policy counts for response
-    tokens alone. Attention between tokens, recomputed activations, and experts in one tensor are not counted.
+    for the forward, the gradient of the activations and that of the weights. The head of the policy counts only for
+    response tokens. Attention between tokens, recomputed activations, and experts in one tensor are not counted.
 
     Args:
-        roles: whose update it is.
+        roles: the roles that are updated.
     """
 
     def __init__(self, roles: ModelRoles) -> None:
@@ -106,7 +106,7 @@ class PassCosts:
 
     def count(self, metrics: Metrics, pass_: Pass, batch: MicroBatch) -> None:
         """Adds a forward and backward of ``pass_`` to ``tokens/update`` and ``flops/update``, the latter in 10¹². An
-        idle micro-batch adds nothing, but in a process that has no other both are there as well."""
+        idle micro-batch adds 0, so that both metrics exist in a process that has no other."""
         of_trunk, of_head = self._per_token[pass_.name]
         read: Tensor = num_read(batch)
         metrics.sum("tokens/update", read)
@@ -114,19 +114,19 @@ class PassCosts:
 
 
 def num_read(batch: MicroBatch) -> Tensor:
-    """Tokens that a pass over a micro-batch reads, padding left out; none where it is idle."""
+    """Number of tokens that a pass over a micro-batch reads, without padding; 0 if it is idle."""
     return batch.attention_mask.sum() * (not batch.is_idle)
 
 
 def _operations(roles: ModelRoles, pass_: Pass) -> tuple[int, int]:
-    """Operations of a forward and backward for a token, in the trunk and in the policy's head."""
+    """Operations of a forward and backward per token, in the trunk and in the policy's head."""
     model = roles.role(pass_.name).model
     trained = {id(parameter) for parameter in pass_.parameters()}
     embeddings = model.get_input_embeddings().weight
     trunk = [
         parameter
         for name, parameter in model.base_model.named_parameters()
-        if len(getattr(parameter, "ds_shape", parameter.shape)) == 2  # the shape of one that ZeRO-3 has spread
+        if len(getattr(parameter, "ds_shape", parameter.shape)) == 2  # the shape before ZeRO-3 sharded it
         and parameter is not embeddings
         and (id(parameter) in trained or "lora_" not in name)
     ]
@@ -136,15 +136,15 @@ def _operations(roles: ModelRoles, pass_: Pass) -> tuple[int, int]:
 
 
 def product_rate(roles: ModelRoles) -> float:
-    """``matrix_rate`` where the roles are, in the type that the policy is multiplied in."""
+    """``matrix_rate`` on the device of the roles, in the dtype of the policy's matrix products."""
     weight = roles.policy.get_output_embeddings().weight
     return matrix_rate(roles.device, roles.autocast_dtype or weight.dtype)
 
 
 @cache
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second in the product of two square matrices of this type, the best of a few, by what
-    multiplies a model's."""
+    """Floating-point operations per second in the product of two square matrices of this dtype, the best of a few, by
+    the same routine as in a model."""
     quick = device.type == "cpu" and dtype == torch.float32 and onednn_is_faster()
     multiply = product if quick else torch.matmul
     n = 512 if device.type == "cpu" else 4096
@@ -157,10 +157,11 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def with_rates(values: dict[str, float], rate: float) -> dict[str, float]:
-    """An update's metrics with what follows from its costs: the seconds of no phase, and tokens and FLOPs a second.
+    """An update's metrics with those derived from its costs: seconds outside of all phases, tokens per second, and the
+    share of ``rate`` that is used.
 
     Args:
-        rate: of matrix products, operations a second.
+        rate: of matrix products, in operations per second.
     """
     seconds = {name: values[f"time/{name}_s"] for name in PHASES if f"time/{name}_s" in values}
     values = values | {"time/rest_s": values["time/step_s"] - sum(seconds.values())}

@@ -1,7 +1,7 @@
 """The scale of a critic that starts as a copy of the first reward source.
 
-Such a critic foresees what the source says. What is trained on is made of that by the source's weight and norm, beside
-other sources, and by the normalisation of the sum, which are all known when the first rollout batch is scored.
+Such a critic predicts the source's score. The scores to train on also depend on the source's weight and norm, on other
+sources, and on the normalization of the sum, all of which are known when the first rollout batch is scored.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tether.train.parts import Parts
 def scale_copy(
     parts: Parts, components: Mapping[str, Sequence[float]], moments: algo.ScoreMoments | None
 ) -> str | None:
-    """Puts a critic that is a copy of the first reward source on the scale of what is trained on. Returns a line that
-    says where it starts; None if it is no copy, or on that scale already. All processes call it alike.
+    """Puts a critic that is a copy of the first reward source on the scale of the scores to train on. Returns a line
+    that describes its start; None if it is not a copy, or already on that scale. All processes must call it.
 
     Args:
-        components: scores that each source gave a rollout batch, by its name; none of a judge of the caller's, of which
-            nothing is known.
+        components: scores of a rollout batch by each source, by its name; empty for the caller's own reward source, of
+            which nothing is known.
         moments: of ``ppo.score_norm``; None without it.
     """
     roles, rewards = parts.roles, parts.rewards
@@ -42,7 +42,8 @@ def scale_copy(
 
 
 def rescale(roles: ModelRoles, engine: Engine, dist: Dist, slope: float, shift: float) -> None:
-    """Makes the critic say ``slope · V + shift`` where it said V, by its head. All processes call it alike.
+    """Changes the critic's head so that its value becomes ``slope · V + shift`` instead of V. All processes must call
+    it.
 
     A shift other than 0 needs a head with a bias.
     """

@@ -1,4 +1,4 @@
-"""What the trainer tells whoever is watching. How it looks is the command line's business."""
+"""The interface through which the trainer shows progress. How it looks is up to the command line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Display(Protocol):
-    """Told of a run's progress. Texts may come from models and datasets: an implementation makes them safe to show."""
+    """Shows a run's progress. Texts may come from models and datasets; implementations make them safe to show."""
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """``done`` of ``total`` pieces of the present phase are done, as in "rollout 24/64"."""
+        """``done`` of ``total`` items of the current phase are done, as in "rollout 24/64"."""
         ...
 
     def update(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
@@ -31,7 +31,7 @@ class Display(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the moving part; messages may still follow. May be called twice."""
+        """Ends the progress display; messages may still follow. May be called twice."""
         ...
 
 

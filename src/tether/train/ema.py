@@ -1,4 +1,4 @@
-"""A moving average of the policy's weights, to evaluate and to save in the policy's place."""
+"""A moving average of the policy's weights, evaluated and saved in place of the policy."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tether.errors import CheckpointError
 
 
 class PolicyAverage:
-    """Exponential moving average of parameters, kept beside them in float32, or in float64 where they are.
+    """Exponential moving average of parameters, stored in float32, or in float64 for float64 parameters.
 
         θ̄_0 = θ_0
         θ̄_t = d θ̄_{t−1} + (1 − d) θ_t
 
     Args:
-        parameters: θ by name; they go on being trained.
+        parameters: θ by name; they continue to be trained.
         decay: d, from 0 (the parameters themselves) to below 1.
-        part: what of a parameter is kept in this process, where an engine has spread it.
+        part: returns this process's part of a parameter, if an engine has sharded it.
 
     Source: Ouyang et al. 2022, appendix C.4, https://arxiv.org/abs/2203.02155 (d = .992)
     """
@@ -42,7 +42,7 @@ class PolicyAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the present parameters into the average."""
+        """Updates the average with the current parameters."""
         assert not self._is_applied, "the parameters are the average now"
         for name, p in self.parameters.items():
             average = self._averages[name]
@@ -50,9 +50,9 @@ class PolicyAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the parameters are the average, rounded to their own type; afterwards they are what they were.
+        """Within this context, the parameters are the average, rounded to their own dtype.
 
-        Bitwise, and also after an exception. May not be nested.
+        Afterwards, also after an exception, they are bitwise what they were before. May not be nested.
         """
         assert not self._is_applied, "the parameters are the average already"
         trained = {name: self._part(p).clone() for name, p in self.parameters.items()}
@@ -70,19 +70,19 @@ class PolicyAverage:
             self._part(p).copy_(tensors[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The average by the names of the parameters."""
+        """The average, by parameter name."""
         return dict(self._averages)
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], cut: Callable[[nn.Parameter, Tensor], Tensor] = lambda _, full: full
     ) -> None:
-        """Takes over the tensors of ``state_dict``, put together where an engine spread them.
+        """Loads the tensors of ``state_dict``, as gathered by an engine if it sharded them.
 
         Args:
-            cut: what of a tensor belongs to the part of its parameter that is kept here.
+            cut: returns the section of a tensor for this process's part of its parameter.
 
         Raises:
-            CheckpointError: names or shapes are not those of this run.
+            CheckpointError: names or shapes do not match this run.
         """
         own = self._averages
         if own.keys() != state.keys():

@@ -1,7 +1,7 @@
-"""Held-out prompts answered and scored, leaving no trace in the training's random state.
+"""Evaluation on held-out prompts, without any effect on the random state of training.
 
-Sampling noise comes from keys (``types.noise_key``), never from a global generator, so an evaluation cannot move what
-is sampled after it; and the same prompt gets the same noise at every evaluation, which makes two of them comparable.
+Sampling noise comes from keys (``types.noise_key``), never from a global generator, so an evaluation cannot change what
+is sampled after it. The same prompt gets the same noise in every evaluation, which makes evaluations comparable.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def evaluate(
     halvings: int = 0,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Answers and scores ``parts.eval_prompts`` with the current policy.
+    """Generates and scores the current policy's answers to ``parts.eval_prompts``.
 
     Args:
-        moments: what scores are normalised by, as in training.
+        moments: moments that scores are normalized by, as in training.
         halvings: how often micro-batches are halved to fit into memory.
-        waiting: a context in which scores are waited for.
+        waiting: a context entered while waiting for scores.
 
     Returns:
-        ``eval_scores`` and its standard deviation, ``eval_kl`` in nats a sequence (absent without a reference),
+        ``eval_scores`` and its standard deviation, ``eval_kl`` in nats per sequence (absent without a reference),
         ``eval_length`` in tokens, ``eval_eos_rate``, and ``eval_rewards/NAME`` for each source; and the rows of
         samples.jsonl.
     """
@@ -82,7 +82,7 @@ def sequence_kl(
     check: Callable[[], None],
     halvings: int = 0,
 ) -> list[float] | None:
-    """log π(y) − log π_ref(y) of each answer, nats; None without a reference. Its mean estimates KL(π ‖ π_ref)."""
+    """log π(y) − log π_ref(y) of each answer, in nats; None without a reference. The mean estimates KL(π ‖ π_ref)."""
     roles, dist, temperature = parts.roles, parts.dist, config.sampling.temperature
     if not roles.has_reference:
         return None

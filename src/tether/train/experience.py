@@ -1,7 +1,7 @@
-"""From what the models and the judge said of a rollout batch to what the update needs of each micro-batch.
+"""Turns model outputs and scores of a rollout batch into what the update needs for each micro-batch.
 
-Advantages are worked out over the whole batch at once, [B, R] in the order of the rollouts, so that nothing depends on
-the micro-batches.
+Advantages are computed over the whole batch at once, [B, R] in rollout order, so that they do not depend on the
+micro-batches.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tether.types import Experience, MicroBatch
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the models say of B rollouts, [B, R], 0 outside ``mask``."""
+    """Model outputs for B rollouts, [B, R], 0 outside ``mask``."""
 
     mask: Bool[Tensor, "B R"]
     """True on response tokens."""
     logprobs: Float[Tensor, "B R"]
     """log π_old of each response token."""
     entropy: Float[Tensor, "B R"]
-    """Entropy of the distribution that each response token was drawn from, nats."""
+    """Entropy of the distribution that each response token was drawn from, in nats."""
     values: Float[Tensor, "B R"] | None
-    """Value of the state that each response token was sampled in; None without a critic."""
+    """Value of the state in which each response token was sampled; None without a critic."""
     ref_logprobs: Float[Tensor, "B R"] | None
     """log π_ref of each response token; None without a reference."""
 
@@ -43,12 +43,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the update learns from, [B, R]."""
+    """Training targets of the update, [B, R]."""
 
     advantages: Float[Tensor, "B R"]
-    """Advantages, whitened and clipped as asked for."""
+    """Advantages, whitened and clipped as configured."""
     advantage_std: float
-    """What whitening divided them by; 1 without it."""
+    """The divisor used in whitening; 1 without it."""
     returns: Float[Tensor, "B R"] | None
     """Targets of the critic; None without one."""
 
@@ -66,17 +66,17 @@ def targets(
     """Advantages and returns of a rollout batch by the configured estimator.
 
     Args:
-        scores: of each answer, all rules applied.
-        loss_mask: True on the tokens that take part in the losses; whitening is over these.
-        kl_coef: present coefficient of the KL.
-        num_generations: answers to each prompt, in neighbouring rows.
-        early_scores: one number a token, what of each answer's score falls on each before the last; None: nothing.
+        scores: of each answer, with all rules applied.
+        loss_mask: True on the tokens that take part in the losses; whitening is over these tokens.
+        kl_coef: current KL coefficient.
+        num_generations: number of answers to each prompt, in neighboring rows.
+        early_scores: see ``Judged.early_scores``.
     """
     mask = outputs.mask
     coef = kl_coef if ppo.kl_in == "reward" else 0.0
     kl = outputs.kl(ppo.kl_estimator)
     returns = None
-    if ppo.advantage_estimator == "grpo":  # scores are normalised, the KL is not
+    if ppo.advantage_estimator == "grpo":  # normalizes scores but not the KL
         judged = algo.token_rewards(scores, kl, mask, kl_coef=0.0)
         advantages = algo.grpo(judged, mask, num_generations=num_generations, penalties=-coef * kl)
     else:
@@ -101,7 +101,7 @@ def targets(
 
 
 def _on_tokens(early_scores: Sequence[Sequence[float]], scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores of tokens as [B, R], in the type and on the device of ``scores``."""
+    """Token scores as [B, R], with the dtype and on the device of ``scores``."""
     padded = [[*row, *[0.0] * (mask.shape[1] - len(row))] for row in early_scores]
     return torch.tensor(padded, dtype=scores.dtype, device=scores.device)
 
@@ -119,12 +119,12 @@ def _generalized(rewards: Tensor, values: Tensor, mask: Tensor, ppo: PPOConfig) 
 def joined(
     parts: Sequence[Tensor | None], batches: Sequence[MicroBatch], shape: tuple[int, int], dist: Dist
 ) -> Tensor | None:
-    """The [M, R] tensors of all micro-batches of all processes as one [B, R]; None if there are none.
+    """Joins the [M, R] tensors of all micro-batches of all processes into one [B, R]; None if there are none.
 
-    What a narrower one lacks is 0.
+    Narrower tensors are padded with 0.
 
     Args:
-        shape: B, and the R of the widest.
+        shape: B, and R of the widest.
     """
     if any(part is None for part in parts):
         return None
@@ -144,10 +144,10 @@ def experience(
     kl_loss_coef: float,
     dist: Dist,
 ) -> list[Experience]:
-    """Everything the update needs, a record for each of this process's micro-batches.
+    """Everything the update needs, one record for each of this process's micro-batches.
 
     Args:
-        kl_loss_coef: coefficient of the KL in the loss; 0 where it is in the reward.
+        kl_loss_coef: coefficient of the KL in the loss; 0 if the KL is in the reward.
     """
 
     def of(whole: Tensor | None, batch: MicroBatch) -> Tensor | None:

@@ -1,9 +1,9 @@
-"""The output folder of a run: what a run may write over there, how it is made ready, and what is left in it at the end.
+"""The output folder of a run: what a run may overwrite, how the folder is prepared, and what it contains at the end.
 
     output_dir/
-      config.yaml, metrics.jsonl, samples.jsonl, bad_batches.jsonl, logs/     while it trains
+      config.yaml, metrics.jsonl, samples.jsonl, bad_batches.jsonl, logs/     during training
       checkpoint-N/                                                           by train.save_steps
-      base/                           the model that an adapter is on, where it was a GGUF file
+      base/                           the base model of an adapter, if it was a GGUF file
       report.html, score_norm.json, critic/, and the policy with its manifest.json at the end
 """
 
@@ -56,11 +56,11 @@ from tether.train.same_run import OF_END, differences, may_change
 
 CONFIG, CRITIC = "config.yaml", "critic"
 FOLDERS = (CRITIC, BASE)
-"""What a run writes beside its checkpoints."""
+"""Folders that a run writes besides its checkpoints."""
 
 
 def check_folder(config: RunConfig) -> None:
-    """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds another run."""
+    """Raises ``ConfigError`` if ``output_dir`` cannot be written, or contains another run."""
     folder = config.output_dir
     try:
         is_taken = holds_run(folder)
@@ -82,12 +82,12 @@ def check_folder(config: RunConfig) -> None:
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Whether a run with ``resume: auto`` has nothing left to train: ``output_dir`` holds its end, after as many
-    updates as it is to make, whole and as this configuration would leave it.
+    """Whether a run with ``resume: auto`` has nothing left to train: ``output_dir`` contains a run that finished after
+    the configured number of updates, complete and as this configuration would leave it.
 
     Raises:
-        ConfigError, DataError: as ``check``, where a finished run is there, and as ``load_data``, where the number of
-            updates depends on that of the prompts.
+        ConfigError, DataError: as in ``check``, if there is a finished run, and as in ``load_data``, if the number of
+            updates depends on the number of prompts.
     """
     folder = config.output_dir
     if config.resume != "auto" or not all((folder / name).is_file() for name in (CONFIG, FINISHED)):
@@ -108,11 +108,12 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:
-    """Raises ``ConfigError`` if a run that writes to ``folder`` would write elsewhere, or over what no run wrote.
+    """Raises ``ConfigError`` if a run that writes to ``folder`` would write elsewhere, or overwrite files that no run
+    wrote.
 
     Args:
-        is_new: whether no earlier run is gone on with or replaced. One that ended before its first record is replaced.
-        way_out: what to do but name another folder, for the message.
+        is_new: whether no earlier run is resumed or replaced. One that ended before its first record is replaced.
+        way_out: the alternative to naming another folder, for the message.
     """
     written, is_new = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM, FINISHED}, is_new and not _was_begun(folder)
     for path in folder.glob("*") if folder.is_dir() else ():
@@ -127,7 +128,7 @@ def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:
 
 
 def _was_begun(folder: Path) -> bool:
-    """Whether the configuration there is one that a run wrote, which somebody's own file hardly ever is."""
+    """Whether config.yaml in ``folder`` is exactly as a run writes it, which a hand-written file hardly ever is."""
     path = folder / CONFIG
     try:
         text = path.read_text(encoding="utf-8")
@@ -137,14 +138,14 @@ def _was_begun(folder: Path) -> bool:
 
 
 def goes_on_in(folder: Path, checkpoint: Path | None) -> bool:
-    """Whether a run goes on with the one in its folder."""
+    """Whether a run resumed from ``checkpoint`` continues the run in ``folder``."""
     return checkpoint is not None and checkpoint.resolve().parent == folder.resolve()
 
 
 def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable[[str], None]) -> None:
-    """Makes ``output_dir`` ready: empty of an earlier run, or cut back to the checkpoint that the run goes on from.
+    """Prepares ``output_dir``: removes an earlier run, or cuts it back to the checkpoint that the run resumes from.
 
-    Comes when all models are loaded: what keeps a run from starting costs no earlier one its checkpoints.
+    Called after all models are loaded, so that a run which fails to start does not delete earlier checkpoints.
     """
     folder = config.output_dir
     remove_unfinished(folder, lambda name: is_checkpoint_name(name) or name in (*FOLDERS, FINAL, TRIAL))
@@ -152,17 +153,17 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
     if goes_on_in(folder, checkpoint):
         state = read_state(checkpoint)
         for path in list_checkpoints(folder)[::-1]:
-            if checkpoint_step(path) > state["step"]:  # its updates are made anew, and so is it
+            if checkpoint_step(path) > state["step"]:  # its updates are repeated, and it is written again
                 tell(f"removing {path}, as the run goes on from {checkpoint}")
                 shutil.rmtree(path)
         evaluated = -1 if state["evaluated_step"] is None else state["evaluated_step"]
         for name in (METRICS, SAMPLES, BAD_BATCHES):
             truncate_after(folder / name, state["step"], evaluated)
     elif config.overwrite_output_dir or _was_begun(folder):
-        others = (CRITIC,) if is_from_gguf(config) else FOLDERS  # a base is this run's by now
+        others = (CRITIC,) if is_from_gguf(config) else FOLDERS  # base/ already belongs to this run
         for path in (*list_checkpoints(folder), *(folder / name for name in others)):
             shutil.rmtree(path, ignore_errors=not path.exists())
-        # the policy too: an adapter beside another run's full model would be loaded together with it
+        # the policy too: an adapter next to another run's full model would be loaded together with it
         for name in (METRICS, SAMPLES, BAD_BATCHES, REPORT, SCORE_NORM, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
     write_whole(folder / CONFIG, dump_config(config).encode())
@@ -171,8 +172,8 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
 def save_final(
     folder: Path, roles: ModelRoles, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None
 ) -> None:
-    """Puts the policy at the root of ``folder``, each file whole or not there. Its manifest lists the record of the
-    run's end too, so that the policy is never taken for that of a later end."""
+    """Writes the policy to the root of ``folder``, each file completely or not at all. Its manifest also lists
+    finished.json, so that the policy is never taken for that of a later end of the run."""
     with written_into(folder) as temporary:
         save_policy(roles, tokenizer, temporary, weights)
         shutil.copyfile(folder / FINISHED, temporary / FINISHED)
@@ -180,7 +181,7 @@ def save_final(
 
 
 def save_final_critic(folder: Path, roles: ModelRoles, weights: Mapping[str, Tensor] | None) -> None:
-    """Puts the critic into a folder of its own in ``folder``, complete or not there."""
+    """Writes the critic to its own folder in ``folder``, completely or not at all."""
     with atomic_folder(folder / CRITIC) as temporary:
         save_critic(roles, temporary, weights)
         write_card(temporary, folder, role="critic")

@@ -1,4 +1,4 @@
-"""Nothing non-finite reaches an optimizer: it is named, written down and left out, and too much of it ends the run."""
+"""Keeps non-finite values away from optimizers: they are reported and skipped, and too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ BAD_BATCHES = "bad_batches.jsonl"
 
 
 class NotFinite(TrainingError):
-    """A number that an optimizer step would come from is not finite; nothing was changed by it."""
+    """A value that an optimizer step would depend on is not finite; nothing has been changed."""
 
 
 class Guard:
-    """Finds what is not finite before an optimizer sees it.
+    """Finds non-finite values before they reach an optimizer.
 
     Args:
-        folder: where bad_batches.jsonl is written, a line for each find with the texts that led to it.
-        limit: finds in a row that are left out; the next one ends the run.
-        tell: told of each that is left out.
-        dist: the processes, of which all leave out what one of them finds.
+        folder: where bad_batches.jsonl is written, one line for each finding with the texts that led to it.
+        limit: number of consecutive findings that are skipped; the next one ends the run.
+        tell: called with a message about each finding that is skipped.
+        dist: the processes, all of which skip what one of them finds.
     """
 
     def __init__(self, folder: Path, limit: int, tell: Callable[[str], None], dist: Dist) -> None:
         self.folder, self.limit, self.tell, self.dist = folder, limit, tell, dist
         self.step = 1
-        """Number of the present update, from 1."""
+        """Number of the current update, from 1."""
         self.in_a_row = 0
-        """Finds since the last optimizer step that was taken."""
+        """Number of findings since the last optimizer step."""
 
     def check(self, answers: Answers, batch: MicroBatch, **tensors: Tensor | None) -> None:
-        """Raises ``NotFinite`` in all processes if a response token's entry of a [M, R] tensor is not finite in one of
-        them, naming tensor and rows."""
+        """Raises ``NotFinite`` in all processes if a [M, R] tensor is not finite at a response token in one of them;
+        names tensor and rows."""
         found = next(_not_finite(batch, tensors), None)
         if self.dist.any(found is not None):
             told = [each for each in self.dist.gathered(found) if each is not None]
@@ -51,20 +51,20 @@ class Guard:
 
     def check_gradients(self, are_finite: bool, answers: Answers, mini_batch: Sequence[Experience]) -> None:
         """Raises ``NotFinite`` in all processes if a gradient is not finite in one of them, before any optimizer steps;
-        any answer of the mini-batch may be the reason.
+        any answer of the mini-batch may be the cause.
 
         Args:
-            are_finite: whether those of this process are.
+            are_finite: whether the gradients of this process are finite.
         """
         if self.dist.any(not are_finite):
             rows = [row for item in mini_batch for row in item.batch.rows]
             self._found("gradient", self.dist.gathered(rows), answers)
 
     def leave_out(self, error: NotFinite) -> None:
-        """Counts a batch that no optimizer step is taken with.
+        """Counts a skipped batch.
 
         Raises:
-            TrainingError: there were too many in a row.
+            TrainingError: too many in a row.
         """
         self.in_a_row += 1
         if self.in_a_row <= self.limit:
@@ -74,11 +74,11 @@ class Guard:
         raise met_by_all(TrainingError(f"{error} The run ends{before}")) from error
 
     def took_step(self) -> None:
-        """Starts the count anew."""
+        """Resets the count."""
         self.in_a_row = 0
 
     def write_down(self, what: str, answers: Answers, rows: Sequence[int]) -> Path:
-        """Writes the texts of some rollouts, with what is wrong with them; returns the file."""
+        """Writes the texts of some rollouts and what is wrong with them; returns the file."""
         path = self.folder / BAD_BATCHES
         rollouts = [
             {
@@ -95,7 +95,7 @@ class Guard:
         return path
 
     def marked(self, checkpoint: Path | None) -> str:
-        """Writes down which checkpoint is the last good one, and says it."""
+        """Writes down which checkpoint is the last good one; returns this as a sentence for the user."""
         name = None if checkpoint is None else checkpoint.name
         if self.dist.is_main:
             JsonlWriter(self.folder / BAD_BATCHES).write({"step": self.step, "last_good_checkpoint": name})
@@ -118,7 +118,7 @@ class Guard:
 
 
 def _not_finite(batch: MicroBatch, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, list[int]]]:
-    """Name and rows of each [M, R] tensor of which an entry of a response token is not finite."""
+    """Name and rows of each [M, R] tensor that is not finite at a response token."""
     for name, x in tensors.items():
         bad = None if x is None else (~torch.isfinite(x) & batch.response_mask).any(dim=1)
         if bad is not None and bool(bad.any()):
@@ -126,13 +126,12 @@ def _not_finite(batch: MicroBatch, tensors: Mapping[str, Tensor | None]) -> Iter
 
 
 def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: int = 0) -> list[str]:
-    """What an update's metrics say that should not be: the policy that sampled is not the one that is trained on, it
-    says nothing but one token or one answer, its answers are not told apart, or nothing was
-    trained.
+    """Problems that an update's metrics show: the sampling policy differs from the one being trained, the policy always
+    gives the same token or answer, all answers get the same score, or nothing was trained.
 
     Args:
         forward_type: key of ``LOGPROB_GAP``.
-        num_alike: updates in a row, this one the last, of which each gave all its answers the same score.
+        num_alike: number of consecutive updates, up to this one, in which all answers got the same score.
     """
     found = []
     if num_alike >= STRETCH:
@@ -176,5 +175,6 @@ def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: in
 
 
 def _could_say_more(metrics: Mapping[str, float]) -> bool:
-    """Whether answers are of one token because they end at once, not because ``sampling.response_length`` is 1."""
+    """Whether the policy could have said more: single-token answers ended by themselves, not because
+    ``sampling.response_length`` is 1."""
     return metrics["rollout/length_max"] > 1 or metrics["rollout/eos_rate"] == 1

@@ -1,4 +1,4 @@
-"""A saved model on the Hugging Face hub. A run's token is that of the environment or of `hf auth login`."""
+"""Pushes saved models to the Hugging Face hub. A run uses the token of the environment or of `hf auth login`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tether.report.read import FINISHED
 from tether.report.text import one_line
 
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md"]
-"""What is pushed of a folder without a manifest."""
+"""Patterns of the files pushed from a folder without a manifest."""
 
 
 def open_repository(name: str, *, private: bool | None, key: str, token: str | None = None) -> str:
-    """Makes the model repository that is pushed to, unless it is there; returns its full name.
+    """Creates the model repository to push to, unless it exists; returns its full name.
 
     Args:
-        name: with its owner, or without: then the owner of the token's.
-        private: whether a new repository is for its owner alone; None: as its owner has new ones.
-        key: what asked for it, for messages.
-        token: for callers with one of their own.
+        name: name with or without its owner; by default, the owner of the token.
+        private: whether a new repository is private; None: the owner's default.
+        key: the key that requested it, for messages.
+        token: used instead of the default token.
 
     Raises:
-        ConfigError: the hub is switched off, cannot be reached, or refuses.
+        ConfigError: the hub is switched off, cannot be reached, or rejects the request.
     """
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"{key}: HF_HUB_OFFLINE is set, so nothing can be pushed. Unset it, or push later")
@@ -43,17 +43,17 @@ def open_repository(name: str, *, private: bool | None, key: str, token: str | N
 
 
 def push(folder: Path, repository: str, *, with_answers: bool = True) -> str:
-    """Uploads the model in a folder, its tokenizer and its card; returns the commit's address.
+    """Uploads the model in a folder, its tokenizer and its card; returns the URL of the commit.
 
-    What a run needs to go on, metrics.jsonl and samples.jsonl stay here. The card of a PPO run shows the start of up to
-    three held-out prompts and their answers, and some rows of its metrics.
+    The state for resuming, metrics.jsonl and samples.jsonl are not uploaded. The card of a PPO run shows the start of
+    up to three held-out prompts and their answers, and some rows of its metrics.
 
     Args:
-        with_answers: whether the card goes as it is; otherwise without those prompts and answers.
+        with_answers: whether the card keeps those prompts and answers.
 
     Raises:
-        ConfigError: the folder holds no model.
-        HubError: the upload failed; the folder is as it was.
+        ConfigError: the folder contains no model.
+        HubError: the upload failed; the folder is unchanged.
     """
     files = model_files(folder)
     message, api, card = f"{folder.name}, by Tether", HfApi(), folder / CARD
@@ -76,10 +76,10 @@ def push(folder: Path, repository: str, *, with_answers: bool = True) -> str:
 
 
 def model_files(folder: Path) -> list[str]:
-    """What belongs to the model in a folder: files that were saved with it, or by their names.
+    """The files that belong to the model in a folder: those listed in its manifest, or ``MODEL_FILES``.
 
     Raises:
-        ConfigError: it is none, or holds no model.
+        ConfigError: it is not a folder, or contains no model.
     """
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"{folder} holds no model; wanted a run's output folder, a checkpoint, or a merged model")
@@ -89,7 +89,7 @@ def model_files(folder: Path) -> list[str]:
 
 
 def unreachable_base(folder: Path) -> str | None:
-    """The base of an adapter if it is a local path, which nobody else can load; None for others."""
+    """The base of an adapter if it is a local path, which others cannot load; otherwise None."""
     settings = folder / ADAPTER_CONFIG
     if not settings.is_file():
         return None

@@ -1,4 +1,4 @@
-"""What a run reads, and every mistake in it that shows before a model is loaded."""
+"""The inputs of a run, and the checks of them that are possible before a model is loaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tether.train.rollout import Answers
 from tether.types import Completion, RewardBatch
 
 OF_SCRIPT = "train_dataset"
-"""``data.prompts`` of a run whose prompts were handed over by a script, on ``tether.compat.trl``."""
+"""``data.prompts`` of a run whose prompts were passed by a script that uses ``tether.compat.trl``."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RunData:
 
     @property
     def prompt_sets(self) -> list[PromptData]:
-        """Prompts and held-out prompts, as far as they are there."""
+        """Prompts, and held-out prompts if there are any."""
         return [data for data in (self.prompts, self.eval_prompts) if data is not None]
 
     @property
@@ -71,7 +71,7 @@ class RunData:
 
 
 def check(config: RunConfig) -> None:
-    """Raises for every mistake that shows without loading a tokenizer or a model."""
+    """Raises for every mistake that can be found without loading a tokenizer or a model."""
     check_model_path(config.model.path, "model.path", revision=config.model.revision, takes_gguf=True)
     if config.model.quantization is not None:
         check_bitsandbytes(config.model.quantization, "model.quantization", default_device())
@@ -107,7 +107,7 @@ def check_batches(config: RunConfig, num_processes: int) -> None:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """The configuration with the defaults filled in that depend on this machine and on what launched the run."""
+    """The configuration with those defaults filled in that depend on this machine and on the launcher."""
     asked = launched.mixed_precision()
     return config.resolved(bf16=asked == "bf16" or bf16_supported(default_device()), fp16=asked == "fp16")
 
@@ -124,7 +124,7 @@ def model_paths(config: RunConfig) -> dict[str, str]:
 
 
 def load_data(config: RunConfig) -> RunData:
-    """Everything that the run reads, as token ids."""
+    """Loads all data of the run as token ids."""
     model, data = config.model, config.data
     tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
     tokenizer = templated(tokenizer, data.chat_template)
@@ -136,7 +136,7 @@ def load_data(config: RunConfig) -> RunData:
 def load_prompt_sets(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PromptData, PromptData | None]:
-    """Prompts to train on and held-out prompts, if there are any."""
+    """Loads the prompts to train on, and the held-out prompts if there are any."""
     data = config.data
     same = {"max_prompt_length": data.max_prompt_length, **data.chat}
     prompts = load_prompts(data.prompts, tokenizer, **data.reading("prompts"), **same)
@@ -166,19 +166,19 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
 
 
 def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> list[str]:
-    """Raises for what only the data and the policy's own configuration show: a column that a reward asks for and that
-    is not there, or holds what it cannot use, tokens without an embedding, a stop token that is none, layers that the
-    policy has not, texts that do not fit into its positions or a reward model's, updates that leave the policy none,
-    adapters of another base, a start of the critic that cannot be one.
+    """Checks that need the data and the policy's configuration. Raises for: a column that a reward needs and that is
+    missing or has unusable contents, tokens without an embedding, an unknown stop token, layers that the policy does
+    not have, texts longer than the positions of the policy or a reward model, too few updates to train the policy,
+    adapters of another base, and a critic that cannot start from ``value.init``.
 
     Args:
-        has_policy: whether ``model.path`` holds the policy, and not what it is yet to be made from.
+        has_policy: whether ``model.path`` is the policy itself, not what the policy is yet to be made from.
 
     Returns:
-        What may go wrong all the same: warnings.
+        Warnings about what may still go wrong.
 
     Raises:
-        ConfigError, DataError: says which it is.
+        ConfigError, DataError: names the problem.
     """
     notes = check_judged(config, data.prompt_sets, data.tokenizer)
     model = config.model
@@ -205,14 +205,14 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
 def check_judged(
     config: RunConfig, prompt_sets: Sequence[PromptData], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Raises for what keeps a run's reward sources from judging answers to these prompts.
+    """Checks that a run's reward sources can score answers to these prompts.
 
     Returns:
-        What may keep them from judging some answers: warnings.
+        Warnings about what may prevent them from scoring some answers.
 
     Raises:
-        ConfigError, DataError: a column is not there or holds what a source cannot use, a judge's chat template
-            refuses a conversation, or prompts leave no room for answers.
+        ConfigError, DataError: a column is missing or has contents that a source cannot use, the chat template of a
+            reward model rejects a conversation, or prompts leave no room for answers.
     """
     for prompts in prompt_sets:
         check_reward_columns(config.rewards, prompts.columns)
@@ -225,14 +225,14 @@ def check_judged(
 
 
 def first_answer(data: RunData) -> RewardBatch:
-    """An answer to the first prompt, with the columns of its row, that reward sources can be tried on."""
+    """A made-up answer to the first prompt, with the columns of its row, to try reward sources on."""
     text = "Hello."
     ids = data.tokenizer(text, add_special_tokens=False)["input_ids"]
     return Answers(data.prompts.prompts[:1], [Completion(ids, "length")], [text]).reward_batch(data.tokenizer)
 
 
 def _check_weights(config: RunConfig, shape: PreTrainedConfig) -> None:
-    """Weights that a checkpoint itself holds in few bits are taken as they are, and frozen."""
+    """Checks quantized weights: those that a checkpoint itself stores in few bits are used as they are, and frozen."""
     check_trainable(config.model.path, shape, with_lora=config.model.lora is not None)
     if has_few_bits(shape) and config.model.quantization is not None:
         raise ConfigError(
@@ -256,7 +256,7 @@ def _check_tokens(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> 
 
 
 def _check_layers(config: RunConfig, shape: PreTrainedConfig, *, is_fresh: bool) -> None:
-    """``is_fresh``: the policy starts from a full model, so that a LoRA adapter is new."""
+    """``is_fresh``: the policy starts from a full model, so a LoRA adapter is new."""
     model, layers = config.model, shape.get_text_config().num_hidden_layers
     if model.freeze_layers >= layers:
         raise ConfigError(
@@ -287,13 +287,14 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
 
 
 def _check_adapters(config: RunConfig, base: str, kind: PeftType) -> None:
-    """Reward adapters, and one that the critic is copied from, sit on the policy's base beside its own adapter.
+    """Checks that reward adapters, and one that the critic is copied from, fit the policy's base next to its adapter.
 
     Args:
-        base: the policy's base, ``kind`` the method of its adapter.
+        base: the policy's base.
+        kind: PEFT method of the policy's adapter.
     """
     model = config.model
-    if model.lora is None or gguf_source(model.path) is not None:  # of a GGUF file the base has yet to be written
+    if model.lora is None or gguf_source(model.path) is not None:  # the base of a GGUF file is not written yet
         return
     sources = {f"{key}.path": each.path for key, each in sources_of(config.rewards) if isinstance(each, AdapterReward)}
     if config.value_kind == "adapter" and config.value.init not in (None, "reward", "policy"):
@@ -316,13 +317,13 @@ def _check_updates(config: RunConfig, num_prompts: int) -> None:
 
 
 def _peft_config(path: str, revision: str | None = None) -> PeftConfig:
-    """The settings of the adapter in ``path``."""
+    """Configuration of the adapter in ``path``."""
     with model_errors(path):
         return PeftConfig.from_pretrained(path, revision=revision)
 
 
 def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
-    """Says how many prompts there are, which were dropped, and how they fill the updates."""
+    """Shows how many prompts there are, which were dropped, and how they fill the updates."""
     display.message(f"prompts: {data.prompts.note}")
     if data.eval_prompts is not None:
         display.message(f"held-out prompts: {data.eval_prompts.note}")

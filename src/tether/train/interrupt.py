@@ -1,4 +1,4 @@
-"""Ending a run early without losing it: signals and a time limit."""
+"""Stops a run early without losing its progress: signals and a time limit."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """The run was asked to stop; raised where the weights are those of the last finished update."""
+    """The run was asked to stop; raised only when the weights are those of the last finished update."""
 
 
 class _AtOnce(BaseException):
-    """A signal, on its way out of code that may catch every ``Exception``; ``Stopped`` once it is out."""
+    """Carries a signal out of code that may catch every ``Exception``; becomes ``Stopped`` outside of it."""
 
 
 class StopRequest:
-    """Notices SIGINT, SIGTERM, SIGHUP, SIGUSR1 and the time limit, so that the run stops where its state is whole.
+    """Handles SIGINT, SIGTERM, SIGHUP, SIGUSR1 and the time limit, so that the run stops in a consistent state.
 
-    A SIGHUP that was ignored before, as under ``nohup``, still is, and a SIGUSR1 that somebody else waits for stays
-    theirs; else it is a scheduler's word that the time is nearly over. A second SIGINT raises KeyboardInterrupt at
-    once. Inside a thread other than the main one only the time limit works. What it is entered for may enter it again.
+    If SIGHUP was ignored before, as under ``nohup``, it still is. If something else handles SIGUSR1, its handler stays;
+    otherwise the signal is taken as a scheduler's warning that time is running out. A second SIGINT raises
+    KeyboardInterrupt at once. In a thread other than the main one, only the time limit works. The context is reentrant.
 
     Args:
         max_runtime: hours after entering, or None.
-        dist: the processes, if there may be several, which then stop where all of them hear of it.
+        dist: the processes, if there may be several, which then stop at a point where all of them know of it.
     """
 
     def __init__(self, max_runtime: float | None = None, dist: Dist | None = None) -> None:
@@ -78,8 +78,8 @@ class StopRequest:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal ends the run wherever it comes: for waits that change nothing of the run, and may be
-        longer than the machine is left to it. Where there are other processes that is so in ``interruptible`` alone."""
+        """Within this context, a signal stops the run at any point: for waits that do not change the run's state, and
+        may take longer than the time left on the machine. With several processes, only ``interruptible`` does this."""
         self.check()
         self._is_waiting = self._dist is None or self._dist.num_processes == 1
         try:
@@ -88,10 +88,10 @@ class StopRequest:
             self._is_waiting = False
 
     def interruptible(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns, in which this process waits for no other one; a signal ends it wherever it comes.
+        """Returns ``work()``, in which this process must not wait for another one; a signal ends it at any point.
 
         Raises:
-            Stopped: there was a signal, of which the other processes are yet to be told.
+            Stopped: there was a signal, which the other processes do not know of yet.
         """
         if (reason := self.asked()) is not None:
             raise Stopped(reason)
@@ -101,11 +101,11 @@ class StopRequest:
                 return work()
             finally:
                 self._is_waiting = False
-        except _AtOnce:  # wherever it came: no statement outside of these has a signal raise anything
+        except _AtOnce:  # wherever it was raised: outside of these statements, signals raise nothing
             raise Stopped(self.reason) from None
 
     def check(self) -> None:
-        """Raises ``Stopped`` if the run was asked to stop; waits for ``agree`` where there are other processes."""
+        """Raises ``Stopped`` if the run was asked to stop; with several processes, that is left to ``agree``."""
         if self._dist is None or self._dist.num_processes == 1:
             self.agree()
 
@@ -125,7 +125,7 @@ class StopRequest:
 
 
 def _signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop. Windows knows neither SIGHUP nor SIGUSR1."""
+    """The signals that ask a run to stop. Windows has neither SIGHUP nor SIGUSR1."""
     asked = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         asked.append(signal.SIGHUP)
@@ -135,7 +135,8 @@ def _signals() -> list[signal.Signals]:
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether nobody handles a signal, in Python or below it, as ``faulthandler`` does; of the latter Linux tells."""
+    """Whether a signal has no handler, neither in Python nor in C like that of ``faulthandler``, which only Linux
+    reports."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else ()
     caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")

@@ -1,4 +1,4 @@
-"""Where a run's numbers and texts go: metrics.jsonl, samples.jsonl, trackers, and the display."""
+"""The log of a run: metrics.jsonl, samples.jsonl, trackers, and the display."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHOWN_SAMPLES = 4
 
 
 class RunLog:
-    """Writes every update to metrics.jsonl, shows it, and tracks every ``logging_steps``-th.
+    """Writes every update to metrics.jsonl, displays it, and sends every ``logging_steps``-th to the trackers.
 
     Args:
         folder: the run's output folder; None in a process that writes nothing.
         display: what the user sees.
         trackers: TensorBoard and the like.
-        logging_steps: updates between two entries in the trackers; the last update is always one.
+        logging_steps: number of updates between two entries in the trackers; the last update is always logged.
     """
 
     def __init__(self, folder: Path | None, display: Display, trackers: Trackers, *, logging_steps: int) -> None:
@@ -39,7 +39,7 @@ class RunLog:
 
     @cached_property
     def _metrics(self) -> JsonlWriter | None:
-        """Made with the first line: until then the files of an earlier run may lie there."""
+        """Created with the first line: until then, files of an earlier run may exist."""
         return self._folder and JsonlWriter(self._folder / METRICS)
 
     @cached_property
@@ -52,7 +52,7 @@ class RunLog:
         return [line | {"step": int(line["step"])} for line in self._updates]
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Shows how far the present phase is."""
+        """Shows the progress of the current phase."""
         self.display.phase(name, done, total)
 
     def update(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
@@ -85,11 +85,11 @@ class RunLog:
         self._samples.write_all({"step": step, "split": split, **judged.sample(i, answers), "kl": None} for i in rows)
 
     def finished(self, step: int, kept_step: int) -> None:
-        """Records that the run came to its end.
+        """Records that the run finished.
 
         Args:
-            step: updates that it made.
-            kept_step: updates before the policy that it leaves.
+            step: number of updates of the run.
+            kept_step: number of updates that the kept policy was trained for.
         """
         if self._folder is not None:
             write_whole(self._folder / FINISHED, json.dumps({"step": step, "kept_step": kept_step}).encode() + b"\n")
@@ -105,7 +105,7 @@ class RunLog:
             self.display.message(f"warning: {text}")
 
     def close(self) -> None:
-        """Ends trackers and display."""
+        """Closes trackers and display."""
         self.trackers.close()
         self.display.close()
 

@@ -1,4 +1,4 @@
-"""What is measured in an update. Every name is defined by formula in docs/metrics.md; TRL's names where TRL had one."""
+"""Metrics of an update. docs/metrics.md defines each of them by a formula. Names are those of TRL where it has one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tether.types import Experience
 
 
 def measure_answers(metrics: Metrics, answers: Answers) -> None:
-    """Lengths and ends of a rollout batch, and how much of it is one token, or one answer."""
+    """Lengths and ends of a rollout batch, and the shares of its most frequent token and answer."""
     lengths, ended = answers.lengths.double(), answers.ended.double()
     metrics.mean("rollout/length", lengths)
     metrics.max("rollout/length_max", lengths)
@@ -59,7 +59,7 @@ def measure_objective(
 
 
 def measure_critic(metrics: Metrics, outputs: Outputs, learned: Targets) -> None:
-    """How well the critic foresaw the returns."""
+    """How well the critic predicted the returns."""
     if outputs.values is not None:
         metrics.mean("val/values", outputs.values, outputs.mask)
         metrics.var("val/returns_var", learned.returns, outputs.mask)
@@ -69,7 +69,7 @@ def measure_critic(metrics: Metrics, outputs: Outputs, learned: Targets) -> None
 def measure_policy(
     metrics: Metrics, new_logprobs: Tensor, old: Experience, ppo: PPOConfig, *, is_first: bool
 ) -> None:
-    """How far the policy moved from the one that sampled; exactly nowhere at an update's first mini-batch.
+    """How far the policy has moved from the sampling policy; exactly 0 at an update's first mini-batch.
 
     Args:
         new_logprobs: [M, R], detached.
@@ -95,7 +95,7 @@ def measure_policy(
 
 
 def derived(values: dict[str, float]) -> dict[str, float]:
-    """The same metrics with variances replaced by what is shown of them."""
+    """The same metrics, with variances replaced by the metrics derived from them."""
     values = dict(values)
     values["objective/scores_std"] = values.pop("objective/scores_var") ** 0.5
     if "val/returns_var" in values:

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, tried before it trains, and smaller micro-batches where it does not."""
+"""Tests before training whether a run fits into memory, and uses smaller micro-batches if it does not."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def dry_step(
     micro_batches: Callable[[Answers], list[MicroBatch]],
     one_update: Callable[..., Update],
 ) -> str:
-    """Decodes as many answers as will be decoded side by side, runs a micro-batch of the longest query with answers of
-    ``sampling.response_length`` forward and backward, the longest demonstration in a mini-batch's number if there are
-    any, beside memory for the optimizers' moments, and forgets it all; returns what it took, in a line. Where so many
-    answers cannot be decoded side by side, the generator decodes fewer. Decoding comes first, as a cache of fixed size
-    stays for the next answers.
+    """Tries an update of the longest lengths, without effect; returns a line about the memory and time that it took.
+
+    With memory for the optimizers' moments allocated, decodes as many answers as will be decoded at once, then runs
+    forward and backward on a micro-batch of the longest query with answers of ``sampling.response_length``, and on a
+    mini-batch of the longest demonstration if there are demonstrations. If the answers cannot be decoded at once, the
+    generator decodes fewer. Decoding comes first, as a cache of fixed size is kept for the next answers.
 
     Args:
-        micro_batches: of answers, as the run forms them.
-        one_update: of answers, metrics and a number of finished updates.
+        micro_batches: makes micro-batches of answers, as in the run.
+        one_update: makes an update from answers, metrics and a number of finished updates.
 
     Raises:
         torch.OutOfMemoryError: the micro-batch does not fit.
@@ -48,7 +49,7 @@ def dry_step(
     batch = micro_batches(answers)[0]
     if dist.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(dist.device)
-    update = one_update(answers, Metrics(), step=config.value.warmup_steps)  # the first in which everything trains
+    update = one_update(answers, Metrics(), step=config.value.warmup_steps)  # the first update that trains everything
     if parts.demonstrations:
         update.demonstrations = [max(parts.demonstrations, key=lambda each: each.num_tokens)]
     each, engine = MOMENT_BYTES[config.train.optim], parts.engine
@@ -90,12 +91,12 @@ def dry_step(
 
 
 def _side_by_side(config: RunConfig, parts: Parts) -> int:
-    """Answers of an update that are decoded at a time."""
+    """Number of answers of an update that are decoded at once."""
     return min(parts.generator.batch_size, len(parts.dist.share(config.train.rollout_batch_size)))
 
 
 def _decode_longest(config: RunConfig, parts: Parts) -> None:
-    """Answers the longest queries, as many as are answered side by side, with as many tokens as answers may have."""
+    """Answers the longest queries, as many as are decoded at once, with the maximum number of tokens."""
     queries = sorted((prompt.token_ids for prompt in parts.prompts), key=len, reverse=True)
     asked = islice(cycle(queries), parts.dist.num_processes * _side_by_side(config, parts))
     requests = [Request(query, key) for key, query in enumerate(asked)]
@@ -107,10 +108,10 @@ def halved(config: RunConfig, halvings: int, error: torch.OutOfMemoryError) -> t
     """How often micro-batches are halved from now on, and a line that says so.
 
     Args:
-        halvings: how often they were.
+        halvings: how often they have been halved so far.
 
     Raises:
-        TrainingError: they hold one answer already.
+        TrainingError: they already hold only one answer.
     """
     size = config.train.max_rows_per_micro_batch or config.mini_batch_size
     if 2**halvings >= size:

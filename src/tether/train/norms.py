@@ -1,4 +1,4 @@
-"""What scores are normalised by where that is measured once, on answers of the start policy."""
+"""Statistics for score normalization that are measured once, on answers of the start policy."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SCORE_NORM = "score_norm.json"
 
 
 def start_answers(parts: Parts, config: RunConfig, *, phase: PhaseReport, check: Callable[[], None]) -> Answers:
-    """``ppo.score_norm_samples`` answers of the policy as it is, with noise of their own.
+    """Generates ``ppo.score_norm_samples`` answers of the current policy, with a separate noise stream.
 
     Args:
-        phase: told of progress.
-        check: called between answers; raises where the run is to stop.
+        phase: called with the progress.
+        check: called between answers; raises if the run is to stop.
     """
     seed, count = config.train.seed, config.ppo.score_norm_samples
     draws = PromptStream(len(parts.prompts), count, seed).batch(0)
@@ -41,14 +41,14 @@ def start_answers(parts: Parts, config: RunConfig, *, phase: PhaseReport, check:
 
 
 def spread(moments: algo.ScoreMoments, what: str, key: str) -> str:
-    """A line that says what scores are normalised by.
+    """A line that describes the statistics used for normalization.
 
     Args:
-        what: is normalised.
-        key: that asks for it.
+        what: what is normalized.
+        key: the key that configures it.
 
     Raises:
-        TrainingError: the scores have no spread to normalise by.
+        TrainingError: the scores have no spread to normalize by.
     """
     count = f"{moments.count:g} answers of the start policy"
     if moments.var == 0:
@@ -64,7 +64,7 @@ def spread(moments: algo.ScoreMoments, what: str, key: str) -> str:
 
 
 def write_norms(path: Path, state: RunState) -> None:
-    """Writes what the run's scores, and those of sources with ``norm: auto``, were normalised by, for evaluations."""
+    """Writes the moments that normalized the run's scores and those of sources with ``norm: auto``, for evaluations."""
     record = asdict(state.score_moments)
     if state.source_moments:
         record["sources"] = {name: asdict(moments) for name, moments in state.source_moments.items()}
@@ -72,11 +72,11 @@ def write_norms(path: Path, state: RunState) -> None:
 
 
 def read_norms(run: Path) -> tuple[ScoreMoments, dict[str, ScoreMoments]]:
-    """What the run's scores were normalised by, and by name those of sources with ``norm: auto``; of a checkpoint, at
-    that time.
+    """The moments that normalized the run's scores, and by name those of sources with ``norm: auto``; for a checkpoint,
+    as of that checkpoint.
 
     Raises:
-        ConfigError: the run has not measured it yet.
+        ConfigError: the run has not measured them yet.
     """
     if (state := run / STATE_DIR / STATE).is_file():
         record = json.loads(state.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Optimizers: one for each pass of the update, stepped together, each with its schedule of the learning rate."""
+"""Optimizers: one for each pass of the update, stepped together, each with its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tether.models.bitsandbytes import adamw_8bit
 from tether.models.roles import POLICY, VALUE, ModelRoles
 
 Schedule = LambdaLR | ReduceLROnPlateau | GreedyLR
-"""Every schedule of transformers: a function of the number of steps, or one of the two that follow a metric."""
+"""The schedules of transformers: functions of the number of steps, and the two that follow a metric."""
 
 _COSINE, _WITH_MIN_LR = ("num_cycles",), ("num_cycles", "min_lr", "min_lr_rate")
 _FOLLOWING = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
@@ -40,14 +40,14 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "greedy": (*_FOLLOWING, "warmup", "max_lr", "smooth", "window_size", "reset_start"),
 }
-"""Schedules of transformers, and what ``train.lr_scheduler_kwargs`` may hold for each."""
+"""Schedules of transformers, and the keys that ``train.lr_scheduler_kwargs`` may contain for each."""
 
 _NEEDED = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
     "warmup_stable_decay": ("num_decay_steps",),
 }
-"""Options of which a schedule needs exactly one."""
+"""Options of which the schedule requires exactly one."""
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "mode": ("max", "min"),
@@ -56,23 +56,23 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "decay_type": ("linear", "cosine", "1-sqrt"),
     "smooth": (True, False),
 }
-"""Options that are no numbers."""
+"""Options that are not numbers, and their possible values."""
 STEPS_TO_GROW = 2_000
-"""Steps without an overflow after which losses are scaled by twice as much."""
+"""Number of steps without an overflow after which the loss scale is doubled."""
 MOMENT_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.0 + 8 / 256}
-"""Of both moments of a trained number, by ``train.optim``; in 8 bits with the scales of blocks of 256."""
+"""Bytes of both moments per trained parameter, by ``train.optim``; in 8 bits including the scales of blocks of 256."""
 
 
 @dataclass
 class LossScale:
-    """What a loss is multiplied by before its backward, so that small gradients are not 0 in float16; the gradients are
-    divided by it. A power of two, by which nothing is rounded.
+    """Factor of a loss before its backward pass, so that small gradients do not become 0 in float16; the gradients are
+    divided by it. It is a power of two, so scaling does not round.
 
         gradients overflow:   s ← max(s / 2, 1), n ← 0
         a step is taken:      n ← n + 1; at n = 2,000: s ← 2 s, n ← 0
 
-    Sources: Micikevicius et al. 2018, section 3.2, https://arxiv.org/abs/1710.03740; the numbers are those of
-    ``torch.amp.GradScaler``, which knows one process alone and no least scale.
+    Sources: Micikevicius et al. 2018, section 3.2, https://arxiv.org/abs/1710.03740; the constants are those of
+    ``torch.amp.GradScaler``, which supports only a single process and has no minimum scale.
     """
 
     scale: float = 2.0**16
@@ -82,7 +82,7 @@ class LossScale:
 
     @property
     def may_overflow(self) -> bool:
-        """Whether gradients that are not finite may be so by the scale alone."""
+        """Whether the scale alone may be the reason for gradients that are not finite."""
         return self.scale > 1
 
     def overflowed(self) -> None:
@@ -90,7 +90,7 @@ class LossScale:
         self.scale, self.num_steps = max(self.scale / 2, 1.0), 0
 
     def took_step(self) -> None:
-        """Counts a step, and doubles the scale after ``STEPS_TO_GROW``."""
+        """Counts a step, and doubles the scale after ``STEPS_TO_GROW`` steps."""
         self.num_steps += 1
         if self.num_steps == STEPS_TO_GROW:
             self.scale, self.num_steps = 2 * self.scale, 0
@@ -106,53 +106,53 @@ class PassOptimizer:
     scheduler: Schedule
     max_grad_norm: float | None
     loss_scale: LossScale | None = None
-    """What losses are multiplied by under float16 autocast."""
+    """Loss scale under float16 autocast."""
     value_weight: float = 1.0
-    """Weight of the value loss; other than 1 beside the policy's loss alone."""
+    """Weight of the value loss; differs from 1 only if it is added to the policy's loss."""
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss whose gradient ``unscale`` divides."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def unscale(self) -> None:
-        """Makes the gradients of scaled losses those of the losses."""
+        """Divides the gradients of scaled losses by the scale."""
         for parameter in self.parameters if self.loss_scale is not None else ():
             if parameter.grad is not None:
                 parameter.grad.div_(self.loss_scale.scale)
 
     def clip(self) -> float:
-        """Scales the gradients down to ``max_grad_norm``; returns their norm before that, 0 where there are none."""
+        """Scales the gradients down to ``max_grad_norm``; returns their norm before clipping, 0 if there are none."""
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         return float(nn.utils.clip_grad_norm_(self.parameters, limit))
 
     def step(self) -> None:
-        """Applies the gradients, moves the schedule on, and clears the gradients.
+        """Applies the gradients, advances the schedule, and clears the gradients.
 
-        Parameters without a gradient stay as they are, and so do their moments.
+        Parameters without a gradient are unchanged, and so are their moments.
         """
         self.optimizer.step()
         self.move_on()
 
     def skip(self) -> None:
-        """Moves the schedule on and clears the gradients, as ``step`` does, and leaves the parameters as they are.
+        """Advances the schedule and clears the gradients like ``step``, without changing the parameters.
 
-        For steps that are left out, so that the schedule ends where it would have ended with them.
+        For skipped steps, so that the schedule ends at the same point as without skipping.
         """
-        with warnings.catch_warnings():  # torch takes it for a mistake in the order of calls
+        with warnings.catch_warnings():  # torch assumes that the calls are in the wrong order
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
             self.move_on()
 
     def move_on(self) -> None:
-        """Moves the schedule on and clears the gradients."""
+        """Advances the schedule and clears the gradients."""
         if isinstance(self.scheduler, LambdaLR):
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def note(self, metric: float) -> None:
-        """Tells a schedule that follows a metric how an update went; other schedules do not heed it.
+        """Passes the metric of an update to a schedule that follows a metric; other schedules ignore it.
 
         Args:
-            metric: larger is better, unless ``lr_scheduler_kwargs`` says ``mode: min``.
+            metric: larger is better, unless ``lr_scheduler_kwargs`` has ``mode: min``.
         """
         if not isinstance(self.scheduler, LambdaLR):
             self.scheduler.step(metric)
@@ -163,12 +163,12 @@ class PassOptimizer:
         return self.optimizer.param_groups[0]["lr"]
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on exactly."""
+        """The state that ``load_state_dict`` needs to resume exactly."""
         scale = {} if self.loss_scale is None else {"loss_scale": asdict(self.loss_scale)}
         return {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(), **scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state_dict``'s result, and keeps none of its tensors: they may be parts of a file."""
+        """Restores the result of ``state_dict``, without keeping its tensors: they may be memory-mapped from a file."""
         self.optimizer.load_state_dict(state["optimizer"])
         for kept in self.optimizer.state.values():
             own = {name: x.clone() for name, x in kept.items() if isinstance(x, Tensor) and x.device.type == "cpu"}
@@ -179,9 +179,9 @@ class PassOptimizer:
 
 
 def build_optimizers(config: RunConfig, roles: ModelRoles, num_updates: int) -> list[PassOptimizer]:
-    """One AdamW for each pass: policy and critic apart, or both in one where they share a trunk.
+    """One AdamW for each pass: policy and critic have one each, or a common one if they share a trunk.
 
-    The schedule of a policy that trains apart begins when the critic has warmed up.
+    The schedule of a policy with its own optimizer begins after critic warm-up.
     """
     optimizers = []
     for pass_ in roles.passes:
@@ -194,8 +194,8 @@ def build_optimizers(config: RunConfig, roles: ModelRoles, num_updates: int) -> 
 
 
 def updates_of_policy(config: RunConfig, num_updates: int) -> int:
-    """Updates of ``num_updates`` in which the policy's own optimizer steps: after the critic has warmed up, unless they
-    share one."""
+    """Number of updates, out of ``num_updates``, in which the policy's optimizer steps: those after critic warm-up, or
+    all if policy and critic share an optimizer."""
     return num_updates if config.value_kind == "head" else num_updates - config.value.warmup_steps
 
 
@@ -226,7 +226,7 @@ def build_optimizer(
 
 
 def loss_scale(train: TrainConfig) -> LossScale | None:
-    """The scale that the losses of one optimizer start with; None where forwards do not run in float16."""
+    """The initial loss scale of one optimizer; None if forward passes do not run in float16."""
     return LossScale() if train.fp16 else None
 
 
@@ -247,7 +247,7 @@ def _schedule(train: TrainConfig, optimizer: Optimizer, total_steps: int) -> Sch
     options = dict(train.lr_scheduler_kwargs)
     if "mode" in _OPTIONS[train.lr_scheduler_type]:
         options.setdefault("mode", "max")
-    with warnings.catch_warnings():  # the length of the run is always known, and num_stable_steps goes before it
+    with warnings.catch_warnings():  # the run's length is always given, and num_stable_steps overrides it
         warnings.filterwarnings("ignore", "Both num_training_steps and num_stable_steps", UserWarning)
         return get_scheduler(
             train.lr_scheduler_type,
@@ -262,8 +262,8 @@ def check_schedule(config: RunConfig, num_updates: int) -> None:
     """Checks the schedules of policy and critic over a run of ``num_updates`` updates; needs no model.
 
     Raises:
-        ConfigError: ``train.lr_scheduler_kwargs`` holds what the schedule does not take or lacks what it needs, or the
-            learning rate would leave the range from 0 to its peak.
+        ConfigError: ``train.lr_scheduler_kwargs`` contains options that the schedule does not accept or lacks required
+            ones, or the learning rate would leave the range from 0 to its peak.
     """
     train, of_policy = config.train, updates_of_policy(config, num_updates)
     _check_options(train)
@@ -280,7 +280,7 @@ def check_schedule(config: RunConfig, num_updates: int) -> None:
 
 
 def _check_options(train: TrainConfig) -> None:
-    """Raises ``ConfigError`` for an option that the schedule does not take, or lacks, or of another kind."""
+    """Raises ``ConfigError`` for an option that is not accepted by the schedule, is missing, or has a bad value."""
     name, given, key = train.lr_scheduler_type, train.lr_scheduler_kwargs, "train.lr_scheduler_kwargs"
     for option, value in given.items():
         if option not in _OPTIONS[name]:
@@ -294,7 +294,7 @@ def _check_options(train: TrainConfig) -> None:
 
 
 def _unmet(option: str, value: Any) -> str | None:
-    """What is wanted of an option, where ``value`` is not that."""
+    """The requirement on an option that ``value`` does not meet, or None."""
     if option in _CHOICES:
         return None if value in _CHOICES[option] else f"one of {_listed(_CHOICES[option])}"
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -308,10 +308,10 @@ def _listed(names: Sequence[Any]) -> str:
 
 
 def _check_stages(train: TrainConfig, total_steps: int, whose: str) -> None:
-    """Raises ``ConfigError`` for a warm-up that the schedule does not have, or stages longer than the steps.
+    """Raises ``ConfigError`` for a warm-up that the schedule does not have, or stages longer than ``total_steps``.
 
     Args:
-        whose: steps they are, for the message.
+        whose: whose steps they are, for the message.
     """
     name, options = train.lr_scheduler_type, train.lr_scheduler_kwargs
     if train.warmup_ratio > 0 and name in _WITHOUT_WARMUP:
@@ -356,13 +356,13 @@ def _check_rates(train: TrainConfig, total_steps: int, key: str, rate: float) ->
 
 
 def all_finite(optimizers: list[PassOptimizer]) -> bool:
-    """Whether every gradient that is there is finite."""
+    """Whether every existing gradient is finite."""
     return are_finite([p.grad for o in optimizers for p in o.parameters if p.grad is not None])
 
 
 def are_finite(grads: list[Tensor]) -> bool:
-    """Whether every number of them is."""
-    # What is not finite makes its sum so. The other way round, a sum may overflow.
+    """Whether every element of these gradients is finite."""
+    # A finite sum has only finite elements. The converse does not hold: a sum may overflow.
     if not grads or bool(torch.isfinite(torch.stack([g.sum() for g in grads])).all()):
         return True
     return all(bool(torch.isfinite(g).all()) for g in grads)

@@ -1,4 +1,4 @@
-"""What a run is made of once its configuration is read."""
+"""The components of a run, built from its configuration."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tether.types import Generator, Prompt, RewardSource, Sampling
 
 @dataclass(frozen=True)
 class Parts:
-    """What a trainer is made of; every variant was chosen before, in a ``build`` function."""
+    """The components of a trainer; ``build`` functions have chosen every implementation."""
 
     roles: ModelRoles
     """Policy, reference, critic and shared reward adapters."""
     generator: Generator
     """Answers prompts with the policy."""
     rewards: RewardSource
-    """Judges answers."""
+    """Scores answers."""
     tokenizer: PreTrainedTokenizerBase
     """The policy's tokenizer."""
     sampling: Sampling
-    """How answers are drawn."""
+    """How answers are sampled."""
     prompts: Sequence[Prompt]
     """Prompts to train on."""
     eval_prompts: Sequence[Prompt]
     """Held-out prompts; may be empty."""
     demonstrations: Sequence[Demonstration] = ()
-    """What the SFT loss beside PPO is on; empty without one."""
+    """Demonstrations of the SFT loss; empty without one."""
     dist: Dist = field(default_factory=Dist)
     """This process, and the others of the run."""
     engine: Engine = field(default_factory=Alone)
-    """What spreads weights and gradients over them."""
+    """Distributes weights and gradients over the processes."""

@@ -1,4 +1,4 @@
-"""What a run would do, without loading a weight: arithmetic, roles, and an estimate of memory."""
+"""The plan of a run, without loading weights: arithmetic, roles, and an estimate of memory."""
 
 from __future__ import annotations
 
@@ -55,24 +55,25 @@ from tether.train.optim import MOMENT_BYTES
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 AVERAGE_BYTES = GRAD_BYTES = 4
 QUANTIZED_BYTES = {"4bit": 0.516, "8bit": 1.0}
-"""Bytes of a weight of a linear layer, with a share of what blocks of 64 are scaled by. Source: Dettmers et al. 2023,
-section 3, https://arxiv.org/abs/2305.14314"""
+"""Bytes per weight of a linear layer, including the scales of blocks of 64. Source: Dettmers et al. 2023, section 3,
+https://arxiv.org/abs/2305.14314"""
 ACTIVATION_FACTOR = 34
 """Bytes kept for backward by one transformer layer, for each token and hidden unit, with 16-bit activations and a fused
 attention kernel. Source: Korthikanti et al. 2022, eq. 1 without its attention term, https://arxiv.org/abs/2205.05198"""
 CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys of models that change their logits after the head, which are then there of all response tokens at once."""
+"""Configuration keys of models that change logits after the head; logits of all response tokens are then in memory at
+once."""
 
 
 @dataclass(frozen=True)
 class Spreading:
-    """Which of its weights, gradients and optimizer states a process has 1 part of, with n processes n-th parts."""
+    """Which of weights, gradients and optimizer states an engine shards: each of n processes then has 1/n of them."""
 
     weights: bool = False
     gradients: bool = False
     moments: bool = False
     copy_bytes: int = 0
-    """Bytes of ZeRO's own copy of each trained number, of which a process has an n-th part."""
+    """Bytes of ZeRO's own copy per trained parameter, of which each of n processes has 1/n."""
 
 
 ENGINES = {
@@ -82,7 +83,7 @@ ENGINES = {
     "ZeRO-3": Spreading(weights=True, gradients=True, moments=True, copy_bytes=4),
     "FSDP2": Spreading(weights=True, gradients=True, moments=True),
 }
-"""Engines of several processes, by what each spreads."""
+"""Engines for several processes, and what each shards."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,13 @@ class RolePlan:
     role: str
     source: str
     parameters: int
-    """Parameters that this role adds; what it shares with another counts there."""
+    """Parameters that this role adds; those shared with another role are counted there."""
     trainable: int
     dtype: str
     sharing: str
     weight_bytes: int
     is_whole: bool = False
-    """Whether no engine spreads it: a reward model in few bits or compiled, or one that is not to be sharded."""
+    """Whether no engine shards it: a reward model in few bits or compiled, or one that is not to be sharded."""
 
 
 @dataclass(frozen=True)
@@ -108,28 +109,28 @@ class Plan:
     config: str
     """The resolved configuration as YAML."""
     arithmetic: list[tuple[str, str]]
-    """Batch sizes and counts, named."""
+    """Names and values of batch sizes and counts."""
     num_updates: int
     roles: list[RolePlan]
     memory: dict[str, int]
-    """Estimated peak bytes of each phase, in one process."""
+    """Estimated peak bytes of each phase, in a single process."""
     engines: dict[str, dict[str, int]]
-    """The same of each of several processes, by engine; empty for one."""
+    """The same for each of several processes, by engine; empty for a single process."""
     loading: dict[str, int]
-    """Estimated bytes of the machine's own memory that each process needs while models load, by engine that spreads
-    weights: every process makes every model whole before it keeps its part."""
+    """Estimated bytes of CPU memory that each process needs while models load, by engine that shards weights: every
+    process creates every model whole before it keeps its part."""
     notes: list[str]
-    """What may go wrong all the same."""
+    """Warnings about what may still go wrong."""
 
 
 def plan(config: RunConfig, num_processes: int = 1) -> Plan:
-    """Works out a run. Reads tokenizer, prompts and model configurations; loads no weights and writes nothing.
+    """Plans a run. Reads tokenizer, prompts and model configurations; loads no weights and writes nothing.
 
     Args:
-        num_processes: that the run would be launched in.
+        num_processes: number of processes that the run would be launched in.
 
     Raises:
-        ConfigError, DataError, ModelError: whatever would stop the run before its models load.
+        ConfigError, DataError, ModelError: anything that would stop the run before its models are loaded.
     """
     check(config)
     check_batches(config, num_processes)
@@ -165,7 +166,7 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
 
 
 def _each(config: RunConfig) -> str:
-    """How many answers each prompt gets, where it is more than one."""
+    """Describes how many answers each prompt gets, if more than one."""
     answers = config.sampling.num_generations
     return "" if answers == 1 else f" ({config.prompts_per_update} prompts × {answers})"
 
@@ -179,14 +180,14 @@ def _micro_batches(config: RunConfig, num_processes: int) -> str:
 
 
 def model_config(path: str, config: RunConfig) -> PreTrainedConfig:
-    """Configuration of the model in ``path``, or of the base of the adapter there."""
+    """Configuration of the model in ``path``, or of its base if it is an adapter."""
     revision = config.model.revision if path == config.model.path else None
     base, revision = own_weights(path, revision)
     return load_config(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
 
 
 def plan_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[RolePlan]:
-    """The roles of a run with what each adds to memory; ``config`` is resolved."""
+    """The roles of a run and what each adds to memory; ``config`` must be resolved."""
     with torch.device("meta"):
         shape = model_config(config.model.path, config)
         base = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.model.trust_remote_code)
@@ -239,7 +240,7 @@ def _critic(config: RunConfig, base: PreTrainedModel, source: str | None) -> Rol
 
 
 def _rewards(rewards: Sequence[RewardConfig], labels: Sequence[str]) -> list[RolePlan]:
-    """A line a source; of an ensemble, a line a member."""
+    """One line per source; for an ensemble, one line per member."""
     roles = []
     for label, reward in zip(labels, rewards, strict=True):
         if isinstance(reward, EnsembleReward):
@@ -274,13 +275,13 @@ def _reward(label: str, reward: RewardConfig) -> RolePlan:
             dtype = weight_dtype(reward.dtype, getattr(of, "dtype", None) or torch.float32)
             role = _frozen(label, reward.path, judge, dtype, "own weights", reward.quantization)
             size = role.parameters + (state_size(judge) if is_beside else 0)
-            is_fixed = base == reward.path and has_few_bits(of)  # an adapter is merged into whole weights
+            is_fixed = base == reward.path and has_few_bits(of)  # an adapter is merged into unquantized weights
             is_whole = reward.processes in ("all", "one") or not reward.can_be_sharded or is_fixed
             return replace(role, parameters=size, is_whole=is_whole)
 
 
 def _adapter_size(config: RunConfig, base: PreTrainedModel) -> int:
-    """Parameters of the policy's adapter: those of the one that is continued, or of a fresh one."""
+    """Number of parameters of the policy's adapter: the existing one if it is trained further, or a new one."""
     if is_adapter(config.model.path, config.model.revision):
         return _saved_adapter_size(config.model.path, config.model.revision)
     with torch.device("meta"):
@@ -289,13 +290,13 @@ def _adapter_size(config: RunConfig, base: PreTrainedModel) -> int:
 
 
 def _saved_adapter_size(path: str, revision: str | None = None) -> int:
-    """Parameters of an adapter without those of its head."""
+    """Number of parameters of an adapter, without its head."""
     shapes = adapter_shapes(path, revision)
     return sum(prod(shape) for name, shape in shapes.items() if not is_head_key(name.removeprefix(MODULE_PREFIX)))
 
 
 def _saved_head_size(path: str) -> int:
-    """Parameters of a reward adapter's head, which is among its weights or in a file beside them."""
+    """Number of parameters of a reward adapter's head, which is among its weights or in a separate file."""
     shapes = adapter_shapes(path)
     own = [prod(shape) for name, shape in shapes.items() if is_head_key(name.removeprefix(MODULE_PREFIX))]
     beside = {} if own or value_head_file(path) is None else read_value_head(path)
@@ -312,12 +313,12 @@ def estimate_memory(
     *,
     demonstration: int = 0,
 ) -> dict[str, int]:
-    """Estimated peak bytes while answering, scoring and updating, for queries of at most ``longest`` tokens.
+    """Estimated peak bytes of the phases of an update in one process, for queries of at most ``longest`` tokens.
 
     Args:
-        num_processes: of which one is estimated.
-        spreading: what an engine spreads over them.
-        demonstration: tokens of the longest demonstration; 0 without any.
+        num_processes: number of processes of the run.
+        spreading: what an engine shards over them.
+        demonstration: number of tokens of the longest demonstration; 0 without any.
     """
     spreading = spreading or Spreading()
 
@@ -331,7 +332,7 @@ def estimate_memory(
     unit = 2 if config.train.bf16 or config.train.fp16 else 4
     weights = sum(part(role.weight_bytes, spreading.weights and not role.is_whole) for role in roles)
     trainable = sum(role.trainable for role in roles)
-    at_once = max(role.trainable for role in roles)  # policy and critic take turns; a head is nothing beside its trunk
+    at_once = max(role.trainable for role in roles)  # policy and critic alternate; a head is negligible
     averaged = sum(role.trainable for role in roles if role.role == "policy") if config.train.ema_decay else 0
     moments = part(int(MOMENT_BYTES[config.train.optim] * trainable), spreading.moments)
     copies = part(spreading.copy_bytes * trainable, True)
@@ -359,7 +360,7 @@ def estimate_memory(
 
 
 def _while_loading(roles: Sequence[RolePlan]) -> int:
-    """Bytes of the models that wait for an engine to spread them: those of roles together, a reward's one by one."""
+    """Bytes of the models that wait for an engine to shard them: those of roles together, reward models one by one."""
     judges = [role.weight_bytes for role in roles if role.role.startswith("reward ") and not role.is_whole]
     return sum(role.weight_bytes for role in roles if not role.role.startswith("reward ")) + max(judges, default=0)
 
@@ -372,7 +373,7 @@ def _role(role: str, source: str, parameters: int, trainable: int, dtype: torch.
 def _frozen(
     role: str, source: str, model: PreTrainedModel, dtype: torch.dtype, sharing: str, bits: Quantization | None
 ) -> RolePlan:
-    """A role that adds a whole model, whose linear layers may be in 4 or 8 bits."""
+    """A role that adds a complete frozen model, whose linear layers may be in 4 or 8 bits."""
     whole = _role(role, source, _count(model), 0, dtype, sharing)
     if bits is None:
         return whole

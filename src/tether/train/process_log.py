@@ -1,4 +1,4 @@
-"""A log file of each process, where several make up a run."""
+"""A log file for each process of a run of several processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tether.train.display import Display
 
 
 class ProcessLog:
-    """Writes what a process is told to a file of its own, and shows it.
+    """Writes what is displayed in a process to the process's own file, and passes it on to its display.
 
     Args:
-        file: appended to, a line flushed at a time.
+        file: appended to; flushed after every line.
         display: what the user sees of this process.
     """
 
@@ -25,39 +25,39 @@ class ProcessLog:
         self._phase = ""
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Notes when a phase begins."""
+        """Logs the start of a phase."""
         if name != self._phase:
             self._phase = name
             self._write(name)
         self._display.phase(name, done, total)
 
     def update(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Notes an update."""
+        """Logs an update."""
         self._write(f"update {step} of {total}")
         self._display.update(step, total, metrics)
 
     def message(self, text: str) -> None:
-        """Notes a message."""
+        """Logs a message."""
         self._write(text)
         self._display.message(text)
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Shows answers; samples.jsonl has them."""
+        """Shows answers without logging them; they are in samples.jsonl."""
         self._display.samples(rows)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Notes a table."""
+        """Logs a table."""
         for row in (columns, *rows):
             self._write(f"{title}: {' | '.join(map(str, row))}")
         self._display.table(title, columns, rows)
 
     def failed(self, error: Exception) -> None:
-        """Notes what ends the process; the command says it to the user."""
+        """Logs the error that ends the process; the command shows it to the user."""
         for text in (f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())):
             self._write(text)
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._stream.close()
         self._display.close()
 

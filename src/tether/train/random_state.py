@@ -1,6 +1,6 @@
-"""The process-wide random generators, which reward functions and callbacks may draw from.
+"""The global random generators, which reward functions and callbacks may use.
 
-Nothing of Tether's own does: its draws have keys (``types.noise_key``).
+Tether itself never does: its random draws have keys (``types.noise_key``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """States of the generators of Python, NumPy and torch, as tensors, numbers and lists alone."""
+    """States of the generators of Python, NumPy and torch, as tensors, strings, numbers and lists only."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -25,7 +25,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Puts the generators back to the result of ``random_states``; those of accelerators as far as they are there."""
+    """Restores the result of ``random_states``; for accelerators, as far as they are available."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]

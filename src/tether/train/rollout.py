@@ -1,4 +1,4 @@
-"""Answers to prompts and what the reward sources say of them, in training and in evaluation alike."""
+"""Answers to prompts, and their scores by the reward sources, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tether.train.parts import Parts
 from tether.types import Completion, MicroBatch, Prompt, Request, RewardBatch, RewardOutput
 
 PhaseReport = Callable[[str, int, int], None]
-"""Told the name of a phase, how much of it is done, and how much there is."""
+"""Called with the name of a phase, how much of it is done, and its total."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Answers:
     texts: Sequence[str]
     """The answers without special tokens."""
     asked: Begun | None = field(default=None, compare=False, repr=False)
-    """What the reward sources were asked about them while they came; None: nothing yet."""
+    """Requests made to the reward sources while answers were being generated; None if there were none."""
 
     @property
     def ended(self) -> Bool[Tensor, " B"]:
-        """True on answers whose last token is a stop token."""
+        """True for answers whose last token is a stop token."""
         return torch.tensor([completion.finish_reason == "stop" for completion in self.completions])
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
-        """Tokens of each answer, its end token included."""
+        """Number of tokens of each answer, including its end token."""
         return torch.tensor([len(completion.token_ids) for completion in self.completions])
 
     def reward_batch(self, tokenizer: PreTrainedTokenizerBase) -> RewardBatch:
-        """What the reward sources are given.
+        """The input of the reward sources.
 
         Args:
             tokenizer: the policy's.
@@ -62,11 +62,12 @@ class Judged:
     """Scores of B answers."""
 
     scores: Float[Tensor, " B"]
-    """What is trained on: the sources' score, normalised and clipped, with the rules for ends and lengths applied."""
+    """Scores to train on: the sources' scores, normalized and clipped, with the rules for ends and lengths applied."""
     components: Mapping[str, list[float]]
-    """The sources' own scores by name, unweighted."""
+    """Unweighted scores of each source, by name."""
     early_scores: Sequence[Sequence[float]] | None = None
-    """One number a token: what of the score falls on each before the last, which has the rest. None: nothing."""
+    """One number per token: the part of the score assigned to each token before the last, which gets the rest. None:
+    the last token gets all of it."""
 
     def sample(self, i: int, answers: Answers) -> dict[str, Any]:
         """Answer ``i`` as one row of samples.jsonl."""
@@ -93,11 +94,11 @@ def answer(
     name: str = "rollout",
     ask: bool = False,
 ) -> Answers:
-    """Answers every prompt.
+    """Generates an answer to every prompt.
 
     Args:
         check: called as answers finish; may raise to stop.
-        ask: whether reward sources that can are asked about each answer as it finishes; ``raw_scores`` then has theirs.
+        ask: whether reward sources that support it are asked about each answer as it finishes, for ``raw_scores``.
     """
     completions: list[Completion | None] = [None] * len(requests)
     texts, ids = [""] * len(requests), [[] for _ in requests]
@@ -123,7 +124,7 @@ def answer(
 def reward_batch(
     prompts: Sequence[Prompt], texts: list[str], ids: list[list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> RewardBatch:
-    """What reward sources are given; the lists of answers are kept as they are, and may still be filled."""
+    """The input of the reward sources; the lists of answers are not copied and may still be filled."""
     return RewardBatch(
         prompts=[p.source for p in prompts],
         queries=[p.text for p in prompts],
@@ -139,10 +140,10 @@ def reward_batch(
 def raw_scores(
     parts: Parts, answers: Answers, output: RewardOutput | None = None
 ) -> tuple[Float[Tensor, " B"], RewardOutput]:
-    """The sources' weighted sum for every answer, and all that they said.
+    """The sources' weighted sum for every answer, and their complete output.
 
     Args:
-        output: what is taken for that in place of asking the sources.
+        output: used instead of calling the sources.
 
     Raises:
         RewardError: an answer could not be scored.
@@ -160,8 +161,7 @@ def judge(parts: Parts, answers: Answers, config: RunConfig, moments: algo.Score
     """Scores every answer.
 
     Args:
-        moments: what ``ppo.score_norm`` normalises by; not read without it. Those of the answers themselves where no
-            score was seen before.
+        moments: used by ``ppo.score_norm``, if set; replaced by those of these answers if they hold no score yet.
     """
     raw, output = raw_scores(parts, answers)
     if moments.count == 0:
@@ -172,7 +172,7 @@ def judge(parts: Parts, answers: Answers, config: RunConfig, moments: algo.Score
 def shaped_scores(
     raw: Float[Tensor, " B"], answers: Answers, config: RunConfig, moments: algo.ScoreMoments
 ) -> Float[Tensor, " B"]:
-    """What is trained on: scores normalised, clipped, then changed for answers that did not end or are overlong."""
+    """The scores to train on: normalized, clipped, then adjusted for answers that did not end or are too long."""
     ppo, scores = config.ppo, raw
     if ppo.score_norm is not None:
         scores = algo.normalised_scores(scores, moments)
@@ -191,8 +191,8 @@ def shaped_scores(
 def early_scores(
     output: RewardOutput, answers: Answers, config: RunConfig, moments: algo.ScoreMoments
 ) -> list[list[float]] | None:
-    """What of each answer's shaped score falls on its tokens before the last: the sources' scores of tokens, over the
-    standard deviation of ``ppo.score_norm``; nothing where the score was replaced, as the answer did not end."""
+    """The parts of each answer's shaped score assigned to its tokens before the last: the sources' token scores divided
+    by the standard deviation of ``ppo.score_norm``, or 0 if the score was replaced because the answer did not end."""
     if output.token_scores is None:
         return None
     ppo = config.ppo
@@ -205,7 +205,7 @@ def early_scores(
 
 
 def halves(rows: Sequence[int], halvings: int = 1) -> list[tuple[int, ...]]:
-    """Rows in 2^halvings parts of neighbours, as far as there are rows for them."""
+    """Splits rows into 2^halvings contiguous parts, or fewer if there are too few rows."""
     parts = [tuple(rows)] if len(rows) else []
     for _ in range(halvings):
         middles = [(part, (len(part) + 1) // 2) for part in parts]
@@ -216,10 +216,10 @@ def halves(rows: Sequence[int], halvings: int = 1) -> list[tuple[int, ...]]:
 def micro_batch_plan(
     config: RunConfig, queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], num_processes: int = 1
 ) -> list[tuple[int, ...]]:
-    """Rows of queries with their responses that all processes forward at once, by ``train.micro_batch_size`` or the
-    token budget, which are those of one process.
+    """Groups of rows (queries with their responses) that all processes together forward at once, by
+    ``train.micro_batch_size`` or the token budget, which are per process.
 
-    They are no more than a mini-batch, so that every mini-batch gets one group at least.
+    A group is no larger than a mini-batch, so every mini-batch gets at least one group.
     """
     return plan_micro_batches(
         [len(query) + len(response) for query, response in zip(queries, responses, strict=True)],
@@ -232,8 +232,9 @@ def micro_batch_plan(
 def micro_batches(answers: Answers, config: RunConfig, dist: Dist, *, halvings: int = 0) -> list[MicroBatch]:
     """This process's part of the answers in padded micro-batches.
 
-    The rows that all processes forward at once are dealt out to them, each one's to as many parts as fit into memory.
-    All processes get equally many parts: where rows are too few, some are idle.
+    The rows that all processes forward at once are distributed over the processes, and each process splits its rows
+    into parts that fit into memory. All processes get the same number of parts; if there are too few rows, some parts
+    are idle.
 
     Args:
         halvings: how often micro-batches are halved to fit into memory.

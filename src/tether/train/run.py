@@ -1,4 +1,4 @@
-"""A run from its configuration to its output folder."""
+"""A complete run, from its configuration to its output folder."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from tether.types import RewardSource
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left behind."""
+    """The result of a run."""
 
     output_dir: Path
-    """The trained policy and everything else that the run wrote."""
+    """Folder of the trained policy and everything else that the run wrote."""
     updates: list[dict[str, float]] = field(repr=False)
     """Metrics of every update that this call ran."""
     evaluations: list[dict[str, float]]
     """Metrics of every evaluation that this call ran."""
     report: Path
-    """report.html."""
+    """Path of report.html."""
     interrupted: str | None = None
-    """Why the run stopped before its end with its state saved, or None."""
+    """Why the run stopped early with its state saved, or None."""
 
 
 def train_policy(
@@ -68,18 +68,18 @@ def train_policy(
     callbacks: Sequence[TrainerCallback] = (),
 ) -> RunResult:
     """Trains a policy by PPO and writes it, with metrics, samples and a report, to ``config.output_dir``. With
-    ``resume: auto`` a run that is finished there is left as it is.
+    ``resume: auto``, a run that has already finished there is left unchanged.
 
     Args:
-        rewards: judge of answers to use in place of ``config.rewards``, for callers with one of their own.
-        display: told of progress; silent if left out.
+        rewards: a reward source of the caller's own, used instead of ``config.rewards``.
+        display: shows progress; nothing is shown if omitted.
         callbacks: ``transformers`` callbacks; one step is one update.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can mend; before a model is loaded
-            wherever it can be seen by then.
+        ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can fix; raised before models are
+            loaded wherever possible.
         RewardError: answers could not be scored; the state after the last finished update is saved.
-        GenerationError, TrainingError: the run could not go on; its last checkpoint is whole.
+        GenerationError, TrainingError: the run could not continue; its last checkpoint is complete.
         HubError: the policy is saved, but could not be pushed.
     """
     dist = Dist(config.train.ddp_timeout)
@@ -87,7 +87,7 @@ def train_policy(
         return _finished_before(config, dist, display or NullDisplay())
     with open_trainer(config, rewards=rewards, display=display, callbacks=callbacks) as trainer:
         config, log, dist = trainer.config, trainer.log, trainer.dist
-        with trainer.stop:  # a signal while the end is written comes too late to stop anything
+        with trainer.stop:  # a signal while the final files are written must not interrupt that
             interrupted = trainer.fit()
             write_end(trainer, finished=interrupted is None)
         is_to_push = config.train.push_to_hub and interrupted is None and dist.is_main
@@ -97,7 +97,7 @@ def train_policy(
 
 
 def _finished_before(config: RunConfig, dist: Dist, display: Display) -> RunResult:
-    """Of a run that has nothing left to train: pushing may be what failed, or what is newly asked for."""
+    """The result of a run with nothing left to train; pushes again, as that may have failed or be newly requested."""
     if dist.is_main:
         display.message(f"finished: {config.output_dir} holds the policy after the run's last update")
         if config.train.push_to_hub:
@@ -111,8 +111,8 @@ def _push(config: RunConfig, display: Display) -> None:
 
 
 def write_end(trainer: PPOTrainer, *, finished: bool) -> None:
-    """Writes what a run leaves behind beside its logs: what scores were normalised by, and at its end the policy, and
-    the critic if that was asked for. All processes call it, the main one writes."""
+    """Writes the results of a run other than its logs: the moments for score normalization and, if the run finished,
+    the policy, and the critic if requested. All processes must call it; the main process writes."""
     config, roles, dist = trainer.config, trainer.roles, trainer.dist
     with trainer.checkpoints.may_run_out():
         if config.ppo.score_norm is not None or trainer.state.source_moments:
@@ -128,7 +128,7 @@ def write_end(trainer: PPOTrainer, *, finished: bool) -> None:
 
 
 def hub_repository(config: RunConfig) -> str:
-    """The repository that the policy is pushed to, opened."""
+    """Opens the repository that the policy is pushed to; returns its name."""
     name = config.train.hub_model_id or config.output_dir.absolute().name
     return open_repository(name, private=config.train.hub_private_repo, key="train.push_to_hub")
 
@@ -141,15 +141,15 @@ def open_trainer(
     display: Display | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Iterator[PPOTrainer]:
-    """The trainer of a run with everything loaded, for callers that drive its phases by hand; ``fit`` runs them all.
+    """The trainer of a run with everything loaded, for callers that run its phases by hand; ``fit`` runs all of them.
 
-    The run's folder is kept from other runs until the end, when report.html is written.
+    No other run can use the run's folder until this context ends. report.html is written at the end.
 
     Args:
-        rewards, display, callbacks: as ``train_policy``.
+        rewards, display, callbacks: as in ``train_policy``.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: as ``train_policy``.
+        ConfigError, DataError, ModelError, CheckpointError: as in ``train_policy``.
     """
     dist = Dist(config.train.ddp_timeout)
     dist.each(lambda: check(config))
@@ -176,7 +176,7 @@ def open_trainer(
     dist.by_main(lambda: try_outside(config, data, with_services=rewards is None))
     with ExitStack() as stack:
         dist.by_main(lambda: stack.enter_context(claimed(config.output_dir)))
-        dist.by_main(lambda: check_folder(config))  # once more: another run may have begun there meanwhile
+        dist.by_main(lambda: check_folder(config))  # again: another run may have started there in the meantime
         log = open_log(config, display, dist)
         try:
             engine = build_engine(dist).name
@@ -185,7 +185,7 @@ def open_trainer(
                 log.phase("de-quantising the model", 0, 1)
                 is_kept = goes_on_in(config.output_dir, checkpoint)
                 dist.by_main(lambda: write_base(config.model, config.output_dir / BASE, is_kept=is_kept))
-            with lost_told(dist.num_processes):  # engines talk to each other while they take models over
+            with lost_told(dist.num_processes):  # engines communicate while they take over models
                 trainer = build_trainer(config, data, rewards, log, callbacks, dist)
             dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))
             if checkpoint is not None:
@@ -203,7 +203,7 @@ def open_trainer(
 
 
 def check_processes(config: RunConfig, dist: Dist) -> None:
-    """Raises ``ConfigError`` if the batches cannot be divided over the processes, or the launch does not fit."""
+    """Raises ``ConfigError`` if the batches cannot be divided over the processes, or the launch settings do not fit."""
     check_precision(config)
     check_batches(config, dist.num_processes)
     engine = build_engine(dist)
@@ -213,8 +213,8 @@ def check_processes(config: RunConfig, dist: Dist) -> None:
 
 
 def try_outside(config: RunConfig, data: RunData, *, with_services: bool) -> None:
-    """Asks reward services for a first score and opens the repository on the hub, so that a run does not find out
-    later that it cannot."""
+    """Requests a first score from reward services and opens the repository on the hub, so that problems show before
+    training."""
     if with_services:
         try_sources(config.rewards, config.reward_names, first_answer(data), data.tokenizer)
     if config.train.push_to_hub:
@@ -222,7 +222,7 @@ def try_outside(config: RunConfig, data: RunData, *, with_services: bool) -> Non
 
 
 def open_log(config: RunConfig, display: Display, dist: Dist) -> RunLog:
-    """Where this process's numbers and texts go: only the main one writes metrics, samples and trackers."""
+    """The log of this process; only the main process writes metrics, samples and trackers."""
     folder = config.output_dir
     if dist.num_processes > 1:
         display = ProcessLog(folder / "logs" / f"process-{dist.rank}.log", display)

@@ -1,4 +1,4 @@
-"""What must be the same in a run that goes on from a checkpoint, what may differ, and what that changes."""
+"""What a resumed run must keep, what it may change, and which results such changes affect."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ OF_MEMORY = frozenset({
     "train.micro_batch_size", "train.max_tokens_per_micro_batch", "train.gradient_checkpointing", "sampling.batch_size",
     "train.offload_idle_roles",
 })
-"""What a run that does not fit into memory is told to change. Numbers are rounded otherwise then."""
+"""Keys to change if a run does not fit into memory. Changing them changes rounding."""
 OF_END = frozenset({
     "train.total_episodes", "train.num_train_epochs", "train.max_steps", "value.save", "train.push_to_hub",
     "train.hub_model_id", "train.hub_private_repo",
 })
-"""What a run that is finished need not be made anew for if there are as many updates, and the critic, where it is to be
-kept, is there."""
+"""Keys that may differ without repeating a finished run, if the number of updates is the same and the critic, if it is
+to be saved, exists."""
 OF_RESULT = OF_END | {
     "train.metric_for_best_model", "train.greater_is_better", "train.load_best_model_at_end",
 }
-"""Keys without effect on a run that is finished, though they say what it leaves behind."""
+"""Keys that decide what a run leaves behind. A resumed run may change them; a finished one counts as changed by them,
+except by ``OF_END``."""
 MAY_CHANGE = OF_MEMORY | OF_RESULT | {
     "resume", "overwrite_output_dir", "output_dir", "train.logging_steps", "train.log_samples", "train.eval_steps",
     "train.save_steps", "train.save_total_limit", "train.report_to", "train.run_name", "train.max_runtime",
@@ -41,24 +42,24 @@ _REWARD = r"rewards\.\d+\.(members\.\d+\.)?"
 SERVICE_MAY_CHANGE = re.compile(
     _REWARD + r"(url|base_url|api_key_env|connect_timeout|read_timeout|retries|retry_delay|max_concurrency)"
 )
-"""Also these, of where and how a reward service is asked: services fail, and move."""
+"""Also these: where and how a reward service is called. Services fail, and move."""
 JUDGE_MAY_CHANGE = re.compile(_REWARD + r"(processes|offload|batch_size)")
-"""And these, of where a reward model is, and how much it reads at a time: an engine may spread it and the next one not,
-and it may not fit into memory."""
+"""And these: where a reward model is placed, and how much it reads at once. One engine may shard it and another may
+not, and it may not fit into memory."""
 ERROR_MAY_CHANGE = re.compile(_REWARD + r"(max_length|missing|attempts|max_tokens|temperature|extra_body(\..+)?)")
-"""And these, by which an answer has a score that had none, which ended the run: too long for its judge, without an
-opinion of the function, refused by a service, or with a reply that holds no number."""
+"""And these, which give a score to answers that had none, which ended the run: answers too long for the reward model,
+not scored by the function, rejected by a service, or with a reply that contains no number."""
 _ROUNDED = re.compile("|".join([*map(re.escape, sorted(OF_MEMORY)), _REWARD + "batch_size"]))
 
 
 def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig, dist: Dist, engine: str) -> str | None:
-    """What is no longer bitwise in a run that goes on elsewhere than its checkpoint was written, or with other sizes of
-    what is computed at a time; None where all is.
+    """Describes what is no longer bitwise equal in a run resumed with other processes than its checkpoint was written
+    with, or with other sizes of what is computed at once; None if everything is.
 
     Args:
-        saved: the configuration that it was written with.
-        record: its ``read_state``.
-        engine: what spreads this run over its processes.
+        saved: the configuration that the checkpoint was written with.
+        record: ``read_state`` of the checkpoint.
+        engine: the engine that distributes this run over its processes.
     """
     before, now = record["num_processes"], dist.num_processes
     keys = differences(saved, config)
@@ -100,10 +101,10 @@ def _processes(count: int, engine: str) -> str:
 
 
 def may_change(key: str, *, is_finished: bool = False) -> bool:
-    """Whether a run that goes on may change a key, which counts the rewards and their members.
+    """Whether a resumed run may change a key, in which rewards and their members are numbered.
 
     Args:
-        is_finished: whether it has nothing left to do, so that only what has no part in its result may change.
+        is_finished: whether nothing is left to train, so that only keys without effect on the results may change.
     """
     if is_finished and (key in OF_RESULT or ERROR_MAY_CHANGE.fullmatch(key)):
         return False
@@ -112,7 +113,7 @@ def may_change(key: str, *, is_finished: bool = False) -> bool:
 
 
 def differences(saved: Section, config: Section) -> dict[str, str]:
-    """What each key that differs between two configurations was and is."""
+    """The old and new value of each key that differs between two configurations."""
     before, now = (_leaves(each.model_dump(mode="json")) for each in (saved, config))
     return {
         key: f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
@@ -122,7 +123,7 @@ def differences(saved: Section, config: Section) -> dict[str, str]:
 
 
 def check_same_run(saved: RunConfig, config: RunConfig, path: Path) -> list[str]:
-    """A line for every key that differs between a checkpoint's run and this one, and may.
+    """A line for every key that differs between a checkpoint's run and this one, and may differ.
 
     Raises:
         CheckpointError: keys differ that may not; names them, and those that may.
@@ -145,10 +146,10 @@ def fingerprints(
     demonstrations: Iterable[Demonstration],
     models: Mapping[str, str],
 ) -> dict[str, str]:
-    """A hash of all that the run reads of each of its datasets and models, by the key that names it.
+    """Hashes of what the run reads from each of its datasets and models, by the key that names it.
 
     Args:
-        models: their paths, by ``model_paths``; those of the hub are left out.
+        models: ``model_paths`` of the run; models of the hub are left out.
     """
     digests = {key: model_digest(path) for key, path in models.items()}
     return {key: digest for key, digest in digests.items() if digest is not None} | {
@@ -159,7 +160,7 @@ def fingerprints(
 
 
 def check_same_data(saved: Mapping[str, str], data: Mapping[str, str], path: Path) -> None:
-    """Checks that a run reads what the checkpoint's run read.
+    """Checks that a run reads the same data as the checkpoint's run.
 
     Args:
         saved: ``fingerprints`` of the checkpoint's run.
@@ -167,8 +168,8 @@ def check_same_data(saved: Mapping[str, str], data: Mapping[str, str], path: Pat
         path: the checkpoint.
 
     Raises:
-        CheckpointError: a dataset or a model is another one; the order of the prompts, and what was trained on, would
-            not fit.
+        CheckpointError: a dataset or a model has changed, so the order of the prompts and what was trained on would not
+            fit.
     """
     if changed := sorted(key for key in data.keys() | saved.keys() if data.get(key) != saved.get(key)):
         of_models = [key for key in changed if key.endswith((".path", ".init"))]

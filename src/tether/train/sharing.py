@@ -1,6 +1,6 @@
-"""Answers and scores that several processes make together: each does its share, and all know the whole.
+"""Generation and scoring shared by several processes: each does its share, and all get the whole.
 
-A generator and a reward source of their own kind, so that a rollout reads the same with one process and with many.
+They implement the generator and reward source protocols, so that a rollout looks the same with one process and many.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tether.types import Completion, Generator, Request, RewardBatch, RewardOutp
 
 
 def shared_generator(generator: Generator, dist: Dist, engine: Engine, *, gather: bool = True) -> Generator:
-    """The generator whose answers all processes make together; itself where there is one process.
+    """A generator that divides the answers over all processes; ``generator`` itself if there is only one process.
 
     Args:
-        gather: put spread weights together once for all answers, not anew for every token.
+        gather: whether to gather sharded weights once for all answers, instead of for every token.
     """
     if dist.num_processes == 1 and not engine.spreads_weights:
         return generator
@@ -36,14 +36,14 @@ def shared_generator(generator: Generator, dist: Dist, engine: Engine, *, gather
 def shared(
     make: Make, at_once: int | None = None, by_one: bool = False, *, dist: Dist, engine: Engine | None = None
 ) -> RewardSource:
-    """The source of whose scores every process makes its share; its own where there is one process.
+    """A source that divides scoring over all processes; the source of ``make`` itself if there is only one process.
 
     Args:
-        make: makes what this process asks; what fails in one process fails in all.
-        at_once: most requests in flight, of all processes together; they are divided.
-        by_one: the first process scores everything, and the others have nothing to ask.
-        engine: what spreads weights: of the policy's base, on which a source may be an adapter, and those of a source
-            that waits for it.
+        make: makes this process's source; a failure in one process fails in all.
+        at_once: maximum number of requests in flight over all processes, which is divided among them.
+        by_one: whether the first process scores everything, so that the others need no source.
+        engine: the engine that shards weights: those of the policy's base, on which a source may be an adapter, and
+            those of a source that is to be sharded.
     """
     asking = 1 if by_one else min(dist.num_processes, at_once or dist.num_processes)
     most = at_once and len(share(at_once, dist.rank, asking))
@@ -56,20 +56,20 @@ def shared(
 
 
 class SharedGenerator:
-    """Answers of a generator in every process: its own as they finish, then those of the others.
+    """Yields the answers of all processes in each process: its own as they finish, then those of the others.
 
-    An answer depends on its request alone, so the answers are those of one process.
+    An answer depends only on its request, so the answers are the same as with a single process.
 
     Args:
         generator: decodes this process's share.
-        decoding: a context in which this process may run forwards of the policy; entered once for all answers.
+        decoding: a context in which this process may run forward passes of the policy; entered once for all answers.
     """
 
     def __init__(self, generator: Generator, dist: Dist, decoding: Callable[[], AbstractContextManager[None]]) -> None:
         self._generator, self._dist, self._decoding = generator, dist, decoding
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """Yields (position in ``requests``, answer); what fails in one process fails in all, and so does a stop."""
+        """Yields (position in ``requests``, answer). A failure or a stop request in one process applies to all."""
         own, finished, error = self._dist.share(len(requests)), {}, None
         with self._decoding():
             try:
@@ -80,7 +80,7 @@ class SharedGenerator:
                         raise Stopped(reason)
             except OutOfStep:
                 raise
-            except Exception as raised:  # told to the other processes, and raised by `agreed` in all of them
+            except Exception as raised:  # sent to the other processes, and raised by `agreed` in all of them
                 error = raised
         for answers in self._dist.agreed(finished, error):
             if answers.keys() != finished.keys():
@@ -88,7 +88,7 @@ class SharedGenerator:
 
     @property
     def batch_size(self) -> int:
-        """Answers that this process decodes side by side."""
+        """Number of answers that this process decodes at once."""
         return self._generator.batch_size
 
     @batch_size.setter
@@ -96,30 +96,30 @@ class SharedGenerator:
         self._generator.batch_size = count
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """As the generator does it."""
+        """See the generator."""
         self._generator.sync_weights(policy)
 
     def close(self) -> None:
-        """As the generator does it."""
+        """See the generator."""
         self._generator.close()
 
 
 class SharedSource:
-    """A reward source that every process asks about its share of a batch; all get the scores of the whole.
+    """A reward source with which every process scores its share of a batch; all get the scores of the whole batch.
 
     Args:
-        source: what this process asks, if it asks at all.
+        source: this process's source; None if it does not score.
         dist: the processes.
-        asking: how many of them ask, the first ones.
-        in_step: its weights are spread, so that each forward is one of all processes: each gets equally many answers,
-            some of them twice, and none begins before all have read theirs.
+        asking: how many processes score: the first ones.
+        in_step: whether the weights are sharded, so that all processes take part in each forward pass: each gets the
+            same number of answers, some of them twice, and none begins before all have read theirs.
     """
 
     def __init__(self, source: RewardSource | None, dist: Dist, *, asking: int, in_step: bool = False) -> None:
         self.source, self._dist, self._asking, self._in_step = source, dist, asking, in_step
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """The source's scores of the whole batch.
+        """Scores of the whole batch.
 
         Raises:
             RewardError: the source failed in one of the processes.
@@ -127,7 +127,7 @@ class SharedSource:
         return whole(self.begin(batch), batch)
 
     def begin(self, batch: RewardBatch) -> Begun:
-        """Asks about this process's share as early as the source can be asked."""
+        """Starts scoring this process's share, as early as the source allows."""
         shares = self._dist.shares(len(batch), self._asking)
         if not self._in_step:
             return _BegunShare(self.source, batch, shares, self._dist)
@@ -135,28 +135,28 @@ class SharedSource:
 
 
 class _InStep:
-    """A source that scores in step with those of the other processes.
+    """A source that scores in step with the sources of the other processes.
 
     Args:
-        source: has equally many answers in each process.
+        source: gets the same number of answers in each process.
     """
 
     def __init__(self, source: InForwards, dist: Dist) -> None:
         self._source, self._dist = source, dist
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """The source's scores; what one process cannot read is told before any of them begins with a forward."""
+        """The source's scores. A failure to read in one process is shared before any process runs a forward pass."""
         read = self._dist.each(lambda: self._source.read(batch))
         return self._source.scored(read)
 
 
 class _BegunShare:
-    """A batch of which this process asks about its share.
+    """A batch of which this process scores its share.
 
     Args:
         shares: rows of each process.
-        most: rows that each process must score at least, in step with the others; the first of its own again, or of
-            the batch.
+        most: number of rows that each process must score, in step with the others. Missing ones are filled with the
+            first row of its share, or of the batch.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class _BegunShare:
         self._in_step = most > 0
 
     def finished(self, rows: Sequence[int]) -> None:
-        """Tells the source of those that are its."""
+        """Passes those of this process's share on to the source."""
         told = set(rows)
         ready = [i for i, row in enumerate(self._rows) if row in told]
         for i in ready:
@@ -184,7 +184,7 @@ class _BegunShare:
         """The scores of the whole batch.
 
         Raises:
-            Stopped: one of the processes was asked to stop while it waited for its own share.
+            Stopped: one of the processes was asked to stop while it waited for its share.
         """
         outputs = self._dist.together(self._own_output)
         groups = [
@@ -198,13 +198,13 @@ class _BegunShare:
         return self._asked.output() if self._in_step else self._dist.interruptible(self._asked.output)
 
     def give_up(self) -> None:
-        """Ends what this process has under way."""
+        """Cancels this process's pending requests."""
         if self._asked is not None:
             self._asked.give_up()
 
 
 def _part(batch: RewardBatch, rows: Sequence[int]) -> RewardBatch:
-    """Some rows of a batch, in lists of their own."""
+    """Some rows of a batch, in new lists."""
 
     def of(values: Sequence) -> list:
         return [values[row] for row in rows]
@@ -215,7 +215,7 @@ def _part(batch: RewardBatch, rows: Sequence[int]) -> RewardBatch:
 
 
 def _first(output: RewardOutput, count: int) -> RewardOutput:
-    """What is said of the first answers."""
+    """The output for the first ``count`` answers."""
     tokens = output.token_scores
     return RewardOutput(
         output.scores[:count],

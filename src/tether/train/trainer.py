@@ -1,11 +1,11 @@
-"""Proximal policy optimization of a language model. One update reads top to bottom in ``PPOTrainer.step``.
+"""Proximal policy optimization of a language model. ``PPOTrainer.step`` shows one update from start to end.
 
     rollout      the policy answers a batch of prompts
-    score        reward sources judge the answers
+    score        reward sources score the answers
     experience   log-probabilities, values and the KL to the reference become advantages and returns
     update       clipped policy and value losses over several epochs of mini-batches
 
-Formulas live in ``tether.algo``; which model plays which role is known to ``tether.models.roles`` alone.
+Formulas are in ``tether.algo``; only ``tether.models.roles`` knows which model plays which role.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ from tether.types import Experience, MicroBatch, Request, RewardOutput, noise_ke
 
 
 class PPOTrainer:
-    """Trains ``parts.roles.policy`` to please ``parts.rewards``.
+    """Trains ``parts.roles.policy`` to maximize ``parts.rewards``.
 
     Args:
         config: the run's configuration.
         parts: models, reward sources and prompts.
-        log: where metrics, samples and progress go.
-        callbacks: told of every event; one step is one update.
-        optimizers: in place of those that the configuration asks for.
+        log: receives metrics, samples and progress.
+        callbacks: called at every event; one step is one update.
+        optimizers: used instead of those that the configuration specifies.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class PPOTrainer:
         self.guard = Guard(config.output_dir, config.train.max_bad_batches, log.message, self.dist)
         self.costs = PassCosts(parts.roles)
         self.num_alike = 0
-        """Updates in a row, up to the last one, of which each gave all its answers the same score."""
+        """Number of consecutive updates, up to the last one, in which all answers got the same score."""
         self.forward_type = forward_type(
             dtype=config.model.dtype,
             bf16=config.train.bf16,
@@ -114,23 +114,23 @@ class PPOTrainer:
             quantization=config.model.quantization,
         )
         self.before = random_states()
-        """The process-wide generators where the weights were last those of a finished update."""
+        """States of the global random generators when the weights were last those of a finished update."""
 
     # The run
 
     def fit(self) -> str | None:
-        """Trains to the last update. Returns None, or why the run stopped early with its state saved.
+        """Trains until the last update. Returns None, or why the run stopped early with its state saved.
 
         Raises:
             RewardError: answers could not be scored; the state after the last finished update is saved.
-            ConfigError: a checkpoint cannot be written, or there will be no room for it.
-            CheckpointError: the disk takes no more; checkpoints that were finished are whole.
-            GenerationError, TrainingError: too much was not finite, not even one answer fits into memory, or no token
-                took part in a loss.
-            LostProcess, OutOfStep: one of several processes could not go on, and so none can.
+            ConfigError: a checkpoint cannot be written, or there will not be enough room for checkpoints.
+            CheckpointError: the disk cannot be written to any more; finished checkpoints are complete.
+            GenerationError, TrainingError: too many non-finite values, not even one answer fits into memory, or no
+                token took part in a loss.
+            LostProcess, OutOfStep: one of several processes could not continue, so none can.
         """
         try:
-            with self.stop, self.checkpoints.may_run_out():  # while something is saved, too: no signal takes it away
+            with self.stop, self.checkpoints.may_run_out():  # a signal must not interrupt saving either
                 return self._fit()
         except (GenerationError, TrainingError) as error:
             if self.state.had_tokens:
@@ -154,7 +154,7 @@ class PPOTrainer:
             with self.stop:
                 self.freeze_norms()
                 if self.state.evaluated_step != self.state.step and self.evaluation_due():
-                    self.evaluate()  # before the first update, or where the run that goes on was stopped
+                    self.evaluate()  # before the first update, or where the resumed run was stopped
                 while self.state.step < self.num_updates and not self.dist.any(self.callbacks.stop_requested):
                     self.before = random_states()
                     self.stop.agree()
@@ -168,7 +168,7 @@ class PPOTrainer:
         except RewardError as error:
             if self.state.step > 0:
                 set_random_states(self.before)
-                self.save()  # scoring comes before anything of an update changes
+                self.save()  # scoring happens before an update changes anything
                 error.add_note(f"the state after {self.state.step} updates is saved; --resume goes on from there")
             raise
         self.check_trained()
@@ -189,8 +189,8 @@ class PPOTrainer:
             )
 
     def restore_best(self) -> int:
-        """Puts the best policy in the place of the last one, if that was asked for; returns the updates before the one
-        that is there now."""
+        """Replaces the last policy by the best one, if requested; returns the number of updates that the kept policy
+        was trained for."""
         last, best, name = self.state.step, self.state.best_step, self.config.train.metric_for_best_model
         if not self.config.train.load_best_model_at_end or best is None:
             return last
@@ -204,7 +204,7 @@ class PPOTrainer:
         return best
 
     def train_one_update(self) -> None:
-        """One update with everything that may follow it: logging, evaluation, a checkpoint."""
+        """Runs one update and what may follow it: logging, evaluation, a checkpoint."""
         self.callbacks.step_begin()
         self.record(self.step())
         if self.evaluation_due():
@@ -213,16 +213,16 @@ class PPOTrainer:
             self.save()
 
     def evaluation_due(self) -> bool:
-        """Whether an evaluation belongs here: before the first update, by schedule, or asked for by a callback."""
+        """Whether to evaluate now: before the first update, on schedule, or at the request of a callback."""
         return self.state.step == 0 or self.is_due("evaluate", self.config.train.eval_steps)
 
     def is_due(self, what: str, every: int | None) -> bool:
-        """Whether an evaluation or a save follows the present update: a callback may ask for it in one process alone,
-        which has looked at its clock for example."""
+        """Whether an evaluation or a save follows the current update. A callback may request it in a single process,
+        for example after checking that process's clock."""
         return self.dist.any(self.callbacks.due(what, every))
 
     def evaluate(self) -> None:
-        """Answers and scores the held-out prompts; the best result so far is saved if the run keeps the best."""
+        """Generates and scores answers to the held-out prompts; saves the best result so far if the run keeps it."""
         if not self.parts.eval_prompts:
             return
         self.before = random_states()
@@ -244,7 +244,7 @@ class PPOTrainer:
             self.save()
 
     def resume(self, checkpoint: Path) -> None:
-        """Goes on from a checkpoint: weights, optimizers, counters, random states, and what callbacks remember."""
+        """Resumes from a checkpoint: weights, optimizers, counters, random states, and the states of callbacks."""
         self.state = self.checkpoints.restore(checkpoint)
         self.guard.step, self.guard.in_a_row = self.state.step + 1, self.state.bad_batches
         self.parts.generator.batch_size = self.state.decode_batch_size
@@ -252,7 +252,7 @@ class PPOTrainer:
         self.callbacks.resume(self.state, read_jsonl(metrics) if metrics.exists() else [])
 
     def save(self) -> None:
-        """Writes checkpoint-N, complete or not at all, and drops those beyond the limit."""
+        """Writes checkpoint-N, completely or not at all, and deletes checkpoints beyond the limit."""
         self.state.callbacks = self.callbacks.exported()
         self.state.decode_batch_size = self.parts.generator.batch_size
         path = self.checkpoints.save(self.state)
@@ -260,7 +260,7 @@ class PPOTrainer:
 
     @contextmanager
     def policy_to_keep(self) -> Iterator[None]:
-        """Inside, the policy has the weights that are evaluated and saved: their moving average, if one is kept."""
+        """Within this context, the policy has the weights to evaluate and save: their moving average, if kept."""
         if self.average is None:
             yield
             return
@@ -272,8 +272,8 @@ class PPOTrainer:
             self.parts.generator.sync_weights(self.roles.policy)
 
     def freeze_norms(self) -> None:
-        """Measures mean and spread of the start policy's scores where later scores are normalised by them: of each
-        source with ``norm: auto``, then of their sum for ``ppo.score_norm: frozen``. A run that goes on has them."""
+        """Measures the mean and spread of the start policy's scores if later scores are normalized by them: for each
+        source with ``norm: auto``, then for their sum with ``ppo.score_norm: frozen``. A resumed run has them."""
         by_source = bool(unmeasured(self.parts.rewards)) and not self.state.source_moments
         of_sum = self.config.ppo.score_norm == "frozen" and self.state.score_moments.count == 0
         answers = None
@@ -296,12 +296,12 @@ class PPOTrainer:
     # Memory
 
     def wants_dry_step(self) -> bool:
-        """Whether the longest lengths are tried before training, the default resolved."""
+        """Whether to try the longest lengths before training, with the default resolved."""
         wanted = self.config.train.dry_step
         return self.dist.device.type != "cpu" if wanted is None else wanted
 
     def dry_step(self) -> None:
-        """One micro-batch of the longest lengths forward and backward, without effect; halves what does not fit."""
+        """Runs a micro-batch of the longest lengths forward and backward, without effect; halves it until it fits."""
         while True:
             self.log.phase("dry step", 0, 1)
             try:
@@ -315,12 +315,12 @@ class PPOTrainer:
                 self.release_memory()
 
     def halve(self, error: torch.OutOfMemoryError) -> None:
-        """Halves the micro-batches of every later pass, which changes results by rounding alone: they are planned and
-        shuffled as before, and then run in parts.
+        """Halves the micro-batches of every later pass. They are planned and shuffled as before and then run in parts,
+        so results change only by rounding.
 
         Raises:
-            TrainingError: they hold one answer already.
-            OutOfStep: there are other processes, which are in the middle of what this one cannot do.
+            TrainingError: they already hold only one answer.
+            OutOfStep: there are other processes, which are in the middle of the passes that this one cannot run.
         """
         if self.dist.num_processes > 1:
             raise out_of_step("the update's passes", error) from error
@@ -328,7 +328,7 @@ class PPOTrainer:
         self.log.message(told)
 
     def release_memory(self) -> None:
-        """Gives back what nothing uses, between phases; pages of the heap where memory counts more than time."""
+        """Releases unused memory between phases, including heap pages if memory matters more than time."""
         self.dist.release_memory()
         if self.config.train.gradient_checkpointing:
             self.dist.trim_heap()
@@ -348,8 +348,8 @@ class PPOTrainer:
         return self.finish(metrics, moments, optimizers)
 
     def learn(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[PassOptimizer]:
-        """``experience`` and ``update``, begun anew with smaller micro-batches where those do not fit into memory, and
-        left out where the policy, the reference or the critic says something that is not finite."""
+        """Runs ``experience`` and ``update``. Restarts them with smaller micro-batches if those do not fit into memory,
+        and skips them if an output of the policy, the reference or the critic is not finite."""
         while True:
             try:
                 with metrics.attempt():
@@ -364,7 +364,8 @@ class PPOTrainer:
             self.release_memory()
 
     def left_out(self, answers: Answers, metrics: Metrics) -> list[PassOptimizer]:
-        """An update without a step; returns the optimizers that would have taken part, their schedules moved on."""
+        """Records an update without a step; advances the schedules of the optimizers that would have stepped, and
+        returns these optimizers."""
         update, ppo = self.one_update(answers, metrics), self.config.ppo
         count = ppo.num_ppo_epochs * ppo.num_mini_batches
         for optimizer in update.optimizers_in_use():
@@ -376,10 +377,10 @@ class PPOTrainer:
         return update.optimizers_in_use()
 
     def rollout(self, metrics: Metrics, *, ask: bool = False) -> Answers:
-        """The policy's answers to this update's prompts, those to one prompt in neighbouring rows.
+        """Generates the policy's answers to this update's prompts, those to one prompt in neighboring rows.
 
         Args:
-            ask: whether reward sources that wait for others are asked about answers as they finish.
+            ask: whether reward sources that wait for something external are asked about answers as they finish.
         """
         draws, each = self.stream.batch(self.state.step), self.config.sampling.num_generations
         asked = [(self.parts.prompts[i], draw * each + sample) for i, draw in draws for sample in range(each)]
@@ -397,11 +398,11 @@ class PPOTrainer:
     def score(
         self, answers: Answers, metrics: Metrics, output: RewardOutput | None = None
     ) -> tuple[Judged, algo.ScoreMoments]:
-        """What is trained on, and the moments that it was normalised by. The first time a critic that is a copy of the
-        first reward source is put on their scale.
+        """Returns the scores to train on and the moments used to normalize them. At the first call, a critic that is a
+        copy of the first reward source is put on the scale of these scores.
 
         Args:
-            output: scores of the answers, for callers that scored them; the reward sources are asked otherwise.
+            output: scores of the answers, if the caller already has them; otherwise the reward sources are called.
         """
         with phase(metrics, "reward", self.dist.device):
             try:
@@ -427,8 +428,8 @@ class PPOTrainer:
         return judged, moments
 
     def scale_critic(self, judged: Judged, moments: algo.ScoreMoments) -> None:
-        """Puts a critic that is a copy of the first reward source on the scale of what is trained on, once, before its
-        first values are asked for."""
+        """Puts a critic that is a copy of the first reward source on the scale of the scores to train on: once, before
+        its values are first computed."""
         if self.state.is_critic_scaled:
             return
         self.state.is_critic_scaled = True
@@ -438,7 +439,7 @@ class PPOTrainer:
 
     @torch.no_grad()
     def experience(self, answers: Answers, judged: Judged, metrics: Metrics) -> list[Experience]:
-        """Everything the update needs, a record for each of this process's micro-batches."""
+        """Everything the update needs, one record for each of this process's micro-batches."""
         ppo, kl_coef, each = self.config.ppo, self.state.kl_coef, self.config.sampling.num_generations
         batches = self.micro_batches(answers)
         with self.roles.fetched():
@@ -461,7 +462,7 @@ class PPOTrainer:
         return experience(batches, outputs, learned, kept, kl_loss_coef=in_loss, dist=self.dist)
 
     def outputs(self, batches: list[MicroBatch], answers: Answers, metrics: Metrics) -> Outputs:
-        """What policy, critic and reference say of the rollout batch."""
+        """Outputs of policy, critic and reference for the rollout batch."""
         temperature, seen, refs = self.config.sampling.temperature, [], []
 
         def of_pass(pass_: Pass) -> AbstractContextManager[None]:
@@ -490,9 +491,9 @@ class PPOTrainer:
         )
 
     def update(self, experience: list[Experience], answers: Answers, metrics: Metrics) -> list[PassOptimizer]:
-        """Several epochs of mini-batches, each one optimizer step; see ``tether.train.update``.
+        """Runs several epochs of mini-batches, one optimizer step each; see ``tether.train.update``.
 
-        Returns the optimizers that took part: not the policy's while the critic warms up.
+        Returns the optimizers that took part: not the policy's during critic warm-up.
         """
         update = self.one_update(answers, metrics)
         with phase(metrics, "update", self.dist.device):
@@ -504,7 +505,7 @@ class PPOTrainer:
         return update.optimizers_in_use()
 
     def one_update(self, answers: Answers, metrics: Metrics, *, step: int | None = None) -> Update:
-        """An update yet to be run: the present one, or that after ``step`` finished ones."""
+        """An update that has not run yet: the current one, or the one after ``step`` finished updates."""
         return Update(
             self.config,
             self.parts,
@@ -521,7 +522,7 @@ class PPOTrainer:
     def finish(
         self, metrics: Metrics, moments: algo.ScoreMoments, optimizers: list[PassOptimizer]
     ) -> dict[str, float]:
-        """What follows from an update whose phases have run; returns its metrics.
+        """Finishes an update whose phases have run; returns its metrics.
 
         Args:
             moments: from ``score``.
@@ -549,12 +550,12 @@ class PPOTrainer:
     # Parts of an update
 
     def micro_batches(self, answers: Answers) -> list[MicroBatch]:
-        """This process's part of the rollout batch in padded micro-batches, formed once: every pass of this update
-        uses the same ones."""
+        """This process's part of the rollout batch in padded micro-batches, formed once and used by every pass of this
+        update."""
         return micro_batches(answers, self.config, self.dist, halvings=self.state.halvings)
 
     def summary(self, metrics: Metrics) -> dict[str, float]:
-        """The update's metrics as numbers, with what follows from them."""
+        """The update's metrics as numbers, including derived ones."""
         batch_size = self.config.train.rollout_batch_size
         values = derived(self.dist.computed(metrics))
         values["episode"] = float((self.state.step + 1) * batch_size)
@@ -564,7 +565,7 @@ class PPOTrainer:
         return values
 
     def steer_kl(self, metrics: dict[str, float]) -> None:
-        """Moves the KL coefficient towards ``kl_target``, if there is one and the policy trains."""
+        """Adapts the KL coefficient towards ``kl_target``, if it is set and the policy is being trained."""
         ppo, is_warming_up = self.config.ppo, self.state.step < self.config.value.warmup_steps
         if ppo.kl_target is not None and "objective/kl" in metrics and not is_warming_up:
             self.state.kl_coef = algo.adaptive_kl_coef(

@@ -1,4 +1,4 @@
-"""The optimizer steps of one update: losses of mini-batches, gradients, steps."""
+"""The optimizer steps of one update: mini-batch losses, gradients, steps."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ from tether.types import Experience, MicroBatch, noise_key
 
 
 class Gradients(Enum):
-    """What is to be done with the gradients of a mini-batch."""
+    """Outcome of computing the gradients of a mini-batch, which decides whether to step."""
 
     FIT = auto()
-    """A step."""
+    """Step."""
     OVERFLOWED = auto()
-    """None: they are not finite, which the scale of the loss may have made them."""
+    """No step: they are not finite, possibly because of the loss scale."""
     TOO_FAR = auto()
-    """None, and no other either: the policy has moved too far."""
+    """No step now and none later in this update: the policy has moved too far."""
     EMPTY = auto()
-    """None: there are none, as no token takes part."""
+    """No step: there are no gradients, because no token takes part."""
 
 
 class Update:
-    """Trains on one rollout batch: several epochs of mini-batches, each one optimizer step.
+    """Trains on one rollout batch: several epochs of mini-batches, one optimizer step each.
 
     Args:
         config: the run's configuration.
-        parts: the models, the processes, and the demonstrations if there are any.
-        optimizers: one for each pass, or one of both, in whose loss the value loss has a weight.
-        step: finished updates.
-        answers: the rollout batch, for what is written down when something is not finite.
-        metrics: where what happens is measured.
-        phase: told of progress.
-        guard: keeps what is not finite from the optimizers.
+        parts: models, processes, and demonstrations if there are any.
+        optimizers: one for each pass, or a single one for both, whose loss includes the weighted value loss.
+        step: number of finished updates.
+        answers: the rollout batch, to write down answers for which something is not finite.
+        metrics: receives the measurements.
+        phase: called with the progress.
+        guard: prevents optimizer steps with values that are not finite.
         halvings: how often micro-batches were halved to fit into memory.
-        costs: counts what the passes read and compute.
+        costs: counts the tokens and computations of the passes.
     """
 
     def __init__(
@@ -77,22 +77,23 @@ class Update:
         self.formed_with = halvings
         """How often micro-batches were halved before the update."""
         self.halvings = halvings
-        """How often they are halved by now."""
+        """How often they have been halved so far."""
         self.is_warming_up = step < config.value.warmup_steps
-        """Whether this update trains the critic alone."""
+        """Whether this update trains only the critic."""
 
     def run(self, experience: Sequence[Experience]) -> None:
-        """Takes an optimizer step for every mini-batch that is finite, until the policy has gone too far.
+        """Takes an optimizer step for every finite mini-batch, until the policy has moved too far.
 
-        With optimizers of their own, policy and critic take turns: the gradients of one are gone before those of the
-        other are made. What is not finite in the policy's keeps both from stepping, in the critic's the critic alone.
-        Gradients that overflow because the loss was scaled keep but their own optimizer from stepping. Where no token
-        takes part no optimizer steps and no step is counted; schedules move on, as with every step that is left out.
+        With separate optimizers, policy and critic alternate: the gradients of one are freed before those of the other
+        are computed. A value that is not finite in the policy's pass prevents the steps of both, in the critic's pass
+        only that of the critic. Gradients that overflow because of the loss scale prevent only the step of their own
+        optimizer. If no token takes part, no optimizer steps and no step is counted. Schedules advance with every
+        step, whether it is taken or skipped.
 
         Raises:
             TrainingError: too many mini-batches in a row are not finite.
-            torch.OutOfMemoryError: the first one does not fit; nothing was changed by it.
-            TrainingError: a later one does not fit, not even one answer at a time, or a step itself does not.
+            torch.OutOfMemoryError: the first one does not fit into memory; nothing has been changed.
+            TrainingError: a later one does not fit, even one answer at a time, or the optimizer step does not.
         """
         total, stopped = self.config.ppo.num_ppo_epochs * self.config.ppo.num_mini_batches, False
         for done, mini_batch in enumerate(mini_batches(experience, self.config, self.step)):
@@ -125,10 +126,10 @@ class Update:
                     self.metrics.sum("update/num_empty", float(not (has_tokens or stopped or is_bad)))
 
     def fitting_gradients(self, optimizer: PassOptimizer, mini_batch: list[Experience], number: int) -> Gradients:
-        """``add_gradients``, with micro-batches halved as often as it takes for them to fit into memory.
+        """``add_gradients``, with micro-batches halved until they fit into memory.
 
-        Before anything was changed that is left to the trainer, which can then halve them for every pass of the update.
-        After that the update cannot be begun anew.
+        Before anything has been changed, the error is left to the trainer, which can halve them for every pass of the
+        update. After that the update cannot be restarted.
         """
         is_first = number == 0 and optimizer is self.optimizers_in_use()[0]
         for _ in range(self.halvings - self.formed_with):
@@ -138,7 +139,7 @@ class Update:
                 with self.metrics.attempt():
                     return self.add_gradients(optimizer, mini_batch, number)
             except torch.OutOfMemoryError:
-                alone = self.dist.num_processes == 1  # others would wait in vain for this one to begin anew
+                alone = self.dist.num_processes == 1  # other processes would wait forever if this one restarted
                 if not alone or is_first:
                     self.drop_gradients()
                     raise
@@ -146,17 +147,17 @@ class Update:
                 if shows_one and all(len(item.batch.rows) == 1 for item in mini_batch):
                     with self.changing():
                         raise
-            self.drop_gradients()  # here the error is gone, and with it what its frames held
+            self.drop_gradients()  # here the error is freed, and with it the tensors that its frames held
             self.dist.release_memory()
             mini_batch = [half for item in mini_batch for half in halved(item)]
             self.halvings += 1
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Inside, the update has changed something or is about to, so that it cannot be begun anew.
+        """Within this context, the update has changed something or is about to, so it cannot be restarted.
 
         Raises:
-            TrainingError: out of memory; where there are other processes their trainer ends them all.
+            TrainingError: out of memory in a single process; with several, the trainer ends them all.
         """
         try:
             yield
@@ -171,14 +172,14 @@ class Update:
             ) from error
 
     def drop_gradients(self) -> None:
-        """Forgets the gradients of a mini-batch that was not finished."""
+        """Discards the gradients of an unfinished mini-batch."""
         self.engine.drop_gradients(self.optimizers)
 
     def add_gradients(self, optimizer: PassOptimizer, mini_batch: list[Experience], number: int) -> Gradients:
-        """Adds up the gradient of one step of an optimizer. Returns whether to take it.
+        """Accumulates the gradients of one optimizer step. Returns whether to take the step.
 
         Args:
-            number: of the mini-batch within the update.
+            number: index of the mini-batch within the update.
         """
         ppo, drift, passes = self.config.ppo, Metrics(), self.passes_of(optimizer)
         parts = [
@@ -186,7 +187,7 @@ class Update:
             for item in mini_batch
         ]
         normaliser = self.dist.sum(torch.stack(parts).sum()).clamp(min=1.0)
-        # The largest first: what does not fit is seen at once, and what follows fits into the memory that it leaves.
+        # Largest first: one that does not fit is noticed at once, and later ones fit into the memory that it leaves.
         learned = sorted((item for item in mini_batch if item.takes_part), key=num_places, reverse=True)
         acts = not self.is_warming_up and any(POLICY in pass_.trains for pass_ in passes)
         shown, num_tokens = self.own_demonstrations(number) if self.demonstrations and acts else ([], 0.0)
@@ -199,7 +200,7 @@ class Update:
         for batch in shown:
             self.imitate(batch, num_tokens, optimizer)
         if self.is_warming_up:
-            self.engine.forget(self.roles.role(POLICY).trained.values())  # of a trunk that the critic shares
+            self.engine.forget(self.roles.role(POLICY).trained.values())  # gradients of a trunk shared with the critic
         are_finite = self.engine.are_finite([optimizer])
         if optimizer.loss_scale is not None and optimizer.loss_scale.may_overflow and self.dist.any(not are_finite):
             return Gradients.OVERFLOWED
@@ -217,7 +218,7 @@ class Update:
         *,
         is_first: bool,
     ) -> None:
-        """Adds the gradient of what a pass makes of one micro-batch's share of the mini-batch loss."""
+        """Runs a pass on one micro-batch and adds the gradient of its share of the mini-batch loss."""
         ppo = self.config.ppo
         with_entropy = ppo.entropy_coef > 0 and POLICY in pass_.trains
         with pass_(item.batch, temperature=self.config.sampling.temperature, with_entropy=with_entropy) as new:
@@ -235,14 +236,14 @@ class Update:
             self.engine.backward(optimizer.scaled(total / normaliser.to(total)), pass_.name)
         self.costs.count(self.metrics, pass_, item.batch)
         if self.config.train.gradient_checkpointing:
-            self.dist.trim_heap()  # where memory counts more than time
+            self.dist.trim_heap()  # memory matters more than time
 
     def own_demonstrations(self, number: int) -> tuple[list[MicroBatch], float]:
-        """This process's part of as many demonstrations as a mini-batch has answers, idle micro-batches at its end, and
-        the response tokens of all processes' parts.
+        """This process's part of as many demonstrations as a mini-batch has answers, followed by idle micro-batches,
+        and the number of response tokens in the parts of all processes.
 
         Args:
-            number: of the mini-batch within the update.
+            number: index of the mini-batch within the update.
         """
         config, ppo = self.config, self.config.ppo
         step = self.step * ppo.num_ppo_epochs * ppo.num_mini_batches + number
@@ -265,7 +266,7 @@ class Update:
             ptx_coef · Σ over their response tokens of −log π / num_tokens
 
         Args:
-            num_tokens: response tokens of all demonstrations of the mini-batch.
+            num_tokens: number of response tokens in all demonstrations of the mini-batch.
         """
         (policy_pass,) = (pass_ for pass_ in self.roles.passes if POLICY in pass_.trains)
         batch = batch.to(self.dist.device)
@@ -276,10 +277,10 @@ class Update:
         self.costs.count(self.metrics, policy_pass, batch)
 
     def losses(self, new: LogprobOutput, old: Experience, drift: Metrics, *, is_first: bool) -> dict[str, Tensor]:
-        """Per-token losses, [M, R], of what this pass computed.
+        """Per-token losses, [M, R], of this pass's outputs.
 
         Args:
-            drift: told how far the policy has moved.
+            drift: receives measurements of how far the policy has moved.
             is_first: whether this is the update's first mini-batch.
         """
         ppo, mask, losses = self.config.ppo, old.loss_mask, {}
@@ -310,7 +311,8 @@ class Update:
         return losses
 
     def is_too_far(self, drift: Metrics) -> bool:
-        """Whether the policy left the one that sampled by more than ``max_approx_kl`` or ``max_ratio`` allow."""
+        """Whether the policy has moved away from the sampling policy further than ``max_approx_kl`` or ``max_ratio``
+        allow."""
         ppo = self.config.ppo
         limits = {"approx_kl": ppo.max_approx_kl, "ratio": ppo.max_ratio}
         if all(limit is None for limit in limits.values()):
@@ -321,13 +323,13 @@ class Update:
         return any(limit is not None and moved[name] > limit for name, limit in limits.items())
 
     def take_step(self, optimizer: PassOptimizer) -> None:
-        """One optimizer step with its gradient's norm clipped."""
+        """Takes one optimizer step with the gradient norm clipped."""
         self.metrics.value("lr" if optimizer.name == POLICY else f"{optimizer.name}/lr", optimizer.learning_rate)
         with self.metrics.known():
             self.metrics.mean(f"{optimizer.name}/grad_norm", self.engine.step(optimizer))
 
     def rescale(self, optimizer: PassOptimizer, gradients: Gradients | None) -> None:
-        """Lets the scale of the losses follow how a mini-batch went; None for one that was left out."""
+        """Adjusts the loss scale to the outcome of a mini-batch; None for one that was skipped."""
         scale = optimizer.loss_scale
         if scale is None or gradients is None:
             return
@@ -341,11 +343,11 @@ class Update:
 
     @property
     def passes(self) -> list[Pass]:
-        """The passes of this update: not the policy's own while the critic warms up."""
+        """The passes of this update: not a pass for the policy alone during critic warm-up."""
         return [p for p in self.roles.passes if VALUE in p.trains or not self.is_warming_up]
 
     def passes_of(self, optimizer: PassOptimizer) -> list[Pass]:
-        """The passes whose gradients an optimizer steps with: its own, or all where there is one optimizer."""
+        """The passes whose gradients an optimizer uses: its own, or all if there is only one optimizer."""
         return self.passes if len(self.optimizers) == 1 else [p for p in self.passes if p.name == optimizer.name]
 
     def optimizers_in_use(self) -> list[PassOptimizer]:
@@ -355,7 +357,7 @@ class Update:
 
 
 def halved(item: Experience) -> list[Experience]:
-    """A micro-batch in two of half as many answers, padding and all; one answer as it is."""
+    """Splits a micro-batch into two halves with their padding kept; one of a single answer is not split."""
     return [_part(item, part[0], part[-1] + 1) for part in halves(range(len(item.batch.rows)))]
 
 
@@ -369,24 +371,24 @@ def _part(item: Experience, start: int, end: int) -> Experience:
 
 
 def num_places(item: Experience) -> int:
-    """Tokens of a micro-batch, padding included."""
+    """Number of tokens in a micro-batch, including padding."""
     return item.batch.token_ids.numel()
 
 
 def num_answers(parts: Sequence[Experience]) -> int:
-    """Answers of a micro-batch, of which these are this process's parts."""
+    """Number of answers in a micro-batch, given this process's parts of it."""
     size = parts[0].batch.group_size
     return sum(len(item.batch.rows) for item in parts) if size is None else size
 
 
 def mini_batches(experience: Sequence[Experience], config: RunConfig, step: int) -> Iterator[list[Experience]]:
-    """The micro-batches of every epoch, freshly shuffled, in groups; one group is one optimizer step.
+    """Yields the micro-batches of every epoch, freshly shuffled, in groups; one group is one optimizer step.
 
-    Groups hold equally many answers, or with a token budget as nearly so as whole micro-batches allow. Parts of one
-    micro-batch stay together.
+    Groups hold equal numbers of answers or, with a token budget, numbers as equal as whole micro-batches allow. Parts
+    of one micro-batch stay together.
 
     Args:
-        step: finished updates, which the shuffle is seeded by.
+        step: number of finished updates, which seeds the shuffle.
     """
     whole: dict[int, list[Experience]] = {}
     for i, item in enumerate(experience):

@@ -1,1 +1,1 @@
-"""How the weights of a run are spread over its processes, each by an engine of Accelerate."""
+"""Ways to distribute the weights of a run over its processes, one engine of Accelerate each."""

@@ -1,4 +1,4 @@
-"""What the trainer asks of an engine."""
+"""The interface between the trainer and an engine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tether.train.optim import PassOptimizer
 
 
 class Hosted(nn.Module):
-    """Modules under one roof, whose forward is whatever is to be computed with their weights.
+    """A container of modules whose forward runs any closure that uses their weights.
 
-    Engines act before and after the forward of the module that they are given; Tether's forwards are functions.
+    Engines act before and after the forward of the module they are given; Tether's forward passes are functions.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -27,16 +27,16 @@ class Hosted(nn.Module):
         self.parts = nn.ModuleList(modules)
 
     def forward(self, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` returns."""
+        """Returns ``compute()``."""
         return compute()
 
 
 @contextmanager
 def all_together(what: str, num_processes: int) -> Iterator[None]:
-    """Inside is something that all processes do together; one that cannot go on with it ends, and so do all.
+    """Context for work that all processes do together: a process that cannot continue it ends, and so do all others.
 
     Raises:
-        OutOfStep: whatever went wrong, so that nobody tries it again by itself.
+        OutOfStep: for any error, so that no process retries by itself.
         LostProcess: another process is gone.
     """
     try:
@@ -51,7 +51,7 @@ def all_together(what: str, num_processes: int) -> Iterator[None]:
 
 
 def out_of_step(what: str, error: torch.OutOfMemoryError) -> OutOfStep:
-    """What memory that runs out means for a run of several processes."""
+    """The error for running out of memory in a run of several processes."""
     return OutOfStep(
         f"out of memory in {what}, which all processes do together ({error}): lower train.micro_batch_size, "
         "sampling.batch_size or a reward's batch_size, or set train.gradient_checkpointing"
@@ -59,10 +59,10 @@ def out_of_step(what: str, error: torch.OutOfMemoryError) -> OutOfStep:
 
 
 def refuse_few_bits(config: RunConfig, engine: str) -> None:
-    """Raises ``ConfigError`` for weights and moments in few bits, which cannot be spread.
+    """Raises ``ConfigError`` for weights and moments in few bits, which cannot be sharded.
 
     Args:
-        engine: its name in the message.
+        engine: the engine's name in the message.
     """
     if config.model.quantization is not None:
         raise ConfigError(
@@ -78,31 +78,31 @@ def refuse_few_bits(config: RunConfig, engine: str) -> None:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Spreads weights, gradients and optimizer states over processes. Every method is called by all of them alike."""
+    """Distributes weights, gradients and optimizer states over processes. All processes must call every method."""
 
     name: str
-    """What it is called: one process, DDP, FSDP2, ZeRO-3, …"""
+    """Name of the engine: one process, DDP, FSDP2, ZeRO-3, …"""
     spreads_weights: bool
-    """Whether no process has all weights, so that a forward is one of all processes together."""
+    """Whether weights are sharded, so that no process has all of them and all take part in each forward pass."""
     flattens: bool
-    """Whether optimizers step flat pieces of weights, so that their rule must be of each number by itself."""
+    """Whether optimizers step flat pieces of weights, so that their update rule must be elementwise."""
 
     def check(self, config: RunConfig) -> None:
-        """Raises ``ConfigError`` for settings that it cannot do; before a model is loaded."""
+        """Raises ``ConfigError`` for settings that the engine does not support; called before a model is loaded."""
         ...
 
     def place(self, roles: ModelRoles) -> None:
-        """Takes over the models of ``roles``, which wait on the CPU where weights are spread; comes before their
-        optimizers are made."""
+        """Takes over the models of ``roles``, which are on the CPU if weights are to be sharded. Called before their
+        optimizers are created."""
         ...
 
     def spread(self, modules: Sequence[nn.Module], *, waits: bool) -> Host:
-        """Takes over a frozen model that plays no role and waits on the CPU, where weights are spread; returns what
-        runs forwards with its weights, which are forwards of all processes.
+        """Takes over a frozen model that plays no role, and is on the CPU if weights are to be sharded. Returns a
+        function that runs forward passes with its weights, in which all processes take part.
 
         Args:
-            modules: the model, and a head if that is none of its parts.
-            waits: whether each process's part is to stay on the CPU while nobody uses it.
+            modules: the model, and its head if that is not part of it.
+            waits: whether each process's part stays on the CPU while it is not in use.
         """
         ...
 
@@ -111,79 +111,80 @@ class Engine(Protocol):
         ...
 
     def expect(self, backwards: Mapping[str, int]) -> None:
-        """Comes before the gradients of a step: how many backwards of each pass they are made of."""
+        """Called before the gradients of a step are computed, with the number of backward passes for each pass."""
         ...
 
     def backward(self, loss: Tensor, role: str) -> None:
         """Adds the gradient of ``loss`` to the parameters that the pass of ``role`` trains; summed over processes after
-        the last one that is expected."""
+        the last expected call."""
         ...
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leaves parameters out of the next step, whatever their gradients are; comes after the last backward."""
+        """Excludes parameters from the next step, whatever their gradients are; called after the last backward pass."""
         ...
 
     def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
-        """Whether the gradients are finite, as far as they are here."""
+        """Whether this process's part of the gradients is finite."""
         ...
 
     def step(self, optimizer: PassOptimizer) -> float:
-        """Clips the gradients to the optimizer's limit, steps and clears them; returns their norm before that."""
+        """Clips the gradients to the optimizer's limit, steps and clears them; returns their norm before clipping."""
         ...
 
     def skip(self, optimizer: PassOptimizer) -> None:
-        """Moves the optimizer's schedule on and clears the gradients, without a step."""
+        """Advances the optimizer's schedule and clears the gradients, without a step."""
         ...
 
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
-        """Forgets all gradients, and what a forward or backward left behind that ended in an error."""
+        """Discards all gradients, and what a failed forward or backward pass left behind."""
         ...
 
     # Decoding
 
     def whole(self) -> AbstractContextManager[None]:
-        """Inside, every process has all weights of the policy and may run forwards by itself; nothing is trained."""
+        """Within this context, every process has all weights of the policy and may run forward passes by itself.
+        Nothing is trained."""
         ...
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Inside, every process may run as many forwards of the policy as it has; those with fewer take part in the
-        others' before they leave. Nothing is trained, and no process has all weights at a time.
+        """Within this context, every process may run any number of forward passes of the policy; those with fewer take
+        part in those of the others before they leave. Nothing is trained, and no process has all weights at once.
 
-        Each forward gathers the weights anew: with n tokens in the longest answer n times as often as ``whole``.
+        Each forward pass gathers the weights again: with n tokens in the longest answer, n times as often as ``whole``.
         """
         ...
 
     # Weights and states as one process has them
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """What of a parameter is kept here; what is written into it is in the parameter."""
+        """This process's part of a parameter; writing to it changes the parameter."""
         ...
 
     def num_stepped(self, parameter: nn.Parameter) -> int:
-        """How many numbers of a parameter the optimizer of this process will make moments of."""
+        """Number of elements of a parameter for which this process's optimizer is yet to create moments."""
         ...
 
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        """What of a tensor of the parameter's full size belongs to its part here."""
+        """The section of a tensor of the parameter's full size that corresponds to this process's part."""
         ...
 
     def fill(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Gives a parameter the values of ``full``, as if it had been loaded with them."""
+        """Sets a parameter to the values of ``full``, as if it had been loaded with them."""
         ...
 
     def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Parameters put together, on the CPU, in the main process; what others return may be empty. Tensors that are
-        not spread are given back as they are.
+        """Gathers parameters on the CPU of the main process; other processes may return nothing. Tensors that are not
+        sharded are returned unchanged.
 
         Args:
-            parts: by the same names, what is put together in the place of the parameters' parts.
+            parts: tensors to gather instead of the parameters' parts, by the same names.
         """
         ...
 
     def optimizer_state(self, optimizer: PassOptimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` as one process has it, in the main process; what others return may be less."""
+        """``optimizer.state_dict()`` as with a single process, in the main process; others may return less."""
         ...
 
     def load_optimizer_state(self, optimizer: PassOptimizer, state: dict[str, Any]) -> None:
-        """Goes on from the result of ``optimizer_state``, of this engine or of any other."""
+        """Restores the result of ``optimizer_state``, of this engine or any other."""
         ...

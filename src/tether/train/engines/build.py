@@ -1,4 +1,4 @@
-"""Which engine a launch asked for."""
+"""Selects the engine that a launch asks for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tether.train.engines.replicated import Alone, Replicated
 
 
 def build_engine(dist: Dist) -> Engine:
-    """The engine that the launcher's configuration names; DDP where it names none.
+    """The engine named in the launcher's configuration; DDP for several processes if it names none.
 
     Raises:
         ConfigError: the launcher's configuration does not fit.

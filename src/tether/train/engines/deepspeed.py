@@ -1,11 +1,11 @@
-"""DeepSpeed's ZeRO: optimizer states (1), gradients too (2), or weights as well (3) spread over processes.
+"""DeepSpeed's ZeRO: optimizer states (1), also gradients (2), or also weights (3) sharded over processes.
 
-Every model that trains has a DeepSpeed engine: policy and critic apart where they are models of their own, together
-where they share a base or an optimizer. DeepSpeed takes several optimizers for one then (``Joint``). At stage 3 a
+Every trained model has a DeepSpeed engine: policy and critic have one each if they are separate models, or a common one
+if they share a base or an optimizer. To DeepSpeed, several optimizers then look like one (``Joint``). At stage 3, a
 frozen model has an engine without an optimizer.
 
-DeepSpeed averages gradients over processes, while each process's loss is its part of one sum: hence the factor. It
-clips nothing: its own clipping would be by one norm of all that an engine trains, and not by that of each role.
+DeepSpeed averages gradients over processes, but the losses of the processes are parts of one sum, hence the factor. Its
+clipping is not used: it would use one norm of everything that an engine trains instead of one per role.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
 
 CLIP_EPSILON = 1e-6
-"""Added to a norm that gradients are divided by, as torch does."""
+"""Added to the norm that gradients are divided by, as in torch."""
 
 
 def load_whole() -> None:
-    """Makes transformers load whole models from now on, where arguments of its trainer have told it to spread them."""
+    """Makes transformers load whole models from now on, even if arguments of its trainer made it shard them."""
     unset_hf_deepspeed_config()
 
 
 class Zero:
-    """ZeRO of the stage that the launcher's configuration names."""
+    """ZeRO at the stage given in the launcher's configuration."""
 
     flattens = True
 
@@ -53,13 +53,13 @@ class Zero:
         self._units: list[Unit] = []
 
     def check(self, config: RunConfig) -> None:
-        """Raises ``ConfigError`` for what cannot be spread, and where launcher and run contradict each other."""
+        """Raises ``ConfigError`` for what cannot be sharded, and if launcher and run contradict each other."""
         check(self._config, config)
 
     # Taking over
 
     def place(self, roles: ModelRoles) -> None:
-        """At stage 3 spreads every model, one parameter after the other, so that no device ever holds a whole one."""
+        """At stage 3, shards every model, one parameter at a time, so that no device ever holds a whole model."""
         self._roles = roles
         if not self.spreads_weights:
             return
@@ -73,7 +73,7 @@ class Zero:
                 roles.host({role.name: host for role in played})
 
     def spread(self, modules: Sequence[nn.Module], *, waits: bool) -> Host:
-        """Spreads a model as those of roles are."""
+        """Shards a model in the same way as the models of roles."""
         return self._frozen(Hosted(*modules).requires_grad_(False), waits=waits)
 
     def _frozen(self, module: nn.Module, *, waits: bool) -> Host:
@@ -97,8 +97,8 @@ class Zero:
         )
 
     def prepare(self, optimizers: list[PassOptimizer]) -> None:
-        """Makes an engine of the models that an optimizer trains, or several that share one."""
-        if self._units:  # a caller of ours has made them before the trainer that is given them
+        """Creates an engine for each group of models trained by one optimizer, or by several that share a model."""
+        if self._units:  # already created by a caller that passes its optimizers to the trainer
             return
         by_model = _by_model(self._roles.all)
         for together in _sharing(optimizers, self._roles.all):
@@ -119,7 +119,7 @@ class Zero:
         return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
     def _together(self, engine: Any) -> Host:
-        """What runs a forward in which all processes gather weights."""
+        """A function that runs a forward pass in which all processes gather weights."""
 
         def host(compute: Callable[[], Any]) -> Any:
             with all_together("a forward", self._dist.num_processes):
@@ -128,30 +128,30 @@ class Zero:
         return host
 
     def _filled(self, module: nn.Module) -> dict[str, Any]:
-        """The launcher's configuration for one model, with what it leaves to be found out."""
+        """The launcher's configuration for one model, with its ``auto`` values filled in."""
         return filled(self._config, self._dist.num_processes, _width(module))
 
     # Training
 
     def expect(self, backwards: Mapping[str, int]) -> None:
-        """How many backwards of each pass come before the optimizers step."""
+        """Sets the number of backward passes of each pass before the optimizers step."""
         for unit in self._units:
             unit.expect(backwards)
 
     def backward(self, loss: Tensor, role: str) -> None:
-        """Adds the gradient of ``loss``; after the last of an engine's, their sums over processes are there."""
+        """Adds the gradient of ``loss``; after an engine's last backward pass, gradients are sums over processes."""
         unit = next(unit for unit in self._units if role in unit.passes)
         with all_together("a backward", self._dist.num_processes):
             unit.backward(loss * self._dist.num_processes, role)
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leaves the parameters out of the next step, whatever their gradients are."""
+        """Excludes the parameters from the next step, whatever their gradients are."""
         ids = set(map(id, parameters))
         for unit in self._units:
             unit.forget(ids)
 
     def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
-        """Looks at what this process has of every gradient."""
+        """Checks this process's part of every gradient."""
         return are_finite([grad for unit in self._units for grad in unit.gradients()])
 
     def step(self, optimizer: PassOptimizer) -> float:
@@ -159,12 +159,12 @@ class Zero:
         return self._of(optimizer).step(optimizer)
 
     def skip(self, optimizer: PassOptimizer) -> None:
-        """Forgets the gradients, and moves the schedule on."""
+        """Discards the gradients and advances the schedule."""
         self._of(optimizer).drop_gradients()
         optimizer.skip()
 
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
-        """Forgets all gradients, reduced or not."""
+        """Discards all gradients, reduced or not."""
         for unit in self._units:
             unit.drop_gradients()
 
@@ -174,7 +174,7 @@ class Zero:
     # Decoding
 
     def whole(self) -> AbstractContextManager[None]:
-        """Gathers all weights of the policy at stage 3 and keeps DeepSpeed's hooks out of forwards."""
+        """At stage 3, gathers all weights of the policy and disables DeepSpeed's hooks in forward passes."""
         return self._gathered() if self.spreads_weights else nullcontext()
 
     @contextmanager
@@ -190,7 +190,7 @@ class Zero:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """At stage 3 gathers each module's weights for each forward."""
+        """At stage 3, gathers each module's weights for each forward pass."""
         if not self.spreads_weights:
             yield
             return
@@ -205,7 +205,8 @@ class Zero:
     # Weights and states as one process has them
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """The piece that this process keeps. What DeepSpeed has left gathered of it is freed: it might become stale."""
+        """The piece that this process keeps. If DeepSpeed left the parameter gathered, that copy is freed, as it might
+        become stale."""
         if not _is_spread(parameter):
             return parameter.detach()
         if _is_gathered(parameter):
@@ -213,31 +214,31 @@ class Zero:
         return parameter.ds_tensor.data
 
     def num_stepped(self, parameter: nn.Parameter) -> int:
-        """An equal share of them; before stage 3 none, as their moments are there from the start."""
+        """An equal share at stage 3; otherwise none, as the moments exist from the start."""
         return -(-_shape(parameter).numel() // self._dist.num_processes) if self.spreads_weights else 0
 
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        """What belongs to the piece that this process keeps, filled up by zeros."""
+        """The section for the piece that this process keeps, padded with zeros."""
         return _piece(parameter, full, self._dist) if _is_spread(parameter) else full
 
     @torch.no_grad()
     def fill(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Fills what forwards read and what the optimizer steps."""
+        """Fills both the weights that forward passes read and those that the optimizer steps."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         own = self.cut(parameter, full)
-        if _is_spread(parameter):  # by pieces: DeepSpeed cuts none of a tensor that does not divide evenly
+        if _is_spread(parameter):  # by pieces: DeepSpeed cannot split a tensor that does not divide evenly
             safe_set_local_fp32_param(parameter, own)
         else:
             safe_set_full_fp32_param(parameter, full)
         self.part(parameter).copy_(own)
 
     def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Gathers one after the other, and keeps them in the main process."""
+        """Gathers one tensor at a time, and keeps them in the main process."""
         whole: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
         for name, x in tensors.items():
-            if id(x) not in seen:  # tensors that are one stay one
+            if id(x) not in seen:  # shared tensors stay shared
                 with lost_told(self._dist.num_processes):
                     gathered = self._put_together(x, self.part(x) if parts is None else parts[name])
                 seen[id(x)] = gathered.cpu() if self._dist.is_main else gathered.new_empty(0)
@@ -252,37 +253,37 @@ class Zero:
         return pieces[: x.ds_numel].view(x.ds_shape)
 
     def optimizer_state(self, optimizer: PassOptimizer) -> dict[str, Any]:
-        """Gathers the moments of one parameter after the other, and keeps them in the main process."""
+        """Gathers the moments of one parameter at a time, and keeps them in the main process."""
         with lost_told(self._dist.num_processes):
             state = self._of(optimizer).state(optimizer)
         return {"optimizer": state, "scheduler": optimizer.scheduler.state_dict()}
 
     def load_optimizer_state(self, optimizer: PassOptimizer, state: dict[str, Any]) -> None:
-        """Takes over this process's pieces of it."""
+        """Loads this process's pieces of the state."""
         self._of(optimizer).load_state(optimizer, state["optimizer"])
         optimizer.scheduler.load_state_dict(state["scheduler"])
 
 
 @dataclass(eq=False)
 class Share:
-    """Parameters that one optimizer steps for one role, a group in the eyes of DeepSpeed."""
+    """Parameters that one optimizer steps for one role; a parameter group for DeepSpeed."""
 
     optimizer: PassOptimizer
     parameters: Sequence[nn.Parameter]
     group: dict[str, Any]
-    """Its settings; in the place of its parameters DeepSpeed puts the flat pieces that this process steps."""
+    """Settings of the group; DeepSpeed replaces its parameters by the flat pieces that this process steps."""
     source: dict[str, Any]
-    """The optimizer's own group, whose settings schedules change."""
+    """The optimizer's own group, whose settings are changed by schedules."""
     scale: float | None = None
-    """What gradients are multiplied by in the step that is taken; None where it takes no part in that."""
+    """Factor of the gradients in the current step; None if the share takes no part in it."""
     is_forgotten: bool = False
-    """Whether it is left out of the next step."""
+    """Whether the share is excluded from the next step."""
 
 
 class Joint(Optimizer):
-    """Optimizers that DeepSpeed has for one, each stepped by its own rule and only when it is its turn.
+    """Several optimizers that look like one to DeepSpeed, each stepped by its own rule and only in its turn.
 
-    They share their states and the groups with their settings, so schedules go on with what they were made for.
+    They keep their own groups, to which their schedules apply, and share one state.
     """
 
     def __init__(self, optimizers: Sequence[PassOptimizer], roles: Sequence[Role]) -> None:
@@ -294,7 +295,7 @@ class Joint(Optimizer):
             optimizer.optimizer.state = self.state
 
     def step(self, closure: None = None) -> None:
-        """Steps the groups that DeepSpeed has left in ``param_groups`` and given gradients."""
+        """Steps the groups that DeepSpeed left in ``param_groups`` and set gradients for."""
         for group in self.param_groups:
             share = self._by_group[id(group)]
             if share.scale is None or not group["params"]:
@@ -311,12 +312,12 @@ class Joint(Optimizer):
                 own.param_groups = kept
 
     def of(self, optimizer: PassOptimizer) -> list[Share]:
-        """What an optimizer steps."""
+        """The shares that an optimizer steps."""
         return [share for share in self.shares if share.optimizer is optimizer]
 
 
 def _shares(optimizer: PassOptimizer, roles: Sequence[Role]) -> list[Share]:
-    """The groups of an optimizer, each in as many as it has roles, because a step may be of one role alone."""
+    """The groups of an optimizer, each split by role, because a step may be for one role only."""
     shares = []
     for source in optimizer.optimizer.param_groups:
         ids = [{id(p) for p in role.trained.values()} for role in roles]
@@ -335,11 +336,11 @@ class Unit:
         self._stage, self._dist = stage, dist
         self._to_come = 0
         self._ran: set[str] = set()
-        if stage < 3:  # there DeepSpeed looks for the states of all shares after the first step of any
+        if stage < 3:  # here DeepSpeed expects the states of all shares after the first step of any
             self._make_states()
 
     def expect(self, backwards: Mapping[str, int]) -> None:
-        """How many backwards of each pass come before the optimizers step."""
+        """Sets the number of backward passes of each pass before the optimizers step."""
         self._to_come = sum(count for name, count in backwards.items() if name in self.passes)
 
     def backward(self, loss: Tensor, name: str) -> None:
@@ -350,15 +351,15 @@ class Unit:
         self._ran.add(name)
 
     def forget(self, ids: Collection[int]) -> None:
-        """Leaves parameters with these ids out of the next step, if there is anything to step with."""
+        """Excludes parameters with these ids from the next step, if there are any gradients."""
         for share in self.joint.shares if self._ran else ():
             share.is_forgotten |= id(share.parameters[0]) in ids
 
     def gradients(self, optimizer: PassOptimizer | None = None) -> Iterator[Tensor]:
-        """What this process has of the gradients that the next step is taken with.
+        """This process's parts of the gradients for the next step.
 
         Args:
-            optimizer: the only one whose gradients are wanted.
+            optimizer: restricts the result to the gradients of this optimizer.
         """
         for number, share in enumerate(self.joint.shares):
             wanted = optimizer in (None, share.optimizer) and not share.is_forgotten
@@ -379,7 +380,7 @@ class Unit:
         return optimizer.name in self._ran if len(self.joint.optimizers) > 1 else bool(self._ran)
 
     def step(self, optimizer: PassOptimizer) -> float:
-        """Clips and steps; returns the norm before that."""
+        """Clips and steps; returns the norm before clipping."""
         if not self._has_gradients(optimizer):
             optimizer.skip()
             return 0.0
@@ -396,10 +397,11 @@ class Unit:
         return norm
 
     def drop_gradients(self) -> None:
-        """Forgets gradients, whether reduced or not.
+        """Discards gradients, whether reduced or not.
 
-        DeepSpeed adds a backward to what an earlier one of the same step left in its buffers. A parameter that the
-        first backward of the next step passes by would find there what is dropped here, so the buffers are emptied.
+        DeepSpeed adds gradients to what an earlier backward pass of the same step left in its buffers. For a parameter
+        that the first backward pass of the next step does not reach, that would be the gradient discarded here, so the
+        buffers are zeroed.
         """
         from deepspeed.utils import safe_set_local_grad
 
@@ -415,7 +417,7 @@ class Unit:
         if self._stage == 3:
             zero.grad_partitions_flat_buffer.zero_()
         elif zero.cpu_offload:
-            zero.micro_step_id = -1  # so that the next backward is the first of a step
+            zero.micro_step_id = -1  # so that the next backward pass is the first of a step
             zero.reset_cpu_buffers()
             flats = [flat.grad for flat in zero.single_partition_of_fp32_groups]
             for buffer in (*zero.accumulated_grads_in_cpu.values(), *flats):
@@ -433,7 +435,7 @@ class Unit:
         return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if groups[i] == number]
 
     def state(self, optimizer: PassOptimizer) -> dict[str, Any]:
-        """What the optimizer would say if it had stepped whole parameters; moments only in the main process."""
+        """The optimizer's state as if it had stepped whole parameters; moments only in the main process."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         groups, position = [], {}
@@ -456,7 +458,7 @@ class Unit:
         return {"state": dict(sorted(states.items())), "param_groups": groups}
 
     def load_state(self, optimizer: PassOptimizer, saved: Mapping[str, Any]) -> None:
-        """Goes on from the result of ``state``."""
+        """Restores the result of ``state``."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         sources, parameters = optimizer.optimizer.param_groups, []
@@ -475,7 +477,7 @@ class Unit:
                 for name in self._moments(number):
                     value = state.get(name)
                     value = torch.zeros(_shape(p)) if value is None else value
-                    if _is_spread(p):  # by pieces, as weights are
+                    if _is_spread(p):  # by pieces, like the weights
                         piece = _piece(p, value.to(self._dist.device), self._dist)
                         safe_set_local_optimizer_state(p, piece, name)
                     else:
@@ -487,12 +489,12 @@ class Unit:
                         self.joint.state[flat][name] = _like(scalars.get(name, 0), value)
 
     def _moments(self, number: int) -> list[str]:
-        """Names of what the optimizer keeps for each number that it steps."""
+        """Names of the states that the optimizer keeps for each element that it steps."""
         flat = self._flats(number)[0]
         return [name for name, value in self.joint.state.get(flat, {}).items() if _is_moment(value, flat)]
 
     def _make_states(self) -> None:
-        """Has optimizers make their states by gradients of 0 at a learning rate of 0, then DeepSpeed take notice."""
+        """Makes optimizers create their states by a step with gradients and learning rate 0, then informs DeepSpeed."""
         zero = self.engine.optimizer
         for number, share in enumerate(self.joint.shares):
             own, flats = share.optimizer.optimizer, self._flats(number)
@@ -513,11 +515,11 @@ class Unit:
                         self.joint.state[flat][name] = _like(0, value)
             if self._stage < 3 and not zero.cpu_offload:
                 zero.averaged_gradients[number] = [torch.zeros_like(flat) for flat in flats]
-        if self._stage == 3:  # where they are by sub-group, of which a share may have several
+        if self._stage == 3:  # by sub-group there, of which a share may have several
             for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
                 zero.averaged_gradients[number] = [torch.zeros_like(flat)]
         self.engine.set_gradient_accumulation_boundary(True)
-        self.engine.step()  # in which no share takes part
+        self.engine.step()  # no share takes part in this step
         self.drop_gradients()
 
 
@@ -526,7 +528,7 @@ def _is_moment(value: Any, flat: Tensor) -> bool:
 
 
 def _like(value: Any, example: Any) -> Any:
-    """``value`` as the kind of number that ``example`` is, where that is."""
+    """``value`` with the type of ``example``, and on its device."""
     if isinstance(example, Tensor):
         return torch.as_tensor(value, dtype=example.dtype, device=example.device).clone()
     return type(example)(value)
@@ -537,7 +539,7 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def _piece(parameter: nn.Parameter, full: Tensor, dist: Dist) -> Tensor:
-    """What of a whole parameter, or of a moment of it, this process keeps at stage 3, filled up by zeros."""
+    """The piece of a whole parameter, or of one of its moments, that this process keeps at stage 3, zero-padded."""
     size = parameter.ds_tensor.numel()
     filled = full.new_zeros(size * dist.num_processes)
     filled[: full.numel()] = full.flatten()
@@ -545,23 +547,23 @@ def _piece(parameter: nn.Parameter, full: Tensor, dist: Dist) -> Tensor:
 
 
 def _is_spread(x: Tensor) -> bool:
-    """Whether ZeRO-3 has taken a parameter over."""
+    """Whether ZeRO-3 has sharded a parameter."""
     return hasattr(x, "ds_id")
 
 
 def _is_gathered(x: nn.Parameter) -> bool:
-    """Whether DeepSpeed has a spread parameter together, as it leaves small ones."""
+    """Whether a sharded parameter is currently gathered, as DeepSpeed leaves small ones."""
     return x.ds_status.name == "AVAILABLE"
 
 
 def _keeper(engine: Any) -> Any:
-    """DeepSpeed's keeper of a model's weights at stage 3."""
+    """DeepSpeed's object that manages a model's weights at stage 3."""
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
 
 
 @contextmanager
 def _quiet(engine: Any) -> Iterator[None]:
-    """Inside, DeepSpeed's hooks are off a model: a forward gathers nothing and drops nothing."""
+    """Within this context, DeepSpeed's hooks are removed from a model: a forward pass neither gathers nor frees."""
     keeper = _keeper(engine)
     keeper.destroy()
     keeper.forward_hooks, keeper.backward_hooks = [], []
@@ -586,7 +588,7 @@ def _heads(roles: Iterable[Role]) -> list[nn.Module]:
 
 
 def _sharing(optimizers: Sequence[PassOptimizer], roles: Sequence[Role]) -> list[list[PassOptimizer]]:
-    """The optimizers, those together that train parts of the same models."""
+    """Groups of optimizers that train parts of the same models."""
     model_of = {id(p): role.model for role in roles for p in role.trained.values()}
     found: list[tuple[set[nn.Module], list[PassOptimizer]]] = []
     for optimizer in optimizers:
@@ -599,6 +601,6 @@ def _sharing(optimizers: Sequence[PassOptimizer], roles: Sequence[Role]) -> list
 
 
 def _width(module: nn.Module) -> int:
-    """Numbers in a hidden state, which DeepSpeed's automatic sizes come from."""
+    """Hidden size of a model, from which DeepSpeed's automatic sizes are derived."""
     config = next(part.config for part in module.modules() if hasattr(part, "config"))
     return config.get_text_config().hidden_size

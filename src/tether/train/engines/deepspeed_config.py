@@ -1,4 +1,4 @@
-"""The launcher's configuration of DeepSpeed: whether it fits a run, and what it leaves to be found out."""
+"""The launcher's DeepSpeed configuration: checks it against a run, and fills in its ``auto`` values."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ NOT_OURS = {
     "pipeline": "models are spread by ZeRO alone",
     "torch_autocast": "train.bf16 says it",
 }
-"""Sections of a DeepSpeed configuration that another key of a run decides."""
+"""Sections of a DeepSpeed configuration that are decided by other keys of a run."""
 BATCHES = {
     "train_batch_size": "train.rollout_batch_size and ppo.num_mini_batches say it",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size says it",
     "gradient_accumulation_steps": "train.micro_batch_size says it",
 }
-"""Sizes that follow from a run's own; what DeepSpeed is told of them changes nothing."""
+"""Sizes that follow from a run's own; their values in the DeepSpeed configuration have no effect."""
 
 
 def check(deepspeed: Mapping[str, Any], config: RunConfig) -> None:
-    """Raises ``ConfigError`` where a DeepSpeed configuration says something else than a run's, or something that Tether
-    does by itself."""
+    """Raises ``ConfigError`` if a DeepSpeed configuration contradicts that of the run, or configures something that
+    Tether does itself."""
     zero = deepspeed["zero_optimization"]
     if zero["stage"] not in (1, 2, 3):
         raise _unfit("zero_optimization.stage", zero["stage"], "1, 2 or 3; without DeepSpeed the launcher makes DDP")
@@ -65,9 +65,10 @@ def _check_precision(deepspeed: Mapping[str, Any], config: RunConfig) -> None:
 
 
 def filled(config: Mapping[str, Any], num_processes: int, width: int) -> dict[str, Any]:
-    """A DeepSpeed configuration without ``auto``, for a model with hidden states of ``width`` numbers.
+    """A DeepSpeed configuration without ``auto``, for a model of hidden size ``width``.
 
-    Micro-batches, clipping and autocast are Tether's, so DeepSpeed is told that there is one and nothing of the others.
+    Tether handles micro-batches, clipping and autocast itself, so DeepSpeed is given one micro-batch and neither of the
+    others.
     """
     config = copy.deepcopy(dict(config))
     for name in ("bf16", "fp16"):
@@ -97,7 +98,7 @@ def filled(config: Mapping[str, Any], num_processes: int, width: int) -> dict[st
 
 
 def waits_on(deepspeed: Mapping[str, Any]) -> str | None:
-    """Where a process's parts of weights wait, by a DeepSpeed configuration; None for its own device."""
+    """Where a DeepSpeed configuration keeps a process's parts of weights when not in use; None for its own device."""
     device = (deepspeed["zero_optimization"].get("offload_param") or {}).get("device", "none")
     return None if device == "none" else device
 

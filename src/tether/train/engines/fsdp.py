@@ -1,11 +1,11 @@
-"""FSDP2: weights, gradients and optimizer states spread over all processes, by torch's ``fully_shard``.
+"""FSDP2: weights, gradients and optimizer states sharded over all processes by torch's ``fully_shard``.
 
-Every transformer layer is a unit, and so are each head and what else a model has: a forward or backward gathers the
-weights of one unit after the other. A model that several roles share is spread once. Weights keep their type: autocast
-rounds what is gathered, as it does elsewhere. What it rounded a backward needs, so that with ``train.bf16`` all layers'
-rounded weights are there at the end of a forward, unless ``train.gradient_checkpointing`` makes them anew.
+Each transformer layer is a unit, and so are each head and the rest of a model: a forward or backward pass gathers the
+weights of one unit at a time. A model that several roles share is sharded once. Weights keep their dtype: autocast
+rounds the gathered weights, as it does elsewhere. The backward pass needs the rounded weights, so with ``train.bf16``
+those of all layers are in memory at the end of a forward pass, unless ``train.gradient_checkpointing`` recomputes them.
 
-Gradients are summed over processes after every backward, so that no process ever holds all of them.
+Gradients are summed over processes after every backward pass, so that no process ever holds all of them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class FullySharded:
-    """FSDP2 as the launcher's configuration asks for it.
+    """FSDP2 as set up in the launcher's configuration.
 
     Raises:
-        ConfigError: it asks for something that the run's own configuration decides.
+        ConfigError: it sets something that the run's own configuration decides.
     """
 
     name = "FSDP2"
@@ -48,7 +48,7 @@ class FullySharded:
     flattens = False
 
     def __init__(self, dist: Dist) -> None:
-        plugin = FullyShardedDataParallelPlugin()  # what the launcher said
+        plugin = FullyShardedDataParallelPlugin()  # the launcher's settings
         _check(plugin, dist.accelerator.parallelism_config)
         if plugin.cpu_ram_efficient_loading and dist.is_main:
             logger.warning(
@@ -64,7 +64,7 @@ class FullySharded:
         self._roles: ModelRoles | None = None
 
     def check(self, config: RunConfig) -> None:
-        """Raises ``ConfigError`` for what cannot be spread."""
+        """Raises ``ConfigError`` for settings that FSDP2 does not support."""
         refuse_few_bits(config, "FSDP")
         if config.sampling.cache_implementation == "static" and not config.train.ds3_gather_for_generation:
             raise ConfigError(
@@ -75,7 +75,7 @@ class FullySharded:
     # Taking over
 
     def place(self, roles: ModelRoles) -> None:
-        """Spreads every model, one layer after the other, so that no device ever holds a whole one."""
+        """Shards every model, one layer at a time, so that no device ever holds a whole model."""
         self._roles, roles.device = roles, self._dist.device
         hosts: dict[str, Sharded] = {}
         trained: dict[str, Mapping[str, nn.Parameter]] = {}
@@ -91,7 +91,7 @@ class FullySharded:
         roles.host(hosts, trained)
 
     def spread(self, modules: Sequence[nn.Module], *, waits: bool) -> Host:
-        """Spreads a model as those of roles are."""
+        """Shards a model in the same way as the models of roles."""
         model, *heads = [module.requires_grad_(False) for module in modules]
         return self._sharded(model, heads, waits=waits)
 
@@ -113,12 +113,12 @@ class FullySharded:
         return sharded
 
     def prepare(self, optimizers: list[PassOptimizer]) -> None:
-        """Leaves the optimizers as they are: they are of spread parameters, and so are their moments."""
+        """Does not change the optimizers: their parameters are sharded, and so are their moments."""
 
     # Training
 
     def expect(self, backwards: Mapping[str, int]) -> None:
-        """Every backward is like the last: each sums its gradients over processes."""
+        """Not needed: every backward pass sums its gradients over processes."""
 
     def backward(self, loss: Tensor, role: str) -> None:
         """Adds the gradient of ``loss``, summed over processes."""
@@ -126,12 +126,12 @@ class FullySharded:
             loss.backward()
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clears their gradients: without one a parameter stays as it is, and so do its moments."""
+        """Clears their gradients: without a gradient, a parameter and its moments do not change."""
         for parameter in parameters:
             parameter.grad = None
 
     def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
-        """Looks at this process's part of every gradient."""
+        """Checks this process's part of every gradient."""
         return are_finite([_local(p.grad) for o in optimizers for p in o.parameters if p.grad is not None])
 
     def step(self, optimizer: PassOptimizer) -> float:
@@ -145,12 +145,12 @@ class FullySharded:
         return float(norm)
 
     def skip(self, optimizer: PassOptimizer) -> None:
-        """As the optimizer does it, and frees what was gathered for a backward that did not come."""
+        """Like the optimizer's; also frees what was gathered for a backward pass that did not take place."""
         optimizer.skip()
         self._begin_anew()
 
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
-        """Forgets the gradients, and frees what was gathered for a backward that did not come."""
+        """Discards the gradients, and frees what was gathered for a backward pass that did not take place."""
         for optimizer in optimizers:
             optimizer.optimizer.zero_grad(set_to_none=True)
         self._begin_anew()
@@ -174,7 +174,7 @@ class FullySharded:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Gathers each layer's weights for each forward."""
+        """Gathers each layer's weights for each forward pass."""
         policy = self._policy
         with forwards_in_step(self._roles, self._dist, before=policy.gather_rest, after=policy.begin_anew):
             yield
@@ -190,7 +190,7 @@ class FullySharded:
         return _local(parameter.detach())
 
     def num_stepped(self, parameter: nn.Parameter) -> int:
-        """Those that are kept here."""
+        """The elements in this process's part."""
         return self.part(parameter).numel()
 
     def cut(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
@@ -199,12 +199,12 @@ class FullySharded:
 
     @torch.no_grad()
     def fill(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Copies the rows that are kept here."""
+        """Copies the rows of this process."""
         self.part(parameter).copy_(self.cut(parameter, full))
 
     @torch.no_grad()
     def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Gathers one after the other, and keeps them in the main process; tensors that are one stay one."""
+        """Gathers one tensor at a time, and keeps them in the main process; shared tensors stay shared."""
         whole: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
         for name, x in tensors.items():
@@ -218,7 +218,7 @@ class FullySharded:
         return whole
 
     def optimizer_state(self, optimizer: PassOptimizer) -> dict[str, Any]:
-        """Gathers one moment after the other, and keeps them in the main process."""
+        """Gathers one moment at a time, and keeps them in the main process."""
         state = optimizer.state_dict()
         moments = state["optimizer"]["state"]
         for number, of_parameter in moments.items():
@@ -226,7 +226,7 @@ class FullySharded:
         return state
 
     def load_optimizer_state(self, optimizer: PassOptimizer, state: dict[str, Any]) -> None:
-        """Takes over this process's rows of it."""
+        """Loads this process's rows of the state."""
         parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
         moments = {
             number: {
@@ -239,12 +239,12 @@ class FullySharded:
 
 
 class Sharded:
-    """A model with its heads, spread; runs computations with its weights.
+    """A sharded model with its heads; runs computations with its weights.
 
     Args:
-        model: with all of its adapters.
-        reshards: frees a layer's weights after its forward, to gather them anew in the backward.
-        policy: where a process's part waits.
+        model: the model with all of its adapters.
+        reshards: whether to free a layer's weights after its forward and gather them again in the backward.
+        policy: where a process's part is kept when not in use.
     """
 
     def __init__(
@@ -266,19 +266,19 @@ class Sharded:
             fully_shard(unit, reshard_after_forward=reshards and unit is not self._hosted, **options)
             for parameter in replaced:
                 if not isinstance(parameter, DTensor):
-                    parameter.data = parameter.data.new_empty(0)  # who else holds it shall not hold its values
+                    parameter.data = parameter.data.new_empty(0)  # other references must not keep its values alive
         self._units: list[FSDPModule] = [unit for unit in self._hosted.modules() if isinstance(unit, FSDPModule)]
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other sum
+            unit.set_force_sum_reduction_for_comms(True)  # gloo supports only plain sums
         with torch.no_grad():
-            self(lambda: None)  # tells FSDP which unit holds the others
+            self(lambda: None)  # lets FSDP find the root unit
 
     def __call__(self, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` returns, its layers' weights gathered as they are reached."""
+        """Returns ``compute()``; the weights of each layer are gathered when it is reached."""
         kind = self._device.type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        # A cast that autocast keeps would outlive the weights that it was made of.
+        # A cast in autocast's cache would outlive the gathered weights it was made from.
         without_cache = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
         with all_together("a forward", self._num_processes), without_cache:
             result = self._hosted(compute)
@@ -287,18 +287,18 @@ class Sharded:
         return result
 
     def replaced(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """The spread parameters in the place of those that the model had."""
+        """The sharded parameters that replace the model's original ones."""
         spread = dict(self._hosted.named_parameters())
         return {name: spread[self._names[id(parameter)]] for name, parameter in parameters.items()}
 
     def gather(self) -> None:
-        """Gathers all weights, and keeps them in forwards until ``spread``."""
+        """Gathers all weights, and keeps them through forward passes until ``spread``."""
         for unit in self._units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
 
     def gather_rest(self) -> None:
-        """Gathers the weights that are in no layer."""
+        """Gathers the weights that do not belong to a layer."""
         self._hosted.unshard()
 
     def spread(self) -> None:
@@ -308,12 +308,12 @@ class Sharded:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Frees what is gathered; the next forward is as the first."""
+        """Frees gathered weights; the next forward pass is like the first."""
         self._hosted.reset_iter_state()
 
 
 def _check(plugin: FullyShardedDataParallelPlugin, parallelism: ParallelismConfig | None) -> None:
-    """Raises ``ConfigError`` for settings of the launcher's that do not fit a run."""
+    """Raises ``ConfigError`` for launcher settings that do not fit a run."""
     if parallelism is not None:
         for name in ("dp_replicate_size", "tp_size", "cp_size", "sp_size"):
             if (size := getattr(parallelism, name, 1)) not in (None, 1):
@@ -333,7 +333,7 @@ def _check(plugin: FullyShardedDataParallelPlugin, parallelism: ParallelismConfi
 
 
 def _by_model(roles: Sequence[Role]) -> list[list[Role]]:
-    """Roles that share a model, in the order of the first of each."""
+    """Groups of roles that share a model, in the order of their first roles."""
     groups: dict[int, list[Role]] = {}
     for role in roles:
         groups.setdefault(id(role.model), []).append(role)
@@ -341,7 +341,7 @@ def _by_model(roles: Sequence[Role]) -> list[list[Role]]:
 
 
 def _separate_layers(model: nn.Module) -> list[nn.Module]:
-    """The transformer layers of a model, as far as they share no parameters with each other or with the rest."""
+    """The transformer layers of a model; none if parameters are shared between layers or with the rest."""
     layers = transformer_layers(model)
     inside = {id(module) for layer in layers for module in layer.modules()}
     rest = [module for module in model.modules() if id(module) not in inside]
@@ -358,12 +358,12 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _spread(full: Tensor, like: Tensor) -> DTensor:
-    """A tensor that every process has, spread as another is."""
+    """Shards a tensor that every process has in the same way as ``like``."""
     return distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _in_place_of(x: Tensor, part: Tensor) -> Tensor:
-    """The tensor of which ``part`` is what is kept here, if it is spread as ``x`` is."""
+    """The tensor whose part in this process is ``part``, if it is sharded like ``x``."""
     if not isinstance(x, DTensor):
         return part
     return DTensor.from_local(part, x.device_mesh, x.placements, shape=x.shape, stride=x.stride())

@@ -1,4 +1,4 @@
-"""Forwards of a model whose weights are spread, made by all processes together though they have unequally many."""
+"""Forward passes of a model with sharded weights, run by all processes together although their numbers differ."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def forwards_in_step(
     before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Inside, a forward of the policy in one process is one in all of them: those that have none left read a token
-    for nothing, until the last one has finished.
+    """Within this context, all processes take part in each forward pass of the policy: those that have none left read
+    a dummy token until the last one has finished.
 
-    Before each forward processes tell each other whether there is one. Whoever leaves by an error leaves at once.
+    Before each forward pass, the processes tell each other whether there is one. An error leaves the context at once.
 
     Args:
-        before: what comes before each forward, in every process.
-        after: what comes after it.
+        before: called before each forward pass, in every process.
+        after: called after it.
 
     Raises:
-        OutOfStep: a forward failed. Who runs out of memory in one would try fewer answers, in a forward that the
-            others, who are in the middle of theirs, do not take part in.
+        OutOfStep: a forward pass failed. A process that ran out of memory would retry with fewer answers, in a forward
+            pass in which the others, still in the middle of theirs, do not take part.
     """
     policy = roles.role(POLICY).model
     own, forward = vars(policy).get("forward"), policy.forward
@@ -50,7 +50,7 @@ def forwards_in_step(
     def end(*call: Any) -> None:
         after()
 
-    first = policy.register_forward_pre_hook(begin, prepend=True)  # engines have hooks there that are to come after it
+    first = policy.register_forward_pre_hook(begin, prepend=True)  # hooks of engines there must run after it
     last = policy.register_forward_hook(end)
     policy.forward = together
     try:

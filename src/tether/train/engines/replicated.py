@@ -1,4 +1,4 @@
-"""Every process has all weights: a process alone, or several under torch's DistributedDataParallel."""
+"""Every process has all weights: a single process, or several under torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from tether.train.optim import PassOptimizer, all_finite
 
 
 class Alone:
-    """One process: nothing is spread."""
+    """One process: nothing is distributed."""
 
     name = "one process"
     spreads_weights = flattens = False
 
     def check(self, config: RunConfig) -> None:
-        """Every setting will do."""
+        """Accepts every setting."""
 
     def place(self, roles: ModelRoles) -> None:
-        """Leaves the models as they are."""
+        """Does not change the models."""
 
     def spread(self, modules: Sequence[nn.Module], *, waits: bool) -> Host:
-        """Leaves the model as it is."""
+        """Does not change the model."""
         return directly
 
     def prepare(self, optimizers: list[PassOptimizer]) -> None:
-        """Leaves the optimizers as they are."""
+        """Does not change the optimizers."""
 
     def expect(self, backwards: Mapping[str, int]) -> None:
-        """Every backward is like the last."""
+        """Not needed: the last backward pass is like the others."""
 
     def backward(self, loss: Tensor, role: str) -> None:
         """Adds the gradient of ``loss`` to the parameters."""
         loss.backward()
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clears their gradients: without one a parameter stays as it is, and so do its moments."""
+        """Clears their gradients: without a gradient, a parameter and its moments do not change."""
         for parameter in parameters:
             parameter.grad = None
 
     def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
-        """Looks at every gradient."""
+        """Checks every gradient."""
         return all_finite(optimizers)
 
     def step(self, optimizer: PassOptimizer) -> float:
@@ -59,20 +59,20 @@ class Alone:
         return norm
 
     def skip(self, optimizer: PassOptimizer) -> None:
-        """As the optimizer does it."""
+        """See the optimizer."""
         optimizer.skip()
 
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
-        """Forgets the gradients."""
+        """Discards the gradients."""
         for optimizer in optimizers:
             optimizer.optimizer.zero_grad(set_to_none=True)
 
     def whole(self) -> AbstractContextManager[None]:
-        """All weights are here."""
+        """All weights are already in this process."""
         return nullcontext()
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Nobody waits for others: all weights are here."""
+        """No waiting for other processes: all weights are in this process."""
         return nullcontext()
 
     def part(self, parameter: nn.Parameter) -> Tensor:
@@ -93,22 +93,22 @@ class Alone:
         parameter.copy_(full)
 
     def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The tensors, or the parts, as they are."""
+        """The tensors, or the parts, unchanged."""
         return {name: x.detach() for name, x in (tensors if parts is None else parts).items()}
 
     def optimizer_state(self, optimizer: PassOptimizer) -> dict[str, Any]:
-        """The optimizer's own."""
+        """The optimizer's own state."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: PassOptimizer, state: dict[str, Any]) -> None:
-        """As the optimizer does it."""
+        """See the optimizer."""
         optimizer.load_state_dict(state)
 
 
 class Replicated(Alone):
-    """DistributedDataParallel around what each pass trains; optimizers of all processes take the same steps.
+    """DistributedDataParallel around what each pass trains; the optimizers of all processes take the same steps.
 
-    DDP averages gradients over processes, while each process's loss is its part of one sum: hence the factor.
+    DDP averages gradients over processes, but the losses of the processes are parts of one sum, hence the factor.
     """
 
     name = "DDP"
@@ -128,21 +128,21 @@ class Replicated(Alone):
         roles.host({name: partial(self._run, name) for name in self._hosts})
 
     def _run(self, role: str, compute: Callable[[], Any]) -> Any:
-        """A forward through DDP, which decides there whether the backward that follows talks."""
+        """Runs a forward pass through DDP, which decides there whether the next backward pass communicates."""
         with self._alone(role):
             return self._hosts[role](compute)
 
     def _alone(self, role: str) -> AbstractContextManager[None]:
-        """Inside, no gradients are summed over processes, unless the pass's next backward is the last."""
+        """Within this context, gradients are not summed over processes, unless the next backward pass is the last."""
         is_last = self._to_come.get(role, 1) <= 1
         return nullcontext() if is_last else self._dist.accelerator.no_sync(self._hosts[role])
 
     def expect(self, backwards: Mapping[str, int]) -> None:
-        """Keeps count, as DDP talks in the last backward of a pass alone."""
+        """Sets the count, as DDP communicates only in the last backward pass."""
         self._to_come = dict(backwards)
 
     def backward(self, loss: Tensor, role: str) -> None:
-        """Adds the gradient of ``loss``; what was added is summed over processes in the last backward of the pass."""
+        """Adds the gradient of ``loss``; the last backward pass sums the added gradients over processes."""
         count = self._dist.num_processes
         with all_together("the update's passes", count), self._alone(role):
             (loss * count).backward()
@@ -151,7 +151,7 @@ class Replicated(Alone):
 
 @contextmanager
 def _training_only(pass_: Pass, modules: list[nn.Module]) -> Iterator[None]:
-    """Inside, nothing of the modules requires gradients but what the pass trains: DDP looks once, when it is made."""
+    """Within this context, only what the pass trains requires gradients: DDP checks that once, at construction."""
     trained = {id(parameter) for parameter in pass_.parameters()}
     others = [p for module in modules for p in module.parameters() if p.requires_grad and id(p) not in trained]
     try:

@@ -44,7 +44,7 @@ class Prompt:
     """One row of a prompt dataset, ready to be answered."""
 
     row: int
-    """Index of the row in its dataset, counted before any row was dropped."""
+    """Index of the row in its dataset, from 0, counted before any row was dropped."""
     source: str | Sequence[Message]
     """The prompt as in the dataset: text, or chat messages."""
     text: str
@@ -78,10 +78,9 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end an answer; the first one drawn is the answer's last token."""
     top_p: float = 1.0
-    """Samples only from the most likely tokens whose probabilities add up to this; log-probabilities are not affected.
-    """
+    """Samples only from the most likely tokens that add up to this probability; does not affect log-probabilities."""
     top_k: int | None = None
-    """Samples only from this many most likely tokens, before ``top_p``; log-probabilities are not affected."""
+    """Samples only from this many most likely tokens, before ``top_p``; does not affect log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import no_type_check
 from trl import RewardConfig, SFTConfig
 
 
-@no_type_check  # keeps type checks in tests from covering TRL's and transformers' own annotations
+@no_type_check  # excludes TRL's and transformers' own annotations from the type checks in tests
 class _OneDevice:
     """A process trains on one device, even if it sees several: transformers would replicate the model on each with
     ``DataParallel`` and multiply the batch size by their number. Launched processes have one each."""

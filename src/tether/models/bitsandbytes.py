@@ -141,7 +141,6 @@ def keep_differentiable(model: nn.Module) -> None:
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """Number of weights in a parameter: 4-bit weights share bytes in pairs; DeepSpeed knows the size of a sharded one.
-    """
+    """Number of weights in a parameter, also if 4-bit weights share bytes in pairs or DeepSpeed has sharded it."""
     state = getattr(parameter, "quant_state", None)
     return getattr(parameter, "ds_numel", parameter.numel()) if state is None else state.shape.numel()

@@ -26,8 +26,7 @@ def has_few_bits(shape: PreTrainedConfig) -> bool:
 
 
 def check_trainable(path: str, shape: PreTrainedConfig, *, with_lora: bool) -> None:
-    """Raises ``ConfigError`` if the weights in ``model.path`` are to be trained without an adapter, but are quantized.
-    """
+    """Raises ``ConfigError`` if ``model.path`` holds quantized weights that are to be trained without an adapter."""
     if has_few_bits(shape) and not with_lora:
         raise ConfigError(
             f"model.path: {path} holds quantised weights, which cannot be trained themselves; add `lora: {{}}` under "

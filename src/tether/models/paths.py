@@ -97,7 +97,7 @@ def absolute_source(path: str) -> str:
 
 
 def is_same_model(path: str, other: str) -> bool:
-    """Whether two paths hold the same weights: the same place, or two folders whose weight files are equal in samples.
+    """Whether two paths hold the same weights: one location, or two folders whose weight files are equal in samples.
 
     Copies are compared by names, sizes and samples of their bytes, which distinguishes a model from its fine-tuned
     versions without reading all of it.

@@ -32,8 +32,7 @@ def read_processor(path: str, shape: PreTrainedConfig, *, revision: str | None =
 
 
 def write_processor(files: Mapping[str, bytes], folder: Path) -> None:
-    """Writes the files beside the model and tokenizer in ``folder``, without a chat template if the tokenizer has one.
-    """
+    """Writes the files beside model and tokenizer in ``folder``, except a chat template if the tokenizer has one."""
     own = files.keys() - ({TEMPLATE} if (folder / "chat_template.jinja").is_file() else set())
     for name in own:
         (folder / name).write_bytes(files[name])

@@ -27,7 +27,7 @@ class Speaker:
     """One side of the conversation."""
 
     name: str
-    """Where the model is from."""
+    """The source of the model."""
     policy: SavedPolicy
     tokenizer: PreTrainedTokenizerBase
     turns: list[Message] = field(default_factory=list)
@@ -136,7 +136,7 @@ def open_chat(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a model of a conversation is loaded from."""
+    """The source of a model in a conversation."""
 
     key: str
     """The argument or key that named it, for messages."""

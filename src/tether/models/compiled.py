@@ -24,7 +24,7 @@ _COMPILED: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary(
 
 
 def check_compile(key: str, device: torch.device | str) -> None:
-    """Raises ``ConfigError`` if the tools that torch.compile needs are missing.
+    """Raises ``ConfigError`` if tools that torch.compile needs are missing.
 
     Args:
         key: the configuration key that asks for it, for the message.

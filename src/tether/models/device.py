@@ -13,7 +13,7 @@ from tether.config.source import SourceConfig
 from tether.config.stage import StageTrainConfig
 
 INFORMATION = Path("/proc/cpuinfo")
-"""Where Linux describes the processor."""
+"""The file in which Linux describes the processor."""
 
 
 def default_device() -> torch.device:

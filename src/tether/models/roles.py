@@ -195,7 +195,7 @@ class ModelRoles:
         self.tokenizer = tokenizer
         """The tokenizer of policy and critic."""
         self.processor = processor or {}
-        """Files that a full multimodal policy needs besides its tokenizer, by name."""
+        """Files that a full multimodal policy needs besides its tokenizer, by name; empty for any other policy."""
         self.device = torch.device(device)
         """The device of all roles."""
         self.autocast_dtype = autocast_dtype
@@ -223,7 +223,7 @@ class ModelRoles:
         trained = {role.model for role in self._by_name.values() if role.trained}
         return {role.model for role in self._by_name.values()} - trained
 
-    # What there is
+    # The roles
 
     @property
     def policy(self) -> PreTrainedModel | PeftModel:

@@ -182,7 +182,7 @@ class Begun(Generic[ConfigT]):
 
 
 def begin(config: ConfigT, command: str, check: Callable[[ConfigT], None], tell: Tell) -> Begun[ConfigT]:
-    """Checks everything that can be checked without loading a tokenizer or a model, and tells what the run computes on.
+    """Checks all that can be checked without loading a tokenizer or a model, and reports what the run computes on.
 
     Args:
         check: the stage's own checks.

@@ -32,7 +32,7 @@ from tether.models.preprocessing import read_processor
 
 
 def origin(config: ModelConfig) -> dict[str, Any]:
-    """Where the model is from, as arguments of the functions that load it."""
+    """Revision and remote-code setting of the model, as arguments of the functions that load it."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
@@ -48,7 +48,7 @@ def check_fit(
 
     Args:
         texts: row and token ids of every text of the run.
-        kind: what messages call a text.
+        kind: name of a text in messages.
         takes_classifier: whether the run may start from a sequence classifier.
 
     Raises:

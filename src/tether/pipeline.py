@@ -1,7 +1,7 @@
-"""SFT, reward model and PPO one after the other; what is finished is skipped, what was interrupted goes on.
+"""Runs SFT, reward model and PPO in sequence; skips finished stages and resumes interrupted ones.
 
-A stage's folder says how far it is: a manifest whose files are whole means finished, a complete checkpoint is gone on
-from, anything else is begun anew. All mistakes of all stages are looked for before the first one loads a model.
+A stage's folder shows how far the stage is: if it has a manifest whose files are whole, it is finished; if it has a
+complete checkpoint, it is resumed; otherwise it starts again. All stages are checked before the first loads a model.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ State = Literal["finished", "begun", "new"]
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """What a pipeline left behind."""
+    """Result of a pipeline."""
 
     folders: Mapping[str, Path]
     """Folder of each finished stage by name."""
     interrupted: str | None = None
-    """Why it stopped before its end with its state saved, or None."""
+    """Why it stopped early, with its state saved, or None."""
 
 
 def run_pipeline(pipeline: Pipeline, *, display: Display | None = None) -> PipelineResult:
@@ -57,9 +57,9 @@ def run_pipeline(pipeline: Pipeline, *, display: Display | None = None) -> Pipel
         display: shows the progress of all stages; None: nothing is shown.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: a mistake in any stage; before a model is loaded wherever
-            it can be seen by then.
-        TetherError: a stage failed. Those before it are finished, and the next call goes on from there.
+        ConfigError, DataError, ModelError, CheckpointError: a mistake in any stage, found before a model is loaded
+            wherever possible.
+        TetherError: a stage failed. Those before it are finished, and the next call continues from there.
     """
     shared = pipeline.shared
     dist = Dist(max(config.train.ddp_timeout for config in pipeline.stages.values()))
@@ -100,10 +100,10 @@ def run_pipeline(pipeline: Pipeline, *, display: Display | None = None) -> Pipel
 
 
 def run_stage(config: Section, display: Display) -> tuple[bool, str | None]:
-    """Runs one stage and shows what it came to; returns whether it is finished, and why it was asked to stop: a signal
-    may come when it has made its last step."""
+    """Runs one stage and shows its results. Returns whether it is finished, and why it was asked to stop, if it was: a
+    signal may arrive after its last step."""
     if isinstance(config, RunConfig):
-        result = train_policy(config, display=display)  # looks for signals itself, once it has a state to save
+        result = train_policy(config, display=display)  # handles signals itself, once it has a state to save
         display.close()
         return result.interrupted is None, result.interrupted
     with StopRequest() as stop:
@@ -115,7 +115,7 @@ def run_stage(config: Section, display: Display) -> tuple[bool, str | None]:
 
 
 def run_sft(config: SftStageConfig, display: Display, stop: StopRequest | None = None) -> SftResult:
-    """``train_sft``, shown on a display and stopped by signals, those that ``stop`` notices if it is given."""
+    """Runs ``train_sft``, shown on a display and stopped by signals; by those of ``stop`` if it is given."""
     with nullcontext(stop) if stop is not None else StopRequest() as noticed:
         result = train_sft(
             config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason
@@ -127,7 +127,7 @@ def run_sft(config: SftStageConfig, display: Display, stop: StopRequest | None =
 
 
 def run_reward(config: RewardStageConfig, display: Display, stop: StopRequest | None = None) -> RewardStageResult:
-    """``train_reward_model``, as ``run_sft``."""
+    """Runs ``train_reward_model`` in the same way as ``run_sft``."""
     with nullcontext(stop) if stop is not None else StopRequest() as noticed:
         result = train_reward_model(
             config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason
@@ -145,14 +145,15 @@ def run_reward(config: RewardStageConfig, display: Display, stop: StopRequest | 
 
 
 def check_pipeline(pipeline: Pipeline, ready: Mapping[str, Section], dist: Dist, display: Display) -> None:
-    """Raises for every mistake in every unfinished stage that shows before a model is loaded.
+    """Raises for every mistake in every unfinished stage that can be found before a model is loaded.
 
-    What an earlier stage has yet to make is looked at in what it starts from: the same tokens, shape and templates.
+    A model that an earlier stage has yet to train is replaced by the one that stage starts from, which has the same
+    tokens, shape and templates.
 
     Args:
         ready: each unfinished stage as it will run.
-        dist: the processes that were launched.
-        display: shown what may go wrong all the same.
+        dist: the launched processes.
+        display: shows warnings.
     """
     missing = {_place(config.output_dir): config for config in ready.values()}
     for name in ready:
@@ -168,10 +169,10 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> list[str]:
     """Checks a stage; returns warnings.
 
     Args:
-        config: the stage on models that are there already.
+        config: the stage, using models that already exist.
         ready: the stage as it will run.
-        name: its section, which is its command.
-        dist: the processes that were launched.
+        name: its section, which is also its command.
+        dist: the launched processes.
     """
     if isinstance(config, RunConfig):
         inputs.check(config)
@@ -192,11 +193,11 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> list[str]:
 
 
 def _on_start(config: Any, missing: Mapping[Path, Any]) -> Any:
-    """The stage with the model that sft starts from in place of the one that it has yet to make, and without rewards
-    and a start of the critic that have yet to be made.
+    """The stage with the start model of sft in place of the model that sft has yet to train, and without rewards and a
+    start of the critic that have yet to be trained.
 
     Args:
-        missing: the unfinished stages by their folders.
+        missing: the unfinished stages by folder.
     """
     made = missing.get(_place(config.model.path))
     if made is not None:
@@ -215,7 +216,7 @@ def _on_start(config: Any, missing: Mapping[Path, Any]) -> Any:
 
 
 def _there(rewards: Sequence[RewardConfig], missing: Collection[Path]) -> list[RewardConfig]:
-    """The reward sources, and members of ensembles, but for models in folders that are missing."""
+    """The reward sources, and members of ensembles, except models in missing folders."""
     there = []
     for reward in rewards:
         if isinstance(reward, EnsembleReward):
@@ -226,12 +227,12 @@ def _there(rewards: Sequence[RewardConfig], missing: Collection[Path]) -> list[R
 
 
 def _place(path: str | Path) -> Path:
-    """Where a folder is, however it is written."""
+    """The resolved path of a folder."""
     return Path(path).resolve()
 
 
 def _check_kept(pipeline: Pipeline, states: Mapping[str, State]) -> None:
-    """Raises ``ConfigError`` if a stage reads a model that a later one is to write over."""
+    """Raises ``ConfigError`` if a stage reads a model that a later one would overwrite."""
     later = {name: config.output_dir for name, config in pipeline.stages.items() if states[name] != "finished"}
     for name, config in pipeline.stages.items():
         later.pop(name, None)
@@ -250,8 +251,8 @@ def _read(config: Any) -> dict[str, str]:
 
 
 def _clear_later(pipeline: Pipeline) -> None:
-    """Empties the folders of all stages but the first of what an earlier run wrote: a pipeline that is stopped before
-    they begin must not find them finished, or go on from checkpoints of models that are gone."""
+    """Removes what an earlier run wrote to the folders of all stages but the first: a pipeline that is stopped before
+    they begin must not find them finished later, or resume from checkpoints of models that no longer exist."""
     for config in list(pipeline.stages.values())[1:]:
         if not config.output_dir.is_dir() or not any(config.output_dir.iterdir()):
             continue
@@ -266,10 +267,10 @@ def _clear_later(pipeline: Pipeline) -> None:
 
 
 def _state(config: Any) -> State:
-    """How far a stage is, by its folder.
+    """How far a stage is, according to its folder.
 
     Raises:
-        ConfigError: the folder holds the stage with another configuration.
+        ConfigError: the folder holds the stage with a different configuration.
     """
     folder = config.output_dir
     if not (folder / CONFIG).is_file():
@@ -282,7 +283,7 @@ def _state(config: Any) -> State:
 
 
 def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
-    """Raises ``ConfigError`` if a stage is finished that was made from one that is to run."""
+    """Raises ``ConfigError`` if a finished stage was made from one that is to run."""
     for name, config in pipeline.stages.items():
         read = {_place(path) for path in _read(config).values()}
         for earlier, before in pipeline.stages.items():
@@ -294,8 +295,8 @@ def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
 
 
 def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
-    """Raises ``ConfigError`` if the stage in ``folder`` was begun with another configuration than it may go on with, or
-    is finished and would be another one with this."""
+    """Raises ``ConfigError`` if the stage in ``folder`` cannot be resumed with this configuration, or if it is finished
+    and this configuration would change its result."""
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), type(config), source=str(folder / CONFIG))
     now = inputs.resolved(config) if isinstance(config, RunConfig) else running.as_launched(config)
     differing = [

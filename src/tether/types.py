@@ -27,7 +27,7 @@ def noise_key(seed: int, stream: str, prompt: int, sample: int) -> int:
     """The key of one answer's sampling noise, a number in [0, 2**63).
 
     Two answers share their noise only if all four arguments are equal, so the text for a seed depends neither on the
-    batch that an answer is decoded in nor on what was sampled before it.
+    other answers of its batch nor on what was sampled before.
 
     Args:
         seed: the run's seed.
@@ -44,22 +44,22 @@ class Prompt:
     """One row of a prompt dataset, ready to be answered."""
 
     row: int
-    """Number of the row in its dataset, from 0, counted before any row was dropped."""
+    """Index of the row in its dataset, from 0, counted before any row was dropped."""
     source: str | Sequence[Message]
-    """The prompt as the dataset had it: text, or chat messages."""
+    """The prompt as in the dataset: text, or chat messages."""
     text: str
-    """The query as text: the chat template applied where there is one, special tokens visible."""
+    """The query as text, with any chat template applied and special tokens visible."""
     token_ids: tuple[int, ...]
     """The query as token ids, without padding."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other columns, handed to reward functions."""
+    """The row's other columns, passed to reward functions."""
     conversation: Sequence[Message] | None = None
-    """The chat messages that the query was rendered from, the run's system message among them; None for plain text."""
+    """The chat messages that the query was rendered from, including the run's system message; None for plain text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One answer that is wanted from a generator."""
+    """A request for one answer from a generator."""
 
     token_ids: Sequence[int]
     """The query, without padding."""
@@ -69,18 +69,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn."""
+    """How answers are sampled."""
 
     max_new_tokens: int
-    """Most tokens an answer may have, its end token included."""
+    """Maximum number of tokens of an answer, including its end token."""
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the most likely token."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end an answer; the first one drawn is the answer's last token."""
     top_p: float = 1.0
-    """Only the most likely tokens whose probabilities add up to this are drawn; log-probabilities are not affected."""
+    """Samples only from the most likely tokens that add up to this probability; does not affect log-probabilities."""
     top_k: int | None = None
-    """Only this many most likely tokens are drawn, before ``top_p``; log-probabilities are not affected."""
+    """Samples only from this many most likely tokens, before ``top_p``; does not affect log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,35 +88,35 @@ class Completion:
     """One answer. Example: ``Completion(token_ids=[713, 284, 2], finish_reason="stop")``."""
 
     token_ids: list[int]
-    """The answer without padding, its end token included; at least one token."""
+    """The answer without padding, including its end token; at least one token."""
     finish_reason: Literal["stop", "length"]
     """``stop``: the last token is a stop token. ``length``: the answer was cut at ``max_new_tokens``."""
     logprobs: list[float] | None = None
-    """Log-probabilities that the engine sampled with, one a token, or None where it keeps none."""
+    """The log-probability of each token that the engine sampled with, or None if it keeps none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """What a reward source is given: B answers with their prompts, in the order that the scores are wanted in."""
+    """Input of a reward source: B answers with their prompts. Scores are returned in the same order."""
 
     prompts: list[str | Sequence[Message]]
-    """Prompts as the dataset had them."""
+    """Prompts as in the dataset."""
     queries: list[str]
-    """Prompts as text, the policy's chat template applied."""
+    """Prompts as text, with the policy's chat template applied."""
     responses: list[str]
     """Answers as text, without special tokens."""
     query_ids: list[list[int]]
     """Prompts as the policy's token ids."""
     response_ids: list[list[int]]
-    """Answers as the policy's token ids, the end token included."""
+    """Answers as the policy's token ids, including the end token."""
     conversations: list[Sequence[Message] | None]
-    """The chat messages that each query was rendered from, the run's system message among them; None for plain text.
-    What a judge with a chat template of its own puts into it."""
+    """The chat messages that each query was rendered from, including the run's system message; None for plain text.
+    Used by judges with their own chat template."""
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
-    """The dataset's other columns, one entry an answer."""
+    """The dataset's other columns, one entry per answer."""
     decode: Callable[[Sequence[int]], str] | None = field(default=None, compare=False, repr=False)
-    """Text of the first tokens of an answer, without special tokens. None where no tokenizer is known: then there are
-    no token ids either, and the characters of an answer stand in for its tokens."""
+    """Decodes the first tokens of an answer, without special tokens. None if there is no tokenizer: then there are no
+    token ids either, and the characters of an answer take the place of its tokens."""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -124,57 +124,57 @@ class RewardBatch:
 
 @dataclass(frozen=True, slots=True)
 class RewardOutput:
-    """What a reward source says of B answers."""
+    """Output of a reward source for B answers."""
 
     scores: list[float]
-    """One finite score an answer, in the order of the batch."""
+    """One finite score per answer, in the order of the batch."""
     components: Mapping[str, list[float]] = field(default_factory=dict)
-    """Named parts of the score, unweighted, one entry an answer."""
+    """Named parts of the score, unweighted, one entry per answer."""
     token_scores: list[list[float]] | None = None
-    """Where on each answer its score falls: one number a response token, which add up to the score. None: all of it on
-    the last token."""
+    """How each answer's score is distributed over its response tokens: one number per token, which add up to the score.
+    None: all of it is on the last token."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """M rollouts as one padded forward: the response right behind its query, padding behind both.
+    """M rollouts padded for one forward: each response directly after its query, with padding after both.
 
-    Formed once a rollout; the old, reference, value and update passes all use the same one, so that equal weights give
+    Built once per rollout batch. The old, reference, value and update passes all use it, so that equal weights give
     bitwise equal outputs.
     """
 
     rows: tuple[int, ...]
     """Positions of these rollouts in the rollout batch."""
     token_ids: Int[Tensor, "M T"]
-    """Query and response; padding is id 0, which is never attended to nor scored."""
+    """Query and response; padding is id 0, which is neither attended to nor scored."""
     attention_mask: Bool[Tensor, "M T"]
     """True on real tokens."""
     position_ids: Int[Tensor, "M T"]
-    """Position of each real token in its own row, from 0, and counted on over the padding behind it."""
+    """Position of each real token in its row, from 0, continued over the padding after it."""
     response_mask: Bool[Tensor, "M R"]
-    """True on response tokens, the end token included; a row's first one is its first column."""
+    """True on response tokens, including the end token; the first one is always in column 0."""
     group: int | None = None
-    """Number of the micro-batch that it is a part of, where that did not fit into memory or is divided over processes:
-    the update shuffles its parts together, so that mini-batches hold the same answers. None: it is whole."""
+    """Number of the micro-batch that this is a part of, if that did not fit into memory or is divided among processes.
+    The update shuffles its parts together, so that mini-batches hold the same answers. None: not divided."""
     group_size: int | None = None
-    """Answers of that micro-batch; None: as many as there are rows."""
+    """Number of answers in that micro-batch; None: the number of rows."""
     is_idle: bool = False
-    """Whether it only keeps this process in step with others that have more to do: nothing of it counts."""
+    """Whether it only keeps this process in step with others that have more micro-batches; it does not count."""
 
     @property
     def lengths(self) -> Int[Tensor, " M"]:
-        """Response lengths, the end token included."""
+        """Response lengths, including the end token."""
         return self.response_mask.sum(dim=1)
 
     @property
     def response_columns(self) -> Bool[Tensor, "M T"]:
-        """True on response tokens among the columns of ``token_ids``: the last real ones of each row."""
+        """True on the columns of ``token_ids`` that hold response tokens: the last real ones of each row."""
         real = self.attention_mask.cumsum(dim=1)
         return self.attention_mask & (real > real[:, -1:] - self.lengths[:, None])
 
     @property
     def num_response_tokens(self) -> int:
-        """Response tokens in this micro-batch."""
+        """Number of response tokens in this micro-batch."""
         return int(self.response_mask.sum())
 
     def to(self, device: torch.device | str) -> MicroBatch:
@@ -185,53 +185,53 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Experience:
-    """What the update needs of one micro-batch. All tensors are [M, R], detached, 0 outside ``batch.response_mask``."""
+    """Data of one micro-batch for the update. All tensors are [M, R], detached, 0 outside ``batch.response_mask``."""
 
     batch: MicroBatch
     """The rollouts."""
     logprobs: Float[Tensor, "M R"]
     """log π_old of each response token, from the policy's own forward at rollout."""
     advantages: Float[Tensor, "M R"]
-    """Advantages, whitened over the whole rollout batch if that is on."""
+    """Advantages, whitened over the whole rollout batch if enabled."""
     loss_mask: Bool[Tensor, "M R"]
-    """True on the response tokens that take part in the losses."""
+    """True on the response tokens that contribute to the losses."""
     values: Float[Tensor, "M R"] | None = None
-    """Value of the state each response token was sampled in, at rollout; None without a critic."""
+    """Value of the state that each response token was sampled in, at rollout; None without a critic."""
     returns: Float[Tensor, "M R"] | None = None
     """Targets of the critic; None without one."""
     ref_logprobs: Float[Tensor, "M R"] | None = None
-    """log π_ref of each response token; None where the loss does not hold the KL."""
+    """log π_ref of each response token; None if the loss has no KL term."""
     kl_loss_coef: float = 0.0
     """Weight of the KL in the loss."""
     takes_part: bool = True
-    """Whether its micro-batch, in any process, holds a token of the losses: not where all of its answers were cut and
-    are left out."""
+    """Whether any token of its micro-batch, in any process, contributes to the losses; False if all of its answers were
+    cut and are left out."""
 
 
 @runtime_checkable
 class Generator(Protocol):
-    """Turns queries into answers. Knows token ids and nothing of text."""
+    """Turns queries into answers. Works on token ids, never on text."""
 
     batch_size: int
-    """Most answers written side by side; an engine lowers it where so many do not fit into memory."""
+    """Maximum number of answers generated side by side; an engine lowers it if they do not fit into memory."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """Yields (position in ``requests``, answer) for every request once, in the order in which answers finish."""
+        """Yields (position in ``requests``, answer) once for every request, in the order in which answers finish."""
         ...
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Makes later answers come from these weights."""
+        """Generates later answers with these weights."""
         ...
 
     def close(self) -> None:
-        """Frees what the engine holds."""
+        """Frees the engine's resources."""
         ...
 
 
 @runtime_checkable
 class RewardSource(Protocol):
-    """Scores answers. A source returns one finite score for every answer or raises ``RewardError``."""
+    """Scores answers. A source returns one finite score for every answer, or raises ``RewardError``."""
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        """Scores in the order of the batch; the score of an answer does not depend on the others."""
+        """Returns scores in the order of the batch; an answer's score does not depend on the other answers."""
         ...

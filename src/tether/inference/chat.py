@@ -1,4 +1,4 @@
-"""A conversation with a trained model, side by side with the model that it started from."""
+"""A conversation with a trained model, side by side with the model that its training started from."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class Speaker:
     """One side of the conversation."""
 
     name: str
-    """Where the model is from."""
+    """The source of the model."""
     policy: SavedPolicy
     tokenizer: PreTrainedTokenizerBase
     turns: list[Message] = field(default_factory=list)
-    """What was said so far."""
+    """The conversation so far."""
 
 
 @dataclass
 class Chat:
-    """What both sides have in common."""
+    """A conversation with one or two models."""
 
     speakers: list[Speaker]
     keys: Mapping[str, Any]
-    """How conversations become text, as in the run."""
+    """Settings for rendering conversations, as in the run."""
     system: str | None
     seed: int
     asked: int = 0
-    """Questions so far; each has noise of its own, the same for both sides."""
+    """Number of questions so far; each has its own noise, the same for both sides."""
 
     @torch.no_grad()
     def say(self, text: str) -> list[str]:
-        """Every side's answer to ``text`` after what it heard and said before.
+        """Returns each side's answer to ``text``, given its conversation so far.
 
         Raises:
-            ConfigError: the conversation is longer than a model can read; it is as it was before.
+            ConfigError: the conversation is longer than a model can read; it is not changed.
         """
         key = noise_key(self.seed, "chat", self.asked, 0)
         answers = [self._answer(speaker, text, key) for speaker in self.speakers]
@@ -61,7 +61,7 @@ class Chat:
         return answers
 
     def forget(self) -> None:
-        """Begins a new conversation."""
+        """Starts a new conversation."""
         for speaker in self.speakers:
             speaker.turns.clear()
 
@@ -98,14 +98,14 @@ def open_chat(
 
     Args:
         model: a run's output folder, a checkpoint in it, a model or adapter folder, or a hub id.
-        beside: another model to compare with.
-        alone: whether to compare with none.
+        beside: another model to compare with instead.
+        alone: whether to load no model for comparison.
         system: system prompt; the run's if None, none if empty.
         response_length, temperature: the run's, or 256 and 1, if None.
-        trust_remote_code: whether code that comes with the models is run, whatever a configuration beside them says.
+        trust_remote_code: whether to run code that comes with the models, regardless of a configuration beside them.
 
     Raises:
-        ConfigError, ModelError: a model is not there.
+        ConfigError, ModelError: a model does not exist.
     """
     config = policy_config(Path(model))
     run = config if isinstance(config, RunConfig) else None
@@ -122,7 +122,7 @@ def open_chat(
         raise ConfigError("--response_length must be above 0, --temperature at least 0")
     keys = chat_keys(config)
     tokenizers = [load_tokenizer(source.path, **source.options) for source in models]
-    # the run's own has its template already, which may be of a file that is not here
+    # the run's tokenizer already has its template, which may be from a file that is not available here
     template = tokenizers[0].chat_template
     tokenizers[1:] = [templated(other, keys["chat_template"], template) for other in tokenizers[1:]]
     speakers = []
@@ -136,10 +136,10 @@ def open_chat(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a model of a conversation is loaded from."""
+    """The source of a model in a conversation."""
 
     key: str
-    """What named it, for messages."""
+    """The argument or key that named it, for messages."""
     path: str
     options: Mapping[str, Any]
-    """Of loading."""
+    """Options for loading."""

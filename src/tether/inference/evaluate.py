@@ -1,4 +1,4 @@
-"""The policy that a run saved, judged on prompts by the run's own reward sources: ``tether evaluate``."""
+"""Evaluates a run's saved policy on prompts with the run's own reward sources: ``tether evaluate``."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from tether.train.norms import read_norms
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A policy judged on prompts."""
+    """Evaluation of a policy on prompts."""
 
     metrics: dict[str, float]
-    """``eval_scores`` and the rest, as in metrics.jsonl."""
+    """``eval_scores`` and other metrics, as in metrics.jsonl."""
     samples: list[dict[str, Any]]
     """Every prompt with its answer, as in samples.jsonl."""
 
@@ -47,17 +47,17 @@ def evaluate_path(
     output: str | Path | None = None,
     display: Display | None = None,
 ) -> Evaluation:
-    """Answers prompts with the policy that a run saved in ``run`` and scores them by the run's own reward sources.
+    """Answers prompts with the policy that a run saved in ``run`` and scores the answers with the run's reward sources.
 
     Args:
         run: the run's output folder, or a checkpoint in it.
-        prompts: prompts to answer; the run's held-out prompts if left out.
-        output: file for the rows of samples.jsonl.
+        prompts: prompts to answer; the run's held-out prompts if omitted.
+        output: file for the samples, in the format of samples.jsonl.
 
     Raises:
-        ConfigError: ``run`` belongs to no run, there are no prompts, the reward sources cannot judge these, or
+        ConfigError: ``run`` belongs to no run, there are no prompts, the reward sources cannot score them, or
             ``output`` exists or cannot be written.
-        DataError, ModelError: what the run needs is not there any more.
+        DataError, ModelError: data or models that the run needs no longer exist.
     """
     run, display = Path(run), display or NullDisplay()
     config = run_config(run)
@@ -78,7 +78,7 @@ def evaluate_path(
     check_model_path(str(run), str(run))
     output = check_output(output)
     check_rewards(config.rewards)
-    # The trained policy brings its own weights; the critic is not asked.
+    # The policy's trained weights are loaded afterwards; the critic is not used.
     config = resolved(config)
     config = config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
     has_norms = config.ppo.score_norm is not None or measured_norms(config.rewards)
@@ -88,7 +88,7 @@ def evaluate_path(
         _, data = load_prompt_sets(config, tokenizer)
     else:
         length = config.data.max_prompt_length
-        # parts that are held out are parts of the run's own prompts
+        # held-out parts only exist in the run's own prompts
         options = {"split": whole_splits(config.data.eval_split), "max_prompt_length": length, "key": "--prompts"}
         options["columns"] = config.data.columns
         data = load_prompts(prompts, tokenizer, **options, **config.data.chat)

@@ -1,4 +1,4 @@
-"""Prompts answered by a model, an adapter, or the policy that a run saved: ``tether generate``."""
+"""Answers prompts with a model, an adapter, or a run's saved policy: ``tether generate``."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def generate_path(
     trust_remote_code: bool = False,
     display: Display | None = None,
 ) -> list[dict[str, Any]]:
-    """Answers prompts with a model, an adapter, or the policy that a run saved, sampled as its run did.
+    """Answers prompts with a model, an adapter, or a run's saved policy, with the run's sampling settings.
 
-    Answers that are there when it is interrupted, or fails, are in ``output`` all the same.
+    If it is interrupted or fails, answers that are complete by then are still written to ``output``.
 
     Args:
         model: folder or hub id.
         prompts: prompts to answer.
         output: JSONL file for the answers.
-        response_length: most tokens of an answer; the run's, or 256.
-        max_prompt_length: tokens of the longest query that is answered; the run's, or what the model's positions leave
-            beside an answer, 2048 at most.
-        temperature: 0 takes the most likely token; the run's, or 1.
+        response_length: maximum number of tokens of an answer; default: the run's, or 256.
+        max_prompt_length: maximum number of tokens of a query; default: the run's, or what the model's positions leave
+            beside an answer, at most 2048.
+        temperature: 0 takes the most likely token; default: the run's, or 1.
         system: system prompt; the run's if None, none if empty.
-        trust_remote_code: whether code that comes with the model is run, whatever a configuration beside it says.
+        trust_remote_code: whether to run code that comes with the model, regardless of a configuration beside it.
 
     Returns:
         A row for each prompt, in order: its number, ``prompt``, ``response`` and ``finish_reason``.
@@ -108,7 +108,7 @@ def generate_path(
 
 
 def _room_for_prompts(shape: PreTrainedConfig, longest_answer: int) -> int:
-    """Tokens of the longest query that a model of no run is given."""
+    """Maximum number of tokens of a query for a model that belongs to no run."""
     limit = steady_positions(shape)
     if limit is not None and limit <= longest_answer:
         raise ConfigError(

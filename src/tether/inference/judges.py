@@ -1,4 +1,4 @@
-"""Reward sources without a run: loaded from a file of theirs, for ``tether score`` and ``tether serve-reward``."""
+"""Reward sources outside of a run, loaded from their own file, for ``tether score`` and ``tether serve-reward``."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class PolicyReader:
-    """What reads prompts and answers as a policy would, and makes batches of them for reward sources."""
+    """Encodes prompts and answers as a policy would, and builds batches of them for reward sources."""
 
     tokenizer: PreTrainedTokenizerBase | None
-    """The policy's, or the one that stands in for it; None where no source brings one."""
+    """The policy's, or a reward model's in its place; None if no source has one."""
     closing_id: int | None
-    """The token that ends an answer; None where there is none."""
+    """The token that ends an answer; None if there is none."""
     query: QueryConfig
     """How prompts become queries."""
     is_stand_in: bool
-    """Whether the tokenizer is a reward model's, as no policy is named."""
+    """Whether the tokenizer is a reward model's, because no policy is named."""
 
     @property
     def is_chat(self) -> bool:
-        """Whether prompts become queries through a chat template."""
+        """Whether prompts are rendered with a chat template."""
         return self.tokenizer is not None and uses_template(self.tokenizer, self.query.chat_template)
 
     def batch(
@@ -59,15 +59,15 @@ class PolicyReader:
         columns: Mapping[str, list[Any]],
         places: Sequence[str],
     ) -> RewardBatch:
-        """Answers as a run would hand them to its sources, each of them ended.
+        """Builds a batch of answers as a run would pass them to its sources, each with an end token.
 
         Args:
-            prompts: as the dataset had them; None where a response is a whole text.
-            columns: the dataset's other columns, one entry an answer.
+            prompts: as in the dataset; None if a response is a complete text.
+            columns: the dataset's other columns, one entry per answer.
             places: the row of each answer, for messages.
 
         Raises:
-            ConfigError, DataError: a prompt cannot be made a query; names the row.
+            ConfigError, DataError: a prompt cannot be turned into a query; names the row.
         """
         if self.tokenizer is None:
             texts, query_ids = [prompt_text(prompt) for prompt in prompts], [[] for _ in prompts]
@@ -116,15 +116,15 @@ class PolicyReader:
 
 @dataclass(frozen=True)
 class Judges:
-    """Reward sources, and what makes batches for them."""
+    """Reward sources, and a reader that builds batches for them."""
 
     rewards: RewardSource
     """The weighted sum of the sources."""
     reader: PolicyReader
-    """Makes the batches."""
+    """Builds the batches."""
 
     def score(self, request: Asked) -> Mapping[str, Any]:
-        """The scores that a request to the reward server asks for, as its protocol has them."""
+        """Scores for a request to the reward server, in the format of its protocol."""
         places = [f"entry {i}" for i in range(len(request.prompts))]
         batch = self.reader.batch(request.prompts, request.responses, request.columns, places)
         output = self.rewards.score(batch)
@@ -132,7 +132,7 @@ class Judges:
 
 
 def check_sources(config: SourceConfig) -> None:
-    """Raises for every mistake that shows without loading a model or reading a dataset."""
+    """Raises for every mistake that can be found without loading a model or reading a dataset."""
     if keys := measured_norms(config.rewards):
         raise ConfigError(
             f"{keys[0]}.norm auto is measured on the answers of a run's start policy, and here is none; give "
@@ -145,7 +145,7 @@ def check_sources(config: SourceConfig) -> None:
 
 
 def load_reader(config: SourceConfig) -> PolicyReader:
-    """The policy's tokenizer, or what stands in for it; no model.
+    """Loads the policy's tokenizer, or a reward model's in its place; loads no model.
 
     Raises:
         ConfigError, ModelError: it cannot be loaded.
@@ -157,7 +157,7 @@ def load_reader(config: SourceConfig) -> PolicyReader:
     tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
     tokenizer = templated(tokenizer, config.data.chat_template)
     check_template_kwargs(tokenizer, config.data.chat_template_kwargs)
-    if config.model is None and tokenizer.eos_token_id is None:  # an encoder's, which reads no ids of the policy
+    if config.model is None and tokenizer.eos_token_id is None:  # an encoder's, which does not read policy token ids
         return PolicyReader(tokenizer, None, **query)
     generation = load_generation_config(model.path, revision=model.revision)
     closing_id = closing_token(tokenizer, stop_token_ids(tokenizer, generation, "eos"))
@@ -168,7 +168,7 @@ def load_judges(config: SourceConfig, reader: PolicyReader) -> Judges:
     """Loads the sources that a file describes.
 
     Args:
-        reader: as ``load_reader`` gives it.
+        reader: from ``load_reader``.
 
     Raises:
         ConfigError, ModelError: a source cannot be loaded.
@@ -182,17 +182,17 @@ def load_judges(config: SourceConfig, reader: PolicyReader) -> Judges:
 
 
 def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Display) -> str:
-    """Serves the sources until a signal ends it; returns its name. The request at work is still answered.
+    """Serves the sources until a signal arrives, and returns its name. The current request is still answered.
 
     Args:
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
 
     Raises:
-        ConfigError, ModelError: a source cannot be loaded, or the address is taken.
+        ConfigError, ModelError: a source cannot be loaded, or the address is in use.
     """
     check_sources(config)
-    with RewardServer(host, port) as server:  # before models are loaded: an address that is taken shows at once
+    with RewardServer(host, port) as server:  # before models are loaded, to fail early if the address is in use
         display.phase("loading models", 0, 1)
         judges = load_judges(config, load_reader(config))
         with StopRequest() as stop:
@@ -205,7 +205,7 @@ def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Displa
 
 
 def _roles(config: SourceConfig, tokenizer: PreTrainedTokenizerBase, device: str) -> ModelRoles:
-    """The policy's base for reward adapters, with nothing that only training needs."""
+    """The policy's base for reward adapters, without anything that only training needs."""
     run = RunConfig(
         model=config.model.model_copy(update={"lora": config.model.lora or LoraConfig()}),
         value={"kind": "head"},

@@ -14,10 +14,10 @@ from tether.train.display import Display
 
 
 def check_output(path: str | Path | None) -> Path | None:
-    """The file that rows are to be written to, as a path.
+    """Checks that a file for rows can be created, and returns its path.
 
     Raises:
-        ConfigError: it cannot be made, or is there already: nothing is written over.
+        ConfigError: it cannot be created, or exists already: nothing is overwritten.
     """
     if path is None:
         return None
@@ -35,10 +35,10 @@ def check_output(path: str | Path | None) -> Path | None:
 
 @contextmanager
 def kept(output: Path | None, rows: Callable[[], Sequence[Mapping[str, Any]]], display: Display) -> Iterator[None]:
-    """Writes rows to ``output``, if it is not None, on the way out, be that the end or an exception.
+    """Writes rows to ``output``, if it is not None, on exit, also after an exception.
 
     Args:
-        rows: those that are complete by then, in order; where there are none after an exception, no file is made.
+        rows: returns the complete rows, in order; if there are none after an exception, no file is written.
     """
     try:
         yield

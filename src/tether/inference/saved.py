@@ -1,4 +1,4 @@
-"""What a run saved: its configuration, and its policy, ready to answer."""
+"""Loads what a run saved: its configuration, and its policy, ready to answer."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tether.train.folder import CONFIG
 from tether.types import Sampling
 
 DEFAULT_LENGTH = 256
-"""Most tokens of an answer of a model of no run."""
+"""Maximum number of tokens of an answer for a model that belongs to no run."""
 
 
 def _section(file: Path) -> type[RunConfig] | type[SftStageConfig] | None:
-    """The class of a file called config.yaml, by its keys; None if it is of nothing that makes policies."""
+    """The configuration class of a file called config.yaml, from its keys; None if its command trains no policies."""
     try:
         data = text.parse(read_file(file)).data
     except text.TextError:
-        return RunConfig  # the reader of configurations says what is wrong with it
+        return RunConfig  # loading the configuration then reports what is wrong with it
     if not isinstance(data, dict) or "rewards" in data:
         return RunConfig
     read = data.get("data")
@@ -39,30 +39,30 @@ def _section(file: Path) -> type[RunConfig] | type[SftStageConfig] | None:
 
 
 def run_config(path: Path) -> RunConfig | None:
-    """The configuration of the PPO run that a policy is of, at its root or in a checkpoint in it; None if of none."""
+    """The configuration of a policy's PPO run, from its folder or that of a checkpoint in it; None if there is none."""
     config = policy_config(path)
     return config if isinstance(config, RunConfig) else None
 
 
 def policy_config(path: Path) -> RunConfig | SftStageConfig | None:
-    """The configuration of the run of PPO or SFT that a policy is of, at its root or in a checkpoint in it."""
+    """``run_config`` for PPO and SFT runs."""
     file = next((folder / CONFIG for folder in run_folders(path) if (folder / CONFIG).is_file()), None)
     section = None if file is None else _section(file)
     return None if section is None else load_config(file, section=section)
 
 
 def chat_keys(config: RunConfig | SftStageConfig | None) -> dict[str, Any]:
-    """How conversations become text for a policy of this run; as by default for one of none."""
+    """Settings for rendering conversations for a policy of this run; the defaults without a run."""
     return ChatKeys().chat if config is None else config.data.chat
 
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """A policy that answers, and how it is sampled."""
+    """A policy and its sampling settings."""
 
     model: PreTrainedModel
     sampling: Sampling
-    """As in its run; of a model of no run at most 256 tokens at temperature 1."""
+    """As in its run; for a model that belongs to no run, at most 256 tokens at temperature 1."""
 
 
 def load_saved_policy(
@@ -77,9 +77,9 @@ def load_saved_policy(
     """Loads a model onto the device of this process.
 
     Args:
-        run: whose sampling is used.
-        response_length, temperature: in place of the run's, where they are given.
-        options: of loading.
+        run: its sampling settings are used.
+        response_length, temperature: override the run's, if given.
+        options: for loading the model.
     """
     device = Dist().device
     model = load_causal_lm(path, dtype=None, device=device, **options)

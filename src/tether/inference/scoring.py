@@ -1,4 +1,4 @@
-"""A file of answers scored by reward sources: ``tether score``, the self-test of a judge before it is trusted."""
+"""Scores a file of answers with reward sources: ``tether score``, to test a judge before it is trusted."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Answers = Sequence[tuple[JudgedRow, str]]
 """Answers, each with its row."""
 
 BATCH = 64
-"""Answers between two signs of progress."""
+"""Number of answers between two progress updates."""
 SHOWN_ROWS, SHOWN_ENDS = 2, 600
-"""Rows whose text is shown as a model reads it, and characters of it at either end."""
+"""Number of rows whose text is shown as a model reads it, and of characters shown at either end."""
 SCORE = "score"
 """Name of the weighted sum in tables."""
 
@@ -48,14 +48,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Scored:
-    """A file of answers with their scores."""
+    """A scored file of answers."""
 
     rows: list[dict[str, Any]]
     """Every row of the file with its scores, as written to the output."""
     tables: list[Table]
-    """What the scores say of the sources."""
+    """Summaries of the scores of each source."""
     seen: list[str]
-    """The first rows as models among the sources read them, a line each."""
+    """The first rows as models among the sources read them, one line each."""
 
 
 def score_file(
@@ -69,11 +69,11 @@ def score_file(
 ) -> Scored:
     """Scores every answer of a file of pairs or answers.
 
-    Rows that are scored when it is interrupted, or fails, are in ``output`` all the same.
+    If it is interrupted or fails, rows that are scored by then are still written to ``output``.
 
     Args:
-        file: as ``load_judged`` reads it.
-        split, subset: those to read where ``file`` has several.
+        file: a file that ``load_judged`` can read.
+        split, subset: those to read if ``file`` has several.
         output: JSONL file for the rows.
 
     Raises:
@@ -109,12 +109,12 @@ def score_file(
 
 
 def pair_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int], name: str) -> list[Table]:
-    """What scores say of pairs: accuracy and means of each source, and the accuracy of the first by length.
+    """Tables for scores of pairs: accuracy and means of each source, and the accuracy of the first by length.
 
     Args:
-        scores: by source; the chosen and the rejected answer of each pair in turn.
-        lengths: characters of each answer.
-        name: of the pairs.
+        scores: by source, alternating between the chosen and the rejected answer of each pair.
+        lengths: number of characters of each answer.
+        name: name of the pairs.
     """
     summary = []
     for source, values in scores.items():
@@ -139,12 +139,12 @@ def pair_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int], n
 
 
 def answer_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int], name: str) -> list[Table]:
-    """What scores say of answers: mean and spread of each source, and the mean of the first by length.
+    """Tables for scores of answers: mean and spread of each source, and the mean of the first by length.
 
     Args:
-        scores: by source, one an answer.
-        lengths: characters of each answer.
-        name: of the answers.
+        scores: by source, one per answer.
+        lengths: number of characters of each answer.
+        name: name of the answers.
     """
     summary = [
         [
@@ -175,14 +175,14 @@ def accuracy(margins: Sequence[float]) -> tuple[float, float]:
 
 
 def correlation(values: Sequence[float], others: Sequence[float]) -> float | None:
-    """Pearson's r; None where one of the two has no spread."""
+    """Pearson's r; None if one of the two is constant."""
     if len(set(values)) < 2 or len(set(others)) < 2:
         return None
     return statistics.correlation(values, others)
 
 
 def thirds(lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Positions of the short, the middle and the long ones, a third each but for equal lengths, by a label."""
+    """Indices of the short, medium and long items by a label, a third each except for ties."""
     ordered = sorted(lengths)
     edges = sorted({ordered[-(-len(ordered) * part // 3) - 1] for part in (1, 2, 3)})
     groups, below = {}, -1
@@ -196,10 +196,10 @@ def thirds(lengths: Sequence[int]) -> dict[str, list[int]]:
 def _check_lengths(
     config: SourceConfig, reader: PolicyReader, batches: Sequence[RewardBatch], places: Sequence[str]
 ) -> None:
-    """Raises ``DataError`` for the first answer that is longer with its prompt than a model can read.
+    """Raises ``DataError`` for the first answer that, together with its prompt, is longer than a model can read.
 
     Args:
-        places: the row of each answer of all batches in turn, for messages.
+        places: the row of each answer, in the order of the batches, for messages.
     """
     models = [(key, reward) for key, reward in sources_of(config.rewards) if isinstance(reward, OwnModelReward)]
     rooms = [(key, reward, Room(reward, reader.tokenizer)) for key, reward in models]
@@ -217,7 +217,7 @@ def _check_lengths(
 
 
 def _scored(rewards: RewardSource, batches: Sequence[RewardBatch], display: Display) -> Iterator[RewardOutput]:
-    """What the sources say of all answers of all rows in turn, a batch at a time."""
+    """Yields the outputs of the sources for all answers, batch by batch."""
     done, total = 0, sum(map(len, batches))
     for batch in batches:
         display.phase("scoring", done, total)
@@ -245,7 +245,7 @@ def _batch(reader: PolicyReader, answers: Answers, columns: Sequence[str]) -> Re
 
 
 def _rows(data: JudgedData, outputs: Sequence[RewardOutput]) -> list[dict[str, Any]]:
-    """Every row whose answers were all scored, with its scores."""
+    """Every row whose answers have all been scored, with its scores."""
     totals, components = _joined(outputs)
     names = ("chosen", "rejected") if data.is_pairs else ("response",)
     rows = []
@@ -273,7 +273,7 @@ def _seen(judges: Judges, data: JudgedData) -> list[str]:
 
 
 def _readers(parts: Sequence[Part], prefix: str = "") -> Iterator[tuple[str, Reads]]:
-    """Name and source of every model that reads text, an ensemble's members among them."""
+    """Yields name and source of every model that reads text, including members of ensembles."""
     for part in parts:
         name = prefix + part.name
         if isinstance(part.source, Ensemble):

@@ -1,1 +1,1 @@
-"""The machine that a run has: its processes, devices and memory."""
+"""The machine of a run: processes, devices and memory."""

@@ -14,10 +14,10 @@ from tether.errors import ConfigError
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Makes ``folder`` and keeps other runs out of it until the end; the end of the process, too, gives it free.
+    """Creates ``folder`` and locks it against other runs until exit; the lock also ends with the process.
 
     Raises:
-        ConfigError: it cannot be made, or another run writes to it.
+        ConfigError: it cannot be created, or another run is writing to it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

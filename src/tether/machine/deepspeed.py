@@ -1,4 +1,4 @@
-"""What a launch says of DeepSpeed, to the first Accelerator of a process."""
+"""The launcher's DeepSpeed settings, for the first Accelerator of a process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tether.errors import ConfigError
 
 
 def plugin_of_launch() -> DeepSpeedPlugin:
-    """What the launcher's configuration says of DeepSpeed.
+    """The DeepSpeed plugin of the launcher's configuration.
 
-    Models are made whole and spread afterwards, because heads and adapters are made of their weights.
+    Models are created whole and sharded afterwards, because heads and adapters are created from their weights.
 
     Raises:
         ConfigError: DeepSpeed is not installed, or the configuration cannot be read.
@@ -24,7 +24,7 @@ def plugin_of_launch() -> DeepSpeedPlugin:
         )
     import deepspeed
 
-    # An exchange through shared memory that ZeRO does not use would be compiled at the start on CPUs.
+    # On CPUs, DeepSpeed would compile shared-memory communication at the start, which ZeRO does not use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
         return DeepSpeedPlugin(zero3_init_flag=False)

@@ -1,8 +1,8 @@
-"""The one seam between the algorithm and the machine: devices, processes, and what they tell each other.
+"""The only interface between the algorithm and the machine: devices, processes, and their communication.
 
-Every process of a run reads the same configuration and the same data and knows every answer, score and advantage of a
-rollout batch. What is divided is the work: each decodes, scores and trains on its share, and tells the others what came
-of it (``tether.train.sharing``). How weights are spread is an engine's matter (``tether.train.engines``).
+Every process of a run reads the same configuration and data, and knows every answer, score and advantage of a rollout
+batch. Only the work is divided: each process generates, scores and trains on its share, and sends the results to the
+others (``tether.train.sharing``). Sharding of weights is handled by engines (``tether.train.engines``).
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from tether.metrics.reduce import Metrics
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 TIMEOUT = 1800
-"""Seconds that processes wait for each other, as in transformers."""
+"""Seconds that processes wait for each other; the same as in transformers."""
 _LOST = ("gloo", "nccl", "connection closed", "connection reset", "peer", "process group", "collective")
-"""What the messages of torch's process groups hold when another process is gone."""
+"""Parts of the messages of torch's process groups when another process is gone."""
 _LATE = ("timed out", "timeout")
-"""What they hold when it may only be late."""
+"""Parts of these messages when the other process may only be late."""
 
 
 class Dist:
-    """Where a run computes and with whom, by Accelerate. Nothing outside of this class counts ranks.
+    """The device and processes of a run, by Accelerate. No code outside of this class deals with ranks.
 
     Args:
         timeout: seconds that processes wait for each other before the run ends; the first ``Dist`` decides.
 
     Raises:
-        ConfigError: the launched processes do not find each other.
-        LostProcess: one of them was not there in time.
+        ConfigError: the launched processes do not form a group.
+        LostProcess: one of them did not arrive in time.
     """
 
     stop_asked: Callable[[], str | None]
     """Why this process was asked to stop, or None; the others may not know of it."""
     interruptible: Callable[[Callable[[], Any]], Any]
-    """What some work returns that this process does by itself, inside of ``together``; a stop ends it at once."""
+    """Returns the result of work that this process does by itself inside of ``together``; a stop ends it at once."""
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
         self.stop_asked, self.interruptible = lambda: None, lambda work: work()
         with _arriving(timeout):
             self.accelerator = _accelerator(timeout)
-        # Forwards run under the roles' own autocast; a trainer of transformers may have left another in the process.
+        # Forwards run under the roles' own autocast; a transformers trainer may have enabled Accelerate's before.
         self.accelerator.native_amp = False
         if self.num_processes != launched.num_processes():
             raise ConfigError(
@@ -69,47 +69,47 @@ class Dist:
         if self.device.type == "cpu":
             heap.keep()
 
-    # Who is there
+    # Processes and shares
 
     @property
     def device(self) -> torch.device:
         """The device of this process."""
         device = self.accelerator.device
-        return torch.device("cpu") if device.type == "cpu" else device  # Accelerate numbers CPUs at times
+        return torch.device("cpu") if device.type == "cpu" else device  # Accelerate sometimes gives CPUs an index
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and speaks."""
+        """Whether this process writes files and messages."""
         return self.accelerator.is_main_process
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0."""
+        """Index of this process, from 0."""
         return self.accelerator.process_index
 
     @property
     def num_processes(self) -> int:
-        """Processes of the run, on all machines."""
+        """Number of processes of the run, on all machines."""
         return self.accelerator.num_processes
 
     def share(self, count: int) -> range:
-        """Which of ``count`` things this process does: neighbours, as many as any other process or one less."""
+        """This process's share of ``count`` items: a contiguous range. The sizes of shares differ by at most one."""
         return share(count, self.rank, self.num_processes)
 
     def dealt(self, rows: Sequence[T], to: int | None = None) -> Sequence[T]:
-        """Every n-th of ``rows``, of n processes: this one's, or those of process ``to``. The first gets the most."""
+        """Every n-th of ``rows``, of n processes: those of this one, or of process ``to``. The first gets the most."""
         return rows[self.rank if to is None else to :: self.num_processes]
 
     def shares(self, count: int, sharing: int) -> list[range]:
-        """Which of ``count`` things each process does where the first ``sharing`` processes do all of them."""
+        """Each process's share of ``count`` items if only the first ``sharing`` processes work on them."""
         return [share(count, rank, sharing) if rank < sharing else range(0) for rank in range(self.num_processes)]
 
     def described(self, command: str, engine: str | None) -> str:
-        """What a run computes on, and what more there is.
+        """Describes what a run computes on, and which devices it does not use.
 
         Args:
-            command: what starts it, such as ``tether ppo``.
-            engine: who spreads its weights; None where nobody does.
+            command: the command that starts it, such as ``tether ppo``.
+            engine: the engine that distributes its weights; None without one.
         """
         if self.num_processes > 1:
             return f"{self.num_processes} processes, this one on {self.device}: {engine}"
@@ -118,7 +118,7 @@ class Dist:
         of = f" of {devices} devices{more}" if devices > 1 else ""
         return f"one process, {self.device}{of}" + ("" if engine is None else f": {engine}")
 
-    # Telling each other
+    # Communication
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all processes, elementwise."""
@@ -135,51 +135,51 @@ class Dist:
         return x.cpu()
 
     def summed(self, x: Tensor) -> Tensor:
-        """``sum`` of a tensor that may be on another device than the processes talk through."""
+        """``sum`` of a tensor that may not be on the device used for communication."""
         return self.sum(x.to(self.device)).cpu() if self.num_processes > 1 else x
 
     def computed(self, metrics: Metrics) -> dict[str, float]:
-        """Metrics that every process collected a part of, as numbers of the whole."""
+        """Metrics over all processes, each of which collected a part of them."""
         return metrics.compute(self.summed, self.max) if self.num_processes > 1 else metrics.compute()
 
     def any(self, own: bool) -> bool:
-        """Whether it is so in any process."""
+        """Whether ``own`` is True in any process."""
         if self.num_processes == 1:
             return own
         return bool(self.sum(torch.tensor(float(own), device=self.device)) > 0)
 
     def gathered(self, own: T) -> list[T]:
-        """What each process says, in the order of their numbers."""
+        """The value of ``own`` in each process, in the order of their indices."""
         if self.num_processes == 1:
             return [own]
         with self._waiting():
             return gather_object([own])
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """What ``work`` returns in each process, in the order of their numbers.
+        """The result of ``work`` in each process, in the order of their indices.
 
-        Work of one process may fail by itself: then the run fails in all of them, with that one's error. It may talk to
-        other processes only where the work of all of them does.
+        If the work of one process fails, the run fails in all of them with that process's error. Work may communicate
+        with other processes only if the work of all of them does.
         """
         if self.num_processes == 1:
             return [work()]
         result, error = None, None
         try:
             result = work()
-        except OutOfStep:  # the others are elsewhere, and hear of it by the end of this process
+        except OutOfStep:  # the others are not in step; they notice when this process ends
             raise
         except Exception as raised:
             error = raised
         return self.agreed(result, error)
 
     def each(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns here; as ``together``, what fails in one process fails in all."""
+        """The result of ``work`` in this process; as with ``together``, a failure in one process fails all."""
         made: list[T] = []
         self.together(lambda: made.append(work()))
         return made[0]
 
     def agreed(self, result: T, error: Exception | None) -> list[T]:
-        """``together`` of work that is done: its result, or the error that it ended with."""
+        """``together`` for work that is already done, given its result or the error that it ended with."""
         if self.num_processes == 1:
             if error is not None:
                 raise error
@@ -195,13 +195,14 @@ class Dist:
         return [theirs for theirs, _ in said]
 
     def by_main(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns in the main process, which alone does it; its error is raised in all of them."""
+        """The result of ``work``, which only the main process runs; its error is raised in all processes."""
         if self.num_processes == 1:
             return work()
         return self.together(lambda: work() if self.is_main else None)[0]
 
     def main_first(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns here, after the main process of each machine has done it: what it stores is there."""
+        """The result of ``work`` in this process, run after the main process of each machine has run it and stored its
+        files."""
         if self.num_processes == 1:
             return work()
         made: list[T] = []
@@ -211,32 +212,32 @@ class Dist:
         return made[0]
 
     def first(self, own: T | None) -> T | None:
-        """What the first process says that says anything; where none does, they exchange no more than a number."""
+        """The first value of ``own`` that is not None; if all are None, the processes only exchange a number."""
         if not self.any(own is not None):
             return None
         return next(said for said in self.gathered(own) if said is not None)
 
     def wait(self) -> None:
-        """Waits until all processes are here."""
+        """Waits until all processes have reached this point."""
         with self._waiting():
             self.accelerator.wait_for_everyone()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside, what torch says when another process is gone becomes ``LostProcess``."""
+        """Turns torch's errors about another process that is gone into ``LostProcess``."""
         with lost_told(self.num_processes):
             yield
 
     # Memory
 
     def release_memory(self) -> None:
-        """Gives back memory of an accelerator that nothing uses, between phases."""
+        """Releases unused memory of an accelerator, between phases."""
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
     def trim_heap(self) -> None:
-        """Gives free pages of the heap back to the system, where tensors are on it. The next phase has to be given them
-        anew, which takes its time: for runs in which memory counts more."""
+        """Returns free pages of the heap to the system, if tensors are on it. The next phase has to get them again,
+        which takes time, so this is for runs in which memory matters more."""
         if self.device.type == "cpu":
             heap.trim()
 
@@ -251,8 +252,8 @@ def _accelerator(timeout: float) -> Accelerator:
     if launched.uses_deepspeed():
         from tether.machine.deepspeed import plugin_of_launch
 
-        plugin = None if is_initialized() else plugin_of_launch()  # of all Accelerators the first has it
-        if on_cpu:  # with cpu=True Accelerate would leave DeepSpeed out
+        plugin = None if is_initialized() else plugin_of_launch()  # only the first Accelerator gets it
+        if on_cpu:  # with cpu=True, Accelerate would not use DeepSpeed
             on_cpu, backend = False, {"backend": "gloo"}
     return Accelerator(
         cpu=on_cpu,
@@ -268,23 +269,23 @@ def _accelerator(timeout: float) -> Accelerator:
 
 
 def _leave() -> None:
-    """Leaves the group of processes at the end of a program: torch may abort a process that ends within it.
+    """Destroys the process group at the end of a program, as torch may abort a process that ends within it.
 
-    What fails in one process alone can leave a collective behind that leaving would wait for; the others hear of it by
-    the end of the process.
+    Not done after an uncaught error: a failure in one process can leave a collective unfinished, for which destroying
+    the group would wait. The others notice when this process ends.
     """
-    if not hasattr(sys, "last_value"):  # an error that nobody caught
+    if not hasattr(sys, "last_value"):  # no uncaught error
         PartialState().destroy_process_group()
 
 
 def share(count: int, rank: int, num_processes: int) -> range:
-    """Which of ``count`` things process ``rank`` does."""
+    """The share of process ``rank`` of ``count`` items."""
     return range(rank * count // num_processes, (rank + 1) * count // num_processes)
 
 
 @contextmanager
 def _arriving(timeout: float) -> Iterator[None]:
-    """Inside, the launched processes find each other."""
+    """Context in which the launched processes connect; turns torch's errors into ``LostProcess``."""
     try:
         yield
     except torch.distributed.DistError as error:
@@ -297,10 +298,10 @@ def _arriving(timeout: float) -> Iterator[None]:
 
 @contextmanager
 def lost_told(num_processes: int) -> Iterator[None]:
-    """Inside, torch's error about a process that is gone becomes ``LostProcess``; other errors stay what they are.
+    """Turns torch's errors about a process that is gone into ``LostProcess``; other errors are not changed.
 
     Raises:
-        LostProcess: another process of the run ended, or said nothing for too long.
+        LostProcess: another process of the run ended, or did not respond for too long.
     """
     try:
         yield
@@ -316,18 +317,18 @@ def lost_told(num_processes: int) -> Iterator[None]:
 
 
 def met_by_all(error: E) -> E:
-    """An error that every process raises, so that the first one says it and the others nothing."""
+    """Marks an error as raised by every process, so that only the first one reports it."""
     error.is_shared = True
     return error
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error in a form that other processes can read."""
+    """The error in a form that can be sent to other processes."""
     if error is None:
         return None
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever pickling says of an error's parts: its text is what counts
+    except Exception:  # pickling an error's attributes may fail in any way; its text is sufficient
         kind = type(error) if isinstance(error, TetherError) else TrainingError
         return kind(str(error) if isinstance(error, TetherError) else f"{type(error).__name__}: {error}")
     return error

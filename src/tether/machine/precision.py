@@ -1,4 +1,4 @@
-"""What a launch says of the arithmetic of a run, held against what the run says itself."""
+"""Checks the launcher's mixed precision against the configuration of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tether.errors import ConfigError
 
 
 def check_precision(config: RunConfig | StageConfig) -> None:
-    """Raises ``ConfigError`` if the launcher asks for another arithmetic than the run, or than there is here."""
+    """Raises ``ConfigError`` if the launcher asks for a precision that differs from the run's or is not supported."""
     asked = launched.mixed_precision()
     if asked not in ("no", "bf16", "fp16"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Adapters as files, and how one is put on a model. Which of a model's adapters answers is up to ``roles.py`` alone."""
+"""Reading adapter files and putting adapters on models. Only ``roles.py`` switches between a model's adapters."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from tether.models.layers import num_rows
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, is_same_model, model_errors, some_of
 
 DEFAULT = "default"
-"""PEFT's name of the policy's adapter: the one that it saves at a folder's root."""
+"""PEFT's name for the policy's adapter: the one that it saves at a folder's root."""
 MODULE_PREFIX = "base_model.model."
-"""What PEFT puts before the names of the adapted model's modules."""
+"""The prefix that PEFT adds to the names of the adapted model's modules."""
 NOT_LAYERS = {
     "ADALORA": "moves its ranks on a schedule of its own and trains alone on its base",
     "ADAPTION_PROMPT": "puts virtual tokens into the attention",
@@ -51,24 +51,24 @@ NOT_LAYERS = {
     "SHADOW": "runs a second model beside the base",
     "XLORA": "picks its weights by a pass of its own over every text",
 }
-"""Methods of PEFT that are more than weights in a model's layers, and what they do."""
+"""PEFT methods that do more than change weights in a model's layers, and what they do."""
 LINEAR = nn.Linear | Conv1D
-"""Modules that ``all-linear`` means."""
+"""Module types that ``all-linear`` selects."""
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "lm_head", "embed_out")
-"""What models call their input and output embeddings."""
+"""Names of input and output embeddings in models."""
 
 Config = TypeVar("Config", PeftConfig, PreTrainedConfig)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The files of a PEFT adapter, the scalar head of a reward adapter apart from the rest."""
+    """Contents of a PEFT adapter's files, with the scalar head of a reward adapter kept separate."""
 
     path: str
     """Folder or hub id."""
     config: PeftConfig
-    """Its settings, without the head among ``modules_to_save``."""
+    """Its settings, with the head removed from ``modules_to_save``."""
     tensors: Mapping[str, Tensor]
     """Its weights under PEFT's names, without the head."""
     head: Mapping[str, Tensor]
@@ -79,7 +79,7 @@ def read_adapter(path: str, revision: str | None = None) -> Adapter:
     """Reads a PEFT adapter's files.
 
     Raises:
-        ModelError: they are not there or cannot be read.
+        ModelError: the files do not exist or cannot be read.
     """
     with model_errors(path):
         config = PeftConfig.from_pretrained(path, revision=revision)
@@ -88,18 +88,18 @@ def read_adapter(path: str, revision: str | None = None) -> Adapter:
     head = {bare[name]: tensor for name, tensor in tensors.items() if is_head_key(bare[name])}
     rest = {name: tensor for name, tensor in tensors.items() if bare[name] not in head}
     kept = [m for m in getattr(config, "modules_to_save", None) or () if not is_head_key(f"{m}.weight")]
-    if config.task_type == "SEQ_CLS":  # PEFT lists both names that a classifier's head can have
+    if config.task_type == "SEQ_CLS":  # PEFT lists both possible names of a classifier's head
         kept = [module for module in kept if module != "classifier"]
     config = changed_config(config, modules_to_save=kept or None)
     return Adapter(path, config, rest, head)
 
 
 def adapter_shapes(path: str, revision: str | None = None) -> dict[str, tuple[int, ...]]:
-    """The shape of each of a PEFT adapter's weights under PEFT's names, those of a head included. Where they are in
-    safetensors in a folder here, no weight is read.
+    """The shapes of a PEFT adapter's weights under PEFT's names, those of a head included. For local safetensors, only
+    the header is read.
 
     Raises:
-        ModelError: they are not there or cannot be read.
+        ModelError: the files do not exist or cannot be read.
     """
     file = Path(path) / ADAPTER_WEIGHTS[0]
     with model_errors(path):
@@ -126,14 +126,14 @@ def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         raise ModelError(f"{adapter.path}: a {kind} adapter cannot be merged; wanted a LoRA adapter")
     place_adapter(adapted, DEFAULT, adapter)
     outer = model.get_output_embeddings()
-    if _is_tied(adapter.config) and isinstance(outer, BaseTunerLayer):  # else one weight would be added to twice
+    if _is_tied(adapter.config) and isinstance(outer, BaseTunerLayer):  # otherwise a shared weight is added to twice
         _separate(model, outer.base_layer)
     return adapted.merge_and_unload().eval()
 
 
 def _untie(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Gives the output embeddings weights of their own where they share the input's and the adapter changes one of the
-    two; PEFT ties what it changes itself where it was asked to."""
+    """Gives the output embeddings their own weights if they share the input's and the adapter changes one of the two.
+    If PEFT was asked to tie them, it ties what it changes by itself."""
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
     if outer is None or outer.weight is not inner.weight or _is_tied(adapter.config):
         return
@@ -144,25 +144,24 @@ def _untie(model: PreTrainedModel, adapter: Adapter) -> None:
 
 
 def _separate(model: PreTrainedModel, outer: nn.Module) -> None:
-    """Gives the output embeddings weights of their own."""
+    """Gives the output embeddings their own weights."""
     outer.weight = nn.Parameter(outer.weight.detach().clone(), requires_grad=outer.weight.requires_grad)
     model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
 def _is_tied(config: PeftConfig) -> bool:
-    """Whether what an adapter brings for the input embeddings is also the output's, where its base shares these."""
+    """Whether the adapter's input embeddings are also its output embeddings if the base ties them."""
     return getattr(config, "ensure_weight_tying", False)
 
 
 def num_tokens(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Rows of the embeddings that an adapter brings whole, by the shapes of its weights; 0 where it leaves them to its
-    base."""
+    """Number of rows of the full embeddings that an adapter contains, by its weights' shapes; 0 if it has none."""
     ends = tuple(f".{name}.weight" for name in EMBEDDINGS)
     return max((shape[0] for key, shape in shapes.items() if key.endswith(ends)), default=0)
 
 
 def grown(shape: PreTrainedConfig, path: str, revision: str | None) -> PreTrainedConfig:
-    """The configuration of a model with as many tokens as the adapter in ``path`` has, if it is one and has more."""
+    """The model configuration with its vocabulary enlarged to that of the adapter in ``path``, if there is one."""
     if not is_adapter(path, revision):
         return shape
     changed = copy.deepcopy(shape)
@@ -172,11 +171,11 @@ def grown(shape: PreTrainedConfig, path: str, revision: str | None) -> PreTraine
 
 
 def add_tokens(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Gives ``model`` as many tokens as the adapter was trained with, where some were added to its base: the new rows
-    of its embeddings are the adapter's.
+    """Resizes the embeddings of ``model`` to the vocabulary that the adapter was trained with, if tokens were added to
+    its base. The new rows are taken from the adapter.
 
     Raises:
-        ModelError: the adapter does not bring them as modules of its own (``modules_to_save``).
+        ModelError: the adapter does not have them in ``modules_to_save``.
     """
     size = num_tokens({name: tensor.shape for name, tensor in adapter.tensors.items()})
     before = num_rows(model)
@@ -202,20 +201,20 @@ def add_tokens(model: PreTrainedModel, adapter: Adapter) -> None:
 
 
 def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
-    """``model`` with an adapter ``default`` put into it in place, its weights as the settings draw them.
+    """Adds an adapter ``default`` to ``model`` in place, its weights initialized as the settings say.
 
     Raises:
         ValueError: the settings do not fit the model.
     """
     kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
     with warnings.catch_warnings():
-        # PEFT asks for a property that transformers 5.24 renamed; nothing that a user could mend.
+        # PEFT reads a property that transformers 5.24 renamed; users cannot do anything about the warning.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         return kind(model, config, DEFAULT)
 
 
 def place_adapter(model: PeftModel, name: str, adapter: Adapter) -> None:
-    """Fills the adapter ``name`` of ``model`` with the weights in ``adapter``.
+    """Loads the weights of ``adapter`` into the adapter ``name`` of ``model``.
 
     Raises:
         ModelError: a weight is missing, has no place, or has another shape.
@@ -238,7 +237,7 @@ def place_adapter(model: PeftModel, name: str, adapter: Adapter) -> None:
 
 
 def _is_of_base(key: str, tensor: Tensor, model: PeftModel) -> bool:
-    """Whether an adapter's file has a copy of the base's own weights there, as PEFT saves embeddings that it adapts."""
+    """Whether ``tensor`` is a copy of the base's own weights, which PEFT saves for embeddings that it adapts."""
     try:
         own = model.get_parameter(key)
     except AttributeError:
@@ -259,7 +258,7 @@ def peft_lora_config(lora: LoraConfig, model: PreTrainedModel) -> peft.LoraConfi
 
 
 def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
-    """The parameters of one adapter by name, copies of whole modules included."""
+    """The parameters of one adapter by name, including copies of full modules."""
     with flags_kept(model.parameters()):
         model.requires_grad_(False)
         model.set_requires_grad(adapter)
@@ -267,7 +266,7 @@ def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, nn.Parameter
 
 
 def add_reward(model: PeftModel, name: str, path: str, base_source: str, *, float32: bool) -> ScalarHead:
-    """Puts the reward adapter in ``path`` on the model as adapter ``name`` and returns its head.
+    """Adds the reward adapter in ``path`` to the model as adapter ``name`` and returns its head.
 
     Raises:
         ModelError: it was trained on another base, does not fit it, or has no scalar head.
@@ -281,11 +280,11 @@ def add_reward(model: PeftModel, name: str, path: str, base_source: str, *, floa
 
 
 def check_beside(path: str, config: PeftConfig, own: peft.PeftType, base_source: str) -> None:
-    """Raises ``ModelError`` if the reward adapter in ``path`` cannot sit on the policy's base, beside its adapter.
+    """Raises ``ModelError`` if the reward adapter in ``path`` cannot share the policy's base with the policy's adapter.
 
     Args:
         config: the reward adapter's.
-        own: method of the policy's adapter.
+        own: PEFT method of the policy's adapter.
         base_source: the policy's base.
     """
     kind, base = config.peft_type, config.base_model_name_or_path or ""
@@ -304,15 +303,15 @@ def check_beside(path: str, config: PeftConfig, own: peft.PeftType, base_source:
 
 
 def reward_head(adapter: Adapter) -> Mapping[str, Tensor]:
-    """The head's weights: among the adapter's own, or in a file beside it, as LLaMA-Factory saves them."""
+    """The head's weights: from the adapter itself, or from a file beside it, as LLaMA-Factory saves them."""
     return adapter.head or (read_value_head(adapter.path) if value_head_file(adapter.path) else {})
 
 
 def fill_adapter(model: PeftModel, name: str, adapter: Adapter, *, float32: bool) -> None:
-    """Loads weights into an adapter that is in place.
+    """Loads weights into an existing adapter.
 
     Args:
-        float32: keep copies of whole modules, which PEFT leaves in the base's type, in float32; autocast is on then.
+        float32: keeps copies of full modules, which PEFT leaves in the base's type, in float32; used with autocast.
     """
     if float32:
         for parameter in adapter_parameters(model, name).values():
@@ -321,14 +320,14 @@ def fill_adapter(model: PeftModel, name: str, adapter: Adapter, *, float32: bool
 
 
 def check_shareable(adapter: Adapter) -> None:
-    """Raises ``ModelError`` if the adapter is no LoRA adapter, or changes the base, which other roles run on."""
+    """Raises ``ModelError`` if the adapter is not a LoRA adapter, or changes the base that other roles use."""
     if adapter.config.peft_type != peft.PeftType.LORA:
         raise ModelError(f"{adapter.path}: got a {adapter.config.peft_type.value} adapter; wanted a LoRA adapter")
     check_switched_off(adapter.path, adapter.config)
 
 
 def check_switched_off(path: str, config: PeftConfig) -> None:
-    """Raises ``ModelError`` if the base beneath the adapter in ``path`` cannot be had back by switching it off."""
+    """Raises ``ModelError`` if switching off the adapter in ``path`` does not give back its base."""
     kind = config.peft_type.value
     if config.is_prompt_learning or kind in NOT_LAYERS:
         why = NOT_LAYERS.get(kind, "puts virtual tokens before every text")
@@ -349,8 +348,8 @@ def check_switched_off(path: str, config: PeftConfig) -> None:
 
 
 def check_tied(path: str, config: PeftConfig, shape: PreTrainedConfig) -> None:
-    """Raises ``ModelError`` if PEFT is to tie what the policy's adapter brings for the embeddings of a base of this
-    shape: it does so for a model's first adapter alone, and other roles put theirs on the same base."""
+    """Raises ``ModelError`` if the policy's adapter changes embeddings of a base of this shape and asks PEFT to tie
+    them: PEFT only ties those of a model's first adapter, and other roles add adapters to the same base."""
     targets = config.target_modules if isinstance(config.target_modules, Iterable) else ()
     changed = {name.rpartition(".")[2] for name in (*targets, *(getattr(config, "modules_to_save", None) or ()))}
     is_asked = _is_tied(config) and shape.get_text_config().tie_word_embeddings
@@ -366,9 +365,9 @@ def _changes_base(init: bool | str | None) -> bool:
 
 
 def check_continued(lora: LoraConfig, start: Adapter, base: PreTrainedModel) -> None:
-    """Raises ``ConfigError`` if ``model.lora`` asks for another adapter than the one that is continued.
+    """Raises ``ConfigError`` if ``model.lora`` does not match the adapter that is trained further.
 
-    Only what the configuration sets itself is compared: what it leaves out is taken from the adapter.
+    Only keys that the configuration sets are compared; all others are taken from the adapter.
     """
     config = start.config
     if config.peft_type != peft.PeftType.LORA:
@@ -401,7 +400,7 @@ def check_continued(lora: LoraConfig, start: Adapter, base: PreTrainedModel) -> 
 
 
 def check_targets(lora: LoraConfig, shape: PreTrainedConfig, *, trust_remote_code: bool) -> None:
-    """Raises ``ConfigError`` if ``target_modules`` names no module of a model of this shape; loads no weights."""
+    """Raises ``ConfigError`` if ``target_modules`` matches no module of a model of this shape; loads no weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=trust_remote_code)
     if not target_names(model, lora.target_modules):
@@ -413,7 +412,7 @@ def check_targets(lora: LoraConfig, shape: PreTrainedConfig, *, trust_remote_cod
 
 
 def target_names(model: PreTrainedModel, targets: str | Iterable[str]) -> set[str]:
-    """Modules of the bare model that a PEFT ``target_modules`` names."""
+    """Names of the bare model's modules that match a PEFT ``target_modules``."""
     if targets == "all-linear":
         heads = (model.get_output_embeddings(), getattr(model, "score", None))  # of a language model, of a classifier
         return {n for n, m in model.named_modules() if isinstance(m, LINEAR) and all(m is not head for head in heads)}
@@ -433,7 +432,7 @@ def changed_config(config: Config, **changes: Any) -> Config:
 
 @contextmanager
 def flags_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Puts ``requires_grad`` of every parameter back at the end."""
+    """Restores ``requires_grad`` of every parameter on exit."""
     flags = [(parameter, parameter.requires_grad) for parameter in parameters]
     try:
         yield

@@ -1,6 +1,6 @@
-"""Weights in 4 or 8 bits and AdamW's moments in 8, by bitsandbytes: whether they can be had, and how they are made.
+"""Weights in 4 or 8 bits and 8-bit AdamW moments with bitsandbytes: availability and creation.
 
-Also what to do with checkpoints that others quantised, by whatever method.
+Also handles checkpoints that were quantized elsewhere, by any method.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def check_bitsandbytes(wanted: str, key: str, device: torch.device | str) -> Non
     """Raises ``ConfigError`` if bitsandbytes is not installed or does not work on this device.
 
     Args:
-        wanted: what the configuration asks for, for the message.
-        key: its key that does.
-        device: where the model is to be.
+        wanted: the configured value, for the message.
+        key: its configuration key.
+        device: where the model will be.
     """
     try:
         version("bitsandbytes")
@@ -41,7 +41,7 @@ def check_bitsandbytes(wanted: str, key: str, device: torch.device | str) -> Non
 
 
 def adamw_8bit(parameters: Sequence[nn.Parameter], **options: Any) -> Optimizer:
-    """AdamW whose moments are held in 8 bits, each block of them with a scale of its own.
+    """AdamW whose moments are stored in 8 bits, each block of them with its own scale.
 
     Args:
         options: those of torch's AdamW.
@@ -55,9 +55,9 @@ def adamw_8bit(parameters: Sequence[nn.Parameter], **options: Any) -> Optimizer:
 
 @dataclass(frozen=True)
 class FewBits:
-    """How the linear layers of a model are held in 4 or 8 bits.
+    """How the linear layers of a model are stored in 4 or 8 bits.
 
-    4bit: NormalFloat, its scales quantised a second time. 8bit: LLM.int8(), with features that stand out in 16 bits.
+    4bit: NormalFloat, with double quantization of its scales. 8bit: LLM.int8(), with outlier features in 16 bits.
 
     Sources: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; Dettmers et al. 2022,
     https://arxiv.org/abs/2208.07339
@@ -65,15 +65,15 @@ class FewBits:
 
     bits: Quantization
     device: torch.device
-    """Where they are, from loading on."""
+    """The device of the layers, on which they are loaded."""
     compute_dtype: torch.dtype
-    """What 4-bit weights are multiplied in."""
+    """The type in which 4-bit weights are multiplied."""
 
     def options(self, *, heads: Sequence[str] | None = None) -> dict[str, Any]:
         """Arguments of ``from_pretrained``.
 
         Args:
-            heads: modules that keep all their bits; None: the output embedding and what is tied to it.
+            heads: modules that are not quantized; None: the output embedding and what is tied to it.
         """
         kept = {"llm_int8_skip_modules": None if heads is None else list(heads)}
         if self.bits == "4bit":
@@ -85,14 +85,14 @@ class FewBits:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether the model holds weights in few bits, which cannot be trained or cast."""
+    """Whether the model holds quantized weights, which cannot be trained or cast."""
     return bool(getattr(model, "is_quantized", False))
 
 
 def placement(shape: PreTrainedConfig, device: torch.device | str | None) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that put a model there whose checkpoint itself holds weights in few bits.
+    """Arguments of ``from_pretrained`` that place a model whose checkpoint itself holds quantized weights.
 
-    Many methods (GPTQ, AWQ, FP8, …) read such weights onto the device that computes with them, and never move them.
+    Many methods (GPTQ, AWQ, FP8, …) load such weights directly onto the device that computes with them.
 
     Args:
         device: None leaves it to transformers.
@@ -101,13 +101,13 @@ def placement(shape: PreTrainedConfig, device: torch.device | str | None) -> dic
 
 
 def whole(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The model with weights that an adapter can be merged into: de-quantised to float32 where they are in few bits.
+    """The model with weights that an adapter can be merged into: de-quantized to float32 if they are quantized.
 
     Args:
         path: where it was loaded from, for messages.
 
     Raises:
-        ModelError: its quantisation has no way back.
+        ModelError: it cannot be de-quantized.
     """
     if not is_quantized(model):
         return model
@@ -124,16 +124,16 @@ def whole(model: PreTrainedModel, path: str) -> PreTrainedModel:
 
 
 def placed(model: nn.Module, device: torch.device) -> None:
-    """Puts the model on the device; one with weights in few bits is there from loading on, and so are its adapters."""
+    """Moves the model to the device, unless it is quantized: then it and its adapters are there since loading."""
     if not is_quantized(model):
         model.to(device)
 
 
 def keep_differentiable(model: nn.Module) -> None:
-    """Keeps 4-bit weights in the layout that gradients pass through.
+    """Keeps 4-bit weights in a layout that supports gradients.
 
-    On a CPU that multiplies bfloat16, bitsandbytes packs the weights of a module in eval mode anew, for good, the first
-    time that no gradient is wanted, and the product with packed weights has no backward.
+    On a CPU that multiplies bfloat16, bitsandbytes repacks the weights of a module in eval mode permanently in its
+    first forward without gradients, and the product with repacked weights has no backward.
     """
     for module in model.modules():
         if getattr(module, "support_avx512bf16_for_cpu", False):
@@ -141,6 +141,6 @@ def keep_differentiable(model: nn.Module) -> None:
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """How many weights a parameter stands for: in 4 bits, two share a byte; of a spread one, DeepSpeed knows."""
+    """Number of weights in a parameter, also if 4-bit weights share bytes in pairs or DeepSpeed has sharded it."""
     state = getattr(parameter, "quant_state", None)
     return getattr(parameter, "ds_numel", parameter.numel()) if state is None else state.shape.numel()

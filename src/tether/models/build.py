@@ -1,4 +1,4 @@
-"""The roles of a run, loaded as its configuration shares them."""
+"""Loads the roles of a run, sharing weights as its configuration says."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class CriticSource:
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
-    """Run Python code that comes with it."""
+    """Whether to run Python code that comes with it."""
     label: int | str | None = None
-    """Of a classifier with several labels, the one whose logit it is copied from."""
+    """For a classifier with several labels, the one whose logit is copied."""
     is_reward: bool = False
-    """Whether it is the first reward source, and not a path of ``value.init``."""
+    """Whether it is the first reward source rather than a path in ``value.init``."""
 
 
 def build_roles(
@@ -63,16 +63,16 @@ def build_roles(
     device: torch.device | str,
     autocast_dtype: torch.dtype | None,
 ) -> ModelRoles:
-    """Loads policy, reference and critic as the configuration shares them. Reward adapters are added afterwards.
+    """Loads policy, reference and critic, sharing weights as configured. Reward adapters are added afterwards.
 
-    Fresh adapters and heads depend on ``train.seed`` alone; the global random state is left as it was.
+    Fresh adapters and heads depend on ``train.seed`` alone; the global random state is not changed.
 
     Args:
         tokenizer: the policy's.
-        autocast_dtype: the type that forwards run in under autocast, None without it.
+        autocast_dtype: the autocast dtype of forward passes, None without autocast.
 
     Raises:
-        ConfigError, ModelError: a path does not hold what its role needs, or two settings do not fit together.
+        ConfigError, ModelError: a path does not hold what its role needs, or two settings are incompatible.
     """
     source = critic_source(config, tokenizer)
     with torch.random.fork_rng(devices=[]):
@@ -92,7 +92,7 @@ def build_roles(
             own = _head_parameters(head)
             roles.append(Role(VALUE, policy.model, "new head", "head on the policy", policy.adapter, head, own))
     processor = None
-    if adapted is None:  # an adapter's base has its own
+    if adapted is None:  # with an adapter, the base has the processor's files
         processor = read_processor(config.model.path, policy.model.config, revision=config.model.revision)
     models = ModelRoles(
         roles,
@@ -109,17 +109,17 @@ def build_roles(
 
 
 def finished(models: ModelRoles, config: RunConfig) -> ModelRoles:
-    """The roles with compiled layers and recomputed activations as ``train`` says.
+    """Applies ``train.compile`` and ``train.gradient_checkpointing`` to the roles, and checks that they are causal.
 
     Raises:
-        ModelError: one of the models reads what is behind a token, too.
+        ModelError: one of the models also reads the tokens after a token.
     """
     if config.train.compile:
         for model in {role.model for role in models.all}:
             compile_layers(model)
     models.gradient_checkpointing(config.train.gradient_checkpointing)
     with models.use(POLICY) as model:
-        head_matches(model)  # now, and not in the middle of a pass
+        head_matches(model)  # tested now, not in the middle of a pass
     for name in {role.model: role.name for role in models.all}.values():
         with models.use(name) as model:
             check_causal(model)
@@ -147,7 +147,7 @@ def _lora_roles(
         if start.head:
             raise ModelError(f"model.path: {path} is a reward adapter (it holds a head); wanted a language model's")
     bits, compute_dtype = config.model.quantization, autocast_dtype or torch.float32
-    # Beside quantised layers, norms and heads are float32, as in QLoRA.
+    # Beside quantized layers, norms and heads are float32, as in QLoRA.
     dtype = weight_dtype(config.model.dtype, compute_dtype if bits is None else torch.float32)
     few_bits = None if bits is None else FewBits(bits, torch.device(device), compute_dtype)
     revision = config.model.revision if start is None else start.config.revision
@@ -186,7 +186,7 @@ def _adapter_critic(
     *,
     autocast_dtype: torch.dtype | None,
 ) -> Role:
-    """A second adapter on the policy's base with a head: a copy of a reward adapter, or a fresh one that says 0."""
+    """A second adapter on the policy's base with a head: a copy of a reward adapter, or a fresh one that outputs 0."""
     if source is None:
         own = adapted.peft_config[DEFAULT]
         fresh = {"init_lora_weights": True} if own.peft_type == PeftType.LORA else {}
@@ -204,7 +204,7 @@ def _adapter_critic(
 def _model_critic(
     config: RunConfig, source: CriticSource | None, policy: Role, tokenizer: PreTrainedTokenizerBase
 ) -> Role:
-    """A sequence classifier of its own: a copy of a reward model, or of the start policy with a head that says 0."""
+    """A separate sequence classifier: a copy of a reward model, or of the start policy with a head that outputs 0."""
     dtype = torch.float32 if config.model.lora else weight_dtype(config.model.dtype, torch.float32)
     where = config.model.path if source is None else source.path
     if source is not None:
@@ -235,15 +235,14 @@ def _model_critic(
 
 
 def _critic_head(config: RunConfig, source: CriticSource, head: ScalarHead) -> ScalarHead:
-    """The head of a copied critic, with a bias where what its source counts is shifted; 0 until it is known by how
-    much."""
+    """The head of a copied critic, with a bias if the scores of its source get shifted; 0 until the shift is known."""
     shifts = config.ppo.score_norm is not None or config.rewards[0].norm is not None or len(config.rewards) > 1
     return with_bias(head) if source.is_reward and shifts else head
 
 
 def pad_as(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Gives a classifier that has no pad token one, which plain transformers wants to score several rows at once: the
-    tokenizer's if the model has a row for it, otherwise the end token. It is read from the text model's settings.
+    """Gives a classifier without a pad token one, which plain transformers needs to score several rows at once: the
+    tokenizer's if the model has an embedding for it, otherwise the end token. It is stored in the text model's config.
     """
     settings, pad = classifier.config.get_text_config(), tokenizer.pad_token_id
     if getattr(settings, "pad_token_id", None) is None:
@@ -252,7 +251,7 @@ def pad_as(classifier: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> CriticSource | None:
-    """What the critic is copied from, or None where it starts from the policy or there is none.
+    """What the critic is copied from, or None if it starts from the policy or there is no critic.
 
     Raises:
         ConfigError: ``value.init`` names something that this kind of critic cannot be copied from.
@@ -284,7 +283,7 @@ def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Crit
 
 
 def _no_critic(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Why the model gives no value of each of the policy's tokens, or None if it can."""
+    """Why the model cannot give a value for each of the policy's tokens, or None if it can."""
     origin = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
     if load_tokenizer(source.path, **origin).get_vocab() != tokenizer.get_vocab():
         return (
@@ -314,7 +313,7 @@ def _load_policy(
     few_bits: FewBits | None = None,
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
-    """A language model under the options of ``model``."""
+    """Loads a language model with the options of ``model``."""
     return load_causal_lm(
         path,
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""Chat templates of tokenizers: named ones for models that bring none, and the token that ends a turn."""
+"""Chat templates of tokenizers: named ones for models without a template, and the token that ends a turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).with_name("chat_templates")
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.jinja")))
 """Templates that ``data.chat_template`` knows by name."""
 LLAMAFACTORY = tuple(sorted(f"llamafactory/{path.stem}" for path in FOLDER.glob("llamafactory/*.jinja")))
-"""Those that are LLaMA-Factory's text, where that is another: it encodes what they put together piece by piece."""
+"""LLaMA-Factory's versions of templates, where its text differs: it encodes a conversation piece by piece."""
 TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
@@ -24,12 +24,12 @@ TOKENS = {
     "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
     "qwen": ("<|im_start|>", "<|im_end|>"),
 }
-"""What a template writes that must be one token, as the model could not end its answers otherwise."""
+"""Strings in a template that must be single tokens, as otherwise the model could not end its answers."""
 _QUESTION, _ANSWER = "question", "answer"
 
 
 def check_template(chat_template: str) -> None:
-    """Raises ``ConfigError`` unless ``data.chat_template`` is auto, none, a known name, or a file that is there."""
+    """Raises ``ConfigError`` unless ``data.chat_template`` is auto, none, a known name, or an existing file."""
     if chat_template not in ("auto", "none"):
         _template_text(chat_template)
 
@@ -37,15 +37,15 @@ def check_template(chat_template: str) -> None:
 def templated(
     tokenizer: PreTrainedTokenizerBase, chat_template: str, text: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer with the chat template that ``data.chat_template`` asks for; itself for auto and none.
+    """A copy of the tokenizer with the template of ``data.chat_template``; the tokenizer itself for auto and none.
 
-    Where the template closes an answer by a token of its own, that becomes the tokenizer's end token.
+    If the template ends an answer with a special token, that becomes the tokenizer's end token.
 
     Args:
-        text: the template itself, which is not looked for then.
+        text: the template's text, if it is known already.
 
     Raises:
-        ConfigError: the template is not there, or needs tokens that the tokenizer lacks.
+        ConfigError: the template does not exist, or needs tokens that the tokenizer lacks.
     """
     if chat_template in ("auto", "none"):
         return tokenizer
@@ -65,10 +65,10 @@ def templated(
 
 
 def _leads(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Sets what LLaMA-Factory's templates begin their pieces with, so that a text has the tokens of its pieces.
+    """Sets the leads of the pieces in LLaMA-Factory's templates, so that a text has the same tokens as its pieces.
 
-    It is a blank for tokenizers that put one before every text by themselves, as SentencePiece's do, and nothing for
-    others; after a special token some of them do so without being told.
+    A lead is a space for tokenizers that prepend one to every text, as SentencePiece's do, and empty for others. After
+    a special token, some of these tokenizers add the space by themselves.
     """
 
     def ids(text: str) -> list[int]:
@@ -83,7 +83,7 @@ def _leads(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _check_rendered(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ``ConfigError`` if a template from a file is none, or leaves out what the user says."""
+    """Raises ``ConfigError`` if a template cannot be rendered, or leaves out the user's message."""
     turns = [{"role": "user", "content": _QUESTION}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -100,7 +100,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # templates raise whatever their authors chose; rows that they refuse are told one by one
+    except Exception:  # templates raise whatever their authors chose; rows that they refuse are reported individually
         return None
     after = text.rpartition(_ANSWER)[2].lstrip()
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
@@ -110,7 +110,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
-    """Raises ``ConfigError`` if the tokenizer's chat template makes no use of an argument."""
+    """Raises ``ConfigError`` if the tokenizer's chat template does not use an argument."""
     if kwargs and tokenizer.chat_template is None:
         raise ConfigError("data.chat_template_kwargs: the tokenizer has no chat template to take them; leave them out")
     for name in kwargs:

@@ -1,6 +1,6 @@
-"""From a path to a classifier: a decoder with a scalar head, or one of a family that pools otherwise.
+"""Loads classifiers: decoders with a scalar head, and families that pool differently.
 
-Nothing is left at random, as in ``loading.py``: a head that a checkpoint lacks is an error.
+As in ``loading.py``, no weight is left at random: a head that a checkpoint lacks is an error.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ from tether.models.paths import (
 )
 
 POOLED_HEADS = ("classifier", "classification_head", "logits_proj")
-"""What the heads of classifiers are called whose families pool otherwise than at the last token."""
+"""Names of the heads of classifiers that do not pool at the last token."""
 HEADS = ("score", *POOLED_HEADS)
-"""The same, and that of the others."""
+"""Names of the heads of all classifiers."""
 OUTPUT_MODULES = ("classifier", "logits_proj", "classifier.out_proj", "classification_head.out_proj")
-"""The last layers of the heads of such families, with a row for each label."""
+"""The last layers of ``POOLED_HEADS``, with one row per label."""
 OUTPUT_LAYERS = tuple(f"{name}.weight" for name in (*HEAD_NAMES, *OUTPUT_MODULES))
-"""Their weights, and those of the others."""
+"""Weights of the last layers of all heads."""
 
 
 def load_classifier(path: str, **options: Any) -> PreTrainedModel:
-    """The decoder with a scalar head in ``path``, as ``load_reward_model`` gives it, for callers that need one.
+    """``load_reward_model`` for callers that need a decoder with a scalar head.
 
     Raises:
-        ModelError: as ``load_reward_model``, or it is of a family that pools otherwise than at the last token.
+        ModelError: as ``load_reward_model``, or the model does not pool at the last token.
     """
     model = load_reward_model(path, **options)
     _check_decoder(model, path)
@@ -86,21 +86,20 @@ def load_reward_model(
     device: torch.device | str | None = None,
     label: int | str | None = None,
 ) -> PreTrainedModel:
-    """The sequence classifier with one label in ``path``, in eval mode; an adapter is merged into its base.
+    """Loads the sequence classifier with one label in ``path``, in eval mode; an adapter is merged into its base.
 
-    A decoder's ``score`` is a float32 ``ScalarHead``. A head under another known name, or with a bias, is taken over
-    whole. Other families (BERT, RoBERTa, DeBERTa, …) keep the pooling and the head of their class.
+    A decoder's ``score`` is a float32 ``ScalarHead``. A head under another known name, or with a bias, is loaded
+    completely. Other families (BERT, RoBERTa, DeBERTa, …) keep the pooling and the head of their class.
 
     Args:
-        dtype: of the weights, a decoder's head aside; None: as saved.
-        few_bits: holds the linear layers in 4 or 8 bits, on their device.
-        device: where weights go that are saved in few bits; all others wait on the CPU for the caller.
-        label: of a classifier with several labels the one to keep alone, by name or number.
+        dtype: of the weights other than a decoder's head; None: as saved.
+        few_bits: keeps the linear layers in 4 or 8 bits, on its device.
+        device: for checkpoints saved as quantized weights; all others are loaded on the CPU.
+        label: for a classifier with several labels, the only one to keep, by name or number.
 
     Raises:
-        ModelError: it is not there, has more labels than one, or not the one that is asked for, no head, several, or
-            weights that are missing or that have no place in the model; or it is an adapter, and ``few_bits`` are
-            asked for.
+        ModelError: it does not exist, has several labels or lacks ``label``, has no head or several, or has missing or
+            unexpected weights; or it is an adapter and ``few_bits`` is given.
     """
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     if few_bits is not None:
@@ -138,7 +137,7 @@ def load_reward_model(
 
 
 def _with_one_label(model: PreTrainedModel, label: int | str, path: str) -> PreTrainedModel:
-    """The classifier with one of its labels alone: the last layer of its head keeps that label's row."""
+    """Reduces the classifier to one of its labels: the last layer of its head keeps only that label's row."""
     row = label_number(model.config, label, path)
     layers = dict(model.named_modules())
     name = next((n for n in ("score", *OUTPUT_MODULES) if isinstance(layers.get(n), torch.nn.Linear)), None)
@@ -159,7 +158,7 @@ def label_number(config: PreTrainedConfig, label: int | str, path: str) -> int:
     """Number of a classifier's label.
 
     Raises:
-        ModelError: it has none of that name or number.
+        ModelError: it has no label with this name or number.
     """
     names = config.id2label
     found = [number for number, name in names.items() if label in (number, name)]
@@ -171,8 +170,8 @@ def label_number(config: PreTrainedConfig, label: int | str, path: str) -> int:
 
 
 def _is_unused(name: str, model: PreTrainedModel) -> bool:
-    """Whether a weight has no part in the score: of a language model's head, or of a pooler that this very class of
-    transformers saved and does without."""
+    """Whether a weight has no part in the score: it belongs to a language model head, or to a pooler that this very
+    class of transformers saved and does not use."""
     own_pooler = f"{model.base_model_prefix}.pooler."
     return name.startswith("lm_head.") or (
         name.startswith(own_pooler) and type(model).__name__ in (model.config.architectures or ())
@@ -180,8 +179,8 @@ def _is_unused(name: str, model: PreTrainedModel) -> bool:
 
 
 def load_merged_classifier(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The sequence classifier that the adapter in ``path`` makes of its base, of any family and number of labels, in
-    eval mode; the weights have the base's type.
+    """Loads the adapter in ``path``, merged into its base, as a sequence classifier of any family and number of labels,
+    in eval mode and in the base's type.
 
     Raises:
         ModelError: the adapter does not fit its base, or holds no head.
@@ -192,7 +191,7 @@ def load_merged_classifier(path: str, *, trust_remote_code: bool = False) -> Pre
 
 
 def _num_labels(adapter: Adapter) -> int:
-    """Labels of the classifier that an adapter makes of its base.
+    """Number of labels of an adapter's classifier.
 
     Raises:
         ModelError: it holds no head, or several.
@@ -214,7 +213,7 @@ def _adapted_classifier(
     num_labels: int = 1,
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
-    """The classifier that an adapter makes of its base; merged in float32, then cast."""
+    """The classifier of an adapter, merged into its base in float32, then cast."""
     base, code = adapter.config.base_model_name_or_path, {"trust_remote_code": options["trust_remote_code"]}
     of_base = {"dtype": torch.float32, "revision": adapter.config.revision, **options}
     shape = load_config(base, revision=adapter.config.revision, **code)
@@ -239,9 +238,9 @@ def _adapted_classifier(
 
 
 def _is_headed(adapter: Adapter, base: str, shape: PreTrainedConfig, *, trust_remote_code: bool) -> bool:
-    """Whether the adapter's classifier is a head on its base's language model, as ``tether reward`` trains one, and
-    not what transformers makes of the base: that one has another trunk (the model with its eyes and not the text model
-    alone) or would hold its missing head in few bits.
+    """Whether the adapter's classifier is a head on its base's language model, as ``tether reward`` trains one, rather
+    than transformers' classifier for the base, which has another trunk (the full multimodal model instead of its text
+    model) or would quantize its missing head.
     """
     if is_classifier(shape):
         return False
@@ -252,7 +251,7 @@ def _is_headed(adapter: Adapter, base: str, shape: PreTrainedConfig, *, trust_re
 
 
 def _with_head(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
-    """The classifier with the adapter's head, in float32."""
+    """Gives the classifier the adapter's head, in float32."""
     model.score = head_from(adapter.head, model.score.in_features, adapter.path)
     return model
 
@@ -266,14 +265,14 @@ def check_classifier(
     label: int | str | None = None,
     label_key: str | None = None,
 ) -> None:
-    """Raises ``ModelError`` if a model is no classifier with one label, or an adapter has no head; loads no weights.
+    """Raises ``ModelError`` if a model is not a classifier with one label, or an adapter has no head; loads no weights.
 
-    Of a model on the hub, the configuration is looked at.
+    For a model on the hub, only the configuration is checked.
 
     Args:
-        key: the configuration key that named it, for the message.
-        label: of a classifier with several labels the one that is kept.
-        label_key: the configuration key that ``label`` is given by; None where there is none.
+        key: the configuration key of ``path``, for the message.
+        label: for a classifier with several labels, the one that is kept.
+        label_key: the configuration key of ``label``; None if there is none.
     """
     folder = Path(path)
     if (beside := value_head_file(folder)) is not None:
@@ -301,7 +300,7 @@ def check_classifier(
 
 
 def check_adapter_head(path: str, key: str, revision: str | None = None) -> None:
-    """Raises ``ModelError`` if an adapter has no head by its weights, or by its settings where those are not here."""
+    """Raises ``ModelError`` if an adapter has no head, by its weights, or by its settings if those are not local."""
     with model_errors(path):
         settings = PeftConfig.from_pretrained(path, revision=revision)
     is_here = (Path(path) / ADAPTER_WEIGHTS[0]).is_file()
@@ -316,7 +315,7 @@ def check_adapter_head(path: str, key: str, revision: str | None = None) -> None
 
 
 def _has_head(names: Iterable[str]) -> bool:
-    """Whether the head of a classifier, of any family, is among the names of weights."""
+    """Whether the names of weights include a classifier's head, of any family."""
     return any(is_head_key(name) or name.partition(".")[0] in POOLED_HEADS for name in names)
 
 
@@ -328,20 +327,20 @@ def reads_last_token(model: PreTrainedModel) -> bool:
 def empty_classifier(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The classifier in ``path``, or on the base of an adapter there, without weights."""
+    """The classifier in ``path``, or on the base of the adapter there, without weights."""
     base, at = own_weights(path, revision)
     config = load_config(base, revision=at, trust_remote_code=trust_remote_code)
     return _empty(config, path, trust_remote_code=trust_remote_code)
 
 
 def _empty(config: PreTrainedConfig, source: str, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The classifier of a configuration, without weights; messages call it ``source``."""
+    """The classifier of a configuration, without weights; ``source`` names it in messages."""
     with model_errors(source), torch.device("meta"):
         return AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def pools_otherwise(path: str, **origin: Any) -> bool:
-    """Whether the classifier in ``path`` is of a family that reads more than the last token; loads no weights.
+    """Whether the classifier in ``path`` does not pool at the last token; loads no weights.
 
     Args:
         origin: as ``empty_classifier`` takes it.
@@ -352,7 +351,7 @@ def pools_otherwise(path: str, **origin: Any) -> bool:
 def load_value_head_model(
     path: str, *, revision: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel, ScalarHead]:
-    """The language model in ``path`` with the value head beside it, as LLaMA-Factory saves reward models.
+    """Loads the language model in ``path`` and the value head beside it, as LLaMA-Factory saves reward models.
 
     The folder holds a full causal language model, or a PEFT adapter of one, and ``value_head.safetensors`` or
     ``value_head.bin`` with ``v_head.summary.weight`` and ``v_head.summary.bias``.
@@ -361,7 +360,7 @@ def load_value_head_model(
         options: as ``load_causal_lm`` takes them.
 
     Raises:
-        ModelError: the model or its head is not there, or does not fit.
+        ModelError: the model or its head is missing, or they do not fit together.
     """
     head = read_value_head(downloaded(path, revision, VALUE_HEAD_FILES))
     model = load_causal_lm(path, revision=revision, **options)
@@ -372,7 +371,7 @@ def check_value_head(path: str, key: str) -> None:
     """Raises ``ModelError`` if a local folder has no value head beside its model.
 
     Args:
-        key: the configuration key that named it, for the message.
+        key: the configuration key of ``path``, for the message.
     """
     folder = Path(path)
     if not folder.is_dir() or value_head_file(folder) is not None:
@@ -383,7 +382,7 @@ def check_value_head(path: str, key: str) -> None:
 
 
 def _tensor_names(folder: Path) -> list[str]:
-    """Names of the weights in a folder, as far as they are in safetensors."""
+    """Names of the weights in a folder's safetensors files."""
     names = []
     with model_errors(str(folder)):
         for file in weight_files(folder):
@@ -394,13 +393,13 @@ def _tensor_names(folder: Path) -> list[str]:
 
 
 def classifier_on(model: PreTrainedModel) -> PreTrainedModel:
-    """A sequence classifier with one label on the trunk of a causal language model, its head says 0 of everything.
+    """A sequence classifier with one label on the trunk of a causal language model; its head always outputs 0.
 
     Raises:
-        ModelError: transformers has no classifier of this kind of model.
+        ModelError: transformers has no classifier for this kind of model.
     """
     config = changed_config(model.config, num_labels=1)
-    own_code = hasattr(config, "auto_map")  # it runs already: the model is there
+    own_code = hasattr(config, "auto_map")  # already trusted: the model is loaded
     classifier = _empty(config, type(model).__name__, trust_remote_code=own_code)
     _check_decoder(classifier, type(model).__name__)
     if type(classifier.base_model) is not type(model.base_model):
@@ -412,7 +411,7 @@ def classifier_on(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def read_tensors(path: str, names: Iterable[str], *, revision: str | None = None) -> dict[str, Tensor]:
-    """The named tensors of a full model's checkpoint; names that it does not hold are left out."""
+    """Reads the named tensors of a full model's checkpoint; names that it does not hold are left out."""
     wanted = set(names)
     if not wanted:
         return {}

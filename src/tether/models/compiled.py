@@ -1,4 +1,4 @@
-"""torch.compile over the layers of a model, in passes alone: decoding has shapes of its own."""
+"""torch.compile for the layers of a model, used in passes but not in decoding, which has different shapes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tether.errors import ConfigError, ModelError
 from tether.models.layers import transformer_layers
 
 _COMPILED: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary()
-"""The compiled forward of each layer that is to have one."""
+"""The compiled forward of each layer that has one."""
 
 
 def check_compile(key: str, device: torch.device | str) -> None:
-    """Raises ``ConfigError`` if torch.compile has not here what it compiles with.
+    """Raises ``ConfigError`` if tools that torch.compile needs are missing.
 
     Args:
         key: the configuration key that asks for it, for the message.
-        device: where the model is to be.
+        device: where the model will be.
     """
     kind = torch.device(device).type
     if kind == "cpu":
@@ -46,11 +46,11 @@ def check_compile(key: str, device: torch.device | str) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Makes passes of the model go through torch.compile from now on, each layer for itself: layers that are alike
-    share what is compiled, which the first passes of an update and of a rollout batch wait for.
+    """Makes passes of the model use torch.compile from now on, for each layer separately. Layers of the same kind share
+    compiled code; the first passes of an update and of a rollout batch wait for the compilation.
 
     Raises:
-        ModelError: the model has no layers that can be told apart.
+        ModelError: the model has no distinct layers.
     """
     layers = transformer_layers(model)
     if not layers:
@@ -61,14 +61,14 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:
-    """What a pass calls of a layer: its compiled forward, where it is to have one."""
+    """The forward of a layer in a pass: the compiled one, if it has one."""
     return _COMPILED.get(layer, layer.forward)
 
 
 @contextmanager
 def compiled_layers(model: nn.Module) -> Iterator[None]:
-    """Inside, forwards of the model go through the compiled layers that ``compile_layers`` was asked for, but for those
-    whose forward is somebody else's by now. A backward pass may run after it."""
+    """Makes forwards of the model use the layers compiled by ``compile_layers``, except those whose forward has been
+    replaced by other code. The backward pass may run after the context has ended."""
     layers = [layer for layer in transformer_layers(model) if layer in _COMPILED and "forward" not in vars(layer)]
     try:
         for layer in layers:

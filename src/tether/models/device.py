@@ -1,4 +1,4 @@
-"""Devices: which one computes here, what it multiplies fast, and who made the processor."""
+"""Devices: which one computes, which types it multiplies fast, and who made the processor."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tether.config.source import SourceConfig
 from tether.config.stage import StageTrainConfig
 
 INFORMATION = Path("/proc/cpuinfo")
-"""Where Linux says it."""
+"""The file in which Linux describes the processor."""
 
 
 def default_device() -> torch.device:
-    """The accelerator of this machine, or else the CPU."""
+    """The accelerator of this machine, or the CPU if there is none."""
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def bf16_supported(device: torch.device | str) -> bool:
     """Whether the hardware multiplies bfloat16 matrices faster than float32 ones, so that bf16 autocast saves time.
 
-    Of CPUs these are such with AMX, and such with AVX512-BF16 that are not Intel's: on an AMD EPYC (Zen 5) bfloat16 is
-    1.9 times as fast, on an Intel Xeon whose AMX is not at hand half as fast.
+    Among CPUs, these are those with AMX, and those with AVX512-BF16 that are not Intel's: on an AMD EPYC (Zen 5),
+    bfloat16 is 1.9 times as fast; on an Intel Xeon without usable AMX, it is half as fast.
     """
     kind = torch.device(device).type
     if kind == "cuda":
@@ -37,10 +37,10 @@ def bf16_supported(device: torch.device | str) -> bool:
 
 
 def half_dtype(keys: TrainConfig | StageTrainConfig | SourceConfig, device: torch.device | str) -> torch.dtype | None:
-    """The type that ``keys`` ask for forwards to run in under autocast; None for that of the weights.
+    """The autocast dtype of forward passes that ``keys`` ask for; None for that of the weights.
 
     Args:
-        device: says whether it is bfloat16 where they leave ``bf16`` out.
+        device: decides whether to use bfloat16 if ``bf16`` is not set.
     """
     if keys.fp16:
         return torch.float16
@@ -49,12 +49,12 @@ def half_dtype(keys: TrainConfig | StageTrainConfig | SourceConfig, device: torc
 
 
 def weight_dtype(name: str, auto: torch.dtype | None) -> torch.dtype | None:
-    """The type that a key ``dtype`` names; ``auto`` where it says ``auto``."""
+    """The type that a key ``dtype`` names; ``auto`` if it is ``auto``."""
     return auto if name == "auto" else getattr(torch, name)
 
 
 @cache
 def is_intel() -> bool:
-    """Whether the processor is Intel's, as the system says it."""
+    """Whether the processor is Intel's, according to the operating system."""
     told = INFORMATION.read_text(encoding="utf-8") if INFORMATION.exists() else platform.processor()
     return "Intel" in told

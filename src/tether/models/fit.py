@@ -1,4 +1,4 @@
-"""Whether texts fit a model, told from its configuration before its weights are loaded."""
+"""Whether texts fit a model, determined from its configuration before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tether.errors import ConfigError, ModelError
 
 
 def is_classifier(shape: PreTrainedConfig) -> bool:
-    """Whether a model is a sequence classifier by its configuration."""
+    """Whether a model is a sequence classifier, according to its configuration."""
     return any(name.endswith("ForSequenceClassification") for name in shape.architectures or ())
 
 
@@ -21,12 +21,12 @@ def check_language_model(path: str, shape: PreTrainedConfig) -> None:
 
 
 def has_few_bits(shape: PreTrainedConfig) -> bool:
-    """Whether a checkpoint itself holds its weights in few bits, by its configuration."""
+    """Whether a checkpoint itself holds quantized weights, according to its configuration."""
     return getattr(shape, "quantization_config", None) is not None
 
 
 def check_trainable(path: str, shape: PreTrainedConfig, *, with_lora: bool) -> None:
-    """Raises ``ConfigError`` if the weights in ``model.path`` are to be trained themselves, and are in few bits."""
+    """Raises ``ConfigError`` if ``model.path`` holds quantized weights that are to be trained without an adapter."""
     if has_few_bits(shape) and not with_lora:
         raise ConfigError(
             f"model.path: {path} holds quantised weights, which cannot be trained themselves; add `lora: {{}}` under "
@@ -40,7 +40,7 @@ def check_tokens(
     tokenizer: PreTrainedTokenizerBase,
     texts: Iterable[tuple[str, int, Sequence[int]]],
 ) -> None:
-    """Raises ``ConfigError`` if a text holds a token that the model in ``model.path`` has no embedding for.
+    """Raises ``ConfigError`` if a text has a token for which the model in ``model.path`` has no embedding.
 
     Args:
         texts: kind, row and token ids of each.
@@ -56,15 +56,15 @@ def check_tokens(
 
 
 def positions(shape: PreTrainedConfig) -> int | None:
-    """Tokens of the longest text that the model has positions for, None where its configuration names no limit."""
+    """Maximum number of tokens that the model has positions for, None if its configuration names no limit."""
     limit = getattr(shape.get_text_config(), "max_position_embeddings", None)
     return limit if limit is not None and limit > 0 else None
 
 
 def steady_positions(shape: PreTrainedConfig) -> int | None:
-    """Tokens of the longest text that is read the same beside whatever other texts, None where there is no limit.
+    """Maximum number of tokens of a text at which outputs do not depend on the batch, None if there is no limit.
 
-    Under longrope (Phi-3, Phi-4-mini, …) a text that is longer than in pretraining changes the rotary frequencies of
+    Under longrope (Phi-3, Phi-4-mini, …), a text that is longer than in pretraining changes the rotary frequencies of
     all texts of its batch, and of its own beginning.
     """
     rope = getattr(shape.get_text_config(), "rope_parameters", None) or {}
@@ -74,7 +74,7 @@ def steady_positions(shape: PreTrainedConfig) -> int | None:
 
 
 def steady_positions_told(shape: PreTrainedConfig) -> str:
-    """``steady_positions`` as messages say it."""
+    """``steady_positions`` as text for messages."""
     limit = steady_positions(shape)
     return f"{limit}" if limit == positions(shape) else f"{limit} before longrope changes how all of a batch is read"
 
@@ -82,14 +82,14 @@ def steady_positions_told(shape: PreTrainedConfig) -> str:
 def check_positions(
     shape: PreTrainedConfig, longest: int, answer: int, *, key: str, way_out: str, model: str = "the model"
 ) -> None:
-    """Raises ``ConfigError`` if the longest query with an answer does not fit into a model's positions.
+    """Raises ``ConfigError`` if the longest query and an answer do not fit into a model's positions.
 
     Args:
-        longest: tokens of the query.
-        answer: most tokens of an answer.
-        key: what the user calls the latter.
-        way_out: what to do, in words.
-        model: how the message names the model.
+        longest: number of tokens of the longest query.
+        answer: maximum number of tokens of an answer.
+        key: the configuration key of ``answer``.
+        way_out: what the user can do, for the message.
+        model: name of the model in the message.
     """
     limit = steady_positions(shape)
     if limit is not None and longest + answer > limit:

@@ -1,7 +1,7 @@
 """From a padded batch to log-probabilities, values and scores: the only place with a shift by one.
 
-The model's output at column j speaks of the token at column j + 1. So a response token was sampled in the state one
-column before it, and its log-probability and its value are both read there.
+The model's output at column j predicts the token at column j + 1. A response token was thus sampled in the state one
+column before it, and both its log-probability and its value are read there.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tether.types import MicroBatch
 
 _HEAD_MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 MOST_OF_WHAT_FOLLOWS, IN_HALF = 1e-4, 0.05
-"""By how much of their norm, without the mean, states may differ with what is behind them, in float32 and else: experts
-round by who shares one with whom."""
+"""How much states may change with the tokens after them, relative to their norm without the mean, in float32 and in
+half precision. Experts round differently depending on which tokens share one."""
 
 
 class LogprobOutput(NamedTuple):
-    """What a pass over a micro-batch says of its response tokens; exactly 0 outside the response mask."""
+    """Outputs of a pass over a micro-batch for its response tokens; exactly 0 outside the response mask."""
 
     logprobs: Float[Tensor, "M R"] | None
     """log π of each response token, or None if the pass does not compute it."""
     entropy: Float[Tensor, "M R"] | None
-    """Entropy of the distribution that each response token was drawn from, nats."""
+    """Entropy of the distribution that each response token was drawn from, in nats."""
     values: Float[Tensor, "M R"] | None
     """Value of the state that each response token was sampled in."""
 
@@ -51,19 +51,19 @@ def response_outputs(
     detach_head: bool = False,
     with_entropy: bool = False,
 ) -> LogprobOutput:
-    """Log-probabilities, and if wanted entropy and values, of the response tokens, from one pass of the trunk.
+    """Log-probabilities, and optionally entropy and values, of the response tokens, from one pass of the trunk.
 
         states_t = hidden[:, P + t − 1]        for a query of P tokens
         log π(response_t) = log_softmax(lm_head(states_t) / temperature)[response_t]
         V_t = head(states_t)
 
-    Logits are computed for response tokens only, a chunk at a time, unless the model changes its logits after the head.
+    Logits are computed for response tokens only, in chunks, unless the model changes its logits after the head.
 
     Args:
         model: a causal language model.
-        head: also gives values.
+        head: if given, values are computed, too.
         detach_head: keeps the gradient of the values out of the trunk.
-        with_entropy: also gives the entropy.
+        with_entropy: whether the entropy is computed, too.
     """
     if head_matches(model):
         states, output = _response_states(model.base_model, batch), model.get_output_embeddings()
@@ -83,8 +83,8 @@ def response_outputs(
 
 
 def _as_linear(head: nn.Module) -> LinearHead | None:
-    """The head as the product of matrices that it is; None if it is more than that, or not all of it is here: adapters
-    on it, weights in 4 bits, weights that an engine gathers when the head is called."""
+    """The head as a plain matrix product; None if it is more than that or its weights are not all available: with
+    adapters on it, 4-bit weights, or weights that an engine gathers when the head is called."""
     if type(head) not in (nn.Linear, FewRowsLinear, QuickLinear) or type(head.weight) is not nn.Parameter:
         return None
     has_hooks = any(hooks for name, hooks in vars(head).items() if name.endswith("_hooks"))
@@ -112,12 +112,12 @@ def last_token_scores(
     *,
     causal: bool,
 ) -> Float[Tensor, " M"]:
-    """The head's number for the last real token of each row, whatever side the padding is on.
+    """The head's output at the last real token of each row, whichever side the padding is on.
 
     Args:
         backbone: a model without its language or classifier head.
         head: hidden states → [..., 1].
-        causal: whether no token sees what is behind it, by ``is_causal``.
+        causal: whether no token sees the tokens after it, as ``is_causal`` returns it.
         mask: True on real tokens, at least one in each row.
         position_ids: position of each real token in its row, from 0.
     """
@@ -128,10 +128,10 @@ def last_token_scores(
 
 
 def head_matches(model: PreTrainedModel) -> bool:
-    """Whether the model's logits are its output embedding of the trunk's last hidden states and nothing else.
+    """Whether the model's logits are exactly its output embedding applied to the trunk's last hidden states.
 
-    Models that scale or cap their logits afterwards (Cohere, Gemma, Granite, …) say no. Tried once for each model, on a
-    few tokens, and compared bitwise: a cap can be far below any tolerance as long as logits are small.
+    False for models that scale or cap their logits afterwards (Cohere, Gemma, Granite, …). Tested once for each model
+    on a few tokens, and compared bitwise: while logits are small, the effect of a cap can be far below any tolerance.
     """
     if model not in _HEAD_MATCHES:
         _HEAD_MATCHES[model] = _try_head(model)
@@ -159,7 +159,7 @@ def _try_head(model: PreTrainedModel) -> bool:
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Raises ``ModelError`` if the trunk is not ``is_causal``: nothing is behind an answer that is being written."""
+    """Raises ``ModelError`` if the trunk is not causal: during generation, there are no later tokens to read."""
     if not is_causal(model.base_model):
         raise ModelError(
             f"{_named(model)} reads what is behind a token, too; wanted a causal language model. BERT and its like are "
@@ -169,8 +169,8 @@ def check_causal(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def is_causal(backbone: PreTrainedModel) -> bool:
-    """Whether what a model says of a token does not depend on what is behind it, be it text or padding. Tried on a few
-    tokens, some of which become padding."""
+    """Whether the model's output at a token is independent of what comes after it, text or padding. Tested on a few
+    tokens, some of which are then replaced by padding."""
     ids = few_tokens(backbone)
     width, kept = ids.shape[1], ids.shape[1] // 2
     padded = torch.cat([ids[:, :kept], torch.zeros_like(ids[:, kept:])], dim=1)
@@ -180,23 +180,23 @@ def is_causal(backbone: PreTrainedModel) -> bool:
     states_before = states[:, :kept].float()
     difference = states_before - changed[:, :kept].float()
     differs = difference.norm() > most * (states_before - states_before.mean(dim=1, keepdim=True)).norm()
-    return states.shape[1] == width and not differs  # nor do numbers that are none, which are told elsewhere
+    return states.shape[1] == width and not differs  # NaN does not count as a difference; it is reported elsewhere
 
 
 def few_tokens(model: PreTrainedModel) -> Int[Tensor, "1 T"]:
-    """Eleven tokens to try a model with, or as many as it has positions for: the middles of equal parts of the
-    vocabulary, whose ends may be in no text."""
+    """Eleven tokens to test a model with, or as many as it has positions for: the midpoints of equal parts of the
+    vocabulary, as the tokens at its ends may never occur in a text."""
     few, size = min(11, positions(model.config) or 11), model.config.get_text_config().vocab_size
     return (torch.arange(1, 2 * few, 2, device=model.device) * size // (2 * few)).unsqueeze(0)
 
 
 def is_half(x: Tensor) -> bool:
-    """Whether the forward that made ``x`` rounds as half precision does."""
+    """Whether the forward that computed ``x`` ran in half precision."""
     return x.dtype.itemsize < 4 or torch.is_autocast_enabled(x.device.type)
 
 
 def _without_cached_casts(device: torch.device) -> torch.autocast:
-    """A cast that autocast caches without gradients would be taken by the caller's own forward and stay without."""
+    """Autocast without its cache: a cast cached here without gradients would be reused by the caller's own forward."""
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
@@ -219,9 +219,8 @@ def _inputs(
 ) -> dict[str, Tensor | bool]:
     """Arguments of a forward without cache. Models that take no position ids count real tokens by the mask.
 
-    Where no row begins with padding a causal model has neither mask nor positions: what is behind a token is hidden
-    from it anyway, attention that is causal and nothing else has the faster kernels, and where a model's first position
-    is (RoBERTa's is not 0), it knows.
+    If no row begins with padding, a causal model is given neither mask nor positions: later tokens are hidden from it
+    anyway, purely causal attention has faster kernels, and a model knows its own first position (RoBERTa's is not 0).
     """
     inputs = {"input_ids": ids, "use_cache": False}
     if causal and mask[:, 0].all():
@@ -231,18 +230,18 @@ def _inputs(
 
 
 def _response_states(backbone: PreTrainedModel, batch: MicroBatch) -> Float[Tensor, "N D"]:
-    """The state that each response token was sampled in, rows of the batch one after another, no padding."""
+    """The state that each response token was sampled in, with the rows of the batch concatenated, without padding."""
     hidden = _hidden_states(backbone, batch.token_ids, batch.attention_mask, batch.position_ids)
     return hidden[:, :-1][batch.response_columns[:, 1:]]
 
 
 def _targets(batch: MicroBatch) -> Int[Tensor, " N"]:
-    """The response tokens, rows of the batch one after another, no padding."""
+    """The response tokens, with the rows of the batch concatenated, without padding."""
     return batch.token_ids[batch.response_columns]
 
 
 def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
-    """States and logits of response tokens from the model's own forward, for models that change their logits last."""
+    """States and logits of response tokens from the model's own forward, for models that post-process their logits."""
     seen: list[Tensor] = []
     inputs = _inputs(model, batch.token_ids, batch.attention_mask, batch.position_ids)
     sampled_in = batch.response_columns[:, 1:]
@@ -251,14 +250,14 @@ def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[T
         inputs["logits_to_keep"] = kept
     with compiled_layers(model.base_model), _heard(model.base_model, seen):
         logits = model(**inputs).logits
-    if logits.shape[1] > len(kept):  # of every token, as of models that do not know what to keep
+    if logits.shape[1] > len(kept):  # the model takes no logits_to_keep and returned them for every token
         logits = logits[:, kept]
     return seen[0][:, :-1][sampled_in], logits[sampled_in[:, kept]]
 
 
 @contextmanager
 def _heard(backbone: PreTrainedModel, seen: list[Tensor]) -> Iterator[None]:
-    """Inside, the last hidden states of every forward of the trunk are added to ``seen``."""
+    """Appends the last hidden states of every forward of the trunk to ``seen``."""
     handle = backbone.register_forward_hook(lambda *call: seen.append(getattr(call[-1], "last_hidden_state", None)))
     try:
         yield
@@ -267,11 +266,11 @@ def _heard(backbone: PreTrainedModel, seen: list[Tensor]) -> Iterator[None]:
 
 
 def _named(model: PreTrainedModel) -> str:
-    """Where a model is from, and its class."""
+    """The model's source and class, for messages."""
     kind = type(model).__name__
     return f"{model.config.name_or_path or kind}: {kind}"
 
 
 def _on_response(flat: Float[Tensor, " N"], batch: MicroBatch) -> Float[Tensor, "M R"]:
-    """One number a response token put in its place, 0 on padding."""
+    """Scatters one value per response token to its position, 0 on padding."""
     return flat.new_zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, flat)

@@ -1,4 +1,4 @@
-"""Language models in GGUF files, llama.cpp's: de-quantised by transformers into models like any other."""
+"""Language models in llama.cpp's GGUF files, de-quantized by transformers into ordinary models."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
 
 @dataclass(frozen=True)
 class GgufSource:
-    """Where a GGUF model is, as ``from_pretrained`` takes it."""
+    """Location of a GGUF model, as arguments of ``from_pretrained``."""
 
     folder: str
-    """Folder or hub id; holds the tokenizer's files too if there are any."""
+    """Folder or hub id, which also holds the tokenizer's files if there are any."""
     file: str
     """Name of the file there."""
 
 
 def gguf_source(path: str) -> GgufSource | None:
-    """The GGUF model in ``path``: a ``.gguf`` file, a folder that holds one and no other model, or on the hub
-    ``ORG/NAME/FILE.gguf``. None where it is something else.
+    """The GGUF model in ``path``: a ``.gguf`` file, a folder with one and no other model, or ``ORG/NAME/FILE.gguf`` on
+    the hub. None if it is something else.
 
     Raises:
         ModelError: the folder holds several.
@@ -56,7 +56,7 @@ def gguf_source(path: str) -> GgufSource | None:
 
 
 def place_of(path: str) -> tuple[str, dict[str, str]]:
-    """What ``from_pretrained`` is given for ``path``: the folder or hub id, and the file there if it is in GGUF."""
+    """Arguments of ``from_pretrained`` for ``path``: the folder or hub id, and the name of a GGUF file in it."""
     source = gguf_source(path)
     return (path, {}) if source is None else (source.folder, {"gguf_file": source.file})
 
@@ -65,7 +65,7 @@ def check_gguf(source: GgufSource, key: str) -> None:
     """Raises ``ModelError`` if a GGUF model cannot be read.
 
     Args:
-        key: the configuration key that named it, for the message.
+        key: the configuration key of its path, for the message.
     """
     if find_spec("gguf") is None:
         missing = 'which is missing: pip install "tether[gguf]"'
@@ -91,14 +91,14 @@ def own_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreTraine
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration without a word of quantisation, which would keep the model from being saved."""
+    """The configuration without its quantization settings, which would prevent the model from being saved."""
     settings = config.to_dict()
     settings.pop("quantization_config", None)
     return type(config).from_dict(settings)
 
 
 def plain_model(model: PreTrainedModel, attn_implementation: str | None) -> PreTrainedModel:
-    """A model with the weights of one that was de-quantised, in their type, that can be saved; in eval mode.
+    """A model that can be saved, with the weights of a de-quantized one, in their type; in eval mode.
 
     Args:
         attn_implementation: the attention kernel that it was loaded with; None: the default.

@@ -1,4 +1,4 @@
-"""The head that turns a hidden state into one number, and the names it goes by in other projects' checkpoints."""
+"""The head that maps a hidden state to a scalar, and its names in other projects' checkpoints."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from tether.errors import ModelError
 from tether.models.paths import some_of
 
 VALUE_HEAD_FILES = ("value_head.safetensors", "value_head.bin")
-"""Where LLaMA-Factory puts the head of a reward model, beside the language model or its adapter."""
+"""Files in which LLaMA-Factory saves the head of a reward model, beside the language model or its adapter."""
 HEAD_NAMES = ("score", "v_head", "v_head.summary", "value_head", "value_head.summary", "reward_head")
 """Modules that hold the head in checkpoints of transformers, TRL, LLaMA-Factory, OpenRLHF and others."""
 
 
 class ScalarHead(nn.Linear):
-    """One number from each hidden state, in the head's own dtype whatever the trunk's dtype and autocast.
+    """Maps each hidden state to a scalar, in the head's own dtype regardless of the trunk's dtype and autocast.
 
-    A drop-in for the ``score`` module of a transformers sequence classifier.
+    A drop-in replacement for the ``score`` module of a transformers sequence classifier.
     """
 
     def __init__(self, hidden_size: int, *, bias: bool = False) -> None:
-        """A head that says 0 of everything."""
+        """Initializes the head to always output 0."""
         super().__init__(hidden_size, 1, bias=bias, dtype=torch.float32)
         nn.init.zeros_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows 1"]:
-        """The number for each hidden state."""
+        """Computes the scalar for each hidden state."""
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
 
 def head_from(tensors: Mapping[str, Tensor], hidden_size: int, source: str) -> ScalarHead:
-    """The scalar head among the tensors of a checkpoint, its bias included if it has one.
+    """The scalar head among the tensors of a checkpoint, including its bias if it has one.
 
     Args:
-        tensors: name → tensor; names other than the head's may be among them.
+        tensors: name → tensor; may include tensors other than the head's.
         source: the checkpoint, for messages.
 
     Raises:
@@ -75,14 +75,14 @@ def head_from(tensors: Mapping[str, Tensor], hidden_size: int, source: str) -> S
 
 
 def with_bias(head: ScalarHead) -> ScalarHead:
-    """A head that says the same and has a bias."""
+    """A head with the same outputs that has a bias."""
     if head.bias is not None:
         return head
     return head_from({"score.weight": head.weight, "score.bias": torch.zeros(1)}, head.in_features, "the head")
 
 
 def is_head_key(name: str) -> bool:
-    """Whether ``name`` is that of a head's weight or bias."""
+    """Whether ``name`` is the name of a head's weight or bias."""
     return name.rpartition(".")[0] in HEAD_NAMES
 
 
@@ -92,12 +92,12 @@ def state_size(model: PreTrainedModel) -> int:
 
 
 def value_head_file(folder: Path | str) -> Path | None:
-    """The file in ``folder`` that holds a value head apart from its model, if there is one."""
+    """The file in ``folder`` that holds a value head separately from its model, if there is one."""
     return next((Path(folder) / name for name in VALUE_HEAD_FILES if (Path(folder) / name).is_file()), None)
 
 
 def read_value_head(folder: Path | str) -> dict[str, Tensor]:
-    """The tensors of the value head beside a model; of a pickle nothing but tensors is read.
+    """Reads the tensors of the value head beside a model; from a pickle, only tensors are loaded.
 
     Raises:
         ModelError: there is no such file, or it cannot be read.
@@ -113,7 +113,7 @@ def read_value_head(folder: Path | str) -> dict[str, Tensor]:
 
 
 def no_value_head(folder: Path | str) -> str:
-    """Says which file is missing, and what writes it."""
+    """Message that says which file is missing, and what writes it."""
     return (
         f"{folder}: {' or '.join(VALUE_HEAD_FILES)} is missing, so the reward model has no head. "
         "`llamafactory-cli train FILE.yaml` with `stage: rm` writes it into its output_dir and into each "

@@ -1,4 +1,4 @@
-"""The layers of a model, in the order in which hidden states pass them, and the size of its embeddings."""
+"""The layers of a model, in the order in which hidden states pass through them, and the size of its embeddings."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ LAST = ("final_layer_norm", "project_out")
 
 
 def transformer_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers, first to last; none for a model that is not built of such."""
+    """The layers, first to last; empty for a model without such layers."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def num_rows(model: PreTrainedModel) -> int:
-    """Number of tokens that the model has embeddings for, before an engine shards them."""
+    """Number of tokens that the model has embeddings for; to be called before an engine shards them."""
     return model.get_input_embeddings().weight.shape[0]
 
 
 def parameters_above(model: PreTrainedModel, num_layers: int) -> dict[str, nn.Parameter]:
     """The parameters that come after the first ``num_layers`` layers, by name; all of them for 0.
 
-    Layers are those of the text model: what a model sees images with comes before them. Embeddings come before the
-    first layer, final norm and language model head after the last. A head that is tied to the embeddings is one with
-    them.
+    Layers are those of the text model; a vision tower comes before them. Embeddings come before the first layer, final
+    norm and language model head after the last. A head that is tied to the embeddings counts as part of them.
 
     Args:
         num_layers: from 0 to one less than the model has.

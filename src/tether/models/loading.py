@@ -1,7 +1,7 @@
-"""From a path to a language model. Nothing is ever left at random: a weight that a checkpoint lacks is an error.
+"""Loads language models. No weight is ever left at random: one that a checkpoint lacks is an error.
 
-A path is a folder or a hub id. It holds a full model, or a PEFT adapter, which is loaded on the base model that it
-names and merged into it; adapters that stay adapters are the business of ``roles.py``.
+A path is a folder or a hub id. It holds a full model, or a PEFT adapter, which is merged into the base model that it
+names. Adapters that stay adapters are handled in ``roles.py``.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def load_causal_lm(
     few_bits: FewBits | None = None,
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
-    """The language model in ``path``, in eval mode; an adapter is merged into its base in float32, then cast.
+    """Loads the language model in ``path``, in eval mode; an adapter is merged into its base in float32, then cast.
 
     Args:
         dtype: of the weights; None: as saved.
-        few_bits: holds the linear layers in 4 or 8 bits, on their device.
-        device: where weights go that are saved in few bits; all others wait on the CPU for the caller.
+        few_bits: keeps the linear layers in 4 or 8 bits, on its device.
+        device: for checkpoints saved as quantized weights; all others are loaded on the CPU.
 
     Raises:
-        ModelError: it is not there, is a classifier, or some of its weights are missing; or it is an adapter, and
-            ``few_bits`` are asked for.
+        ModelError: it does not exist, is a classifier, or lacks some of its weights; or it is an adapter and
+            ``few_bits`` is given.
     """
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     if few_bits is not None:
@@ -80,7 +80,7 @@ def load_causal_lm(
 
 
 def _dequantised(path: str, dtype: torch.dtype, revision: str | None, options: Mapping[str, Any]) -> PreTrainedModel:
-    """The language model in a GGUF file: de-quantised in float32, then cast."""
+    """Loads the language model in a GGUF file: de-quantized in float32, then cast."""
     if options.get("quantization_config") is not None:
         raise ModelError(
             f"{path}: a GGUF file is de-quantised as it is read, and bitsandbytes reads model folders; give the model "
@@ -95,7 +95,7 @@ def _dequantised(path: str, dtype: torch.dtype, revision: str | None, options: M
 
 
 def check_full(path: str, revision: str | None, few_bits: FewBits) -> None:
-    """Raises ``ModelError`` for an adapter, which would have to be merged into weights in few bits."""
+    """Raises ``ModelError`` for an adapter, which cannot be merged into quantized weights."""
     if is_adapter(path, revision):
         raise ModelError(
             f"{path}: an adapter cannot be merged into a base in {few_bits.bits}: write the merged model by "
@@ -104,10 +104,10 @@ def check_full(path: str, revision: str | None, few_bits: FewBits) -> None:
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a full model.
+    """Loads the configuration of a full model.
 
     Raises:
-        ModelError: it is not there or of an unknown kind.
+        ModelError: it does not exist or is of an unknown kind.
     """
     place, file = place_of(path)
     with model_errors(path):
@@ -116,14 +116,14 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in eval mode, and which weights were missing or unexpected.
+    """Loads a model in eval mode, and returns which weights were missing or unexpected.
 
     Raises:
-        ModelError: it cannot be loaded, or its attention kernel cannot be used here.
+        ModelError: it cannot be loaded, or its attention kernel is not available.
     """
     options = {name: value for name, value in options.items() if value is not None}
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of missing and unexpected weights: callers judge those themselves
+    logging.set_verbosity_error()  # no report of missing and unexpected weights: callers check those themselves
     try:
         with model_errors(path), _attention_errors(options.get("attn_implementation")):
             model, info = auto_class.from_pretrained(
@@ -138,7 +138,7 @@ def from_pretrained(auto_class: type, path: str, **options: Any) -> tuple[PreTra
 
 @contextmanager
 def _attention_errors(kernel: str | None) -> Iterator[None]:
-    """Names the key where the package of an attention kernel is missing, which transformers finds before it loads."""
+    """Names the key if the package of an attention kernel is missing, which transformers notices before loading."""
     try:
         yield
     except ImportError as error:
@@ -151,7 +151,7 @@ def _attention_errors(kernel: str | None) -> Iterator[None]:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """``model`` with its weights in ``dtype``; buffers, such as rotary frequencies, keep their own type."""
+    """Casts the weights of ``model`` to ``dtype``; buffers, such as rotary frequencies, keep their own type."""
     for parameter in model.parameters():
         assert parameter.is_floating_point() and parameter.itemsize > 1, "a number of few bits is no weight by itself"
         parameter.data = parameter.data.to(dtype)
@@ -159,7 +159,8 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def check_complete(info: Mapping[str, Any], path: str, *, but: Iterable[str] = ()) -> None:
-    """Raises ``ModelError`` if weights were missing or had another shape, which leaves them random."""
+    """Raises ``ModelError`` if weights were missing or had another shape, which leaves them random. Names in ``but``
+    may be missing."""
     if missing := sorted(set(info["missing_keys"]) - set(but)):
         raise ModelError(f"{path}: weights are missing from the checkpoint and would be random: {some_of(missing)}")
     for name, got, wanted in sorted(info["mismatched_keys"]):

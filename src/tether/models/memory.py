@@ -1,4 +1,4 @@
-"""Passes that do not fit into memory, run in parts."""
+"""Runs passes that do not fit into memory in parts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 def in_fitting_parts(
     batches: Iterable[Sequence[int]], run: Callable[[Sequence[int]], Result], what: str
 ) -> Iterator[tuple[Sequence[int], Result]]:
-    """(rows, what ``run`` makes of them) for every batch; one that does not fit into memory is run in halves.
+    """Yields (rows, result of ``run``) for every batch; a batch that does not fit into memory is split in half.
 
     Args:
         run: a pass whose results for a row do not depend on the other rows of its batch.
-        what: names the pass in the log, which says once of each size that it did not fit.
+        what: name of the pass in the log, which reports each size that did not fit once.
 
     Raises:
-        torch.OutOfMemoryError: one row alone does not fit.
+        torch.OutOfMemoryError: a single row does not fit.
     """
     waiting = deque(batches)
     while waiting:

@@ -1,4 +1,4 @@
-"""Frozen weights that wait on the CPU while nobody uses them."""
+"""Frozen weights that wait on the CPU while they are not in use."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether weights on the device take memory that the CPU's do not."""
+    """Whether the device has memory separate from the CPU's."""
     return device.type not in ("cpu", "mps")
 
 
 class Offloaded:
     """Modules whose weights are on the CPU, and on the device inside ``with offloaded.fetched():``.
 
-    The weights must not change, so that they are only ever copied one way: afterwards the modules have again the very
-    tensors that stayed on the CPU.
+    The weights must not change, as they are only copied to the device: afterwards, the modules use the original tensors
+    on the CPU again.
     """
 
     def __init__(self, *modules: nn.Module, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class Offloaded:
 
     @contextmanager
     def fetched(self) -> Iterator[None]:
-        """Inside, the weights are on the device. May be nested: they are copied once."""
+        """Keeps the weights on the device. May be nested: they are copied only once."""
         self._depth += 1
         try:
             if self._depth == 1:
@@ -46,6 +46,6 @@ class Offloaded:
             tensor.data = kept
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """The tensor on the CPU, in pages that CUDA copies from without a detour."""
+        """The tensor on the CPU, in pinned memory if the device is CUDA."""
         tensor = tensor.cpu()
         return tensor.pin_memory() if self._device.type == "cuda" else tensor

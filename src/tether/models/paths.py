@@ -1,4 +1,4 @@
-"""What a path to a model holds, and how messages about it read."""
+"""What a path to a model holds, and error messages about it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def check_model_path(path: str, key: str, *, revision: str | None = None, takes_
     """Raises ``ModelError`` if ``path`` cannot be a model or an adapter; loads nothing and does not use the network.
 
     Args:
-        key: the configuration key that named it, for the message.
+        key: the configuration key of ``path``, for the message.
         revision: branch, tag or commit on the hub.
-        takes_gguf: whether a GGUF file will do, which holds a language model and never a head.
+        takes_gguf: whether a GGUF file is accepted, which holds a language model and never a head.
     """
     if takes_gguf and (source := gguf_source(path)) is not None:
         check_gguf(source, key)
@@ -67,7 +67,7 @@ def _check_weights(folder: Path, patterns: Iterable[str], key: str) -> None:
 
 
 def is_adapter(path: str, revision: str | None = None) -> bool:
-    """Whether ``path`` holds a PEFT adapter and not a full model."""
+    """Whether ``path`` holds a PEFT adapter rather than a full model."""
     if gguf_source(path) is not None:
         return False
     if Path(path).is_dir():
@@ -77,7 +77,7 @@ def is_adapter(path: str, revision: str | None = None) -> bool:
 
 
 def own_weights(path: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Where the weights are that a model computes with, and their revision: its own, or of an adapter its base's.
+    """Path and revision of the full model: ``path`` itself, or the base if ``path`` holds an adapter.
 
     Raises:
         ModelError: it is an adapter that names no base.
@@ -92,15 +92,15 @@ def own_weights(path: str, revision: str | None = None) -> tuple[str, str | None
 
 
 def absolute_source(path: str) -> str:
-    """``path`` such that it means the same from any working directory; a hub id stays as it is."""
+    """The absolute form of a local path; a hub id is returned unchanged."""
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def is_same_model(path: str, other: str) -> bool:
-    """Whether two paths hold the same weights: one place, or two folders whose weight files are equal wherever looked.
+    """Whether two paths hold the same weights: one location, or two folders whose weight files are equal in samples.
 
-    Copies are compared by names, sizes and samples of their bytes, which tells a model from its fine-tuned versions
-    without reading all of it.
+    Copies are compared by names, sizes and samples of their bytes, which distinguishes a model from its fine-tuned
+    versions without reading all of it.
     """
     if absolute_source(path) == absolute_source(other):
         return True
@@ -115,7 +115,7 @@ def _same_bytes(file: Path, other: Path) -> bool:
 
 
 def _samples(file: Path, blocks: int = 256, block: int = 4096) -> Iterator[bytes]:
-    """Parts of a file from its beginning to its end; all of one that is small."""
+    """Yields evenly spaced blocks of a file; all of a small file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         for offset in range(0, size, max(size // blocks, block)):
@@ -124,7 +124,8 @@ def _samples(file: Path, blocks: int = 256, block: int = 4096) -> Iterator[bytes
 
 
 def model_digest(path: str) -> str | None:
-    """A hash of what ``is_same_model`` looks at, of an adapter with its base; None for what is in no local folder."""
+    """A hash of what ``is_same_model`` compares and of the configuration, including an adapter's base; None for a model
+    that is not local."""
     folder, digest = Path(path), hashlib.sha256()
     if not folder.exists():
         return None
@@ -142,7 +143,7 @@ def model_digest(path: str) -> str | None:
 
 
 def downloaded(path: str, revision: str | None, patterns: Iterable[str]) -> Path:
-    """The folder of a model; of one on the hub, with the files that fit the patterns."""
+    """The local folder of a model; for a model on the hub, downloads the files that match the patterns."""
     if Path(path).is_dir():
         return Path(path)
     with model_errors(path):
@@ -150,7 +151,7 @@ def downloaded(path: str, revision: str | None, patterns: Iterable[str]) -> Path
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a full model's weights; pickles only where there are no safetensors."""
+    """The weight files of a full model; pickles only if there are no safetensors."""
     for pattern in MODEL_WEIGHTS:
         if files := sorted(folder.glob(pattern)):
             return files
@@ -165,7 +166,7 @@ def some_of(names: Sequence[str], limit: int = 3) -> str:
 
 @contextmanager
 def model_errors(path: str) -> Iterator[None]:
-    """Turns what the libraries raise about a model's files into a ``ModelError`` that names ``path``."""
+    """Turns errors that libraries raise about a model's files into a ``ModelError`` that names ``path``."""
     try:
         yield
     except pickle.UnpicklingError as error:

@@ -1,4 +1,4 @@
-"""What a model with eyes or ears needs beside weights and tokenizer, to be opened by ``AutoProcessor`` or by vLLM."""
+"""Files that a multimodal model needs besides weights and tokenizer, to be loaded by ``AutoProcessor`` or vLLM."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tether.models.gguf import gguf_source
 from tether.models.paths import downloaded, own_weights
 
 TEMPLATE = "chat_template.json"
-"""Where a processor of an older release has its chat template; it is read before the tokenizer's."""
+"""Chat template file of processors saved by older releases; it takes precedence over the tokenizer's template."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", TEMPLATE)
 
 
 def read_processor(path: str, shape: PreTrainedConfig, *, revision: str | None = None) -> dict[str, bytes]:
-    """The files of the processor beside the model in ``path``, or beside the base of the adapter there, by name; none
-    of a model that reads text alone.
+    """Reads the processor's files, by name, of the model in ``path`` or of its adapter's base; none for a text-only
+    model.
 
     Args:
-        shape: the configuration of the model that they are to be saved with.
+        shape: the configuration of the model that they will be saved with.
 
     Raises:
-        ModelError: it cannot be reached.
+        ModelError: the model cannot be reached.
     """
     if shape.get_text_config() is shape or gguf_source(path) is not None:
         return {}
@@ -32,7 +32,7 @@ def read_processor(path: str, shape: PreTrainedConfig, *, revision: str | None =
 
 
 def write_processor(files: Mapping[str, bytes], folder: Path) -> None:
-    """Puts the files beside the model and tokenizer in ``folder``; a template is the tokenizer's where it has one."""
+    """Writes the files beside model and tokenizer in ``folder``, except a chat template if the tokenizer has one."""
     own = files.keys() - ({TEMPLATE} if (folder / "chat_template.jinja").is_file() else set())
     for name in own:
         (folder / name).write_bytes(files[name])

@@ -1,10 +1,9 @@
-"""Products of float32 matrices by the library that is faster on this processor.
+"""Multiplies float32 matrices with the library that is faster on this processor.
 
-torch multiplies float32 matrices on a CPU by MKL, which leaves the wide vector units of processors that are not Intel's
-unused. oneDNN, which torch has on board as well and multiplies bfloat16 with, uses them: on an AMD EPYC (Zen 5) it is
-2.2 times as fast. Where there are no such units, MKL is as fast as oneDNN, but several cores take longer for x Wᵀ than
-for W xᵀ when x has the few rows of a step of decoding. All of them round to float32 after each addition; the order of
-additions differs.
+On a CPU, torch multiplies float32 matrices with MKL, which does not use the wide vector units of processors that are
+not Intel's. oneDNN, which torch also includes and uses for bfloat16, does use them: on an AMD EPYC (Zen 5), it is 2.2
+times as fast. Without such units, MKL is as fast as oneDNN, but on several cores x Wᵀ takes longer than W xᵀ when x has
+the few rows of a decoding step. All of them round to float32 after each addition; only the order of additions differs.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from torch.autograd.function import once_differentiable
 from tether.models.device import is_intel
 
 LEAST = 2**20
-"""Multiplications of a product that is oneDNN's; smaller ones take less time than it takes to call it."""
+"""Minimum number of multiplications for using oneDNN; smaller products take less time than calling it."""
 
 FEW_ROWS = 96
-"""Rows of an input up to which a product is given to MKL the other way round; with 128 it gains nothing."""
+"""Maximum number of input rows for which MKL computes the transposed product W xᵀ; with 128 nothing is gained."""
 
 LEAST_OF_FEW = 2**18
-"""Multiplications of such a product."""
+"""Minimum number of multiplications for the transposed product."""
 
 
 class QuickLinear(nn.Linear):
-    """``nn.Linear`` whose float32 products on a CPU are oneDNN's; in every other case it is ``nn.Linear``.
+    """``nn.Linear`` that computes float32 products on a CPU with oneDNN; in every other case it is ``nn.Linear``.
 
         y = x Wᵀ + b        ∂x = ∂y W        ∂W = ∂yᵀ x        ∂b = Σ ∂y
 
-    Which rows are multiplied together changes none of them, as long as the product is large enough to be oneDNN's.
+    As long as a product is large enough for oneDNN, a row's result does not depend on the other rows.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -47,12 +46,12 @@ class QuickLinear(nn.Linear):
 
     @staticmethod
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b, [..., K], [N, K], [N] → [..., N], without a gradient where it is oneDNN's."""
+        """x Wᵀ + b, [..., K], [N, K], [N] → [..., N], without a gradient if oneDNN computes it."""
         return (product if _is_ours(x, weight) else nn.functional.linear)(x, weight, bias)
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b. What a frozen operand alone would need is not kept."""
+    """x Wᵀ + b. Saves only the operands that the needed gradients depend on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -81,9 +80,9 @@ def _gradients(
 
 
 class FewRowsLinear(nn.Linear):
-    """``nn.Linear`` whose products of few rows are made the other way round, yᵀ = W xᵀ, in float32 on a CPU.
+    """``nn.Linear`` that computes products of few rows as yᵀ = W xᵀ, in float32 on a CPU.
 
-    With and without gradients alike, so that a pass and its update get the same numbers.
+    This is done with and without gradients, so that scoring and update passes give the same numbers.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -97,9 +96,9 @@ class FewRowsLinear(nn.Linear):
 
 
 def with_quick_products(model: nn.Module) -> nn.Module:
-    """The model, its linear layers made ``QuickLinear`` or ``FewRowsLinear`` where that is faster on this machine.
+    """Turns the model's linear layers into ``QuickLinear`` or ``FewRowsLinear`` if that is faster on this machine.
 
-    Their class alone changes: parameters, names, and what is saved stay as they are.
+    Only their class changes: parameters, names, and what is saved stay the same.
     """
     if (faster := QuickLinear if onednn_is_faster() else FewRowsLinear if few_rows_are_slow() else None) is not None:
         for module in model.modules():
@@ -110,15 +109,15 @@ def with_quick_products(model: nn.Module) -> nn.Module:
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether oneDNN multiplies float32 matrices faster than torch's own choice: where that is MKL, and the processor
-    has AVX-512 and is not Intel's. A fact of the machine and not a measurement, so that every run finds the same.
+    """Whether oneDNN multiplies float32 matrices faster than torch's default: if that is MKL, and the processor has
+    AVX-512 and is not Intel's. Depends only on the machine, not on a measurement, so that every run decides the same.
 
-    False as well if this release of torch does not give oneDNN's product, or gives another one.
+    Also False if this release of torch has no oneDNN product, or one with different results.
     """
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not has_both or torch.backends.cpu.get_cpu_capability() != "AVX512" or is_intel():
         return False
-    # Sums of small whole numbers are exact in any order.
+    # Sums of small integers are exact in any order.
     x, y = (torch.arange(n * n, dtype=torch.float32).reshape(n, n) % 7 - 3 for n in (40, 56))
     try:
         pairs = [(product(x, y[:, :40]), x @ y[:, :40].t()), (product(x.t(), y[:40].t()), x.t() @ y[:40])]
@@ -129,16 +128,16 @@ def onednn_is_faster() -> bool:
 
 @cache
 def few_rows_are_slow() -> bool:
-    """Whether MKL multiplies few rows faster the other way round: without AVX-512, on processors that are not Intel's.
+    """Whether MKL computes W xᵀ faster for few rows: without AVX-512, on processors that are not Intel's.
 
-    On two cores of an AMD EPYC (Zen 3) a step of decoding takes .6 of the time with 4 rows, .85 with 16. A fact of the
-    machine, as above.
+    On two cores of an AMD EPYC (Zen 3), a decoding step takes 0.6 of the time with 4 rows, 0.85 with 16. Depends only
+    on the machine, as above.
     """
     return torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX2" and not is_intel()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b by oneDNN, whatever the strides, by the operator that torch.compile writes into what it compiles."""
+    """x Wᵀ + b by oneDNN, for any strides, with the operator that torch.compile itself generates."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -157,7 +156,7 @@ def _are_float32_on_cpu(x: Tensor, weight: Tensor) -> bool:
 
 @torch.library.custom_op("tether::product", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 def _opaque(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``product`` as one operator that torch.compile leaves as it is."""
+    """``product`` as a single operator that torch.compile does not change."""
     return product(x, weight, bias)
 
 
@@ -179,7 +178,7 @@ _opaque.register_autograd(_differentiated, setup_context=_keep)
 
 
 def _compilable(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b as it is written into what is compiled."""
+    """x Wᵀ + b as used in compiled code."""
     is_float32 = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     if is_float32 and x.device.type == "cpu":
         return _opaque(x, weight, bias)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing that works in eval mode: dropout stays off, and outputs stay bitwise what they were."""
+"""Gradient checkpointing that works in eval mode: dropout stays off, and outputs stay bitwise the same."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tether.models.layers import transformer_layers
 
 @contextmanager
 def recomputed_layers(model: nn.Module) -> Iterator[None]:
-    """Inside, forwards of the model keep no activations within its layers; backward computes them again.
+    """Makes forwards of the model store no activations within its layers; the backward pass recomputes them.
 
-    transformers' own switch does nothing outside train mode, where layers would apply their dropout. Leaves no trace on
-    the model; a backward pass may run after it, under the adapter that was active inside.
+    transformers' own switch only works in train mode, in which layers would apply dropout. The model is left unchanged.
+    The backward pass may run after the context has ended, with the adapter that was active inside.
 
     Raises:
         ModelError: the model has no layers that can be recomputed.

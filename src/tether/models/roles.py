@@ -1,4 +1,4 @@
-"""Who plays which role, on which weights: policy, reference, value and reward adapters.
+"""The roles of a run and the weights they use: policy, reference, value and reward adapters.
 
     sharing   policy                 reference                        value                       reward/NAME
     full      own weights            frozen copy                      own weights, or
@@ -6,8 +6,8 @@
     LoRA      adapter ``default``    the start policy: adapters off,  adapter ``value`` + head,   adapter ``reward…``
               on the base            or frozen adapter ``reference``  or as in full               + head
 
-This is the only file that switches adapters. At rest the policy is active, everything is in eval mode (dropout is never
-on) and exactly the trained parameters require gradients; a role in use changes which adapter answers and nothing else.
+This is the only file that switches adapters. By default the policy is active, everything is in eval mode (dropout is
+never on) and exactly the trained parameters require gradients. Using a role changes the active adapter, nothing else.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tether.types import MicroBatch
 
 POLICY, REFERENCE, VALUE = "policy", "reference", "value"
 OFF = ""
-"""In place of an adapter's name: the base with all adapters off."""
+"""Used in place of an adapter name: the base with all adapters off."""
 Host = Callable[[Callable[[], Any]], Any]
-"""Runs a computation with the weights of a role and returns what it returns."""
+"""Runs a computation with the weights of a role and returns its result."""
 
 
 def directly(compute: Callable[[], Any]) -> Any:
-    """What ``compute`` returns, of weights that are all here."""
+    """Returns the result of ``compute``, for weights that are not sharded."""
     return compute()
 
 
@@ -52,7 +52,7 @@ def _copied(parameter: nn.Parameter, values: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Role:
-    """One role: a model, what of it is switched on, and what of it trains."""
+    """One role: a model, its active adapter and head, and its trained parameters."""
 
     name: str
     """``policy``, ``reference``, ``value`` or ``reward/NAME``."""
@@ -63,13 +63,14 @@ class Role:
     sharing: str
     """What it shares with other roles."""
     adapter: str | None = None
-    """PEFT's name of its adapter, ``OFF``, or None if its model has no adapters."""
+    """PEFT's name for its adapter, ``OFF``, or None if its model has no adapters."""
     head: ScalarHead | None = None
-    """Makes numbers of its hidden states."""
+    """Maps its hidden states to scalars."""
     trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    """What of it trains, by name."""
+    """Its trained parameters, by name."""
     copies_reward: bool = False
-    """Whether it says at the start what the first reward source says: a critic's, before what that counts is known."""
+    """Whether it is a critic that starts as a copy of the first reward source, whose weight and normalization are not
+    known yet."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +82,22 @@ class RoleRow:
     source: str
     """Path, hub id, or how it was made."""
     parameters: int
-    """Parameters that its forward goes through, shared ones included."""
+    """Number of parameters that its forward uses, shared ones included."""
     trainable: int
-    """Parameters of it that train."""
+    """Number of its parameters that are trained."""
     dtype: str
-    """Types of its parameters, the most frequent first."""
+    """Data types of its parameters, the most frequent first."""
     sharing: str
     """What it shares with other roles."""
     bytes: int
-    """Memory that its parameters add to those of the roles above it."""
+    """Memory that its parameters take in addition to those of the roles above it."""
 
 
 class Pass:
-    """One forward and backward of the update over a micro-batch, and what it trains.
+    """One forward and backward pass of the update over a micro-batch, and the roles it trains.
 
-    ``with pass_(batch, temperature=1.0) as out:`` runs the forward; the backward belongs inside the ``with``, because
-    recomputed activations need the role's adapter.
+    ``with pass_(batch, temperature=1.0) as out:`` runs the forward pass. The backward pass belongs inside the ``with``,
+    because recomputing activations needs the role's adapter.
     """
 
     def __init__(self, roles: ModelRoles, name: str, trains: tuple[str, ...]) -> None:
@@ -104,19 +105,19 @@ class Pass:
         self.name = name
         """Name in metrics: ``policy``, or ``value`` for a pass of the critic alone."""
         self.trains = trains
-        """Roles whose parameters it trains."""
+        """Roles whose parameters the pass trains."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """What it trains, in a fixed order."""
+        """The parameters that the pass trains, in a fixed order."""
         return [p for name in self.trains for p in self._roles.role(name).trained.values()]
 
     @contextmanager
     def __call__(self, batch: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Iterator[LogprobOutput]:
-        """What the pass says of the batch's response tokens; None for what it does not compute."""
+        """The outputs of the pass for the batch's response tokens; None for those that it does not compute."""
         with self._roles.computing(self.name):
             with self._roles.autocast():
                 out = self._roles.through(self.name)(lambda: self._outputs(batch, temperature, with_entropy))
-            # Backward runs out here: under autocast it would round the float32 gradients of head and loss.
+            # Backward runs outside of autocast, which would round the float32 gradients of head and loss.
             yield out
 
     def _outputs(self, batch: MicroBatch, temperature: float, with_entropy: bool) -> LogprobOutput:
@@ -134,7 +135,7 @@ class Pass:
 
 
 class _Parts:
-    """The modules and parameters of a model, gathered once: to walk a large model takes longer than to switch it."""
+    """The modules and parameters of a model, collected once: walking a large model takes longer than switching it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
@@ -142,7 +143,7 @@ class _Parts:
 
     @contextmanager
     def in_eval_mode(self) -> Iterator[None]:
-        """Inside, every module is in eval mode; training modes and ``requires_grad`` come back at the end."""
+        """Puts every module in eval mode; training modes and ``requires_grad`` are restored on exit."""
         modes = [module.training for module in self.modules]
         try:
             self._set_modes([False] * len(modes))
@@ -153,21 +154,21 @@ class _Parts:
 
     def _set_modes(self, modes: list[bool]) -> None:
         for module, mode in zip(self.modules, modes, strict=True):
-            if module.training != mode:  # setting costs far more than asking
+            if module.training != mode:  # setting costs far more than reading
                 module.training = mode
 
 
 class ModelRoles:
-    """The models of a run and who shares what. Made by ``build_roles``.
+    """The models of a run and what they share. Created by ``build_roles``.
 
     Args:
-        roles: policy first, then reference and value if there are such.
+        roles: policy first, then reference and value if present.
         adapted: the PEFT model that the roles with an adapter share, or None.
-        base_source: absolute path or hub id of the model that adapters sit on.
+        base_source: absolute path or hub id of the adapters' base model.
         tokenizer: the policy's.
         detach_value: keeps the value loss out of a trunk that policy and critic share.
-        offload_idle: keeps frozen models of their own on the CPU while nobody uses them.
-        processor: files that a full policy which sees or hears needs beside its tokenizer, by name; None for any other.
+        offload_idle: keeps separate frozen models on the CPU while they are not in use.
+        processor: files that a full multimodal policy needs besides its tokenizer, by name; None for any other policy.
     """
 
     def __init__(
@@ -190,19 +191,19 @@ class ModelRoles:
         self._hosts: dict[str, Host] = {}
         self._recompute = False
         self.base_source = base_source
-        """Absolute path or hub id of the model that adapters sit on; the policy's own where there are none."""
+        """Absolute path or hub id of the adapters' base model; of the policy itself if there are no adapters."""
         self.tokenizer = tokenizer
-        """The policy's tokenizer, which is the critic's too."""
+        """The tokenizer of policy and critic."""
         self.processor = processor or {}
-        """Files that a full policy which sees or hears needs beside its tokenizer, by name."""
+        """Files that a full multimodal policy needs besides its tokenizer, by name; empty for any other policy."""
         self.device = torch.device(device)
-        """Where all roles are."""
+        """The device of all roles."""
         self.autocast_dtype = autocast_dtype
-        """The type that forwards run in under autocast, None without it."""
+        """The autocast dtype of forward passes, None without autocast."""
         self.detach_value = detach_value
         """Whether the value loss is kept out of the policy's weights."""
         self.offloads_idle = offload_idle
-        """Whether frozen models of their own are to wait on the CPU."""
+        """Whether separate frozen models are to wait on the CPU."""
         models = {role.model for role in self._by_name.values()} | ({adapted} if adapted else set())
         idle = self._idle_models() if offload_idle and has_own_memory(self.device) else set()
         for model in models:
@@ -218,45 +219,45 @@ class ModelRoles:
         self._shapes = {name: parameter.shape for name, parameter in self.trained.items()}
 
     def _idle_models(self) -> set[PreTrainedModel]:
-        """Models that are one frozen role's alone."""
+        """Models that only frozen roles use."""
         trained = {role.model for role in self._by_name.values() if role.trained}
         return {role.model for role in self._by_name.values()} - trained
 
-    # What there is
+    # The roles
 
     @property
     def policy(self) -> PreTrainedModel | PeftModel:
-        """The policy as its library saves it: the whole model, or the PEFT model whose adapter ``default`` it is."""
+        """The policy as its library saves it: the whole model, or the PEFT model that has it as adapter ``default``."""
         return self._adapted or self.role(POLICY).model
 
     @property
     def policy_adapter(self) -> str:
-        """PEFT's name of the policy's adapter, the one that is active at rest."""
+        """PEFT's name for the policy's adapter, which is active while no other role is in use."""
         return self.role(POLICY).adapter or DEFAULT
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a reference: not at ``kl_coef`` 0."""
+        """Whether there is a reference; there is none with ``kl_coef`` 0."""
         return REFERENCE in self._by_name
 
     @property
     def has_critic(self) -> bool:
-        """Whether there is a critic: not where advantages come from scores alone."""
+        """Whether there is a critic; there is none if advantages are computed from scores alone."""
         return VALUE in self._by_name
 
     def role(self, name: str) -> Role:
-        """The role of that name."""
+        """Returns a role by name."""
         assert name in self._by_name, f"no role {name}; there are {', '.join(self._by_name)}"
         return self._by_name[name]
 
     @property
     def all(self) -> list[Role]:
-        """Every role, in the order that they were made."""
+        """Every role, in the order of creation."""
         return list(self._by_name.values())
 
     @property
     def passes(self) -> list[Pass]:
-        """What the update runs on each micro-batch: one pass for a shared trunk, otherwise policy, then value."""
+        """The passes of the update over each micro-batch: one for a shared trunk, otherwise policy, then value."""
         if not self.has_critic:
             return [Pass(self, POLICY, (POLICY,))]
         if self._shares_trunk:
@@ -269,7 +270,7 @@ class ModelRoles:
         return value.model is policy.model and value.adapter == policy.adapter
 
     def table(self) -> list[RoleRow]:
-        """One row a role, in the order that they were made."""
+        """One row per role, in the order of creation."""
         seen: set[nn.Parameter] = set()
         rows = []
         for role in self._by_name.values():
@@ -293,7 +294,7 @@ class ModelRoles:
         return rows
 
     def _parameters_of(self, role: Role) -> set[nn.Parameter]:
-        """The parameters that the role's forward goes through."""
+        """The parameters that the role's forward uses."""
         used = set(role.model.parameters()) | set(role.head.parameters() if role.head else ())
         if role.adapter is not None:
             for name in self._adapted.peft_config:
@@ -305,10 +306,10 @@ class ModelRoles:
 
     @contextmanager
     def use(self, role: str) -> Iterator[PreTrainedModel]:
-        """The model of a role, its adapter switched on, in eval mode, under autocast if that is on.
+        """The model of a role with its adapter switched on, in eval mode, under autocast if that is enabled.
 
-        On exit, whatever happened inside, the adapter that was active before, every ``requires_grad`` and the training
-        mode of every module are as they were. May be nested. Gradients: run backward inside a ``Pass`` instead.
+        On exit, also after an exception, the previously active adapter, every ``requires_grad`` and the training mode
+        of every module are restored. May be nested. To compute gradients, use a ``Pass`` instead.
 
         Args:
             role: ``policy``, ``reference``, ``value`` or ``reward/NAME``.
@@ -318,7 +319,7 @@ class ModelRoles:
 
     @contextmanager
     def computing(self, role: str) -> Iterator[None]:
-        """``use`` without autocast, and with recomputed layers where gradients are wanted and checkpointing is on."""
+        """``use`` without autocast; layers are recomputed if gradients are enabled and checkpointing is on."""
         played = self.role(role)
         with_gradients = self._recompute and torch.is_grad_enabled()
         with (
@@ -331,8 +332,8 @@ class ModelRoles:
 
     @contextmanager
     def fetched(self) -> Iterator[None]:
-        """Inside, no weights wait on the CPU: for a phase that uses their role many times. Without it each use fetches
-        them anew."""
+        """Keeps all weights on the device during a phase that uses offloaded roles many times. Without it, each use
+        fetches them again."""
         with ExitStack() as stack:
             for model in self._offloaded:
                 stack.enter_context(self._fetched(model))
@@ -352,7 +353,7 @@ class ModelRoles:
 
     @contextmanager
     def _switched(self, adapter: str | None) -> Iterator[None]:
-        """Inside, ``adapter`` answers; the one that answered before comes back at the end."""
+        """Makes ``adapter`` active; the previously active one is restored on exit."""
         if adapter is None:
             yield
             return
@@ -365,7 +366,7 @@ class ModelRoles:
             assert self._adapted.active_adapter == (before or self.policy_adapter), "the adapter was not restored"
 
     def _switch(self, adapter: str) -> None:
-        """Makes ``adapter`` answer. PEFT also sets ``requires_grad`` then, which is put back at once."""
+        """Makes ``adapter`` active. PEFT also changes ``requires_grad``, which is restored immediately."""
         wanted, is_off = adapter or self.policy_adapter, adapter == OFF
         with flags_kept(self._parts_of(self._adapted).parameters):
             if self._adapters_off and not is_off:
@@ -376,7 +377,7 @@ class ModelRoles:
                 self._adapted.base_model.disable_adapter_layers()
         self._adapters_off = is_off
 
-    # What roles say
+    # Outputs of roles
 
     @torch.no_grad()
     def score_pass(
@@ -385,10 +386,10 @@ class ModelRoles:
         temperature: float,
         around: Callable[[Pass], AbstractContextManager[None]] = lambda pass_: nullcontext(),
     ) -> LogprobOutput:
-        """Old log-probabilities, entropy and values, without gradients: the update's own passes, bitwise.
+        """Old log-probabilities, entropy and values, without gradients; bitwise equal to those of the update's passes.
 
         Args:
-            around: a context that each pass runs in.
+            around: creates a context in which each pass runs.
         """
         merged = LogprobOutput(None, None, None)
         for pass_ in self.passes:
@@ -406,7 +407,7 @@ class ModelRoles:
     def reward_scores(
         self, name: str, ids: Int[Tensor, "M T"], mask: Bool[Tensor, "M T"], position_ids: Int[Tensor, "M T"]
     ) -> Float[Tensor, " M"]:
-        """What the reward adapter ``name`` says at the last real token of each row."""
+        """Scores of the reward adapter ``name`` at the last real token of each row."""
         role = self.role(f"reward/{name}")
         with self.use(role.name) as model:
             score = partial(last_token_scores, model.base_model, role.head, ids, mask, position_ids, causal=True)
@@ -415,16 +416,15 @@ class ModelRoles:
     # Engines
 
     def through(self, role: str) -> Host:
-        """What runs a computation with the role's weights: it directly, or by the engine that they are spread by."""
+        """What runs a computation with the role's weights: directly, or through the engine that shards them."""
         return self._hosts.get(role, directly)
 
     def host(self, hosts: Mapping[str, Host], trained: Mapping[str, Mapping[str, nn.Parameter]] | None = None) -> None:
-        """Makes computations of roles go through an engine from now on.
+        """Runs computations of roles through an engine from now on.
 
         Args:
-            hosts: by role, what runs a computation with its weights.
-            trained: by role, what stands in for the parameters that train, under the same names, where an engine
-                replaced them.
+            hosts: for each role, what runs a computation with its weights.
+            trained: for each role whose trained parameters an engine replaced, the replacements under the same names.
         """
         self._hosts |= hosts
         for name, parameters in (trained or {}).items():
@@ -459,7 +459,7 @@ class ModelRoles:
         self._by_name[role.name] = role
 
     def gradient_checkpointing(self, enabled: bool) -> None:
-        """Whether passes with gradients recompute activations; forwards without gradients are never touched."""
+        """Sets whether passes with gradients recompute activations; forwards without gradients never do."""
         if enabled:
             for role in (POLICY, VALUE) if self.has_critic else (POLICY,):
                 with recomputed_layers(self.role(role).model):
@@ -468,7 +468,7 @@ class ModelRoles:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Every parameter of policy and critic that trains, as ``role.parameter``."""
+        """Every trained parameter of policy and critic, as ``role.parameter``."""
         return {f"{role.name}.{name}": p for role in self._by_name.values() for name, p in role.trained.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -479,10 +479,10 @@ class ModelRoles:
     def load_state_dict(
         self, state: Mapping[str, Tensor], fill: Callable[[nn.Parameter, Tensor], None] = _copied
     ) -> None:
-        """Takes over the tensors of ``state_dict``, put together where an engine spread them.
+        """Loads tensors of ``state_dict``, unsharded if an engine sharded them.
 
         Args:
-            fill: gives a parameter its values.
+            fill: sets the values of a parameter.
 
         Raises:
             CheckpointError: names or shapes are not those of this run.

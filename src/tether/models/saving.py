@@ -1,4 +1,4 @@
-"""From a role to a folder that loads with no code of ours, written whole or not at all."""
+"""Saves roles as folders that load without Tether, each written completely or not at all."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from tether.models.tokenizer import load_generation_config, load_tokenizer
 
 MANIFEST = "manifest.json"
 FINAL, TRIAL = "final.tmp", "save-trial.tmp"
-"""Folders whose files go to a run's own folder, and that are written to see whether that can be done."""
+"""Folder whose files are then moved to the run's own folder, and folder written to test whether saving works."""
 
 
 def policy_weights(roles: ModelRoles) -> dict[str, Tensor]:
-    """The tensors that ``save_policy`` writes, by the names that the live policy has for them."""
+    """The tensors that ``save_policy`` writes, by their names in the live policy."""
     policy = roles.policy
     if isinstance(policy, PeftModel):
         return _adapter_tensors(policy, roles.policy_adapter)
@@ -55,18 +55,18 @@ def save_policy(
 ) -> None:
     """Writes the policy as a plain transformers folder, or as a PEFT adapter if it is one, without any value head.
 
-    With it go the tokenizer, its chat template and the generation config, and the files of a processor that the roles
-    keep for a full model that sees or hears. Uses no network.
+    Also writes the tokenizer with its chat template, the generation config, and for a full multimodal model the files
+    of its processor. Does not use the network.
 
     Args:
-        weights: values of ``policy_weights``, where an engine has spread them; those of the live model otherwise.
+        weights: values of ``policy_weights`` if an engine has sharded them; those of the live model otherwise.
     """
     folder, given = Path(folder), {} if weights is None else {"state_dict": dict(weights)}
     policy = roles.policy
     if isinstance(policy, PeftModel):
-        # "auto" would ask the hub for the base's vocabulary size; here it never changes.
+        # "auto" would query the hub for the base's vocabulary size, which never changes here.
         policy.save_pretrained(folder, selected_adapters=[roles.policy_adapter], save_embedding_layers=False, **given)
-        if roles.policy_adapter != DEFAULT:  # PEFT puts it into a folder of its name
+        if roles.policy_adapter != DEFAULT:  # PEFT saves it in a subfolder with the adapter's name
             for file in (folder / roles.policy_adapter).iterdir():
                 file.replace(folder / file.name)
             (folder / roles.policy_adapter).rmdir()
@@ -78,10 +78,10 @@ def save_policy(
 
 
 def load_policy(roles: ModelRoles, folder: Path | str, *, trust_remote_code: bool = False) -> None:
-    """Gives the policy the weights that ``save_policy`` wrote to ``folder`` from the same configuration.
+    """Loads weights into the policy that ``save_policy`` wrote to ``folder`` with the same configuration.
 
     Args:
-        trust_remote_code: whether code that comes with the policy is run.
+        trust_remote_code: whether to run code that comes with the policy.
 
     Raises:
         ModelError: the folder holds another kind of policy, or weights that do not fit.
@@ -100,7 +100,7 @@ def load_policy(roles: ModelRoles, folder: Path | str, *, trust_remote_code: boo
 
 
 def critic_weights(roles: ModelRoles) -> dict[str, Tensor]:
-    """The tensors that ``save_critic`` writes, by the live names; those of the head are of ``score``."""
+    """The tensors that ``save_critic`` writes, by their names in the live model; the head's are under ``score``."""
     critic = roles.role(VALUE)
     head = {f"score.{name}": tensor for name, tensor in critic.head.state_dict(keep_vars=True).items()}
     if critic.adapter is not None:
@@ -110,19 +110,19 @@ def critic_weights(roles: ModelRoles) -> dict[str, Tensor]:
 
 
 def _adapter_tensors(model: PeftModel, adapter: str) -> dict[str, Tensor]:
-    """Parameters of one adapter, and all buffers, of which it may have some."""
+    """Parameters of one adapter, and all buffers, as some may belong to it."""
     own, tensors = adapter_parameters(model, adapter), model.state_dict(keep_vars=True)
     return {name: x for name, x in tensors.items() if name in own or not isinstance(x, nn.Parameter)}
 
 
 def save_critic(roles: ModelRoles, folder: Path | str, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Writes the critic so that it can start another run's critic, or judge answers as a reward model.
+    """Writes the critic so that it can initialize another run's critic, or score answers as a reward model.
 
-    A critic with an adapter, its own or the policy's: a PEFT adapter of a sequence classifier on the policy's base. Any
-    other: a sequence classifier, with the policy's trunk where it is a head on that.
+    A critic with an adapter, its own or the policy's, is saved as a PEFT adapter of a sequence classifier on the
+    policy's base. Any other is saved as a sequence classifier, with the policy's trunk if it is a head on the policy.
 
     Args:
-        weights: values of ``critic_weights``, where an engine has spread them; those of the live model otherwise.
+        weights: values of ``critic_weights`` if an engine has sharded them; those of the live model otherwise.
     """
     folder, given = Path(folder), {} if weights is None else {"state_dict": dict(weights)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def save_critic(roles: ModelRoles, folder: Path | str, weights: Mapping[str, Ten
 
 
 def _save_reward_adapter(roles: ModelRoles, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-    """The critic's adapter and head as PEFT saves an adapter of a sequence classifier."""
+    """Writes the critic's adapter and head as PEFT saves the adapter of a sequence classifier."""
     critic, adapted = roles.role(VALUE), roles.policy
     tensors = get_peft_model_state_dict(adapted, state_dict, adapter_name=critic.adapter, save_embedding_layers=False)
     head = {f"score.{name}": tensor for name, tensor in critic.head.state_dict().items()}
@@ -169,18 +169,18 @@ def merge_adapter(
     trust_remote_code: bool = False,
     also: Callable[[Path], None] = lambda partial: None,
 ) -> None:
-    """Writes the model that the adapter in ``path`` makes of its base, in the base's type, with the tokenizer.
+    """Merges the adapter in ``path`` into its base and writes the model, in the base's type, with the tokenizer.
 
-    The adapter of a sequence classifier, of any family, becomes one with as many labels as it has. A value head in a
-    file beside the adapter stays in a file beside the model.
+    An adapter of a sequence classifier, of any family, becomes a classifier with the same labels. A value head in a
+    file beside the adapter is written to a file beside the model.
 
     Args:
-        trust_remote_code: whether code that comes with the base is run.
-        also: writes what else belongs into the folder, such as a card.
+        trust_remote_code: whether to run code that comes with the base.
+        also: writes further files into the folder, such as a model card.
 
     Raises:
-        ConfigError: ``folder`` is there and holds something.
-        ModelError: ``path`` is no adapter, or does not fit its base.
+        ConfigError: ``folder`` exists and is not empty.
+        ModelError: ``path`` is not an adapter, or does not fit its base.
     """
     path, folder = str(path), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -194,19 +194,19 @@ def merge_adapter(
         pad_as(model, tokenizer)
     else:
         model = load_causal_lm(path, dtype=None, **code)
-        model.generation_config = load_generation_config(path) or model.generation_config  # ends as it was trained to
+        model.generation_config = load_generation_config(path) or model.generation_config  # the end tokens of training
     processor = read_processor(path, model.config)
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write_processor(processor, partial)
-        if (head := value_head_file(path)) is not None:  # that LLaMA-Factory saves beside its reward adapters
+        if (head := value_head_file(path)) is not None:  # LLaMA-Factory saves one beside its reward adapters
             shutil.copy2(head, partial / head.name)
         also(partial)
 
 
 def check_can_be_made(folder: Path, key: str) -> None:
-    """Raises ``ConfigError`` if a folder that ``key`` names is a file, or cannot be made or written to."""
+    """Raises ``ConfigError`` if the folder that ``key`` names is a file, or cannot be created or written to."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():
         raise ConfigError(f"{key}: {nearest} is a file; name a folder")
@@ -216,10 +216,10 @@ def check_can_be_made(folder: Path, key: str) -> None:
 
 @contextmanager
 def atomic_folder(path: Path | str) -> Iterator[Path]:
-    """A new folder to write into, which becomes ``path`` at the end, complete and with a manifest, or vanishes.
+    """A new folder to write into. On exit it becomes ``path``, complete and with a manifest; on error it is removed.
 
-    Until then ``path`` does not exist, or is the earlier folder of that name, which is replaced. What a killed process
-    left unfinished is removed by the next call for the same path.
+    Until then ``path`` does not exist, or is the previous folder, which is then replaced. Unfinished folders of killed
+    processes are removed by the next call for the same path.
     """
     path = Path(path).absolute()
     partial, replaced = path.with_name(f".{path.name}.partial"), _replaced(path)
@@ -242,18 +242,18 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
 
 
 def put_back(path: Path) -> None:
-    """Brings the earlier folder of that name back that a killed process had moved out of a new one's way."""
+    """Restores the previous folder at ``path`` if a process was killed while replacing it."""
     replaced = _replaced(path)
     if replaced.is_dir() and not replaced.is_symlink() and not path.exists():
         replaced.rename(path)
 
 
 def remove_unfinished(folder: Path, is_own: Callable[[str], bool]) -> None:
-    """Removes what killed processes left of folders that they were writing in ``folder``, of links the links alone; a
-    folder that was to be replaced, and was not, is put back.
+    """Removes unfinished folders that killed processes left in ``folder``; of links, only the links. A folder that was
+    to be replaced, and was not, is restored.
 
     Args:
-        is_own: whether a folder of that name is one that is written there.
+        is_own: whether a folder with this name is one that is written there.
     """
     for path in list(folder.glob(".*")):
         name = path.name.removeprefix(".").removesuffix(".partial").removesuffix(".replaced")
@@ -266,12 +266,12 @@ def remove_unfinished(folder: Path, is_own: Callable[[str], bool]) -> None:
 
 
 def _replaced(path: Path) -> Path:
-    """Where a folder waits to be removed until the one that replaces it is there."""
+    """Where a replaced folder is kept until its replacement is in place."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def _remove(path: Path) -> None:
-    """Removes what is there, if anything; of a link the link alone."""
+    """Removes a file or folder if it exists; of a link, only the link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -280,12 +280,12 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def written_into(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, whose files are put into ``folder`` at the end, each whole or not there."""
+    """A new folder to write into, whose files are moved to ``folder`` on exit, each completely or not at all."""
     written = folder / FINAL
     with atomic_folder(written) as temporary:
         yield temporary
     files = [path.relative_to(written) for path in written.rglob("*") if path.is_file()]
-    for name in sorted(files, key=lambda name: (name.name == MANIFEST, name)):  # which lists the others
+    for name in sorted(files, key=lambda name: (name.name == MANIFEST, name)):  # the manifest last
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (written / name).replace(folder / name)
     shutil.rmtree(written)
@@ -295,10 +295,10 @@ def verify_manifest(folder: Path | str, *, contents: bool = True) -> None:
     """Checks every file that the folder's manifest lists.
 
     Args:
-        contents: read every file and take its hash, which takes minutes for a large model; else its size will do.
+        contents: compares the hash of every file, which takes minutes for a large model; otherwise only its size.
 
     Raises:
-        CheckpointError: the manifest or a file is missing, or a file is not what was written.
+        CheckpointError: the manifest or a file is missing, or a file is not as it was written.
     """
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
@@ -314,7 +314,7 @@ def verify_manifest(folder: Path | str, *, contents: bool = True) -> None:
 
 
 def is_whole(folder: Path | str) -> bool:
-    """Whether a folder has a manifest, and every file that it lists as it was written."""
+    """Whether a folder has a manifest, and every file listed there is as it was written."""
     try:
         verify_manifest(folder)
     except CheckpointError:
@@ -323,7 +323,7 @@ def is_whole(folder: Path | str) -> bool:
 
 
 def files_written(folder: Path | str) -> list[str]:
-    """Names of the files that the folder's manifest lists, and its own; none if it has no manifest.
+    """Names of the files that the folder's manifest lists, and the manifest's own; none without a manifest.
 
     Raises:
         CheckpointError: the manifest cannot be read.
@@ -333,27 +333,27 @@ def files_written(folder: Path | str) -> list[str]:
 
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash by the name of each file, from the folder's manifest."""
+    """Size and hash of each file by name, from the folder's manifest."""
     try:
         files = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
         listed = {name: {"bytes": int(each["bytes"]), "sha256": str(each["sha256"])} for name, each in files.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error}") from error
-    for name in listed:  # of these, files are removed when a run is replaced
+    for name in listed:  # these files are removed when a run is replaced
         if name.startswith(("/", "\\")) or ".." in Path(name).parts:
             raise CheckpointError(f"{folder / MANIFEST}: lists {name!r}, which is not in the folder")
     return listed
 
 
 def _write_manifest(folder: Path) -> None:
-    """Lists and flushes every file, so that the rename that follows never shows a file that is not on the disk."""
+    """Writes the manifest and flushes every file, so that after the rename each file is certain to be on disk."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     listed = {
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files
     }
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"files": listed}, indent=1) + "\n", encoding="utf-8")
-    for file in files:  # safetensors makes its files readable by their owner alone, whatever the umask
+    for file in files:  # safetensors makes its files readable only by their owner, whatever the umask
         file.chmod(manifest.stat().st_mode)
     folders = [folder, *(child for child in folder.rglob("*") if child.is_dir())]
     for entry in [*files, manifest, *folders]:
@@ -366,7 +366,7 @@ def _sha256(file: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Makes the system write a file or a folder's entries to the disk."""
+    """Flushes a file or a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""From a path to a tokenizer, and which tokens end an answer."""
+"""Loads tokenizers, and determines which tokens end an answer."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tether.models.paths import (
 )
 
 MISTRAL = "MistralCommonBackend"
-"""transformers' class around mistral-common's tokenizers."""
+"""transformers' wrapper class for mistral-common's tokenizers."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, or that of its base for an adapter that brings none.
+    """Loads the tokenizer of a model, or of the base for an adapter without one.
 
-    It is left as it is: pads never reach a model here, so a tokenizer needs no pad token.
+    It is not changed: padding never reaches a model here, so a tokenizer needs no pad token.
     """
     code, is_local = {"trust_remote_code": trust_remote_code}, Path(path).exists()
     brings_none = is_local and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
@@ -59,13 +59,13 @@ def load_tokenizer(
 
 
 def _without_mistral_common(path: str, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``path`` from the files that transformers reads without mistral-common.
+    """Loads the tokenizer in ``path`` from the files that transformers reads without mistral-common.
 
-    Where that package is installed, which vLLM brings, transformers takes its tokenizer for every model that has a
-    tekken.json; that one has no chat template, and tells none of its special tokens.
+    If that package is installed (vLLM depends on it), transformers uses its tokenizer for every model that has a
+    tekken.json. That tokenizer has no chat template and does not report its special tokens.
 
     Raises:
-        ModelError: there are no such files, or this release of transformers does not let one choose.
+        ModelError: there are no such files, or this release of transformers offers no choice.
     """
     try:
         with model_errors(path):
@@ -85,7 +85,7 @@ def _without_mistral_common(path: str, options: Mapping[str, Any]) -> PreTrained
 
 
 def load_generation_config(path: str, *, revision: str | None = None) -> GenerationConfig | None:
-    """What came with the model in ``path`` about generation, or with the base of the adapter there, if anything."""
+    """Loads the generation config of the model in ``path``, or of the adapter's base; None if there is none."""
     for place, at in dict.fromkeys([(path, revision), own_weights(path, revision)]):
         try:
             return GenerationConfig.from_pretrained(place_of(place)[0], revision=at)
@@ -106,8 +106,8 @@ def stop_token_ids(
     """Tokens that end an answer.
 
     Args:
-        generation_config: the policy's; its end tokens count beside the tokenizer's and the chat template's.
-        stop_token: ``sampling.stop_token``: ``eos``, one token, or None for no end but the length.
+        generation_config: the policy's; its end tokens are used besides the tokenizer's and the chat template's.
+        stop_token: ``sampling.stop_token``: ``eos``, one token, or None if only the length ends an answer.
 
     Raises:
         ConfigError: ``stop_token`` is not one token, or the model has no end token.
@@ -130,9 +130,9 @@ def stop_token_ids(
 
 
 def end_at(model: PreTrainedModel | PeftModel, stops: Collection[int]) -> None:
-    """Makes the model's generation config end answers at all of these tokens, also after it was saved and loaded.
+    """Makes the model's generation config end answers at all of these tokens, also after saving and loading.
 
-    One that says how to sample and not that it samples, which transformers does not save once it was changed, samples.
+    transformers refuses to save a changed config with sampling settings but without ``do_sample``, so this sets it.
     """
     generation = model.generation_config
     ends = configured_ends(generation)

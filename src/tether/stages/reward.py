@@ -1,10 +1,10 @@
-"""A reward model from preference pairs, on TRL's RewardTrainer.
+"""Trains a reward model on preference pairs, with TRL's RewardTrainer.
 
     loss = −log σ(r(prompt, chosen) − r(prompt, rejected)) + center_rewards_coefficient · (r_chosen + r_rejected)²
 
-Each answer is read at its last token, the end token, as reward sources read an answer in PPO that ended with it.
+Each answer is scored at its last token, the end token, as reward sources in PPO score an answer that ended with it.
 
-Source: Bradley & Terry 1952; Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155; the centring term
+Source: Bradley & Terry 1952; Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155; the centering term:
 Eisenstein et al. 2023, eq. 2, https://arxiv.org/abs/2312.09244
 """
 
@@ -55,17 +55,17 @@ LENGTH_GROUPS = 4
 
 @dataclass(frozen=True)
 class RewardStageResult:
-    """What ``train_reward_model`` made."""
+    """Result of ``train_reward_model``."""
 
     path: Path
     """Folder of the reward model."""
     metrics: dict[str, float]
-    """Numbers of pairs, the training loss of the last step, seconds, and ``eval_…`` where pairs were held out;
-    none of a run that was finished before."""
+    """Numbers of pairs, the training loss of the last step, seconds, and ``eval_…`` if pairs were held out; empty for a
+    run that was already finished."""
     accuracy_by_length: list[dict[str, Any]] = field(default_factory=list)
-    """Accuracy on held-out pairs in groups of like length, shortest first."""
+    """Accuracy on held-out pairs in groups of similar length, shortest first."""
     interrupted: str | None = None
-    """Why the run stopped before its end with its state saved, or None."""
+    """Why the run stopped early, with its state saved, or None."""
 
 
 def train_reward_model(
@@ -78,20 +78,20 @@ def train_reward_model(
     """Trains a reward model and saves it to ``config.output_dir``.
 
     The folder holds a sequence classifier with one label, or with ``model.lora`` a PEFT adapter of one with its head;
-    the tokenizer with its chat template, which says to which token the judge reads (``READS_TO``); ``config.yaml``;
-    ``fingerprints.json``, by which ``resume`` knows rows and model again; ``metrics.jsonl`` with one line a step and
-    one an evaluation on the way; and ``reward_eval.json`` with the rewards of the held-out pairs.
+    the tokenizer with its chat template and the token at which answers are scored (``READS_TO``); ``config.yaml``;
+    ``fingerprints.json``, by which ``resume`` recognizes rows and model; ``metrics.jsonl`` with one line per step and
+    one per evaluation during training; and ``reward_eval.json`` with the rewards of the held-out pairs.
 
-    Several launched processes share the pairs of each optimizer step (DDP); the first one writes and speaks.
+    Several launched processes share the pairs of each optimizer step (DDP); only the first writes files and messages.
 
     Args:
-        on_progress: told of every optimizer step.
-        tell: told of lines to keep.
-        stop: asked after every step; a reason ends the run with a checkpoint, in all processes.
+        on_progress: called after every optimizer step.
+        tell: called with messages for the user.
+        stop: called after every step; if it returns a reason, the run ends with a checkpoint, in all processes.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can mend; before a model is loaded
-            wherever it can be seen by then.
+        ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can fix, found before a model is
+            loaded wherever possible.
         TrainingError: the loss is not finite; no model is saved.
     """
     run = running.begin(config, "reward", check, tell)
@@ -111,7 +111,7 @@ def train_reward_model(
     tokenizer.pad_token = dist.each(lambda: spare_token(tokenizer, data.token_ids, vocab_size))
     if config.model.lora is not None:
         model = dist.each(lambda: adapted(model, config.model, before))
-    before = None  # whole embeddings may be among its weights
+    before = None  # frees its weights, which may include full embeddings
     with running.watched(run, read, on_progress, stop) as watch:
         settings = model.config.get_text_config()
         uses_cache = settings.use_cache
@@ -130,7 +130,7 @@ def train_reward_model(
             trainer = running.train(lambda: _trainer(model, tokenizer, data, evaluation, watch), run.checkpoint)
         if watch.interrupted is not None:
             return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
-        settings.use_cache = uses_cache  # TRL turns it off for training, and the folder would keep that
+        settings.use_cache = uses_cache  # TRL turns it off for training, which would be saved with the model
         model.eval()
         metrics = {
             **data.counts,
@@ -149,7 +149,7 @@ def train_reward_model(
 
 
 def check(config: RewardStageConfig) -> None:
-    """Raises for every mistake that shows without loading a tokenizer or a model."""
+    """Raises for every mistake that can be found without loading a tokenizer or a model."""
     running.check_stage(config, "reward")
     for key in ("pairs", "eval_pairs"):
         if (source := getattr(config.data, key)) is not None:
@@ -181,20 +181,20 @@ class _Data:
 
     @property
     def rows(self) -> dict[str, running.Rows]:
-        """All that is trained on, and all that is held out."""
+        """The training pairs and the held-out pairs."""
         both = {"data.pairs": self.train, "held-out pairs": self.held_out}
         return {name: [(p.row, (p.chosen_ids, p.rejected_ids), {}) for p in pairs] for name, pairs in both.items()}
 
     @property
     def token_ids(self) -> set[int]:
-        """Every token that a pair holds."""
+        """Every token that occurs in a pair."""
         return {
             t for pair in (*self.train, *self.held_out) for ids in (pair.chosen_ids, pair.rejected_ids) for t in ids
         }
 
 
 def load_data(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
-    """The tokenizer, and pairs to train on and held-out pairs as token ids, all of which fit the model.
+    """Loads the tokenizer, and training and held-out pairs as token ids, checked to fit the model.
 
     Raises:
         ConfigError: as ``check_fit``.
@@ -232,10 +232,10 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
 def start_model(
     config: RewardModelConfig, before: Adapter | None, *, precision: torch.dtype | None, device: torch.device
 ) -> PreTrainedModel:
-    """The sequence classifier that training starts from; with lora, what the adapter is put on.
+    """The sequence classifier that training starts from; with lora, the base of the adapter.
 
-    A language model gets a head drawn from N(0, 1/(d + 1)), so that rewards of a trunk with states of unit scale start
-    at unit scale.
+    A language model gets a head drawn from N(0, 1/(d + 1)), so that rewards from hidden states of unit scale start at
+    unit scale.
 
     Args:
         before: the adapter in ``model.path``, if there is one.
@@ -243,7 +243,7 @@ def start_model(
     Source: Ziegler et al. 2019; details in Huang et al. 2024, https://arxiv.org/abs/2403.17031
 
     Raises:
-        ModelError: it cannot be loaded, or has no classifier of its kind.
+        ModelError: it cannot be loaded, or transformers has no classifier for its kind of model.
     """
     (path, of), options = base_of(config, before), loading_options(config, precision=precision, device=device)
     is_merged = before is not None and config.lora is None
@@ -252,19 +252,19 @@ def start_model(
     else:
         model = classifier_on(load_causal_lm(path, **options, **of))
         nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
-    # also where an adapter was merged into it; beneath an adapter it stays frozen, and may be in few bits
+    # trained also if an adapter was merged into it; the base of an adapter stays frozen, and may be quantized
     return model if config.lora is not None else model.requires_grad_(True)
 
 
 def adapted(model: PreTrainedModel, config: RewardModelConfig, before: Adapter | None) -> PeftModel:
-    """``model`` with a LoRA adapter, which brings a copy of the head: a fresh one, or the one that goes on.
+    """Adds a LoRA adapter with a copy of the head to ``model``: a fresh one, or the one that is trained further.
 
     Args:
         before: as in ``start_model``.
 
     Raises:
-        ConfigError: ``lora`` does not fit the model, or the adapter that goes on.
-        ModelError: the adapter that goes on does not fit its base.
+        ConfigError: ``lora`` does not fit the model, or the adapter that is trained further.
+        ModelError: the adapter that is trained further does not fit its base.
     """
     fresh = {f"score.{name}": tensor for name, tensor in model.score.state_dict().items()}
     adapter = with_lora(model, config, before, task_type="SEQ_CLS", kept="score")
@@ -276,14 +276,14 @@ def adapted(model: PreTrainedModel, config: RewardModelConfig, before: Adapter |
 
 
 def spare_token(tokenizer: PreTrainedTokenizerBase, used: set[int], vocab_size: int) -> str:
-    """A token that no answer can end with, to pad with.
+    """A padding token that no answer can end with.
 
-    transformers reads a classifier at the last token that is not the pad token: padding with the end token, as many
-    tokenizers do, would skip the end of every answer. Special tokens are taken first.
+    transformers scores the last token that is not the pad token. Padding with the end token, as many tokenizers do,
+    would skip the end of every answer. Special tokens are preferred.
 
     Args:
         used: tokens of the data.
-        vocab_size: embeddings that the model has.
+        vocab_size: number of the model's embeddings.
 
     Raises:
         ModelError: every token is used.
@@ -311,7 +311,8 @@ def _trainer(
     """TRL's trainer, which trains the model in place.
 
     Args:
-        evaluation: what ``evaluate`` says at a step: the trainer's own means are those of batches, however small.
+        evaluation: returns the result of ``evaluate`` at a step; used as the trainer's own metrics average batches
+            regardless of their size.
     """
     from trl import RewardTrainer
 
@@ -341,7 +342,7 @@ def _trainer(
 
 
 def _told(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of an evaluation under the names that logs have for them."""
+    """The metrics of an evaluation under their names in logs."""
     return {f"eval_{name}": value for name, value in evaluation["metrics"].items()}
 
 
@@ -363,14 +364,14 @@ def evaluate(
     dist: Dist,
     precision: torch.dtype | None,
 ) -> dict[str, Any]:
-    """Rewards of held-out pairs, scored as reward sources score in PPO, and how often the better answer wins. Each
-    process scores its share.
+    """Rewards of held-out pairs, scored as by reward sources in PPO, and how often the better answer wins. Each process
+    scores its share.
 
         accuracy = share of pairs with r(chosen) > r(rejected)
         margin   = mean of r(chosen) − r(rejected)
 
-    Accuracy is also given for pairs in groups of like length, and apart for pairs whose better answer is the longer
-    and the shorter one: a judge of length alone is perfect in one of these and useless in the other.
+    Accuracy is also computed for groups of pairs of similar length, and separately for pairs whose better answer is the
+    longer or the shorter one: a judge of length alone is perfect on one of these and useless on the other.
     """
     classifier = model.get_base_model() if isinstance(model, PeftModel) else model
     causal = is_causal(classifier.base_model)
@@ -415,7 +416,7 @@ def pair_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def accuracy_by_length(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Accuracy in groups of equal size, by the tokens of the pair's longer answer."""
+    """Accuracy in groups of equal size, by the number of tokens of the longer answer of each pair."""
 
     def length(row: Mapping[str, Any]) -> int:
         return max(row["chosen_tokens"], row["rejected_tokens"])
@@ -440,7 +441,7 @@ def _write(
     output_dir: Path,
     evaluation: Mapping[str, Any],
 ) -> None:
-    """Writes what the run leaves behind, all of it or nothing."""
+    """Writes the results of the run, all of them or none."""
     with written_into(output_dir) as folder:
         save(model, tokenizer, folder)
         write_processor(processor, folder)
@@ -449,10 +450,10 @@ def _write(
 
 
 def save(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes the reward model and its tokenizer, to be loaded by transformers or PEFT."""
+    """Writes the reward model and its tokenizer, to be loaded with transformers or PEFT."""
     if isinstance(model, PeftModel):
         model.save_pretrained(folder, save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty form of a model card
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
     else:
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What the stages on TRL's trainers share: what is checked first, the folder of a run, its log, stopping and going on.
+"""Shared by the stages that use TRL's trainers: checks, the folder of a run, its log, stopping and resuming.
 
     output_dir/
       config.yaml, metrics.jsonl     from the start
@@ -64,21 +64,21 @@ SCHEDULES = tuple(
         *(SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.INVERSE_SQRT),
     )
 )
-"""Schedules of transformers that need no arguments of their own, and follow no metric."""
+"""Schedules of transformers that need no extra arguments and do not depend on a metric."""
 MAY_CHANGE = frozenset({
     "resume", "overwrite_output_dir", "output_dir", "train.eval_steps", "train.save_steps", "train.save_total_limit",
     "train.ddp_timeout", "train.report_to", "train.run_name", "train.micro_batch_size", "train.gradient_checkpointing",
 })  # fmt: skip
-"""Keys that a resumed run may change. An optimizer step reads the same rows with another micro_batch_size."""
+"""Keys that a resumed run may change. With another micro_batch_size, an optimizer step still reads the same rows."""
 _NOT_LOGGED = frozenset({"num_tokens", "eval_num_tokens"})
-"""What TRL counts from where a process began, so that it is of no use in a run that was resumed."""
+"""Counts that TRL starts again in every process, so that they are useless in resumed runs."""
 
 OnProgress = Callable[[int, int, Mapping[str, float]], None]
-"""Told of every optimizer step: its number from 1, the number of steps, and what TRL logged (loss, accuracy, …)."""
+"""Called after every optimizer step with its number from 1, the number of steps, and TRL's logs (loss, accuracy, …)."""
 Tell = Callable[[str], None]
-"""Told of what a user wants to read: a line or several."""
+"""Called with messages for the user, of one or more lines."""
 Stop = Callable[[], str | None]
-"""Asked after every optimizer step; a reason ends the run with a checkpoint."""
+"""Called after every optimizer step; if it returns a reason, the run ends with a checkpoint."""
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 
@@ -86,7 +86,7 @@ ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 
 def check_stage(config: StageConfig, command: str) -> None:
-    """Raises for every mistake that shows without loading a tokenizer, and that both stages can have."""
+    """Raises for every mistake that both stages share and that can be found without loading a tokenizer."""
     if find_spec("trl") is None:
         raise ConfigError(f"tether {command} trains with TRL, which is not installed: pip install 'tether[trl]'")
     if config.train.fp16 and not torch.accelerator.is_available():
@@ -104,7 +104,7 @@ def check_stage(config: StageConfig, command: str) -> None:
 
 
 def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
-    """Raises ``ConfigError`` if what launched the run does not fit it."""
+    """Raises ``ConfigError`` if the launch does not fit the run."""
     engines = {"DeepSpeed": launched.uses_deepspeed(), "FSDP": launched.uses_fsdp()}
     for engine in (name for name, is_asked in engines.items() if is_asked):
         raise ConfigError(
@@ -122,7 +122,7 @@ def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
 
 
 def as_launched(config: ConfigT) -> ConfigT:
-    """The configuration with the arithmetic that the launcher asks for, where it asks for any."""
+    """The configuration with the precision that the launcher asks for, if any."""
     asked = launched.mixed_precision()
     if asked == "no":
         return config
@@ -131,7 +131,7 @@ def as_launched(config: ConfigT) -> ConfigT:
 
 
 def check_folder(config: StageConfig) -> None:
-    """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds what the run would replace unasked."""
+    """Raises ``ConfigError`` if ``output_dir`` cannot be written, or holds files that the run must not replace."""
     folder = config.output_dir
     check_can_be_made(folder, "output_dir")
     check_models_kept(folder, {"model.path": config.model.path})
@@ -148,7 +148,7 @@ def check_folder(config: StageConfig) -> None:
 
 
 def _has_trained(folder: Path) -> bool:
-    """Whether a run recorded a step there, has a checkpoint, or has written its model."""
+    """Whether a run in the folder recorded a step, has a checkpoint, or has written its model."""
     return holds_run(folder) or (folder / MANIFEST).is_file()
 
 
@@ -162,33 +162,33 @@ def _is_run(folder: Path, section: type[StageConfig]) -> bool:
 
 @dataclass(frozen=True)
 class Begun(Generic[ConfigT]):
-    """A run whose configuration, launch and folder are known to be fit."""
+    """A run whose configuration, launch and folder have been checked."""
 
     dist: Dist
-    """The processes, of which the main one writes and speaks."""
+    """The processes, of which only the main one writes files and messages."""
     config: ConfigT
-    """With the arithmetic that the launcher asks for."""
+    """The configuration, with the precision that the launcher asks for."""
     tell: Tell
-    """Silent in all processes but the main one."""
+    """Silent in all processes except the main one."""
     checkpoint: Path | None
-    """What the run goes on from."""
+    """What the run resumes from."""
     is_finished: bool
     """Whether nothing is left to train."""
 
     @property
     def precision(self) -> torch.dtype | None:
-        """The type that forwards run in under autocast, None for that of the weights."""
+        """The autocast dtype of forward passes, None for that of the weights."""
         return half_dtype(self.config.train, self.dist.device)
 
 
 def begin(config: ConfigT, command: str, check: Callable[[ConfigT], None], tell: Tell) -> Begun[ConfigT]:
-    """Looks for every mistake that shows without loading a tokenizer or a model, and says where the run computes.
+    """Checks all that can be checked without loading a tokenizer or a model, and reports what the run computes on.
 
     Args:
-        check: the stage's own.
+        check: the stage's own checks.
 
     Raises:
-        ConfigError, DataError, ModelError: a mistake; in all processes alike.
+        ConfigError, DataError, ModelError: a mistake; raised in all processes.
         CheckpointError: as ``find_checkpoint``.
     """
     dist = Dist(config.train.ddp_timeout)
@@ -210,10 +210,10 @@ def begin(config: ConfigT, command: str, check: Callable[[ConfigT], None], tell:
 
 
 def is_finished(config: StageConfig) -> bool:
-    """Whether a run with ``resume: auto`` has nothing left to train: ``output_dir`` holds the model that it makes.
+    """Whether a run with ``resume: auto`` has nothing left to train, as ``output_dir`` already holds its model.
 
     Raises:
-        CheckpointError: it is another run's, or damaged.
+        CheckpointError: the model is another run's, or damaged.
     """
     if config.resume != "auto" or not (config.output_dir / MANIFEST).is_file():
         return False
@@ -223,12 +223,12 @@ def is_finished(config: StageConfig) -> bool:
 
 
 def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
-    """The checkpoint to resume from; None if the run starts anew. Incomplete ones are skipped, and ``tell`` says so.
-    With ``resume: auto`` a run starts where none was trained.
+    """The checkpoint to resume from; None if the run starts from the beginning. Incomplete ones are skipped and
+    reported by ``tell``. With ``resume: auto``, a run starts from the beginning if nothing has been trained yet.
 
     Raises:
-        CheckpointError: ``resume`` was asked for and nothing complete is there, it belongs to another run, or the run
-            is finished.
+        CheckpointError: resuming was requested, but there is no complete checkpoint, it belongs to another run, or the
+            run is finished.
     """
     if config.resume is False:
         return None
@@ -261,7 +261,7 @@ def newest_checkpoint(folder: Path, tell: Tell) -> Path | None:
 
 
 def _step(checkpoint: Path) -> int | None:
-    """Finished steps by the trainer's state, which it writes last; None without it."""
+    """Number of finished steps from the trainer's state, which is written last; None without it."""
     try:
         return int(json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -273,7 +273,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def _check_same_run(held: Path, folder: Path, config: StageConfig) -> None:
-    """Raises ``CheckpointError`` if what a folder holds, a checkpoint or a trained model, is another run's."""
+    """Raises ``CheckpointError`` if ``held``, a checkpoint or a trained model, belongs to another run."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise CheckpointError(f"resume: {file} is missing, so nothing says what run {held} belongs to")
@@ -297,14 +297,14 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 Rows = Iterable[tuple[int, Sequence[Iterable[int]], Mapping[str, Any]]]
-"""What ``rows_digest`` takes."""
+"""Argument of ``rows_digest``."""
 
 
 def fingerprints(config: StageConfig, rows: Mapping[str, Rows]) -> dict[str, str]:
-    """A hash of the model that a run starts from, unless it is the hub's, and of each of its datasets.
+    """Hashes of the model that a run starts from, unless it is on the hub, and of each of its datasets.
 
     Args:
-        rows: of each dataset, by what messages call it.
+        rows: rows of each dataset, by its name in messages.
     """
     model = model_digest(config.model.path)
     own = {} if model is None else {"model.path": model}
@@ -312,14 +312,14 @@ def fingerprints(config: StageConfig, rows: Mapping[str, Rows]) -> dict[str, str
 
 
 def check_same_data(run: Begun[Any], read: Mapping[str, str]) -> None:
-    """Checks that a run that goes on reads what it read before; one of a version that kept no hashes is taken as it is.
+    """Checks that a resumed run reads the same model and rows as before; runs of versions without hashes are accepted.
 
     Args:
         read: its ``fingerprints``.
 
     Raises:
-        CheckpointError: the model or a dataset is another one: the trainer skips as many rows as were trained on, and
-            others would be trained on twice, or never.
+        CheckpointError: the model or a dataset has changed. The trainer skips as many rows as were trained on, so other
+            rows would be trained on twice, or never.
     """
     if run.checkpoint is None or not (file := run.checkpoint.parent / FINGERPRINTS_FILE).is_file():
         return
@@ -337,7 +337,7 @@ def check_same_data(run: Begun[Any], read: Mapping[str, str]) -> None:
 
 
 def clear(config: StageConfig) -> None:
-    """Removes what an earlier run wrote to ``output_dir``, which ``check_folder`` took, and writes the configuration.
+    """Removes what an earlier run wrote to ``output_dir``, checked by ``check_folder``, and writes the configuration.
 
     Raises:
         ConfigError: as ``watched``.
@@ -347,7 +347,7 @@ def clear(config: StageConfig) -> None:
 
 
 def _mark(config: StageConfig) -> None:
-    """Makes an empty ``output_dir`` known as this run's, whatever ends it before its folder is prepared."""
+    """Marks an empty ``output_dir`` as this run's, even if the run ends before its folder is prepared."""
     if not any(config.output_dir.iterdir()):
         write_whole(config.output_dir / CONFIG_FILE, dump_config(config).encode())
 
@@ -364,7 +364,7 @@ def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
         step = _step(checkpoint)
         for path in list_checkpoints(folder):
             if path.resolve() != checkpoint.resolve() and (_step(path) is None or _step(path) > step):
-                shutil.rmtree(path)  # its steps are made anew, and so is it
+                shutil.rmtree(path)  # its steps are repeated, and it is written again
         truncate_after(folder / METRICS, step, step)
     write_whole(folder / CONFIG_FILE, dump_config(config).encode())
 
@@ -376,8 +376,8 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
     """Arguments of TRL's trainers that both stages set.
 
     Args:
-        num_rows: rows that are trained on.
-        evaluates: whether there are held-out rows, which are evaluated on every ``train.eval_steps`` then.
+        num_rows: number of training rows.
+        evaluates: whether there are held-out rows, to evaluate on every ``train.eval_steps`` steps.
         kind: class of the arguments.
     """
     config, train, precision = run.config, run.config.train, run.precision
@@ -387,7 +387,7 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
     steps_an_epoch = math.ceil(math.ceil(num_rows / at_once) / accumulation)
     num_steps = train.max_steps or math.ceil(passes_over(steps_an_epoch, train.num_train_epochs or 1.0))
     has_accelerator = torch.accelerator.is_available()
-    names = {argument.name for argument in fields(kind)}  # transformers is renaming this one
+    names = {argument.name for argument in fields(kind)}  # transformers is renaming this argument
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     return {
         "output_dir": str(config.output_dir),
@@ -422,19 +422,19 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
 
 @dataclass
 class Watch(TrainerCallback):
-    """Writes what TRL logs to metrics.jsonl, tells trackers and callers, and ends a run that is to stop or diverged.
+    """Writes TRL's logs to metrics.jsonl, trackers and callers, and ends a run that should stop or has diverged.
 
     Every process has one.
     """
 
     writer: JsonlWriter | None
-    """The main process's alone."""
+    """Only in the main process."""
     on_progress: OnProgress | None
     stop: Stop | None
     run: Begun[Any]
-    """The run that it watches."""
+    """The watched run."""
     trackers: Trackers
-    """Those of the main process; elsewhere none."""
+    """The run's trackers in the main process; none in the others."""
     interrupted: str | None = None
     """Why the run was asked to stop, if it was."""
 
@@ -454,7 +454,7 @@ class Watch(TrainerCallback):
                 f"step {state.global_step}: the loss is {numbers['loss']}; lower train.learning_rate, or set "
                 "train.bf16 and train.fp16 to false"
             )
-            raise met_by_all(diverged)  # it is the mean of all processes
+            raise met_by_all(diverged)  # the loss is the mean over all processes
         if self.writer is None:
             return
         self.writer.write({"step": state.global_step, **numbers})
@@ -467,7 +467,7 @@ class Watch(TrainerCallback):
     ) -> None:
         if self.stop is None or state.global_step >= state.max_steps:
             return
-        self.interrupted = self.run.dist.first(self.stop())  # a signal reaches each process when it will
+        self.interrupted = self.run.dist.first(self.stop())  # a signal may reach each process at a different time
         if self.interrupted is not None:
             control.should_save = control.should_training_stop = True
 
@@ -476,23 +476,23 @@ class Watch(TrainerCallback):
 def watched(
     run: Begun[Any], read: Mapping[str, str], on_progress: OnProgress | None, stop: Stop | None
 ) -> Iterator[Watch]:
-    """A callback that keeps the run's log and tells its trackers, which end with the ``with``.
+    """A callback that writes the run's log and feeds its trackers, which are closed on exit.
 
-    Inside, ``output_dir`` is this run's alone, and ready: without what an earlier run wrote, or cut back to the
-    checkpoint that the run goes on from. Nothing is removed before the trackers have started.
+    Inside, this run has exclusive use of ``output_dir``, which is prepared: files of an earlier run are removed, or the
+    folder is cut back to the checkpoint that the run resumes from. Nothing is removed before the trackers have started.
 
     Args:
-        read: the run's ``fingerprints``, which are kept for one that goes on.
+        read: the run's ``fingerprints``, saved for a later resume.
 
     Raises:
-        ConfigError: ``output_dir`` cannot be made, or another run writes to it or has written to it meanwhile, or a
+        ConfigError: ``output_dir`` cannot be created, another run is writing or has meanwhile written to it, or a
             tracker did not start.
     """
     dist, config = run.dist, run.config
     folder = config.output_dir
     with ExitStack() as stack:
         dist.by_main(lambda: stack.enter_context(claimed(folder)))
-        dist.by_main(lambda: check_folder(config))  # once more: another run may have begun there meanwhile
+        dist.by_main(lambda: check_folder(config))  # again: another run may have started there in the meantime
         dist.by_main(lambda: _mark(config))
         trackers = dist.each(lambda: trackers_of(config, is_main=dist.is_main))
         stack.callback(trackers.close)
@@ -503,7 +503,7 @@ def watched(
 
 
 def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Trainer:
-    """Makes TRL's trainer and trains, from the start or from a checkpoint of it."""
+    """Creates TRL's trainer and trains, from the start or from one of its checkpoints."""
     with _no_telemetry():
         trainer = make_trainer()
         trainer.create_model_card = lambda *args, **kwargs: None  # its README.md would be about TRL
@@ -519,7 +519,7 @@ def last_loss(config: StageConfig) -> float:
 
 @contextmanager
 def _no_telemetry() -> Iterator[None]:
-    """Keeps TRL from reporting its use over the network."""
+    """Keeps TRL from sending telemetry."""
     before = hub_constants.HF_HUB_DISABLE_TELEMETRY
     hub_constants.HF_HUB_DISABLE_TELEMETRY = True
     try:

@@ -1,4 +1,4 @@
-"""A policy from demonstrations, on TRL's SFTTrainer.
+"""Trains a policy on demonstrations, with TRL's SFTTrainer.
 
     loss = −(1/N) Σ log π(token)        over the N tokens of all answers of an optimizer step, end tokens included
 
@@ -42,15 +42,15 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class SftResult:
-    """What ``train_sft`` made."""
+    """Result of ``train_sft``."""
 
     path: Path
     """Folder of the policy."""
     metrics: dict[str, float]
-    """Numbers of demonstrations, the last training loss, seconds, and ``eval_…`` where some were held out;
-    none of a run that was finished before."""
+    """Numbers of demonstrations, the last training loss, seconds, and ``eval_…`` if some were held out; empty for a run
+    that was already finished."""
     interrupted: str | None = None
-    """Why the run stopped before its end with its state saved, or None."""
+    """Why the run stopped early, with its state saved, or None."""
 
 
 def train_sft(
@@ -63,20 +63,19 @@ def train_sft(
     """Fine-tunes a language model on demonstrations and saves it to ``config.output_dir``.
 
     The folder holds a plain model, or with ``model.lora`` a PEFT adapter; the tokenizer with its chat template; the
-    generation config, which ends answers where the chat template does; ``config.yaml``;
-    ``fingerprints.json``, by which ``resume`` knows rows and model again; and ``metrics.jsonl`` with one line a step
-    and one an evaluation.
+    generation config, which ends answers where the chat template does; ``config.yaml``; ``fingerprints.json``, by which
+    ``resume`` recognizes rows and model; and ``metrics.jsonl`` with one line per step and one per evaluation.
 
-    Several launched processes share the rows of each optimizer step (DDP); the first one writes and speaks.
+    Several launched processes share the rows of each optimizer step (DDP); only the first writes files and messages.
 
     Args:
-        on_progress: told of every optimizer step.
-        tell: told of lines to keep.
-        stop: asked after every step; a reason ends the run with a checkpoint, in all processes.
+        on_progress: called after every optimizer step.
+        tell: called with messages for the user.
+        stop: called after every step; if it returns a reason, the run ends with a checkpoint, in all processes.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can mend; before a model is loaded
-            wherever it can be seen by then.
+        ConfigError, DataError, ModelError, CheckpointError: a mistake that the user can fix, found before a model is
+            loaded wherever possible.
         TrainingError: the loss is not finite; no model is saved.
     """
     run = running.begin(config, "sft", check, tell)
@@ -114,7 +113,7 @@ def train_sft(
 
 
 def check(config: SftStageConfig) -> None:
-    """Raises for every mistake that shows without loading a tokenizer or a model."""
+    """Raises for every mistake that can be found without loading a tokenizer or a model."""
     running.check_stage(config, "sft")
     for key in ("demonstrations", "eval_demonstrations"):
         if (source := getattr(config.data, key)) is not None:
@@ -144,13 +143,13 @@ class SftData:
 
     @property
     def rows(self) -> dict[str, running.Rows]:
-        """All that is trained on, and all that is held out."""
+        """The training rows and the held-out rows."""
         both = {"data.demonstrations": self.train, "held-out demonstrations": self.held_out}
         return {name: [(d.row, (d.query_ids, d.response_ids), {}) for d in each] for name, each in both.items()}
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the start of a run: how many demonstrations there are, and the first, special tokens visible."""
+        """Messages at the start of a run: the numbers of demonstrations, and the first one with special tokens."""
         first = self.train[0]
         query, response = self.tokenizer.decode(first.query_ids), self.tokenizer.decode(first.response_ids)
         without = f", {self.num_unanswered} without an answer" if self.num_unanswered else ""
@@ -162,11 +161,11 @@ class SftData:
 
 
 def load_data(config: SftStageConfig) -> SftData:
-    """The tokenizer, and demonstrations to train on and held-out ones as token ids, all of which fit the model.
+    """Loads the tokenizer, and training and held-out demonstrations as token ids, checked to fit the model.
 
     Raises:
         ConfigError, ModelError: as ``check_fit``.
-        DataError: no demonstration can be held out, though some are to be.
+        DataError: demonstrations should be held out, but none can be.
     """
     data = _loaded(config)
     texts = [(each.row, each.query_ids + each.response_ids) for each in (*data.train, *data.held_out)]
@@ -186,7 +185,7 @@ def _loaded(config: SftStageConfig) -> SftData:
         too_long = read.num_too_long + others.num_too_long
         unanswered = read.num_unanswered + others.num_unanswered
         return SftData(tokenizer, end_ids, read.demonstrations, others.demonstrations, too_long, unanswered)
-    # a row's turns, and equal prompts, are never on both sides: what they begin with is the same
+    # a row's turns, and rows with equal prompts, begin alike and so are never on both sides
     first = {each.row: each.query_ids for each in reversed(read.demonstrations)}
     train, held_out = split_off(
         read.demonstrations, data.held_out_fraction, config.train.seed, lambda each: _same(first[each.row], each.row)
@@ -197,7 +196,7 @@ def _loaded(config: SftStageConfig) -> SftData:
 
 
 def _same(query: tuple[int, ...], row: int) -> tuple[int, ...] | int:
-    """What demonstrations of one prompt have in common; plain texts have no prompt but their first token."""
+    """A key that demonstrations of one prompt share; plain texts have no prompt other than their first token."""
     return query if len(query) > 1 else row
 
 
@@ -224,11 +223,11 @@ def _read(
 def start_model(
     config: SftModelConfig, *, precision: torch.dtype | None, device: torch.device
 ) -> PreTrainedModel | PeftModel:
-    """The language model that training starts from; with lora, an adapter on it, fresh or the one that goes on.
+    """The language model that training starts from; with lora, with a fresh adapter or the one that is trained further.
 
     Raises:
-        ConfigError: ``lora`` does not fit the model, or the adapter that is continued.
-        ModelError: it cannot be loaded, or is no language model.
+        ConfigError: ``lora`` does not fit the model, or the adapter that is trained further.
+        ModelError: it cannot be loaded, or is not a language model.
     """
     before = start_adapter(config)
     if before is not None and before.head:
@@ -236,7 +235,7 @@ def start_model(
     path, of = base_of(config, before)
     model = load_causal_lm(path, **loading_options(config, precision=precision, device=device), **of)
     if config.lora is None:
-        return model.requires_grad_(True)  # also where an adapter was merged into it
+        return model.requires_grad_(True)  # also if an adapter was merged into it
     adapted = with_lora(model, config, before, task_type="CAUSAL_LM")
     if before is not None:
         place_adapter(adapted, DEFAULT, before)
@@ -245,7 +244,7 @@ def start_model(
 
 @contextmanager
 def _settings_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Puts configuration and generation config back at the end: the trainer aligns both with the tokenizer."""
+    """Restores config and generation config on exit: the trainer aligns both with the tokenizer."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     settings, generation = copy.deepcopy(base.config), copy.deepcopy(base.generation_config)
     try:
@@ -270,13 +269,13 @@ def _trainer(model: PreTrainedModel | PeftModel, data: SftData, watch: running.W
         args=SftArguments(**arguments),
         train_dataset=_dataset(data.train),
         eval_dataset=_dataset(data.held_out) if evaluates else None,
-        processing_class=copy.deepcopy(data.tokenizer),  # it is given a pad token where it has none
+        processing_class=copy.deepcopy(data.tokenizer),  # TRL adds a pad token if it has none
         callbacks=[watch],
     )
 
 
 def _dataset(demonstrations: Sequence[Demonstration]) -> Dataset:
-    """Token ids, and as labels those of them that are trained on."""
+    """Token ids, and as labels those that are trained on."""
     return Dataset.from_dict(
         {
             "input_ids": [[*each.query_ids, *each.response_ids] for each in demonstrations],
@@ -303,7 +302,7 @@ def _write(
     output_dir: Path,
     evaluation: Mapping[str, float],
 ) -> None:
-    """Writes what the run leaves behind, all of it or nothing."""
+    """Writes the results of the run, all of them or none."""
     with written_into(output_dir) as folder:
         save(model, tokenizer, folder)
         write_processor(processor, folder)
@@ -311,10 +310,10 @@ def _write(
 
 
 def save(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes the policy with tokenizer and generation config, to be loaded by transformers or PEFT."""
+    """Writes the policy with tokenizer and generation config, to be loaded with transformers or PEFT."""
     if isinstance(model, PeftModel):
         model.save_pretrained(folder, save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty form of a model card
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         model.generation_config.save_pretrained(folder)
     else:
         model.save_pretrained(folder)

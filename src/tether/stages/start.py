@@ -1,4 +1,4 @@
-"""What a stage's model starts from: a full model, or an adapter, which goes on with ``model.lora``."""
+"""What a stage's model starts from: a full model, or an adapter, which ``model.lora`` trains further."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tether.models.preprocessing import read_processor
 
 
 def origin(config: ModelConfig) -> dict[str, Any]:
-    """Where the model is from, as the functions that load it take it."""
+    """Revision and remote-code setting of the model, as arguments of the functions that load it."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
@@ -44,16 +44,16 @@ def check_fit(
     *,
     takes_classifier: bool,
 ) -> None:
-    """Raises for what only the data and the model's own configuration show; loads no weights.
+    """Checks the data against the model's own configuration; loads no weights.
 
     Args:
         texts: row and token ids of every text of the run.
-        kind: what messages call a text.
+        kind: name of a text in messages.
         takes_classifier: whether the run may start from a sequence classifier.
 
     Raises:
-        ConfigError: a text has more tokens than the model has positions, or a token that it has no embedding for; LoRA
-            names no module of it; its weights are in few bits and to be trained themselves.
+        ConfigError: a text has more tokens than the model has positions, or a token without an embedding; LoRA matches
+            none of its modules; its weights are quantized and would be trained themselves.
         ModelError: it is a classifier, and a language model is wanted.
     """
     model = config.model
@@ -76,11 +76,11 @@ def check_fit(
 
 
 def loading_options(config: ModelConfig, *, precision: torch.dtype | None, device: torch.device) -> dict[str, Any]:
-    """How the model is loaded: float32 where its weights train, in the type of autocast where they are frozen.
+    """How the model is loaded: in float32 if its weights are trained, in the autocast dtype if they are frozen.
 
     Args:
-        precision: the type that forwards run in under autocast, None without it.
-        device: where a base goes whose weights are in few bits.
+        precision: the autocast dtype of forward passes, None without autocast.
+        device: where to load a base with quantized weights.
     """
     auto = (precision if config.lora is not None else None) or torch.float32
     return {
@@ -91,7 +91,7 @@ def loading_options(config: ModelConfig, *, precision: torch.dtype | None, devic
 
 
 def start_adapter(config: ModelConfig) -> Adapter | None:
-    """The adapter in ``model.path``, None where it holds a full model."""
+    """The adapter in ``model.path``, None if it holds a full model."""
     return read_adapter(config.path, config.revision) if is_adapter(config.path, config.revision) else None
 
 
@@ -101,7 +101,7 @@ def processor_of(config: ModelConfig, model: PreTrainedModel | PeftModel) -> dic
 
 
 def base_of(config: ModelConfig, start: Adapter | None) -> tuple[str, dict[str, Any]]:
-    """Path and origin of what is loaded: the adapter's base where the adapter goes on, otherwise ``model.path``."""
+    """Path and origin of what is loaded: the base of an adapter that is trained further, otherwise ``model.path``."""
     if start is None or config.lora is None:
         return config.path, origin(config)
     return start.config.base_model_name_or_path, origin(config) | {"revision": start.config.revision}
@@ -110,15 +110,15 @@ def base_of(config: ModelConfig, start: Adapter | None) -> tuple[str, dict[str, 
 def with_lora(
     model: PreTrainedModel, config: ModelConfig, start: Adapter | None, *, task_type: str, kept: str | None = None
 ) -> PeftModel:
-    """``model`` with a LoRA adapter of the settings that are asked for, or of those of the adapter that goes on; its
-    weights are not yet those of that one.
+    """Adds a LoRA adapter to ``model``, with the configured settings, or with those of the adapter that is trained
+    further, whose weights are not loaded yet.
 
     Args:
-        kept: a module that is trained as a whole and saved with the adapter.
+        kept: a module that is fully trained and saved with the adapter.
 
     Raises:
-        ConfigError: ``model.lora`` does not fit the model, or the adapter that goes on.
-        ModelError: the adapter that goes on changes its base.
+        ConfigError: ``model.lora`` does not fit the model, or the adapter that is trained further.
+        ModelError: the adapter that is trained further changes its base.
     """
     path, of = base_of(config, start)
     if start is None:
@@ -137,5 +137,5 @@ def with_lora(
         raise ConfigError(f"model.lora.target_modules: got {config.lora.target_modules}: {error}") from error
     for parameter in made.parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
-            parameter.data = parameter.data.float()  # a copy of a whole module; scaled losses want gradients in float32
+            parameter.data = parameter.data.float()  # a copy of a full module; loss scaling needs float32 gradients
     return made

@@ -1,4 +1,4 @@
-"""Arguments of TRL's trainers, in classes that the trainers' checkpoints can name. Imported where a trainer is made."""
+"""Arguments of TRL's trainers, as classes that checkpoints can refer to. Imported only when a trainer is created."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import no_type_check
 from trl import RewardConfig, SFTConfig
 
 
-@no_type_check  # of what TRL's and transformers' own annotations say of their arguments, where tests check types
+@no_type_check  # excludes TRL's and transformers' own annotations from the type checks in tests
 class _OneDevice:
-    """A process trains on one device, also where it sees several: transformers would put a copy of the model on each
-    by ``DataParallel`` and multiply the batch by their number. Launched processes have one each."""
+    """A process trains on one device, even if it sees several: transformers would replicate the model on each with
+    ``DataParallel`` and multiply the batch size by their number. Launched processes have one each."""
 
     @property
     def n_gpu(self) -> int:
@@ -18,8 +18,8 @@ class _OneDevice:
 
 
 class SftArguments(_OneDevice, SFTConfig):
-    """Of ``SFTTrainer``."""
+    """Arguments of ``SFTTrainer``."""
 
 
 class RewardArguments(_OneDevice, RewardConfig):
-    """Of ``RewardTrainer``."""
+    """Arguments of ``RewardTrainer``."""

@@ -45,7 +45,7 @@ RESPONSES = ([9, 10, 2], [11, 12, 13, 14, 2], [20, 21, 22, 23])
 SAMPLING = Sampling(7, temperature=0.7, stop_token_ids=frozenset({2}))
 MOST_PARAMETERS = 80_000_000
 SCALE = 4.0
-"""Factor on the initialisation of matrices, so that logits are far from equal."""
+"""Factor on the initialization of matrices, so that logits are far from equal."""
 
 WIDTHS = dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "embedding_size", "embedding_dim"), 32)
 INNER = dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "word_embed_proj_dim"), 32)

@@ -365,7 +365,7 @@ class TestToOurs:
         assert "# dropped, optim: lion_8bit: not offered here; adamw_torch_fused stands in" in made
         assert "# dropped, save_strategy: epoch: checkpoints come by updates here" in made
 
-    def test_trls_scripts_tokenise_prompts_as_plain_text(self, tmp_path):
+    def test_trls_scripts_tokenize_prompts_as_plain_text(self, tmp_path):
         def made(script, more=""):
             return converted(written(tmp_path, "launch.sh", f"{TRL.strip().replace('ppo_tldr.py', script)} {more}\n"))
 

@@ -415,7 +415,7 @@ class TestModels:
             assert config.model.attn_implementation == wanted
             assert any("cannot be used here" in note for note in translation.notes) is not installed
 
-    def test_quantised(self, tmp_path):
+    def test_quantized(self, tmp_path):
         overrides = ["--quantization_bit=4", "--ref_model_quantization_bit=4"]
         config, translation = read(PPO, *overrides, folder=tmp_path)
         assert config.model.quantization == "4bit"

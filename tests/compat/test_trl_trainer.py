@@ -457,7 +457,7 @@ def test_padding_in_the_dataset_is_no_part_of_a_prompt(tmp_path):
     assert all(history == histories[0] for history in histories)
 
 
-def test_a_collator_may_tokenise(tmp_path):
+def test_a_collator_may_tokenize(tmp_path):
     tokenizer = tiny_tokenizer()
 
     def collated(features):
@@ -771,7 +771,7 @@ def quantized(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: {"model": quantized(policy(f))}, "model: holds quantised weights, .* give a peft_config"),
+        (lambda f: {"model": quantized(policy(f))}, "model: holds quantized weights, .* give a peft_config"),
         (lambda f: {"value_model": quantized(classifier(f))}, "value_model: holds weights in few bits"),
         (lambda f: {"model": policy(f).half()}, "^model: the weights that train are torch.float16, .*=torch.float32"),
         (lambda f: {"value_model": classifier(f).half()}, "value_model: the weights that train are torch.float16"),

@@ -32,7 +32,7 @@ def classifier(folder, kind="llama", num_labels=1):
 
 
 def rows(tokenizer, texts=TEXTS):
-    """Pre-tokenised prompts."""
+    """Pre-tokenized prompts."""
     return [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
 
 

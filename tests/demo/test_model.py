@@ -33,7 +33,7 @@ def test_package_without_weights_says_where_it_looked(tmp_path, package):
 
 def test_package_is_found_but_never_imported(tmp_path, package, monkeypatch):
     (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"weights")
-    monkeypatch.setattr(model, "_dequantise", lambda weights, to: (to / "made").write_bytes(weights.read_bytes()))
+    monkeypatch.setattr(model, "_dequantize", lambda weights, to: (to / "made").write_bytes(weights.read_bytes()))
     made = model.prepare_model(tmp_path / "cache")
     assert made == tmp_path / "cache" / "SmolLM2-135M-Instruct"
     assert (made / "made").read_bytes() == b"weights"
@@ -43,7 +43,7 @@ def test_package_is_found_but_never_imported(tmp_path, package, monkeypatch):
 def test_made_once(tmp_path, package, monkeypatch):
     (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"weights")
     calls = []
-    monkeypatch.setattr(model, "_dequantise", lambda weights, folder: calls.append(weights))
+    monkeypatch.setattr(model, "_dequantize", lambda weights, folder: calls.append(weights))
     assert model.prepare_model(tmp_path / "cache") == model.prepare_model(tmp_path / "cache")
     assert len(calls) == 1
 
@@ -55,7 +55,7 @@ def test_a_failure_leaves_no_model_behind(tmp_path, package, monkeypatch):
         (folder / "half").write_bytes(b"")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model, "_dequantise", fail)
+    monkeypatch.setattr(model, "_dequantize", fail)
     with pytest.raises(KeyboardInterrupt):
         model.prepare_model(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -21,12 +21,12 @@ LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-HIDDEN = 32  # blocks of quantised weights are 32 long
+HIDDEN = 32  # blocks of quantized weights are 32 long
 
 
 def write_gguf(file: Path, *, tied: bool = False, seed: int = 0) -> dict[str, np.ndarray]:
     """Writes model, byte-pair tokenizer and chat template; returns the weights by transformers' names, as they are
-    after their quantisation: 8 bits for what the MLP reads, floats for the rest."""
+    after their quantization: 8 bits for what the MLP reads, floats for the rest."""
     tokenizer = tiny_bpe_tokenizer()
     model = tiny_causal_lm("llama", tied=tied, vocab_size=len(tokenizer), hidden=HIDDEN, seed=seed)
     config, state = model.config, {name: p.detach().numpy() for name, p in model.named_parameters()}

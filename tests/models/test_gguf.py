@@ -138,7 +138,7 @@ def test_lora_saves_an_adapter_on_a_base_that_plain_peft_loads(tmp_path, run):
 
 
 def test_a_start_from_a_file_is_the_start_from_its_folder(tmp_path, run):
-    """KL 0 at the first step, and the same metrics as from the de-quantised folder."""
+    """KL 0 at the first step, and the same metrics as from the de-quantized folder."""
     model = load_causal_lm(str(tmp_path / "tiny.gguf"), dtype=torch.float32)
     model.save_pretrained(tmp_path / "folder")
     load_tokenizer(str(tmp_path / "tiny.gguf")).save_pretrained(tmp_path / "folder")

@@ -99,7 +99,7 @@ def test_weights_are_never_packed_out_of_the_gradient_s_way():
 def saved_in_few_bits(monkeypatch, base, *, method="bitsandbytes", has_way_back=True):
     """Stands in for transformers on a checkpoint whose first down projection is packed into bytes; what it was asked.
 
-    De-quantised, the weights are those that ``base`` held.
+    De-quantized, the weights are those that ``base`` held.
     """
     plain, asked = shutil.copytree(base, base.with_name("plain")), []
     edit_json(base / "config.json", lambda config: config.update(quantization_config={"quant_method": method}))
@@ -152,7 +152,7 @@ def test_where_there_is_no_way_back_the_message_names_the_base_and_the_way_out(t
     base = save_model(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base, reward=reward)
     saved_in_few_bits(monkeypatch, base, method="gptq", has_way_back=False)
-    wanted = rf"{base}: holds quantised weights, .* for gptq .*base_model_name_or_path in the adapter's adapter_config"
+    wanted = rf"{base}: holds quantized weights, .* for gptq .*base_model_name_or_path in the adapter's adapter_config"
     with pytest.raises(ModelError, match=wanted):
         (load_reward_model if reward else load_causal_lm)(str(adapter), dtype=torch.float32)
 

@@ -761,7 +761,7 @@ TRAINER = (
             "self.stream.batch(0), self",
         ),
         (
-            "the answers to a prompt are not in neighbouring rows",
+            "the answers to a prompt are not in neighboring rows",
             "for i, draw in draws for sample in range(each)]",
             "for sample in range(each) for i, draw in draws]",
         ),

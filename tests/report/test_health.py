@@ -315,7 +315,7 @@ def stuck(step: int, p: float) -> dict:
         (flat, "no learning signal"),
         (collapse, "pattern collapse"),
         (ascent, "noise ascent"),
-        (overdone, "over-optimisation"),
+        (overdone, "over-optimization"),
         (dip, "early dip"),
         (stuck, "saturated"),
     ],

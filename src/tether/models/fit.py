@@ -29,7 +29,7 @@ def check_trainable(path: str, shape: PreTrainedConfig, *, with_lora: bool) -> N
     """Raises ``ConfigError`` if ``model.path`` holds quantized weights that are to be trained without an adapter."""
     if has_few_bits(shape) and not with_lora:
         raise ConfigError(
-            f"model.path: {path} holds quantised weights, which cannot be trained themselves; add `lora: {{}}` under "
+            f"model.path: {path} holds quantized weights, which cannot be trained themselves; add `lora: {{}}` under "
             "model"
         )
 

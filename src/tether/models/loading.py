@@ -69,7 +69,7 @@ def load_causal_lm(
             dtype = load_config(base, revision=at, trust_remote_code=trust_remote_code).dtype or torch.float32
         return cast(model, dtype)
     if gguf_source(path) is not None:
-        return _dequantised(path, dtype or torch.float32, revision, options)
+        return _dequantized(path, dtype or torch.float32, revision, options)
     shape = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
     if is_classifier(shape):
         raise ModelError(f"{path}: got a sequence classifier; wanted a causal language model")
@@ -79,11 +79,11 @@ def load_causal_lm(
     return model
 
 
-def _dequantised(path: str, dtype: torch.dtype, revision: str | None, options: Mapping[str, Any]) -> PreTrainedModel:
+def _dequantized(path: str, dtype: torch.dtype, revision: str | None, options: Mapping[str, Any]) -> PreTrainedModel:
     """Loads the language model in a GGUF file: de-quantized in float32, then cast."""
     if options.get("quantization_config") is not None:
         raise ModelError(
-            f"{path}: a GGUF file is de-quantised as it is read, and bitsandbytes reads model folders; give the model "
+            f"{path}: a GGUF file is de-quantized as it is read, and bitsandbytes reads model folders; give the model "
             "as a folder: its own, or the one that a run with LoRA writes to `base` in its output_dir"
         )
     place, file = place_of(path)

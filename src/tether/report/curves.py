@@ -187,7 +187,7 @@ def _missing_share(run: Run, name: str) -> Figure | None:
 
 
 def _objective(run: Run) -> Figure | None:
-    return _plain(run, "objective/rlhf_reward", "Objective", "score minus kl_coef times KL: what PPO maximises")
+    return _plain(run, "objective/rlhf_reward", "Objective", "score minus kl_coef times KL: what PPO maximizes")
 
 
 def _approx_kl(run: Run) -> Figure | None:

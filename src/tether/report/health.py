@@ -630,7 +630,7 @@ def noise_ascent(run: Run) -> Finding | None:
     falls = gain < -0.2
     return Finding(
         "act" if falls else "warn",
-        "over-optimisation" if falls else "noise ascent",
+        "over-optimization" if falls else "noise ascent",
         f"Over the second half KL rose from {number(before)} to {number(after)} nats while the score "
         f"{'fell' if falls else 'stayed flat'} ({signed(gain)} standard deviations).",
         f"Stop earlier or {advice.stronger_tether(run)}; {advice.less_noise(run)}.",

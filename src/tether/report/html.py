@@ -181,7 +181,7 @@ def _curves(run: Run) -> Html:
     parts = [element("h2", "Curves")]
     if (count := len(run.updates)) > MAX_POINTS:
         size = number(round(count / MAX_POINTS, 1))
-        note = f"Each point is the mean of about {size} neighbouring {run.unit}s, the faint band their range."
+        note = f"Each point is the mean of about {size} neighboring {run.unit}s, the faint band their range."
         parts.append(element("p", note, class_="lead"))
     for title, figures in groups:
         parts += [element("h3", title), element("div", *(_figure(f) for f in figures), class_="charts")]

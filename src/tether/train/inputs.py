@@ -236,7 +236,7 @@ def _check_weights(config: RunConfig, shape: PreTrainedConfig) -> None:
     check_trainable(config.model.path, shape, with_lora=config.model.lora is not None)
     if has_few_bits(shape) and config.model.quantization is not None:
         raise ConfigError(
-            f"model.quantization {config.model.quantization}: the weights of {config.model.path} are quantised as they "
+            f"model.quantization {config.model.quantization}: the weights of {config.model.path} are quantized as they "
             "are; leave it out"
         )
 

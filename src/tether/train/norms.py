@@ -58,7 +58,7 @@ def spread(moments: algo.ScoreMoments, what: str, key: str) -> str:
         )
         raise met_by_all(TrainingError(told))
     return (
-        f"{what}: scores are normalised by those of {count}: mean {moments.mean:.3g}, standard deviation "
+        f"{what}: scores are normalized by those of {count}: mean {moments.mean:.3g}, standard deviation "
         f"{moments.var**0.5:.3g}"
     )
 

@@ -182,7 +182,7 @@ def open_trainer(
             engine = build_engine(dist).name
             log.message(f"on {dist.described('tether ppo', None if engine == Alone.name else engine)}")
             if is_from_gguf(config):
-                log.phase("de-quantising the model", 0, 1)
+                log.phase("de-quantizing the model", 0, 1)
                 is_kept = goes_on_in(config.output_dir, checkpoint)
                 dist.by_main(lambda: write_base(config.model, config.output_dir / BASE, is_kept=is_kept))
             with lost_told(dist.num_processes):  # engines communicate while they take over models

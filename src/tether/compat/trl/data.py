@@ -1,4 +1,4 @@
-"""Datasets in memory, tokenised or not, as prompts."""
+"""Datasets in memory, tokenized or not, as prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Collator = Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
 IDS, MASK = "input_ids", "attention_mask"
 TEXTS = ("prompt", "messages")
 OF_TOKENIZERS = frozenset({IDS, MASK, "token_type_ids", "special_tokens_mask", "lengths", "length"})
-"""Columns made by tokenisation, which reward functions do not receive."""
+"""Columns made by tokenization, which reward functions do not receive."""
 
 
 def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Collator | None, name: str) -> PromptData:
@@ -114,7 +114,7 @@ def _query(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: st
     if ids[-1] == tokenizer.eos_token_id:
         raise DataError(
             f"{where}: the prompt already ends its answer: its last token is the end token {tokenizer.eos_token}. "
-            "Tokenise without it"
+            "Tokenize without it"
         )
     return ids
 

@@ -145,7 +145,7 @@ class Models:
             raise ConfigError("model: none of its parameters requires a gradient, so that nothing would train")
         if is_quantized(self.base) and not self.is_adapted:
             raise ConfigError(
-                "model: holds quantised weights, which cannot be trained themselves; give a peft_config, whose adapter "
+                "model: holds quantized weights, which cannot be trained themselves; give a peft_config, whose adapter "
                 "then trains"
             )
         if self.reference_adapter is not None and not isinstance(self.policy, PeftModel):

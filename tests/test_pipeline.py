@@ -214,7 +214,7 @@ def test_what_is_to_run_anew_is_not_finished_where_the_pipeline_stops_before_it(
 def test_a_model_that_a_later_stage_would_write_over_is_told_before_it_is_gone(file, tmp_path):
     save_tiny(tmp_path / "out/ppo/model")
     command = [f"--model.path={tmp_path / 'out/ppo/model'}", "--overwrite_output_dir=true"]
-    with pytest.raises(ConfigError, match=r"output_dir: ppo would write over .*/out/ppo/model, which sft\.model\.path"):
+    with pytest.raises(ConfigError, match=r"output_dir: ppo would overwrite .*/out/ppo/model, which sft\.model\.path"):
         run(file, *command)
     assert weights(tmp_path / "out/ppo/model")
 
@@ -229,7 +229,7 @@ def test_an_unfinished_ppo_stage_may_change_what_tether_ppo_may(file, tmp_path, 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("tether.train.run.save_final", killed)
         run(file, *command)
-    with pytest.raises(ConfigError, match=r"out/ppo holds this stage with another rewards\.0\.target\. Name another"):
+    with pytest.raises(ConfigError, match=r"ppo holds this stage with a different rewards\.0\.target\. Choose another"):
         run(file, "--reward=null", "--ppo.rewards=[{type: length_target, target: 4}]")
     longer = [*command, "--ppo.train.max_steps=4", "--ppo.train.logging_steps=2", "--ppo.train.max_runtime=3600"]
     _, told = run(file, *longer)
@@ -239,7 +239,7 @@ def test_an_unfinished_ppo_stage_may_change_what_tether_ppo_may(file, tmp_path, 
     _, told = run(file, *longer, "--ppo.train.logging_steps=1")
     assert f"ppo: finished in {tmp_path / 'out/ppo'}" in told.lines
     for key, value in (("max_steps", "5"), ("push_to_hub", "true")):
-        with pytest.raises(ConfigError, match=rf"out/ppo holds this stage with another train\.{key}"):
+        with pytest.raises(ConfigError, match=rf"out/ppo holds this stage with a different train\.{key}"):
             run(file, *longer, f"--ppo.train.{key}={value}")
 
 
@@ -344,7 +344,7 @@ def test_a_launch_that_does_not_fit_the_last_stage_is_told_before_the_first_load
 
     monkeypatch.setattr("tether.stages.sft.start_model", no_model)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ConfigError, match=r"train\.bf16: got false, but accelerate launch was told") as told:
+    with pytest.raises(ConfigError, match=r"train\.bf16: got false, but accelerate launch uses") as told:
         run(file, "--ppo.train.bf16=false")
     assert told.value.__notes__ == ["in the section ppo"]
 
@@ -393,5 +393,5 @@ def test_a_finished_stage_of_another_configuration_is_not_taken_for_this_one(fil
     assert main(command) == 0
     assert f"reward: {tmp_path / 'out/reward'}" in capsys.readouterr().out.replace("\n", "")
     assert main([*command, "--sft.train.learning_rate=0.02"]) == 2
-    assert "holds this stage with another train.learning_rate" in capsys.readouterr().err
+    assert "holds this stage with a different train.learning_rate" in capsys.readouterr().err
     assert main([*command, "--sft.train.learning_rate=0.02", "--overwrite"]) == 0

@@ -240,7 +240,7 @@ def _check_kept(pipeline: Pipeline, states: Mapping[str, State]) -> None:
             for writer, folder in later.items():
                 if _place(path).is_relative_to(_place(folder)):
                     raise ConfigError(
-                        f"output_dir: {writer} would write over {path}, which {name}.{key} names; choose another "
+                        f"output_dir: {writer} would overwrite {path}, which {name}.{key} names; choose another "
                         "output_dir, or copy the model to another folder"
                     )
 
@@ -290,7 +290,7 @@ def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
             if states[name] == "finished" and states[earlier] != "finished" and _place(before.output_dir) in read:
                 raise ConfigError(
                     f"output_dir: {config.output_dir} holds {name}, made from an earlier {earlier} than the one that "
-                    f"is to be trained now. Remove it to run {name} anew, or name another output_dir"
+                    f"is to be trained now. Remove it to run {name} anew, or choose another output_dir"
                 )
 
 
@@ -304,7 +304,7 @@ def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
     ]
     if differing:
         raise ConfigError(
-            f"output_dir: {folder} holds this stage with another {' and '.join(differing[:3])}. Name another "
+            f"output_dir: {folder} holds this stage with a different {' and '.join(differing[:3])}. Choose another "
             "output_dir, or add --overwrite to run all stages anew"
         )
 

@@ -91,7 +91,7 @@ def test_a_conversation_that_is_too_long_is_told_and_kept(models, monkeypatch, c
     typed(monkeypatch, " ".join(["the"] * 130) + "\n/new\nthe cat\n")
     assert main(["chat", str(models[0]), "--response_length", "4"]) == 0
     shown = capsys.readouterr().out
-    assert "/new begins again" in " ".join(shown.split()) and "/start" in shown
+    assert "/new starts over" in " ".join(shown.split()) and "/start" in shown
 
 
 def test_a_template_that_refuses_a_system_prompt_ends_nothing(tmp_path, monkeypatch, capsys):
@@ -103,7 +103,7 @@ def test_a_template_that_refuses_a_system_prompt_ends_nothing(tmp_path, monkeypa
     typed(monkeypatch, "/system be\nthe cat\n/system\nthe cat\n")
     assert main(["chat", str(folder), "--response_length", "4"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "no such role; /new begins again, /system alone takes the system prompt away" in shown
+    assert "no such role; /new starts over, /system alone removes the system prompt" in shown
     assert "with no system prompt" in shown and shown.count("/start") == 1
 
 

@@ -145,7 +145,7 @@ class TestExitCode:
         ending_with(ValueError("odd"))
         assert main(["ppo"]) == 1
         assert (
-            capsys.readouterr().err == "tether: ValueError: odd\ntether: run it again with --debug for the traceback\n"
+            capsys.readouterr().err == "tether: ValueError: odd\ntether: run again with --debug for the traceback\n"
         )
 
     @pytest.mark.parametrize("how", ["argument", "environment"])
@@ -209,7 +209,7 @@ class TestRunArguments:
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            ([], "wants one configuration file, got none"),
+            ([], "takes one configuration file, got none"),
             (["a.yaml", "b.yaml"], "got a.yaml and b.yaml"),
             (["a.yaml", "--resume", "runs/x"], "as in --resume=DIR"),
             (["a.yaml", "-x"], "-x: unknown option"),

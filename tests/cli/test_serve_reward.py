@@ -161,14 +161,14 @@ def test_ctrl_c_ends_it_and_what_it_says(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "serving words, model_1 at http://127.0.0.1:" in shown
     assert "stopped by SIGINT" in shown
-    assert "no keys" not in shown
+    assert "no authentication" not in shown
 
 
 def test_whoever_opens_it_to_others_is_told(tmp_path, capsys):
     file = tmp_path / "source.yaml"
     file.write_text(json.dumps(several(tmp_path)), encoding="utf-8")
     assert served(file, lambda url: None, "--host", "0.0.0.0")[1] == 0
-    assert "whoever reaches this address can ask for scores" in capsys.readouterr().out
+    assert "anyone who reaches this address can request scores" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_bfloat16_that_a_gpu_emulates_is_not_turned_on_by_itself(tmp_path, monke
 
 def test_a_launcher_of_the_other_half_precision_is_refused_in_our_words(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    told = r"train\.bf16: got true, but accelerate launch was told mixed_precision fp16"
+    told = r"train\.bf16: got true, but accelerate launch uses mixed_precision fp16"
     with pytest.raises(ConfigError, match=told):
         check_precision(config_of(arguments(tmp_path, bf16=True)))
 

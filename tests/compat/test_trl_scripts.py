@@ -119,5 +119,5 @@ def test_a_hub_that_refuses_stops_the_run_before_it_begins_and_not_later(tmp_pat
     made.train()
     assert made.state.global_step == 2
     assert sum("push_to_hub after step" in record.message for record in caplog.records) == 2
-    with pytest.raises(ConfigError, match="push_to_hub: no repository out could be opened"):
+    with pytest.raises(ConfigError, match="push_to_hub: repository out could not be opened"):
         trainer(tmp_path, args=args)

@@ -143,8 +143,8 @@ def test_a_run_its_folders_and_how_it_goes_on(folder, case, stage, more):
     is_adapter = "model__lora" in CASES[case]
     assert_saved(two, Path(of("two", 2)["output_dir"]), folder / "llama-tied", is_adapter=is_adapter)
     moves = {
-        f"one process and goes on with 2 processes under ZeRO-{stage}": moved,
-        f"2 processes under ZeRO-{stage} and goes on with one process": back,
+        f"one process and is resumed with 2 processes under ZeRO-{stage}": moved,
+        f"2 processes under ZeRO-{stage} and is resumed with one process": back,
     }
     assert_goes_on(one, two, again, moves)
 
@@ -263,8 +263,8 @@ def test_a_gradient_that_is_not_finite_in_one_process_is_left_out_in_all(folder,
         ({"bf16": {"enabled": True}}, {}, "bf16.enabled in the DeepSpeed configuration: got true, wanted auto, or"),
         ({}, {"train__fp16": True}, "train.fp16, or mixed_precision of the launch: got float16, which is refused"),
         ({"gradient_clipping": 0.5}, {}, "gradient_clipping in the DeepSpeed configuration: got 0.5, wanted auto or"),
-        ({"gradient_accumulation_steps": 4}, {}, "wanted auto: train.micro_batch_size says it"),
-        ({"optimizer": {"type": "AdamW"}}, {}, "wanted none: train.optim, train.learning_rate and the like say it"),
+        ({"gradient_accumulation_steps": 4}, {}, "wanted auto: train.micro_batch_size sets it"),
+        ({"optimizer": {"type": "AdamW"}}, {}, "wanted none: train.optim, train.learning_rate and related keys set it"),
         ({}, {"train__optim": "adamw_8bit"}, "train.optim: got adamw_8bit, wanted adamw_torch_fused or adamw_torch"),
     ],
 )

@@ -142,7 +142,7 @@ FAULTS = {
         },
         checkpoints=(),
     ),
-    "disk full": Fault((2, 1), "cannot be written to any more", patch="disk", rank=0),
+    "disk full": Fault((2, 1), "can no longer be written to", patch="disk", rank=0),
     "killed": Fault((1, -9), LOST, "os.kill(os.getpid(), signal.SIGKILL)"),
     "the first is killed": Fault((-9, 1), LOST, "os.kill(os.getpid(), signal.SIGKILL)", rank=0),
     "SIGTERM": Fault((130, 130), "SIGTERM", "os.kill(os.getpid(), signal.SIGTERM)"),
@@ -212,7 +212,7 @@ def test_a_run_that_did_not_fit_goes_on_with_what_its_message_advises(out_of_mem
     outcomes = started(goes_on, out_of_memory_run / "run.yaml", changed, folder=tmp_path, timeout=90.0)
     told = "\n".join(outcome.told() for outcome in outcomes)
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], told
-    assert " ".join(outcomes[0].output.split()).count("is not bitwise the same") == 1, told
+    assert " ".join(outcomes[0].output.split()).count("are not bitwise identical") == 1, told
     assert [path.name for path in list_checkpoints(tmp_path / "out")] == list(ALL)
 
 
@@ -307,8 +307,8 @@ def test_a_process_that_says_nothing_is_not_waited_for_for_ever(tmp_path):
     fault = Fault((1, -9), "", "time.sleep(1000)", changes={"train__ddp_timeout": 3})
     (first, second), _ = met(tmp_path, fault, grace=0.5)
     assert first.exit_code == 1 and second.is_hung and "letters" in second.error
-    assert first.output.count("said nothing for so long that this one gave up (train.ddp_timeout)") == 1
-    assert "checkpoint-1: --resume goes on from there." in " ".join(first.output.split())
+    assert first.output.count("did not respond within the time limit (train.ddp_timeout)") == 1
+    assert "checkpoint-1: --resume continues from there." in " ".join(first.output.split())
 
 
 def arrives(file: Path) -> None:
@@ -321,5 +321,5 @@ def test_a_process_that_never_arrives_is_missed(tmp_path):
     file.write_text(dump_config(tiny_run(tmp_path, train__ddp_timeout=2)), encoding="utf-8")
     first, _ = started(arrives, file, folder=tmp_path, timeout=60.0)
     assert first.exit_code == 1 and "Traceback" not in first.told()
-    assert "tether: not all of the 2 launched processes were there within 2 s (train.ddp_timeout)" in first.output
+    assert "tether: not all of the 2 launched processes connected within 2 s (train.ddp_timeout)" in first.output
     assert first.seconds < SECONDS and not (tmp_path / "out").exists()

@@ -104,8 +104,8 @@ def test_a_run_its_folders_and_how_it_goes_on(folder, case):
     is_adapter = "model__lora" in CASES[case]
     assert_saved(two, Path(of("two", 2)["output_dir"]), folder / "llama-tied", is_adapter=is_adapter)
     moves = {
-        "one process and goes on with 2 processes under FSDP2": moved,
-        "2 processes under FSDP2 and goes on with one process": back,
+        "one process and is resumed with 2 processes under FSDP2": moved,
+        "2 processes under FSDP2 and is resumed with one process": back,
     }
     assert_goes_on(one, two, again, moves)
 

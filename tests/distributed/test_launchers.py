@@ -68,20 +68,20 @@ def test_a_launched_run_under_zero(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-TOLD = "accelerate launch was told mixed_precision"
+TOLD = "accelerate launch uses mixed_precision"
 MIXED_PRECISION = [
     ("no", {}, (False, False), None),
     ("no", {"bf16": True}, (True, False), None),
     ("no", {"fp16": True}, (False, True), None),
     ("bf16", {}, (True, False), None),
     ("bf16", {"bf16": True, "fp16": False}, (True, False), None),
-    ("bf16", {"bf16": False}, None, f"train.bf16: got false, but {TOLD} bf16; wanted the same of both"),
-    ("bf16", {"fp16": True}, None, f"train.fp16: got true, but {TOLD} bf16; wanted the same of both"),
+    ("bf16", {"bf16": False}, None, f"train.bf16: got false, but {TOLD} bf16; wanted the same in both"),
+    ("bf16", {"fp16": True}, None, f"train.fp16: got true, but {TOLD} bf16; wanted the same in both"),
     ("fp16", {}, (False, True), None),
     ("fp16", {"bf16": False}, (False, True), None),
     ("fp16", {"fp16": True}, (False, True), None),
-    ("fp16", {"fp16": False}, None, f"train.fp16: got false, but {TOLD} fp16; wanted the same of both"),
-    ("fp16", {"bf16": True}, None, f"train.bf16: got true, but {TOLD} fp16; wanted the same of both"),
+    ("fp16", {"fp16": False}, None, f"train.fp16: got false, but {TOLD} fp16; wanted the same in both"),
+    ("fp16", {"bf16": True}, None, f"train.bf16: got true, but {TOLD} fp16; wanted the same in both"),
     ("fp8", {}, None, "mixed_precision in the configuration of accelerate launch: got fp8, wanted bf16, fp16 or no"),
 ]
 
@@ -138,6 +138,6 @@ def test_sigterm_to_the_launcher_saves_the_state(tmp_path):
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
     print(f"SIGTERM to the launcher: {time.monotonic() - begun:.1f} s")
-    assert said(tmp_path).count("stopped by SIGTERM; the same command with --resume goes on from here") == 1
+    assert said(tmp_path).count("stopped by SIGTERM; the same command with --resume continues from here") == 1
     (checkpoint,) = list_checkpoints(tmp_path / "out")
     assert checkpoint.name == f"checkpoint-{read_jsonl(metrics)[-1]['step']}"

@@ -117,11 +117,11 @@ def test_a_stop_of_one_ends_both_and_the_run_goes_on_bitwise(tmp_path, name):
 
 
 MISFITS = {
-    "batch": ({"batch_size": 6}, {}, "train.batch_size: got 6, wanted a multiple of 4, train.micro_batch_size 2 in"),
+    "batch": ({"batch_size": 6}, {}, "train.batch_size: got 6, wanted a multiple of 4 .train.micro_batch_size 2 in"),
     "precision": (
         {"bf16": False},
         {"ACCELERATE_MIXED_PRECISION": "bf16"},
-        "train.bf16: got false, but accelerate launch was told mixed_precision bf16",
+        "train.bf16: got false, but accelerate launch uses mixed_precision bf16",
     ),
     "FSDP": ({}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "the launcher's configuration asks for FSDP"),
 }
@@ -141,7 +141,7 @@ def test_a_launch_that_does_not_fit_is_told_before_a_model_is_loaded(tmp_path, n
 
 def test_deepspeed_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ConfigError, match=r"asks for DeepSpeed: tether sft spreads rows and no weights, wanted DDP"):
+    with pytest.raises(ConfigError, match=r"asks for DeepSpeed: tether sft distributes rows, not weights; wanted DDP"):
         running.check_launch(config_of(tmp_path, "sft"), "sft", 2)
 
 

@@ -155,15 +155,15 @@ def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path):
     trainer.state.step = 1
     with torch.no_grad():
         next(iter(trainer.roles.role("policy").trained.values())).view(-1)[0] = math.inf
-    with pytest.raises(TrainingError, match=r"checkpoint-1 is not written: 1 tensors of weights are not finite"):
+    with pytest.raises(TrainingError, match=r"checkpoint-1 is not written: 1 weight tensors are not finite"):
         trainer.save()
     assert [path.name for path in trainer.config.output_dir.glob("checkpoint-*")] == ["checkpoint-0"]
 
 
 COLLAPSED = {
-    "one word without end": ([[12] * 6] * 8, "one token makes up", 1),
-    "the end at once": ([[2]] * 8, "one token makes up", 1),
-    "one answer to all": ([[12, 20, 14, 13, 12, 2]] * 8, "nearly always the same answer", 1),
+    "one word without end": ([[12] * 6] * 8, "nearly all tokens of", 1),
+    "the end at once": ([[2]] * 8, "nearly all tokens of", 1),
+    "one answer to all": ([[12, 20, 14, 13, 12, 2]] * 8, "nearly always gives the same answer", 1),
     "one word among others": ([[12, 12, 12, 13, 12, 2], [12, 12, 13, 2]] * 4, "", 0.5),
 }
 

@@ -100,7 +100,7 @@ class FillDisk(TrainerCallback):
 
 FULL = {
     "in a save": (4, 8192, r"checkpoint-4 could not be written .*free\): .*The last complete .*checkpoint-2: --resume"),
-    "in metrics.jsonl": (3, 10, r"cannot be written to any more: File too large\. The last complete .*checkpoint-2"),
+    "in metrics.jsonl": (3, 10, r"can no longer be written to: File too large\. The last complete .*checkpoint-2"),
 }
 
 
@@ -130,7 +130,7 @@ class FullAtTheEnd(FillDisk):
 @pytest.mark.parametrize("size", [10, 4096])
 def test_a_disk_that_is_full_when_the_policy_is_written_loses_nothing_either(tmp_path, size):
     config = tiny_run(tmp_path, value__save=True, ppo__score_norm="running", **SAVED)
-    message = r"cannot be written to any more: .*The last complete checkpoint is .*checkpoint-4: --resume"
+    message = r"can no longer be written to: .*The last complete checkpoint is .*checkpoint-4: --resume"
     with files_of_at_most(resource.RLIM_INFINITY), pytest.raises(CheckpointError, match=message):
         train_policy(config, callbacks=[FullAtTheEnd(4, size)])
     assert not [path for path in config.output_dir.iterdir() if path.name.startswith((".final", "final"))]
@@ -153,7 +153,7 @@ def test_every_trouble_of_a_disk_is_one_message_on_the_command_line(tmp_path, mo
     monkeypatch.setattr(JsonlWriter, "write_all", failing)
     assert main(["ppo", str(tmp_path / "run.yaml")]) == 2
     told = capsys.readouterr().err
-    assert f"cannot be written to any more: {os.strerror(code)}" in told and "checkpoint-1: --resume" in told
+    assert f"can no longer be written to: {os.strerror(code)}" in told and "checkpoint-1: --resume" in told
     assert "Traceback" not in told
 
 
@@ -175,7 +175,7 @@ def test_a_failed_save_leaves_the_run_able_to_save_again(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "_write", failing)
-        with pytest.raises(CheckpointError, match=r"checkpoint-0 could not be written .*full\. No complete checkpoint"):
+        with pytest.raises(CheckpointError, match=r"checkpoint-0 could not be written .*full\. There is no complete"):
             trainer.save()
     assert trainer.state.saved_step is None
     trainer.save()

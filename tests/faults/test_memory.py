@@ -188,14 +188,14 @@ def test_what_has_changed_weights_is_not_begun_anew(tmp_path, monkeypatch, where
             wrapped(self, optimizer)
 
         monkeypatch.setattr(Update, "take_step", step)
-    with pytest.raises(TrainingError, match=r"in the middle of update 1, .* cannot be begun anew .*train\.dry_step"):
+    with pytest.raises(TrainingError, match=r"in the middle of update 1, .* cannot be repeated .*train\.dry_step"):
         train_policy(run(tmp_path, "out", value__kind="model", train__micro_batch_size=1))
     assert len(scored) == 8, "every answer once"
 
 
 @pytest.mark.parametrize("measure", ["answers", "tokens"])
 def test_demonstrations_are_halved_until_they_fit(tmp_path, monkeypatch, measure):
-    """In a later mini-batch, whose update cannot be begun anew; also where answers are alone by then: demonstrations
+    """In a later mini-batch, whose update cannot be repeated; also where answers are alone by then: demonstrations
     may be many more at a time."""
     (tmp_path / "ptx.jsonl").write_text('{"prompt": "the cat", "completion": " sees the dog"}\n' * 4)
     widths = small_machine(monkeypatch, Update, "imitate", fits=1, after={"answers": 2, "tokens": 1}[measure])

@@ -83,7 +83,7 @@ def test_50_a_service_down_for_good_ends_the_run_with_its_state_saved_and_it_goe
         assert main(["ppo", str(file)]) == 1
         told = capsys.readouterr().err
         assert f"tether: reward http: POST {local.url}, tried 2 times: got status 503 and 'overloaded'" in told
-        assert "tether: the state after 2 updates is saved; --resume goes on from there" in told
+        assert "tether: the state after 2 updates is saved; --resume continues from there" in told
         assert [path.name for path in config.output_dir.glob("checkpoint-*")] == ["checkpoint-2"]
         assert len(read_jsonl(config.output_dir / "metrics.jsonl")) == 2
     with local_service(lengths) as moved:  # on another port, with more patience
@@ -118,7 +118,7 @@ def test_no_failure_reaches_the_optimizer(tmp_path, failure):
         config = service_run(tmp_path, local.url)
         with pytest.raises(RewardError, match=local.url) as caught:
             train_policy(config)
-    assert caught.value.__notes__ == ["the state after 1 updates is saved; --resume goes on from there"]
+    assert caught.value.__notes__ == ["the state after 1 updates is saved; --resume continues from there"]
     assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
     assert (config.output_dir / "checkpoint-1" / "manifest.json").is_file()
     assert not (config.output_dir / "model.safetensors").exists()
@@ -233,7 +233,7 @@ def test_49_no_failure_of_a_judge_reaches_the_optimizer(tmp_path, failure, told)
         with pytest.raises(RewardError, match=told) as caught:
             train_policy(config)
     assert local.url in str(caught.value)
-    assert caught.value.__notes__ == ["the state after 1 updates is saved; --resume goes on from there"]
+    assert caught.value.__notes__ == ["the state after 1 updates is saved; --resume continues from there"]
     assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
 
 

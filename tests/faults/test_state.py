@@ -252,7 +252,7 @@ def test_where_the_best_checkpoint_is_damaged_at_the_end_the_last_policy_is_kept
     display = Heard()
     result = train_policy(config, callbacks=[Damage(config.output_dir)], display=display)
     assert len(result.updates) == 3 and (config.output_dir / "model.safetensors").is_file()
-    (told,) = [text for text in display.said if "in place of the best one" in text]
+    (told,) = [text for text in display.said if "instead of the best one" in text]
     assert "roles.safetensors is damaged" in told
     assert json.loads((config.output_dir / "finished.json").read_text()) == {"step": 3, "kept_step": 3}
 
@@ -368,7 +368,7 @@ def test_it_is_said_what_differs_and_what_may(again):
     more = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 5})})
     display = Heard()
     assert [row["step"] for row in train_policy(more, display=display).updates] == [5]
-    assert "going on with another train.max_steps: was 4, now 5" in display.said
+    assert "resuming with another train.max_steps: was 4, now 5" in display.said
 
 
 def test_nothing_goes_before_what_stays_was_read_back(tmp_path, monkeypatch):

@@ -253,7 +253,7 @@ def test_a_tokenizer_that_stands_in_is_named_where_it_will_not_do(tmp_path):
     file = written(tmp_path, {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]})
     with pytest.raises(DataError, match="has no chat template") as caught:
         score_file(sources, file)
-    assert "name the policy, model.path" in caught.value.__notes__[0]
+    assert "set model.path to the policy" in caught.value.__notes__[0]
 
 
 def test_long_texts_are_shown_by_their_ends(tmp_path):

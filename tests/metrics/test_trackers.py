@@ -152,8 +152,8 @@ def test_the_classes_of_accelerate_take_what_they_are_made_with(tmp_path):
         (["wandb", "comet_ml"], ("wandb",), "comet_ml is not installed: pip install comet-ml"),
         ("all", (), "no tracker is installed: pip install tensorboard"),
         ("tensorbord", (), "unknown tracker 'tensorbord'; choose among none, all, .*tensorboard"),
-        (["none", "wandb"], ("wandb",), "none stands alone, got none, wandb"),
-        (["wandb", "all"], ("wandb",), "all stands alone"),
+        (["none", "wandb"], ("wandb",), "none cannot be combined with others, got none, wandb"),
+        (["wandb", "all"], ("wandb",), "all cannot be combined"),
     ],
 )
 def test_what_cannot_start_is_refused_before_anything_starts(report_to, present, message, tmp_path, installed):

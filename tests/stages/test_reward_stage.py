@@ -374,7 +374,7 @@ def test_an_earlier_folder_is_replaced_when_asked(tmp_path):
     config.output_dir.mkdir()
     (config.output_dir / "old.txt").touch()
     config = config.model_copy(update={"overwrite_output_dir": True})
-    with pytest.raises(ConfigError, match=r"output_dir: .* holds something else than a run of this command"):
+    with pytest.raises(ConfigError, match=r"output_dir: .* holds something other than a run of this command"):
         train_reward_model(config)
     (config.output_dir / "config.yaml").write_text(dump_config(config))
     (config.output_dir / "merged").mkdir()

@@ -259,7 +259,7 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
     (config.output_dir / "checkpoint-3" / "trainer_state.json").write_text('{"global_')
     told = []
     train_sft(config.model_copy(update={"resume": True}), tell=told.append)
-    assert any("checkpoint-3 was not written to its end" in line for line in told)
+    assert any("checkpoint-3 is incomplete" in line for line in told)
     assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
@@ -283,7 +283,7 @@ def test_a_run_goes_on_with_the_rows_and_the_model_that_it_began_with(tmp_path):
     with pytest.raises(CheckpointError, match=r"data\.demonstrations and held-out demonstrations changed since .*rows"):
         train_sft(resumed)
     stage(tmp_path, rows=[{**row, "completion": f"{row['completion']} day"} for row in ROWS])
-    with pytest.raises(CheckpointError, match=r"data\.demonstrations and .* Put back what was there, or start anew"):
+    with pytest.raises(CheckpointError, match=r"data\.demonstrations and .* Restore what was there, or start anew"):
         train_sft(resumed)
     stage(tmp_path)
     model, place = load_causal_lm(config.model.path, dtype=torch.float32), tmp_path / "model/model.safetensors"

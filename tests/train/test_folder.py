@@ -92,7 +92,7 @@ def test_resume_auto_does_not_replace_updates(tmp_path, monkeypatch):
     monkeypatch.setattr("tether.train.run.save_final", no_model)  # it ends before its end
     with pytest.raises(ModelError):
         train_policy(tiny_run(tmp_path))
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .* with --overwrite where"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .* with --overwrite to replace"):
         train_policy(tiny_run(tmp_path, resume="auto"))
     assert steps(tiny_run(tmp_path)) == [1, 2]
 

@@ -95,7 +95,7 @@ def test_offline_is_told_before_training(tmp_path, hub, monkeypatch):
 def test_a_hub_that_refuses_is_told_before_training(tmp_path, hub, monkeypatch):
     hub.refuses = True
     monkeypatch.setattr("tether.train.run.build_trainer", lambda *args: pytest.fail("a model was loaded"))
-    with pytest.raises(ConfigError, match=r"no repository out could be opened on the hub: .*hf auth login") as raised:
+    with pytest.raises(ConfigError, match=r"repository out could not be opened on the hub: .*hf auth login") as raised:
         train_policy(tiny_run(tmp_path, train__push_to_hub=True))
     assert TOKEN not in str(raised.value)
 

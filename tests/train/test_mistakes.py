@@ -93,7 +93,7 @@ MISTAKES = {
     ),
     "stop token beyond the vocabulary": (
         lambda f: {"model__path": foreign_tokenizer(f / "m"), "sampling__stop_token": "zebra", "rows": ["the cat"]},
-        r"^sampling\.stop_token zebra is token 40, but the model knows only 40",
+        r"^sampling\.stop_token zebra has id 40, but the model has only 40",
     ),
     "LoRA targets that match nothing": (
         lambda f: {"model__lora": {"target_modules": ["c_attn"]}},
@@ -236,7 +236,7 @@ def test_a_run_that_ended_before_it_began_is_begun_again(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("metrics.jsonl", r"metrics\.jsonl is no file"), ("a" * 300, "cannot be looked into: File name too long")],
+    [("metrics.jsonl", r"metrics\.jsonl is not a file"), ("a" * 300, "cannot be read: File name too long")],
 )
 def test_a_folder_that_cannot_be_one_is_told(tmp_path, loaded, name, message):
     config = tiny_run(tmp_path, output_dir=str(tmp_path / name), resume=True)

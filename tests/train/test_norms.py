@@ -140,7 +140,7 @@ def test_scores_without_any_spread_are_refused_by_the_sources_name(tmp_path):
 
 def test_without_a_run_there_is_nothing_to_measure(tmp_path):
     sources = SourceConfig.model_validate({"rewards": [{"type": "regex", "pattern": "a", "norm": "auto"}]})
-    with pytest.raises(ConfigError, match=r"^rewards\.0\.norm auto is measured .* give \[mean, std\]"):
+    with pytest.raises(ConfigError, match=r"^rewards\.0\.norm auto is measured .* set it to \[mean, std\]"):
         check_sources(sources)
 
 

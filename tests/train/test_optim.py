@@ -465,11 +465,11 @@ MISTAKES = {
     "warm-up on a plateau": (scheduled("reduce_lr_on_plateau", warmup_ratio=0.1), r"^train\.warmup_ratio: got 0\.1"),
     "above the peak": (
         scheduled("cosine_with_min_lr", {"min_lr": 0.02}),
-        r"comes to learning rate 0\.015 at step 5, wanted from 0 to train\.learning_rate 0\.01",
+        r"gives learning rate 0\.015 at step 5, wanted from 0 to train\.learning_rate 0\.01",
     ),
     "warm-up from above": (
         scheduled("cosine_warmup_with_min_lr", {"min_lr": 0.0, "warmup_lr_rate": 2}, warmup_ratio=0.2),
-        r"comes to learning rate 0\.02 at step 0",
+        r"gives learning rate 0\.02 at step 0",
     ),
     "an end above the start": (
         scheduled("polynomial", learning_rate=1e-8),

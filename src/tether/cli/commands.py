@@ -130,7 +130,7 @@ def pipeline(arguments: Sequence[str]) -> int:
     with _display_of_first() as display:
         result = run_pipeline(config, display=display)
         if result.interrupted is not None:
-            display.message(f"stopped by {result.interrupted}; the same command goes on from here")
+            display.message(f"stopped by {result.interrupted}; the same command continues from here")
             return INTERRUPTED
         for name, folder in result.folders.items():
             display.message(f"{name}: {folder}")
@@ -141,7 +141,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     """Answer held-out prompts and score them: tether evaluate RUN"""
     parser = _parser("evaluate", "Answers prompts with a run's policy and scores them with the run's reward sources.")
     parser.add_argument("run", type=Path, help="output folder of a run, or a checkpoint in it")
-    parser.add_argument("--prompts", help="prompts to answer; the run's held-out prompts if left out")
+    parser.add_argument("--prompts", help="prompts to answer (default: the run's held-out prompts)")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for answers and scores")
     given = parser.parse_args(arguments)
 
@@ -157,19 +157,23 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def generate(arguments: Sequence[str]) -> int:
     """Answer prompts: tether generate RUN_OR_MODEL --prompts FILE"""
-    parser = _parser("generate", "Answers prompts with a run's policy or any model; one JSON line an answer.")
+    parser = _parser("generate", "Answers prompts with a run's policy or any model; one JSON line per answer.")
     parser.add_argument("model", help="output folder of a run, a model or adapter folder, or a hub id")
     parser.add_argument("--prompts", required=True, help="prompts to answer")
-    parser.add_argument("-o", "--output", type=Path, help="JSONL file for the answers; standard output if left out")
-    parser.add_argument("--response_length", type=_positive, help="most tokens of an answer; the run's, or 256")
+    parser.add_argument("-o", "--output", type=Path, help="JSONL file for the answers (default: standard output)")
+    parser.add_argument(
+        "--response_length", type=_positive, help="maximum tokens of an answer (default: the run's, or 256)"
+    )
     parser.add_argument(
         "--max_prompt_length",
         type=_positive,
-        help="longer prompts are left out; the run's, or what the model's positions leave, at most 2048 tokens",
+        help="longer prompts are dropped (default: the run's, or what the model's positions leave, at most 2048)",
     )
-    parser.add_argument("--temperature", type=_at_least_0, help="0 takes the most likely token; the run's, or 1")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt; the run's if left out, none if empty")
-    parser.add_argument("--seed", type=int, default=42, help="seed of sampling (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=_at_least_0, help="0 takes the most likely token (default: the run's, or 1)"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system prompt, none if empty (default: the run's)")
+    parser.add_argument("--seed", type=int, default=42, help="sampling seed (default: %(default)s)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(arguments)
 
@@ -203,8 +207,8 @@ def score(arguments: Sequence[str]) -> int:
     """Score pairs or answers with reward sources: tether score SOURCE.yaml FILE"""
     parser = _parser(
         "score",
-        "Scores a file of preference pairs, or of prompts with answers, and says how well the sources tell them apart "
-        "and what a model among them reads. Further options override keys of SOURCE.yaml: --rewards.0.path=DIR.",
+        "Scores a file of preference pairs, or of prompts with answers, and shows how well the sources tell them apart "
+        "and what models among them read. Further options override keys of SOURCE.yaml: --rewards.0.path=DIR.",
     )
     parser.add_argument("source", metavar="SOURCE.yaml", help="reward sources (the key rewards), or a run's file")
     parser.add_argument("file", metavar="FILE", help="chosen and rejected, or response, with prompt in each row")
@@ -234,12 +238,12 @@ def serve_reward(arguments: Sequence[str]) -> int:
     """Serve reward sources over HTTP: tether serve-reward SOURCE.yaml"""
     parser = _parser(
         "serve-reward",
-        "Answers requests for scores until it is interrupted; docs/rewards.md has the protocol. Further options "
+        "Answers requests for scores until it is interrupted; docs/rewards.md describes the protocol. Further options "
         "override keys of SOURCE.yaml: --rewards.0.path=DIR.",
     )
     parser.add_argument("source", metavar="SOURCE.yaml", help="reward sources (the key rewards), or a run's file")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8000, help="port; 0 takes a free one (default: %(default)s)")
     given, overrides = parser.parse_known_args(arguments)
 
     from tether.config.source import load_sources
@@ -257,7 +261,7 @@ def serve_reward(arguments: Sequence[str]) -> int:
 
 def merge(arguments: Sequence[str]) -> int:
     """Merge an adapter into its base model: tether merge ADAPTER -o DIR"""
-    parser = _parser("merge", "Writes the model that a PEFT adapter makes of its base, as a plain model folder.")
+    parser = _parser("merge", "Merges a PEFT adapter into its base model and writes a plain model folder.")
     parser.add_argument("adapter", help="adapter folder, for example a run's output folder")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the merged model")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
@@ -278,7 +282,7 @@ def merge(arguments: Sequence[str]) -> int:
 
 def report(arguments: Sequence[str]) -> int:
     """Write a run's report.html again: tether report RUN"""
-    parser = _parser("report", "Writes report.html from what a run has logged so far; the run may still be going.")
+    parser = _parser("report", "Writes report.html from what a run has logged so far; it may still be running.")
     parser.add_argument("run", type=Path, help="output folder of a run")
     given = parser.parse_args(arguments)
 
@@ -294,7 +298,7 @@ def report(arguments: Sequence[str]) -> int:
 
 def demo(arguments: Sequence[str]) -> int:
     """Reward model, PPO and evaluation on a real 135M model: tether demo"""
-    parser = _parser("demo", "The whole pipeline in small, on a real model: see README.md for what it takes.")
+    parser = _parser("demo", "The whole pipeline on a small real model; README.md says what it needs.")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/demo"), help="folder (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=42, help="seed (default: %(default)s)")
     given = parser.parse_args(arguments)
@@ -340,7 +344,7 @@ def run_arguments(command: str, arguments: Sequence[str]) -> tuple[str, list[str
     if len(files) != 1:
         got = " and ".join(files) or "none"
         raise ConfigError(
-            f"{command} wants one configuration file, got {got}; values follow their key, as in --resume=DIR"
+            f"{command} takes one configuration file, got {got}; values follow their key, as in --resume=DIR"
         )
     return files[0], overrides
 
@@ -348,7 +352,7 @@ def run_arguments(command: str, arguments: Sequence[str]) -> tuple[str, list[str
 def _ended(interrupted: str | None, made: str, display: RunDisplay) -> int:
     """Shows what a run produced; returns the exit code."""
     if interrupted is not None:
-        display.message(f"stopped by {interrupted}; the same command with --resume goes on from here")
+        display.message(f"stopped by {interrupted}; the same command with --resume continues from here")
         return INTERRUPTED
     display.message(made)
     return 0

@@ -11,14 +11,14 @@ _WIDTH = 80
 _HEAD = """\
 usage: {command} FILE.yaml [--KEY=VALUE …]
 
-Every key below can stand in the file, nested as its dots say, and on the
-command line, where it wins: --train.seed=7, or --rewards.0.path=DIR for the
+Every key below can be set in the file, nested at its dots, and on the command
+line, which takes precedence: --train.seed=7, or --rewards.0.path=DIR for the
 first of a list. Values are YAML. Relative paths start at the current folder.
-{shortcuts}  --debug      full traceback if it fails
+{shortcuts}  --debug      full traceback on failure
 """
 _SHORTCUTS = {
     "resume": "  --resume     short for --resume=true; --resume=DIR names the checkpoint,\n"
-    "               --resume=auto starts where there is nothing to go on from, and\n"
+    "               --resume=auto starts a new run if there is none to resume, and\n"
     "               leaves a finished run as it is\n",
     "overwrite_output_dir": "  --overwrite  short for --overwrite_output_dir=true\n",
 }

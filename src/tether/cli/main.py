@@ -33,12 +33,11 @@ PPO-RLHF for Hugging Face language models.
 
 {commands}
 
-tether COMMAND --help says more. Everywhere:
-  --debug     full traceback if it fails, and what the libraries have to say
+tether COMMAND --help shows more. Options of every command:
+  --debug     full traceback on failure, and all messages of the libraries
   --version   version of Tether
 
-exit codes: 0 done, 1 failed, 2 a mistake in what you gave, 130 interrupted with
-the state saved
+exit codes: 0 done, 1 failed, 2 invalid input, 130 interrupted with the state saved
 """
 
 
@@ -102,5 +101,5 @@ def _command_list() -> str:
 def _message(error: Exception, *, debug: bool) -> str:
     if isinstance(error, TetherError):
         return "\n".join(f"tether: {text}" for text in (error, *getattr(error, "__notes__", ())))
-    hint = "" if debug else "\ntether: run it again with --debug for the traceback"
+    hint = "" if debug else "\ntether: run again with --debug for the traceback"
     return f"tether: {type(error).__name__}: {error}{hint}"

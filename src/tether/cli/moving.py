@@ -14,11 +14,11 @@ def convert(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "tether convert",
         description="Reads LLaMA-Factory's YAML, verl's YAML or launch, OpenRLHF's launch, TRL's PPO command line, or "
-        "our YAML, and writes our YAML or a launch of OpenRLHF or verl. Comments name what was left out.",
+        "our YAML, and writes our YAML or a launch of OpenRLHF or verl. Comments list what was left out.",
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="YAML, shell script, or a file of arguments")
-    parser.add_argument("--to", choices=("tether", "openrlhf", "verl"), required=True, help="whose file is written")
+    parser.add_argument("--to", choices=("tether", "openrlhf", "verl"), required=True, help="format to write")
     parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
     given = parser.parse_args(arguments)
     if given.output.exists():
@@ -53,7 +53,7 @@ def push(arguments: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of a run, or any model folder")
-    parser.add_argument("--to", metavar="OWNER/NAME", help="repository; the folder's name if left out")
+    parser.add_argument("--to", metavar="OWNER/NAME", help="repository (default: the folder's name)")
     parser.add_argument("--public", action="store_true", help="make a new repository public; private otherwise")
     parser.add_argument(
         "--no_samples", action="store_true", help="leave prompts and answers out of the card that is uploaded"
@@ -75,17 +75,17 @@ def chat(arguments: Sequence[str]) -> int:
     """Chat with a trained model next to its start model: tether chat RUN_OR_MODEL"""
     parser = argparse.ArgumentParser(
         "tether chat",
-        description="Answers what you type by the model and, side by side, by the model that its run started from. "
+        description="Answers what you type with the model and, side by side, with the model that its run started from. "
         "/new forgets the conversation, /system TEXT sets a system prompt, /quit ends.",
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's output folder, a model folder, or a hub id")
-    parser.add_argument("--beside", metavar="MODEL", help="model to compare with; the run's start if left out")
-    parser.add_argument("--alone", action="store_true", help="compare with nothing")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt; the run's if left out, none if empty")
-    parser.add_argument("--response_length", type=int, help="most tokens of an answer; the run's, or 256")
-    parser.add_argument("--temperature", type=float, help="0 takes the most likely token; the run's, or 1")
-    parser.add_argument("--seed", type=int, default=42, help="seed of sampling (default: %(default)s)")
+    parser.add_argument("--beside", metavar="MODEL", help="model to compare with (default: the run's start)")
+    parser.add_argument("--alone", action="store_true", help="do not compare with another model")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt, none if empty (default: the run's)")
+    parser.add_argument("--response_length", type=int, help="maximum tokens of an answer (default: the run's, or 256)")
+    parser.add_argument("--temperature", type=float, help="0 takes the most likely token (default: the run's, or 1)")
+    parser.add_argument("--seed", type=int, default=42, help="sampling seed (default: %(default)s)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the models")
     given = parser.parse_args(arguments)
 

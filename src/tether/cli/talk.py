@@ -41,8 +41,8 @@ def talk(chat: Chat) -> None:
             try:
                 _show(chat, chat.say(text), console)
             except (ConfigError, DataError) as error:
-                without = ", /system alone takes the system prompt away" if chat.system else ""
-                console.print(f"{visible(str(error))}; /new begins again{without}", markup=False)
+                without = ", /system alone removes the system prompt" if chat.system else ""
+                console.print(f"{visible(str(error))}; /new starts over{without}", markup=False)
 
 
 def _show(chat: Chat, answers: list[str], console: Console) -> None:

@@ -112,7 +112,7 @@ def _room_for_prompts(shape: PreTrainedConfig, longest_answer: int) -> int:
     limit = steady_positions(shape)
     if limit is not None and limit <= longest_answer:
         raise ConfigError(
-            f"--response_length {longest_answer} leaves no positions for prompts, the model has "
+            f"--response_length {longest_answer} leaves no positions for prompts, as the model has "
             f"{steady_positions_told(shape)}: lower it"
         )
     return 2048 if limit is None else min(2048, limit - longest_answer)

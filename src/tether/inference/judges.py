@@ -87,7 +87,7 @@ class PolicyReader:
                 )  # fmt: skip
             except DataError as error:
                 if self.is_stand_in:
-                    error.add_note("a reward model's tokenizer stands in for the policy's: name the policy, model.path")
+                    error.add_note("a reward model's tokenizer replaces the policy's: set model.path to the policy")
                 raise
             texts, query_ids = [text for text, _ in queries], [ids for _, ids in queries]
             response_ids = self._answer_ids(prompts, responses)
@@ -135,8 +135,8 @@ def check_sources(config: SourceConfig) -> None:
     """Raises for every mistake that can be found without loading a model or reading a dataset."""
     if keys := measured_norms(config.rewards):
         raise ConfigError(
-            f"{keys[0]}.norm auto is measured on the answers of a run's start policy, and here is none; give "
-            "[mean, std], which score_norm.json of a run has, or leave it out"
+            f"{keys[0]}.norm auto is measured on the answers of a run's start policy, and there is none here; set it "
+            "to [mean, std], as in score_norm.json of a run, or remove it"
         )
     if config.model is not None:
         check_model_path(config.model.path, "model.path", revision=config.model.revision, takes_gguf=True)
@@ -197,9 +197,9 @@ def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Displa
         judges = load_judges(config, load_reader(config))
         with StopRequest() as stop:
             display.close()
-            display.message(f"serving {', '.join(config.reward_names)} at {server.url}; Ctrl-C ends it")
+            display.message(f"serving {', '.join(config.reward_names)} at {server.url}; Ctrl-C stops it")
             if host not in LOOPBACK:
-                display.message("whoever reaches this address can ask for scores: the service knows no keys")
+                display.message("anyone who reaches this address can request scores: there is no authentication")
             server.run(judges.score, lambda: stop.reason is not None)
     return stop.reason
 

@@ -29,7 +29,7 @@ def check_output(path: str | Path | None) -> Path | None:
             raise ConfigError(f"--output: {output} exists; name a new file")
         check_can_be_made(output.parent, "--output")
     except OSError as error:
-        raise ConfigError(f"--output: {output} cannot be looked for: {error.strerror}; name another file") from error
+        raise ConfigError(f"--output: {output} cannot be accessed: {error.strerror}; name another file") from error
     return output
 
 

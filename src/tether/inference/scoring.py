@@ -211,8 +211,8 @@ def _check_lengths(
             for place, length in zip(own, room.lengths(batch), strict=True):
                 if length > room.limit:
                     raise DataError(
-                        f"{place}, for {key}: prompt and answer have {length} tokens, {reward.path} reads "
-                        f"{room.limit}: leave the row out, or take a model that reads more{or_raise(key, reward)}"
+                        f"{place}, for {key}: prompt and answer have {length} tokens, but {reward.path} reads at most "
+                        f"{room.limit}: remove the row, or use a model that reads more{or_raise(key, reward)}"
                     )
 
 

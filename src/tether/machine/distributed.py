@@ -61,8 +61,8 @@ class Dist:
         self.accelerator.native_amp = False
         if self.num_processes != launched.num_processes():
             raise ConfigError(
-                f"{launched.num_processes()} processes were launched, but Accelerate runs each of them by itself: "
-                "leave out the launcher, or give it a configuration file that fits the devices of this machine"
+                f"{launched.num_processes()} processes were launched, but Accelerate runs each of them on its own: "
+                "start without a launcher, or give it a configuration file that fits the devices of this machine"
             )
         if self.num_processes > 1:
             atexit.register(_leave)
@@ -190,7 +190,7 @@ class Dist:
             first = failed[0]
             shared = error if error is not None and first == self.rank else said[first][1]
             if first > 0:
-                shared.add_note(f"said by process {first} of {self.num_processes}")
+                shared.add_note(f"raised by process {first} of {self.num_processes}")
             raise met_by_all(shared)
         return [theirs for theirs, _ in said]
 
@@ -290,9 +290,9 @@ def _arriving(timeout: float) -> Iterator[None]:
         yield
     except torch.distributed.DistError as error:
         raise LostProcess(
-            f"not all of the {launched.num_processes()} launched processes were there within {timeout:g} s "
-            "(train.ddp_timeout). What those that are missing wrote says why; on several machines each must reach "
-            f"MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0][:200]})"
+            f"not all of the {launched.num_processes()} launched processes connected within {timeout:g} s "
+            "(train.ddp_timeout). See the output of the missing ones for the reason; on several machines each must "
+            f"reach MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0][:200]})"
         ) from error
 
 
@@ -308,10 +308,10 @@ def lost_told(num_processes: int) -> Iterator[None]:
     except RuntimeError as error:
         if num_processes > 1 and any(word in str(error).lower() for word in _LOST):
             if any(word in str(error).lower() for word in _LATE):
-                what = "another process of the run said nothing for so long that this one gave up (train.ddp_timeout)"
+                what = "another process of the run did not respond within the time limit (train.ddp_timeout)"
             else:
-                what = "another process of the run has ended; what it said last, or its launcher, says why"
-            lost = LostProcess(f"{what}. What this one was told: {str(error).splitlines()[0][:200]}")
+                what = "another process of the run has ended; its last messages, or its launcher's, give the reason"
+            lost = LostProcess(f"{what}. The error in this process: {str(error).splitlines()[0][:200]}")
             raise met_by_all(lost) from error
         raise
 

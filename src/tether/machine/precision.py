@@ -23,8 +23,8 @@ def check_precision(config: RunConfig | StageConfig) -> None:
     for name, value in given.items():
         if value is not None and value != (name == asked):
             raise ConfigError(
-                f"train.{name}: got {str(value).lower()}, but accelerate launch was told mixed_precision {asked}; "
-                f"wanted the same of both. Leave train.{name} out, or set mixed_precision to no"
+                f"train.{name}: got {str(value).lower()}, but accelerate launch uses mixed_precision {asked}; wanted "
+                f"the same in both. Remove train.{name}, or set mixed_precision to no"
             )
     try:
         check_weights(config.model, fp16=asked == "fp16")

@@ -61,7 +61,7 @@ class Trackers:
                 self.close()
                 name = tracker if isinstance(tracker, str) else tracker.name
                 raise ConfigError(
-                    f"{KEY}: {name} did not start ({type(error).__name__}: {error}); mend that, take {name} out of "
+                    f"{KEY}: {name} did not start ({type(error).__name__}: {error}); fix that, remove {name} from "
                     f"{KEY}, or set it to none"
                 ) from error
 
@@ -91,8 +91,8 @@ class Trackers:
             if tracker.name not in self._failed:
                 self._failed.add(tracker.name)
                 logger.warning(
-                    "%s failed (%s: %s); training goes on, metrics.jsonl has every update, and further failures of "
-                    "%s stay silent", tracker.name, type(error).__name__, error, tracker.name
+                    "%s failed (%s: %s); training continues, metrics.jsonl has every update, and further failures of "
+                    "%s are not reported", tracker.name, type(error).__name__, error, tracker.name
                 )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def check_report_to(report_to: Tracker | Sequence[Tracker]) -> None:
     known = [name for name in LoggerType.list() if name != "all"]
     for special in ("none", "all"):
         if special in names and len(names) > 1:
-            raise ConfigError(f"{KEY}: {special} stands alone, got {', '.join(map(str, names))}")
+            raise ConfigError(f"{KEY}: {special} cannot be combined with others, got {', '.join(map(str, names))}")
     if "all" in names and not installed:
         raise ConfigError(f"{KEY}: all, but no tracker is installed: pip install tensorboard, for example, or set none")
     for name in names:

@@ -77,7 +77,7 @@ def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
     last, kept = {False: step, True: evaluated_step}, []
     for line, record in _records(path):
         if not isinstance(record.get("step"), int):
-            raise DataError(f"{path}: {line[:80]!r} has no step that is a whole number: mend or delete that line")
+            raise DataError(f"{path}: {line[:80]!r} has no step that is a whole number: fix or delete that line")
         if record["step"] <= last[_is_evaluation(record)]:
             kept.append(line + b"\n")
     write_whole(path, b"".join(kept))
@@ -114,9 +114,9 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{where} is not JSON ({error}): mend or delete that line") from error
+        raise DataError(f"{where} is not JSON ({error}): fix or delete that line") from error
     if not isinstance(record, dict):
-        raise DataError(f"{where} is {type(record).__name__}, expected a JSON object: mend or delete that line")
+        raise DataError(f"{where} is {type(record).__name__}, expected a JSON object: fix or delete that line")
     return record
 
 

@@ -295,7 +295,7 @@ def spare_token(tokenizer: PreTrainedTokenizerBase, used: set[int], vocab_size: 
     for token_id in (*special, *ordinary):
         if token_id is not None and token_id < vocab_size and token_id not in taken:
             return vocabulary[token_id]
-    raise ModelError("model.path: the data uses every token of the vocabulary, none is left to pad with")
+    raise ModelError("model.path: the data uses every token of the vocabulary, so none is left for padding")
 
 
 # Training

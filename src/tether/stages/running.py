@@ -108,16 +108,16 @@ def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
     engines = {"DeepSpeed": launched.uses_deepspeed(), "FSDP": launched.uses_fsdp()}
     for engine in (name for name, is_asked in engines.items() if is_asked):
         raise ConfigError(
-            f"the launcher's configuration asks for {engine}: tether {command} spreads rows and no weights, wanted DDP "
-            "(examples/accelerate/ddp.yaml, torchrun). A model that is too large for one device is trained by "
-            "model.lora, with train.gradient_checkpointing"
+            f"the launcher's configuration asks for {engine}: tether {command} distributes rows, not weights; wanted "
+            "DDP (examples/accelerate/ddp.yaml, torchrun). For a model that is too large for one device, set "
+            "model.lora and train.gradient_checkpointing"
         )
     check_precision(config)
     train, at_once = config.train, config.train.micro_batch_size * num_processes
     if train.batch_size % at_once:
         raise ConfigError(
-            f"train.batch_size: got {train.batch_size}, wanted a multiple of {at_once}, train.micro_batch_size "
-            f"{train.micro_batch_size} in each of {num_processes} processes"
+            f"train.batch_size: got {train.batch_size}, wanted a multiple of {at_once} (train.micro_batch_size "
+            f"{train.micro_batch_size} in each of {num_processes} processes)"
         )
 
 
@@ -140,11 +140,11 @@ def check_folder(config: StageConfig) -> None:
     is_run = _is_run(folder, type(config))
     if not (config.overwrite_output_dir or config.resume or (is_run and not _has_trained(folder))):
         raise ConfigError(
-            f"output_dir: {folder} is not empty. Add --resume to go on with the run in it, name another, or add "
+            f"output_dir: {folder} is not empty. Add --resume to continue the run in it, choose another, or add "
             "--overwrite to replace it"
         )
     if not is_run:
-        raise ConfigError(f"output_dir: {folder} holds something else than a run of this command; name another")
+        raise ConfigError(f"output_dir: {folder} holds something other than a run of this command; choose another")
 
 
 def _has_trained(folder: Path) -> bool:
@@ -238,14 +238,14 @@ def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
             raise CheckpointError(f"resume: {found} is not a complete checkpoint (no {TRAINER_STATE} that can be read)")
     else:
         if (config.output_dir / MANIFEST).is_file():
-            raise CheckpointError(f"resume: the run in {config.output_dir} is finished; there is nothing to go on with")
+            raise CheckpointError(f"resume: the run in {config.output_dir} is finished; there is nothing to resume")
         found = newest_checkpoint(config.output_dir, tell)
         if found is None and config.resume == "auto" and not _has_trained(config.output_dir):
             return None
         if found is None:
             raise CheckpointError(
-                f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, with "
-                "--overwrite where an earlier run is to be replaced, and set train.save_steps to have checkpoints"
+                f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, or with "
+                "--overwrite to replace an earlier run, and set train.save_steps to write checkpoints"
             )
     _check_same_run(found, found.parent, config)
     return found
@@ -256,7 +256,7 @@ def newest_checkpoint(folder: Path, tell: Tell) -> Path | None:
     for path in reversed(list_checkpoints(folder)):
         if _is_complete(path):
             return path
-        tell(f"{path} was not written to its end; trying the checkpoint before it")
+        tell(f"{path} is incomplete; trying the checkpoint before it")
     return None
 
 
@@ -276,15 +276,15 @@ def _check_same_run(held: Path, folder: Path, config: StageConfig) -> None:
     """Raises ``CheckpointError`` if ``held``, a checkpoint or a trained model, belongs to another run."""
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise CheckpointError(f"resume: {file} is missing, so nothing says what run {held} belongs to")
+        raise CheckpointError(f"resume: {file} is missing, so it is not known which run {held} belongs to")
     saved = parse_config(file.read_text(encoding="utf-8"), type(config), source=str(file))
     before, now = (dict(_leaves(each.model_dump(mode="json"))) for each in (saved, config))
     changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in MAY_CHANGE]
     if changed:
         differences = ", ".join(f"{key} {before.get(key)} → {now.get(key)}" for key in sorted(changed))
         raise CheckpointError(
-            f"resume: {held} belongs to another run: {differences}. Put these back, or start anew: name another "
-            "output_dir, or add --overwrite in place of --resume"
+            f"resume: {held} belongs to another run: {differences}. Restore these values, or start anew: choose "
+            "another output_dir, or use --overwrite instead of --resume"
         )
 
 
@@ -331,8 +331,8 @@ def check_same_data(run: Begun[Any], read: Mapping[str, str]) -> None:
         of_data = [key for key in changed if key != "model.path"]
         what = "rows, their order, the tokenizer or its chat template" if of_data else "weights or shape"
         raise CheckpointError(
-            f"resume: {' and '.join(changed)} changed since {run.checkpoint} was written: {what}. Put back what was "
-            f"there, or start anew: remove {run.config.output_dir}, or name another output_dir"
+            f"resume: {' and '.join(changed)} changed since {run.checkpoint} was written: {what}. Restore what was "
+            f"there, or start anew: remove {run.config.output_dir}, or choose another output_dir"
         )
 
 

@@ -191,7 +191,7 @@ def _loaded(config: SftStageConfig) -> SftData:
         read.demonstrations, data.held_out_fraction, config.train.seed, lambda each: _same(first[each.row], each.row)
     )
     if data.held_out_fraction > 0 and not held_out:
-        raise DataError("data.eval_fraction: all demonstrations have one prompt, so none can be held out")
+        raise DataError("data.eval_fraction: all demonstrations have the same prompt, so none can be held out")
     return SftData(tokenizer, end_ids, train, held_out, read.num_too_long, read.num_unanswered)
 
 
@@ -231,7 +231,7 @@ def start_model(
     """
     before = start_adapter(config)
     if before is not None and before.head:
-        raise ModelError(f"model.path: {config.path} is a reward adapter (it holds a head); wanted a language model's")
+        raise ModelError(f"model.path: {config.path} is a reward adapter (it has a head); wanted a language model's")
     path, of = base_of(config, before)
     model = load_causal_lm(path, **loading_options(config, precision=precision, device=device), **of)
     if config.lora is None:

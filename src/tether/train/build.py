@@ -46,7 +46,7 @@ def build_trainer(
     set_seed((config.train.seed + dist.rank) % 2**32)
     events = Callbacks(callbacks, config, len(data.prompts.prompts))
     if config.train.offload_idle_roles and not has_own_memory(dist.device):
-        log.message(f"train.offload_idle_roles: nothing moves, as {dist.device} and the CPU have one memory")
+        log.message(f"train.offload_idle_roles: nothing is moved, as {dist.device} and the CPU share their memory")
     log.phase("loading models", 0, 1)
     parts = build_parts(config, data, rewards, dist)
     log.display.table("roles", *role_table(parts.roles))

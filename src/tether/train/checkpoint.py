@@ -213,8 +213,8 @@ class Checkpoints:
         """Names the checkpoint to resume from, in a sentence for the message that a run ends with."""
         path = last_complete(self.config.output_dir)
         if path is None:
-            return "No complete checkpoint is there to go on from; train.save_steps makes them"
-        return f"The last complete checkpoint is {path}: --resume goes on from there"
+            return "There is no complete checkpoint to resume from; set train.save_steps to write them"
+        return f"The last complete checkpoint is {path}: --resume continues from there"
 
     @contextmanager
     def may_run_out(self) -> Iterator[None]:
@@ -229,7 +229,7 @@ class Checkpoints:
             if isinstance(error, OSError) and error.errno not in DISK_TROUBLE:
                 raise
             raise CheckpointError(
-                f"{self.config.output_dir} cannot be written to any more: {getattr(error, 'strerror', error)}. "
+                f"{self.config.output_dir} can no longer be written to: {getattr(error, 'strerror', error)}. "
                 f"{self.way_on()}"
             ) from error
 
@@ -280,7 +280,7 @@ class Checkpoints:
         found = self.dist.gathered([name for name, x in parts.items() if not bool(torch.isfinite(x).all())])
         bad = [name for name in parts if any(name in theirs for theirs in found)]
         if bad:
-            told = f"{path} is not written: {len(bad)} tensors of weights are not finite, {bad[0]} the first"
+            told = f"{path} is not written: {len(bad)} weight tensors are not finite, the first is {bad[0]}"
             raise met_by_all(TrainingError(told))
 
     def _moments_to_come(self, contents: Contents) -> int:
@@ -462,8 +462,8 @@ def find_checkpoint(config: RunConfig, *, tell: Callable[[str], None]) -> Path |
     if config.resume == "auto" and not has_updates(config.output_dir):
         return None
     raise CheckpointError(
-        f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, with --overwrite where "
-        "an earlier run is to be replaced, and set train.save_steps to have checkpoints"
+        f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, or with --overwrite to "
+        "replace an earlier run, and set train.save_steps to write checkpoints"
     )
 
 
@@ -497,7 +497,7 @@ def _piece(path: Path, name: str) -> Path:
     """Path of a file of a checkpoint's state, which must exist."""
     file = path / STATE_DIR / name
     if not file.is_file():
-        raise CheckpointError(f"resume: {path} has no {STATE_DIR}/{name}, which the run needs to go on")
+        raise CheckpointError(f"resume: {path} has no {STATE_DIR}/{name}, which the run needs to resume")
     return file
 
 
@@ -520,7 +520,7 @@ def _loaded(path: Path, name: str, *, mapped: bool = False) -> Any:
     try:
         return torch.load(file, weights_only=True, map_location="cpu", mmap=mapped)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        raise CheckpointError(f"{file} holds more than tensors and numbers, or is no file of torch's") from error
+        raise CheckpointError(f"{file} holds more than tensors and numbers, or is not a torch file") from error
 
 
 def _gib(size: int) -> str:

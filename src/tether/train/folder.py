@@ -65,12 +65,12 @@ def check_folder(config: RunConfig) -> None:
     try:
         is_taken = holds_run(folder)
     except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be looked into: {error.strerror}") from error
+        raise ConfigError(f"output_dir: {folder} cannot be read: {error.strerror}") from error
     goes_on = config.resume in (True, "auto")
     goes_on = goes_on or (config.resume and goes_on_in(folder, Path(config.resume)))
     if is_taken and not goes_on and not config.overwrite_output_dir:
         raise ConfigError(
-            f"output_dir: {folder} holds an earlier run. Add --resume to go on with it, choose another output_dir, "
+            f"output_dir: {folder} holds an earlier run. Add --resume to continue it, choose another output_dir, "
             "or add --overwrite to replace it"
         )
     if not is_taken and any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
@@ -118,11 +118,11 @@ def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:
     written, is_new = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM, FINISHED}, is_new and not _was_begun(folder)
     for path in folder.glob("*") if folder.is_dir() else ():
         if path.name.removeprefix(".").removesuffix(".tmp") in written and (path.is_symlink() or not path.is_file()):
-            kind = "a link" if path.is_symlink() else "no file"
-            raise ConfigError(f"output_dir: {path} is {kind}, and a run writes to files of its own alone: remove it")
+            kind = "a link" if path.is_symlink() else "not a file"
+            raise ConfigError(f"output_dir: {path} is {kind}, but a run writes only to its own files: remove it")
         if is_new and path.name in (SAMPLES, REPORT, CARD, CONFIG):
             raise ConfigError(
-                f"output_dir: {folder} holds a {path.name}, which the run would write over; name another folder, or "
+                f"output_dir: {folder} holds a {path.name}, which the run would overwrite; choose another folder, or "
                 f"{way_out}"
             )
 
@@ -154,7 +154,7 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
         state = read_state(checkpoint)
         for path in list_checkpoints(folder)[::-1]:
             if checkpoint_step(path) > state["step"]:  # its updates are repeated, and it is written again
-                tell(f"removing {path}, as the run goes on from {checkpoint}")
+                tell(f"removing {path}, as the run continues from {checkpoint}")
                 shutil.rmtree(path)
         evaluated = -1 if state["evaluated_step"] is None else state["evaluated_step"]
         for name in (METRICS, SAMPLES, BAD_BATCHES):

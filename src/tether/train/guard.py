@@ -68,9 +68,9 @@ class Guard:
         """
         self.in_a_row += 1
         if self.in_a_row <= self.limit:
-            self.tell(f"warning: {error} It is left out: {self.in_a_row} in a row, of at most {self.limit}")
+            self.tell(f"warning: {error} It is skipped: {self.in_a_row} in a row, of at most {self.limit}")
             return
-        before = "" if self.limit == 0 else f" after {self.limit} in a row that were left out (train.max_bad_batches)"
+        before = "" if self.limit == 0 else f" after {self.limit} skipped in a row (train.max_bad_batches)"
         raise met_by_all(TrainingError(f"{error} The run ends{before}")) from error
 
     def took_step(self) -> None:
@@ -100,10 +100,10 @@ class Guard:
         if self.dist.is_main:
             JsonlWriter(self.folder / BAD_BATCHES).write({"step": self.step, "last_good_checkpoint": name})
         if checkpoint is None:
-            return "no checkpoint is there to go back to; train.save_steps makes them"
+            return "there is no checkpoint to return to; set train.save_steps to write them"
         return (
-            f"the last good checkpoint is {checkpoint}; --resume takes the same way again from there, so name it as "
-            "the model.path of a run with other settings"
+            f"the last good checkpoint is {checkpoint}; --resume would repeat the same updates from there, so use it "
+            "as model.path of a run with other settings"
         )
 
     def _found(self, what: str, rows_by_process: Sequence[Sequence[int]], answers: Answers) -> None:
@@ -113,7 +113,7 @@ class Guard:
         raise NotFinite(
             f"{what} is not finite for {len(rows)} rollouts of update {self.step} (dataset rows "
             f"{', '.join(named[:8])}{', …' if len(named) > 8 else ''}); no optimizer step was taken with it. Their "
-            f"texts are in {path}. A smaller learning rate, or bf16 and fp16: false, is the usual cure."
+            f"texts are in {path}. A smaller learning rate, or bf16 and fp16: false, usually helps."
         )
 
 
@@ -136,8 +136,8 @@ def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: in
     found = []
     if num_alike >= STRETCH:
         found.append(
-            f"all answers of an update had the same score, {STRETCH} updates in a row (objective/scores_std): nothing "
-            "is learned from that. Check the judge, its pattern or its column, by the answers in samples.jsonl"
+            f"all answers of an update had the same score, {STRETCH} updates in a row (objective/scores_std), so "
+            "nothing is learned. Check the judge, its pattern or its column against the answers in samples.jsonl"
         )
     if metrics.get("val/first_ratio_error", 0.0) > LIMITS["val/first_ratio_error"].warn:
         found.append(
@@ -147,28 +147,28 @@ def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: in
     if metrics.get("rollout/logprob_gap", 0.0) > LOGPROB_GAP[forward_type].act:
         found.append(
             "answers are not sampled from the distribution that they are trained under (rollout/logprob_gap): this "
-            "model's cached decoding differs from its forward. Another model.attn_implementation may bring them "
-            "together, and so may train.bf16: false"
+            "model's cached decoding differs from its forward pass. Another model.attn_implementation or train.bf16: "
+            "false may bring them together"
         )
     if metrics.get("policy/num_overflows", 0.0) > 0 and metrics.get("update/num_steps") == 0:
         found.append(
             "no step of this update was taken: scaled gradients are not finite in float16 (policy/num_overflows). The "
-            "scale is halved each time; if it goes on, set train.fp16: false"
+            "scale is halved each time; if this continues, set train.fp16: false"
         )
     if metrics.get("update/num_empty", 0.0) > 0 and metrics.get("update/num_steps") == 0:
         found.append(
             "no step of this update was taken: none of its answers ended within sampling.response_length, and "
-            "ppo.mask_truncated leaves such answers out (update/num_empty). If it goes on, set a larger "
+            "ppo.mask_truncated leaves such answers out (update/num_empty). If this continues, set a larger "
             "sampling.response_length, or ppo.mask_truncated: false"
         )
     if metrics.get("rollout/top_token_share", 0.0) > MOST_SHARE and _could_say_more(metrics):
         found.append(
-            "one token makes up nearly all that the policy says (rollout/top_token_share): it has collapsed. Go back "
-            "to a checkpoint from before, and raise ppo.kl_coef or lower train.learning_rate"
+            "nearly all tokens of the policy's answers are the same (rollout/top_token_share): it has collapsed. "
+            "Return to an earlier checkpoint, and raise ppo.kl_coef or lower train.learning_rate"
         )
     elif metrics.get("rollout/top_answer_share", 0.0) > MOST_SHARE and _could_say_more(metrics):
         found.append(
-            "the policy gives nearly always the same answer (rollout/top_answer_share): unless the prompts leave no "
+            "the policy nearly always gives the same answer (rollout/top_answer_share): unless the prompts leave no "
             "other, it has collapsed. Raise ppo.kl_coef"
         )
     return found

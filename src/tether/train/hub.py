@@ -37,8 +37,8 @@ def open_repository(name: str, *, private: bool | None, key: str, token: str | N
         return HfApi(token=token).create_repo(name, private=private, exist_ok=True).repo_id
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
-            f"{key}: no repository {name} could be opened on the hub: {_reason(error)}. Log in by `hf auth login` or "
-            "set HF_TOKEN to a token that may write, and check the name"
+            f"{key}: repository {name} could not be opened on the hub: {_reason(error)}. Log in with `hf auth login` "
+            "or set HF_TOKEN to a token with write access, and check the name"
         ) from error
 
 
@@ -69,7 +69,7 @@ def push(folder: Path, repository: str, *, with_answers: bool = True) -> str:
         )
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
         raise HubError(
-            f"{folder} could not be pushed to {repository}: {_reason(error)}. The model is whole where it is; "
+            f"{folder} could not be pushed to {repository}: {_reason(error)}. The model is complete in its folder; "
             f"`tether push {folder} --to {repository}{'' if with_answers else ' --no_samples'}` tries again"
         ) from error
     return commit.commit_url

@@ -147,7 +147,7 @@ def load_prompt_sets(
         return prompts, None
     prompts, held_out = split_prompts(prompts, data.eval_fraction, config.train.seed)
     if not held_out.prompts:
-        raise DataError("data.eval_fraction: all rows of data.prompts have one prompt, so none can be held out")
+        raise DataError("data.eval_fraction: all rows of data.prompts have the same prompt, so none can be held out")
     return prompts, held_out
 
 
@@ -236,8 +236,8 @@ def _check_weights(config: RunConfig, shape: PreTrainedConfig) -> None:
     check_trainable(config.model.path, shape, with_lora=config.model.lora is not None)
     if has_few_bits(shape) and config.model.quantization is not None:
         raise ConfigError(
-            f"model.quantization {config.model.quantization}: the weights of {config.model.path} are quantized as they "
-            "are; leave it out"
+            f"model.quantization {config.model.quantization}: the weights of {config.model.path} are already "
+            "quantized; remove this key"
         )
 
 
@@ -250,8 +250,7 @@ def _check_tokens(config: RunConfig, data: RunData, shape: PreTrainedConfig) -> 
         (stop,) = stop_token_ids(data.tokenizer, None, config.sampling.stop_token)
         if stop >= size:
             raise ConfigError(
-                f"sampling.stop_token {config.sampling.stop_token} is token {stop}, but the model knows only "
-                f"{size} tokens"
+                f"sampling.stop_token {config.sampling.stop_token} has id {stop}, but the model has only {size} tokens"
             )
 
 
@@ -330,8 +329,8 @@ def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
         trained = {prompt.text for prompt in data.prompts.prompts}
         if all(prompt.text in trained for prompt in data.eval_prompts.prompts):
             display.message(
-                "warning: every held-out prompt is trained on as well, so that eval_scores says nothing of new ones; "
-                "data.eval_split names another split, data.eval_fraction holds out prompts of data.prompts"
+                "warning: every held-out prompt is also trained on, so eval_scores says nothing about new prompts; set "
+                "data.eval_split to another split, or data.eval_fraction to hold out prompts of data.prompts"
             )
     if data.ptx is not None:
         dropped = f", {data.ptx.num_too_long} of them dropped as too long" if data.ptx.num_too_long else ""
@@ -339,8 +338,9 @@ def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
         display.message(f"demonstrations: {config.data.ptx}: {data.ptx.num_rows} rows{dropped}")
     if config.sampling.is_truncated:
         display.message(
-            "warning: with sampling.top_p or top_k answers do not come from the distribution whose ratio and KL are "
-            "taken. Both are biased: the policy can lower the measured KL, even below 0, by moving what is never drawn"
+            "warning: with sampling.top_p or top_k, answers do not come from the distribution whose ratio and KL are "
+            "computed. Both are biased: the policy can lower the measured KL, even below 0, by changing the "
+            "probability of tokens that are never sampled"
         )
     prompts = data.prompts.prompts
     display.message(f"the first query as the policy reads it: {data.tokenizer.decode(prompts[0].token_ids)!r}")

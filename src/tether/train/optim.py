@@ -345,7 +345,7 @@ def _check_rates(train: TrainConfig, total_steps: int, key: str, rate: float) ->
         for step, factor in zip(steps, factors, strict=True):
             if not 0 <= factor <= 1 + 1e-9:
                 raise ConfigError(
-                    f"train.lr_scheduler_kwargs: {settings} comes to learning rate {factor * rate:g} at step {step}, "
+                    f"train.lr_scheduler_kwargs: {settings} gives learning rate {factor * rate:g} at step {step}, "
                     f"wanted from 0 to {key} {rate}"
                 )
     elif scheduler.min_lrs[0] >= rate:

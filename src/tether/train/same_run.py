@@ -66,7 +66,7 @@ def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig,
     rounded = [key for key in keys if _ROUNDED.fullmatch(key)]
     if (before, record["engine"]) != (now, engine):
         told = (
-            f"the checkpoint was written by {_processes(before, record['engine'])} and goes on with "
+            f"the checkpoint was written by {_processes(before, record['engine'])} and is resumed with "
             f"{_processes(now, engine)}"
         )
     elif rounded:
@@ -74,24 +74,24 @@ def told_of_move(saved: RunConfig, record: Mapping[str, Any], config: RunConfig,
     else:
         return None
     told += (
-        ": prompts, their order and the noise of answers are what they would have been, but sums are added up in "
-        "another order and so rounded otherwise, and what follows is not bitwise the same"
+        ": prompts, their order and the sampling noise stay the same, but sums are added in a different order and "
+        "rounded differently, so the results are not bitwise identical"
     )
     if now > before:
-        told += f". Reward functions that draw at random draw the same in process 0 and in those from {before} on"
+        told += f". Reward functions get the same random numbers in process 0 and in the processes from {before} on"
     if config.ppo.num_mini_batches == 1:
         return told
     at_once = (saved.answers_at_once(before), config.answers_at_once(now))
     budgets = (saved.train.max_tokens_per_micro_batch, config.train.max_tokens_per_micro_batch)
     if budgets != (None, None) and (before != now or budgets[0] != budgets[1]):
         told += (
-            ". train.max_tokens_per_micro_batch counts the tokens of each process, so that other answers than before "
-            "are trained on at once, and mini-batches hold other ones"
+            ". train.max_tokens_per_micro_batch counts the tokens of each process, so different answers than before "
+            "are trained on at once, and mini-batches contain different ones"
         )
     elif at_once[0] != at_once[1]:
         told += (
-            f". Before, {at_once[0]} answers were trained on at once, and now {at_once[1]}, so that mini-batches hold "
-            f"other ones; they do not where train.micro_batch_size times the number of processes stays {at_once[0]}"
+            f". {at_once[0]} answers were trained on at once before, and {at_once[1]} now, so mini-batches contain "
+            f"different ones; to avoid this, keep train.micro_batch_size times the number of processes at {at_once[0]}"
         )
     return told
 
@@ -132,10 +132,10 @@ def check_same_run(saved: RunConfig, config: RunConfig, path: Path) -> list[str]
     if changed := [key for key in lines if not may_change(key)]:
         differ = "".join(f"  {lines[key]}\n" for key in changed)
         raise CheckpointError(
-            f"resume: {path} was made with another configuration:\n{differ}"
-            f"Put these back, or start a new run in another output_dir. What may change: "
-            f"{', '.join(sorted(MAY_CHANGE))}, where and how a reward service is asked, which processes have a reward "
-            "model and how much it reads at a time, and what gives an answer a score that had none"
+            f"resume: {path} was written with a different configuration:\n{differ}Restore these values, or start a new "
+            f"run in another output_dir. What may change: {', '.join(sorted(MAY_CHANGE))}, where and how a reward "
+            "service is called, which processes hold a reward model and how much it reads at a time, and how an answer "
+            "without a score gets one"
         )
     return [line for key, line in lines.items() if key not in ("resume", "overwrite_output_dir")]
 
@@ -176,7 +176,7 @@ def check_same_data(saved: Mapping[str, str], data: Mapping[str, str], path: Pat
         what = "weights or shape" if of_models == changed else "rows, their order, their other columns, the tokenizer"
         raise CheckpointError(
             f"resume: {' and '.join(changed)} changed since {path} was written: {what}"
-            f"{'' if of_models else ' or its chat template'}. Put them back, or start a new run from the checkpoint: "
+            f"{'' if of_models else ' or its chat template'}. Restore them, or start a new run from the checkpoint: "
             f"model.path: {path}, in another output_dir"
         )
 

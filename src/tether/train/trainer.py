@@ -169,7 +169,7 @@ class PPOTrainer:
             if self.state.step > 0:
                 set_random_states(self.before)
                 self.save()  # scoring happens before an update changes anything
-                error.add_note(f"the state after {self.state.step} updates is saved; --resume goes on from there")
+                error.add_note(f"the state after {self.state.step} updates is saved; --resume continues from there")
             raise
         self.check_trained()
         self.log.finished(self.state.step, self.restore_best())
@@ -197,7 +197,7 @@ class PPOTrainer:
         try:
             self.checkpoints.restore_weights(best)
         except CheckpointError as error:
-            self.log.message(f"warning: {error}; the policy of the last update is kept in place of the best one")
+            self.log.message(f"warning: {error}; the policy of the last update is kept instead of the best one")
             return last
         value = self.state.best_metric
         self.log.message(f"kept: the policy after update {best} of {last}, whose {name} of {value:.3g} is the best")

@@ -166,8 +166,8 @@ class Update:
             if self.dist.num_processes > 1:
                 raise
             raise TrainingError(
-                f"out of memory in the middle of update {self.step + 1}, which has changed weights and cannot be begun "
-                f"anew ({error}): leave train.dry_step on, which finds it before training, lower "
+                f"out of memory in the middle of update {self.step + 1}, which has already changed weights and cannot "
+                f"be repeated ({error}): keep train.dry_step on, which finds this before training, lower "
                 "train.micro_batch_size, set train.gradient_checkpointing, or train with LoRA"
             ) from error
 

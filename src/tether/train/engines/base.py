@@ -66,13 +66,13 @@ def refuse_few_bits(config: RunConfig, engine: str) -> None:
     """
     if config.model.quantization is not None:
         raise ConfigError(
-            f"model.quantization: got {config.model.quantization}, wanted none under {engine}: weights in few bits "
-            "cannot be spread. Launch the run with DDP"
+            f"model.quantization: got {config.model.quantization}, wanted none under {engine}: quantized weights "
+            "cannot be sharded. Launch the run with DDP"
         )
     if config.train.optim == "adamw_8bit":
         raise ConfigError(
-            f"train.optim: got adamw_8bit, wanted adamw_torch_fused or adamw_torch under {engine}: moments in 8 bits "
-            f"cannot be spread. {engine} divides their memory by the number of processes"
+            f"train.optim: got adamw_8bit, wanted adamw_torch_fused or adamw_torch under {engine}: 8-bit moments "
+            f"cannot be sharded. {engine} divides their memory by the number of processes"
         )
 
 

@@ -11,19 +11,19 @@ from tether.errors import ConfigError
 from tether.train.engines.base import refuse_few_bits
 
 NOT_OURS = {
-    "optimizer": "train.optim, train.learning_rate and the like say it",
-    "scheduler": "train.lr_scheduler_type, train.warmup_ratio and train.lr_scheduler_kwargs say it",
-    "hybrid_engine": "answers are decoded with weights that are gathered once a rollout",
-    "tensor_parallel": "models are spread by ZeRO alone",
-    "sequence_parallel_size": "models are spread by ZeRO alone",
-    "pipeline": "models are spread by ZeRO alone",
-    "torch_autocast": "train.bf16 says it",
+    "optimizer": "train.optim, train.learning_rate and related keys set it",
+    "scheduler": "train.lr_scheduler_type, train.warmup_ratio and train.lr_scheduler_kwargs set it",
+    "hybrid_engine": "answers are decoded with weights that are gathered once per rollout",
+    "tensor_parallel": "models are sharded by ZeRO alone",
+    "sequence_parallel_size": "models are sharded by ZeRO alone",
+    "pipeline": "models are sharded by ZeRO alone",
+    "torch_autocast": "train.bf16 sets it",
 }
 """Sections of a DeepSpeed configuration that are decided by other keys of a run."""
 BATCHES = {
-    "train_batch_size": "train.rollout_batch_size and ppo.num_mini_batches say it",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size says it",
-    "gradient_accumulation_steps": "train.micro_batch_size says it",
+    "train_batch_size": "train.rollout_batch_size and ppo.num_mini_batches set it",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size sets it",
+    "gradient_accumulation_steps": "train.micro_batch_size sets it",
 }
 """Sizes that follow from a run's own; their values in the DeepSpeed configuration have no effect."""
 
@@ -33,7 +33,7 @@ def check(deepspeed: Mapping[str, Any], config: RunConfig) -> None:
     Tether does itself."""
     zero = deepspeed["zero_optimization"]
     if zero["stage"] not in (1, 2, 3):
-        raise _unfit("zero_optimization.stage", zero["stage"], "1, 2 or 3; without DeepSpeed the launcher makes DDP")
+        raise _unfit("zero_optimization.stage", zero["stage"], "1, 2 or 3; without DeepSpeed the launcher uses DDP")
     for key, instead in NOT_OURS.items():
         if deepspeed.get(key):
             raise _unfit(key, deepspeed[key], f"none: {instead}")
@@ -57,7 +57,7 @@ def _check_precision(deepspeed: Mapping[str, Any], config: RunConfig) -> None:
             "not scaled: set train.bf16, or launch the run with FSDP2 or DDP"
         )
     if asks_for("fp16"):
-        raise _unfit("fp16.enabled", "true", "auto: train.bf16 is what half precision there is under ZeRO")
+        raise _unfit("fp16.enabled", "true", "auto: under ZeRO the only half precision is train.bf16")
     if asks_for("bf16") and not config.train.bf16:
         raise _unfit(
             "bf16.enabled", "true", "auto, or train.bf16: true. Weights are float32 and forwards run under autocast"

@@ -52,8 +52,8 @@ class FullySharded:
         _check(plugin, dist.accelerator.parallelism_config)
         if plugin.cpu_ram_efficient_loading and dist.is_main:
             logger.warning(
-                "fsdp_cpu_ram_efficient_loading of the launch is switched off: every process reads every model, as "
-                "heads and adapters are made of the weights"
+                "fsdp_cpu_ram_efficient_loading of the launch is switched off: every process loads every model, as "
+                "heads and adapters are built from the weights"
             )
         disable_fsdp_ram_efficient_loading()
         self._dist = dist
@@ -69,7 +69,7 @@ class FullySharded:
         if config.sampling.cache_implementation == "static" and not config.train.ds3_gather_for_generation:
             raise ConfigError(
                 "sampling.cache_implementation: got static, wanted dynamic with train.ds3_gather_for_generation false: "
-                "a forward that waits for other processes at each layer is not compiled"
+                "a forward pass that waits for other processes at each layer is not compiled"
             )
 
     # Taking over
@@ -319,16 +319,16 @@ def _check(plugin: FullyShardedDataParallelPlugin, parallelism: ParallelismConfi
             if (size := getattr(parallelism, name, 1)) not in (None, 1):
                 raise ConfigError(
                     f"parallelism_config_{name}: got {size}, wanted 1 in the configuration file of accelerate launch: "
-                    "weights are spread over all processes, and every process trains on whole answers"
+                    "weights are sharded over all processes, and every process trains on whole answers"
                 )
     if plugin.activation_checkpointing:
         raise ConfigError(
             "fsdp_activation_checkpointing: got true, wanted false in the configuration file of accelerate launch; set "
-            "train.gradient_checkpointing in the run's own"
+            "train.gradient_checkpointing in the run's own file"
         )
     if plugin.ignored_modules is not None:
         raise ConfigError(
-            "fsdp_ignored_modules: wanted none in the configuration file of accelerate launch: all weights are spread"
+            "fsdp_ignored_modules: wanted none in the configuration file of accelerate launch: all weights are sharded"
         )
 
 

@@ -5,8 +5,8 @@
     ├── DataError                a file or a row of it is wrong
     ├── ModelError               a model folder is not what the configuration says
     ├── RewardError              a reward source could not score an answer
-    │   ├── RewardTimeout        it did not answer in time
-    │   └── RewardResponseError  it answered something that is not one finite score an answer
+    │   ├── RewardTimeout        it did not respond in time
+    │   └── RewardResponseError  its response is not one finite score per answer
     ├── GenerationError          the policy could not produce an answer
     ├── TrainingError            a loss, a gradient or a parameter is not finite
     ├── HubError                 a model could not be pushed to the hub
@@ -38,11 +38,11 @@ class RewardError(TetherError):
 
 
 class RewardTimeout(RewardError):
-    """A reward source did not answer in time."""
+    """A reward source did not respond in time."""
 
 
 class RewardResponseError(RewardError):
-    """A reward source answered something that is not one finite score for each answer."""
+    """A reward source's response is not one finite score for each answer."""
 
 
 class GenerationError(TetherError):
@@ -54,15 +54,15 @@ class TrainingError(TetherError):
 
 
 class OutOfStep(TetherError):
-    """A process could not go on with what all processes do together, so that none of them can."""
+    """A process could not continue what all processes do together, so none of them can."""
 
 
 class LostProcess(TetherError):
-    """Another process of the run ended, or did not answer in time."""
+    """Another process of the run ended, or did not respond in time."""
 
 
 class HubError(TetherError):
-    """A model could not be pushed to the hub; it is whole in its folder."""
+    """A model could not be pushed to the hub; it is complete in its folder."""
 
 
 class CheckpointError(TetherError):
@@ -70,4 +70,4 @@ class CheckpointError(TetherError):
 
 
 USER_ERRORS = (ConfigError, DataError, ModelError, CheckpointError)
-"""Errors that a user can mend: exit code 2 on the command line."""
+"""Errors that a user can fix: exit code 2 on the command line."""

@@ -28,7 +28,7 @@ def token_rewards(
     Args:
         kl: per-token estimate of KL(π_old ‖ ref).
         mask: True on response tokens, the end-of-sequence token included.
-        token_scores: s, the part of the score that falls on each token; the entry of the last token is not read. None:
+        token_scores: s, the part of the score assigned to each token; the entry of the last token is not read. None:
             0.
 
     Source: Stiennon et al. 2020, section 3.4, https://arxiv.org/abs/2009.01325
@@ -127,7 +127,7 @@ def grpo(
     by the inverse of the spread of its scores: unlike with ``rloo``, the expected gradient is not that of the mean
     return.
 
-    The penalty −β·kl is added to the normalised score, as in the source, where it is in the loss. It is not normalised
+    The penalty −β·kl is added to the normalized score, as in the source, where it is in the loss. It is not normalized
     itself: answers with equal scores differ only by their KL, whose noise, divided by its own std, would weigh as much
     as any score, whatever β is.
 
@@ -135,7 +135,7 @@ def grpo(
         rewards: r, from the judge alone.
         mask: True on response tokens, the end-of-sequence token included.
         num_generations: n, at least 2. The rows of a prompt are adjacent.
-        penalties: p, added to the rewards without normalisation. None: 0.
+        penalties: p, added to the rewards without normalization. None: 0.
 
     Source: Shao et al. 2024, eq. 3 and section 4.1.2, https://arxiv.org/abs/2402.03300
     """

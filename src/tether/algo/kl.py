@@ -77,7 +77,7 @@ def approx_kl(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]
 def adaptive_kl_coef(
     kl_coef: float, sequence_kl: float, *, target: float, horizon: int, num_episodes: int
 ) -> float:
-    """The next KL coefficient: larger if the policy strayed further than ``target``, smaller if less far.
+    """The next KL coefficient: larger if the policy strayed further than ``target``, smaller if less.
 
         e = clip(KL / target − 1, −0.2, 0.2)
         β' = β (1 + e · num_episodes / horizon)

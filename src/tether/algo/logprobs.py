@@ -16,7 +16,7 @@ LOGITS_AT_ONCE, LOGITS_ON_ACCELERATOR = 2**24, 2**26
 """Logits per chunk: few enough for memory (64 MiB; 256 MiB), and enough for fast matrix products, as an accelerator
 reads the whole head for every chunk.
 
-Not fewer: tensors of up to 32 MiB come from glibc's heap, where one seldom fits into the space of another, so that a
+Not fewer: tensors of up to 32 MiB come from glibc's heap, where one rarely fits into the space of another, so a
 pass over many chunks takes as much memory as all logits at once.
 """
 SUMMED_AT_ONCE = 2**22
@@ -30,7 +30,7 @@ def logits_at_once(device: torch.device) -> int:
 
 def _even_chunks(num_tokens: int, most: int) -> list[slice]:
     """Tokens in the fewest possible chunks of at most ``most``, as even as possible: the tensors of one chunk fit into
-    the space of another's, and the last chunk, which is not computed twice, is no mere remainder."""
+    the space of another's, and the last chunk, which is not computed twice, is not a small remainder."""
     count = -(-num_tokens // most)
     ends = [num_tokens * number // count for number in range(count + 1)] if count else []
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
@@ -39,7 +39,7 @@ def _even_chunks(num_tokens: int, most: int) -> list[slice]:
 def logprobs_from_logits(
     logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], *, temperature: float, with_entropy: bool = False
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """The log-probability of each target and, if wanted, the entropy of the distribution it was drawn from, in nats.
+    """The log-probability of each target and, if requested, the entropy of the distribution it was drawn from, in nats.
 
         z = logits / temperature
         log π(v) = z_v − log Σ_u exp z_u

@@ -11,7 +11,7 @@ from tether.algo.masking import wide
 
 
 def ratio(new_logprobs: Float[Tensor, "B R"], logprobs: Float[Tensor, "B R"]) -> Float[Tensor, "B R"]:
-    """How much likelier each token is under the new policy: ρ = exp(log π_new − log π_old), in float32 or wider.
+    """How much more likely each token is under the new policy: ρ = exp(log π_new − log π_old), in float32 or wider.
 
     The difference is clamped to ±20, beyond anything that an update should reach, so that ρ stays finite.
     """
@@ -27,7 +27,7 @@ def policy_loss(
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Float[Tensor, "B R"]:
-    """The clipped surrogate objective of each token, negated to be minimised, in float32 or wider.
+    """The clipped surrogate objective of each token, negated to be minimized, in float32 or wider.
 
         ρ = exp(log π_new − log π_old)
         L = max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε_high))    ε = cliprange

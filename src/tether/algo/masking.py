@@ -1,4 +1,4 @@
-"""Sums, means and moments over the tokens that count.
+"""Sums, means and moments over the entries where a mask is True.
 
 Entries outside a mask are replaced before any arithmetic, never multiplied by zero: a NaN there changes nothing.
 """

@@ -1,4 +1,4 @@
-"""What is done to a score before it becomes a reward."""
+"""How a score is changed before it becomes a reward."""
 
 import math
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class ScoreMoments:
 
 
 def merged_moments(moments: ScoreMoments, scores: Float[Tensor, " B"]) -> ScoreMoments:
-    """The moments of the scores so far together with these, in float64, however they are split into parts.
+    """The moments of the scores so far and the new ones together, in float64, independent of how they are split.
 
         n = n_a + n_b
         δ = mean_b − mean_a
@@ -105,7 +105,7 @@ def score_std(moments: ScoreMoments) -> float:
 
 
 def whitening_scale(var: float) -> float:
-    """The standard deviation that whitening divides by; 1 where nothing spreads, as there is no scale then.
+    """The standard deviation that whitening divides by; 1 if there is no spread, and thus no scale.
 
         S = √(var + 1e-8)    if var > 1e-8
         S = 1                otherwise
@@ -116,7 +116,7 @@ def whitening_scale(var: float) -> float:
 def score_scale(
     *, weight: float, norm: tuple[float, float] | None, beside: float, moments: ScoreMoments | None
 ) -> tuple[float, float]:
-    """Slope and shift that make of what one source says what is trained on, the other sources at their mean.
+    """Slope and shift that turn the score of one source into the one trained on, with the other sources at their mean.
 
         slope = w / (σ S)
         shift = (−w μ / σ + b − M) / S
@@ -124,10 +124,10 @@ def score_scale(
     Clips, and rules for ends and lengths, are left out.
 
     Args:
-        weight: w, what the source counts.
-        norm: μ and σ, mean and standard deviation that its scores are normalised by; None: 0 and 1.
-        beside: b, what the other sources count together.
-        moments: of the sum of all sources, which is normalised by their mean M and by S, ``whitening_scale`` of their
+        weight: w, the weight of the source.
+        norm: μ and σ, mean and standard deviation that its scores are normalized by; None: 0 and 1.
+        beside: b, mean contribution of the other sources together.
+        moments: of the sum of all sources, which is normalized by their mean M and by S, ``whitening_scale`` of their
             variance; None: 0 and 1.
     """
     mean, std = norm or (0.0, 1.0)

@@ -28,7 +28,7 @@ FIRST_PHASE = "rollout"
 RECENT = 10
 """Number of updates whose median duration predicts the time left."""
 SETTLING = 2.0
-"""Seconds into a phase before which its own pace says nothing."""
+"""Seconds into a phase before its own pace is meaningful."""
 SHOWN_ROWS = 6
 SHOWN_METRICS = (
     ("reward", "objective/scores"),
@@ -87,7 +87,7 @@ class Outlet:
         self._stream, self._is_gone = stream, False
 
     def write(self, text: str) -> int:
-        """Writes, or drops what nobody can read any more; returns the number of characters in it."""
+        """Writes, or drops what can no longer be read; returns the number of characters in it."""
         if not self._is_gone:
             try:
                 self._stream.write(text)

@@ -1,4 +1,4 @@
-"""What is shown of a file in another system's format."""
+"""What is shown about a file in another system's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def announce(translation: Translation | None, display: RunDisplay) -> None:
-    """Shows what became of every key; nothing for a file in our own format."""
+    """Shows how every key was translated; nothing for a file in our own format."""
     if translation is None:
         return
     display.table(f"{translation.source} is read as", [translation.system, "Tether"], translation.table)

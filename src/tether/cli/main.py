@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(_trains(arguments))  # for other commands the reader has simply seen enough
+        return int(_trains(arguments))  # for other commands, the reader has seen enough
     except KeyboardInterrupt as error:
         print(signed("tether: interrupted before the state could be saved"), file=sys.stderr)
         return end(1, error)

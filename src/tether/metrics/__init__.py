@@ -1,1 +1,1 @@
-"""How a metric is reduced, and where it is written."""
+"""How metrics are reduced, and where they are written."""

@@ -23,7 +23,7 @@ DEFAULT_PROJECT = "tether"
 RUN_NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name"}
 """Trackers whose first argument is a project, with their argument for the run's name, which others take first."""
 COMET, CLEARML = "comet_ml", "clearml"
-"""Trackers that have projects too, and would otherwise create one for every run."""
+"""Trackers that also have projects, and would otherwise create one for every run."""
 PROJECT_VARIABLES = {COMET: "COMET_PROJECT_NAME"}
 """Environment variables that name the project, if not NAME_PROJECT."""
 
@@ -71,7 +71,7 @@ class Trackers:
             self._attempt(tracker, lambda tracker=tracker: tracker.log(dict(metrics), step=step))
 
     def close(self) -> None:
-        """Lets every tracker send what is pending. May be called twice."""
+        """Lets every tracker send its pending data. May be called twice."""
         while self._trackers:
             tracker = self._trackers.pop()
             self._attempt(tracker, tracker.finish)
@@ -80,7 +80,7 @@ class Trackers:
         started = _made(tracker, run_name, logging_dir) if isinstance(tracker, str) else tracker
         started.start()
         self._trackers.append(started)
-        if tracker == COMET:  # Accelerate's class takes the project alone
+        if tracker == COMET:  # Accelerate's class takes only the project
             started.tracker.set_name(run_name)
         started.store_init_configuration(config)
 

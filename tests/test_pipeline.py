@@ -179,7 +179,7 @@ def test_finished_stages_are_skipped_and_an_unfinished_one_goes_on_bitwise(file,
         run(file)
     result, told = run(file)
     assert f"sft: finished in {tmp_path / 'out/sft'}" in told.lines
-    assert f"ppo: goes on in {tmp_path / 'out/ppo'}" in told.lines
+    assert f"ppo: continues in {tmp_path / 'out/ppo'}" in told.lines
     assert (tmp_path / "out/sft/adapter_model.safetensors").stat().st_mtime_ns == before
     for name, folder in result.folders.items():
         first, second = weights(tmp_path / "straight" / name), weights(folder)
@@ -233,7 +233,7 @@ def test_an_unfinished_ppo_stage_may_change_what_tether_ppo_may(file, tmp_path, 
         run(file, "--reward=null", "--ppo.rewards=[{type: length_target, target: 4}]")
     longer = [*command, "--ppo.train.max_steps=4", "--ppo.train.logging_steps=2", "--ppo.train.max_runtime=3600"]
     _, told = run(file, *longer)
-    assert f"ppo: goes on in {tmp_path / 'out/ppo'}" in told.lines
+    assert f"ppo: continues in {tmp_path / 'out/ppo'}" in told.lines
     rows = read_jsonl(tmp_path / "out/ppo/metrics.jsonl")
     assert [row["step"] for row in rows if "objective/kl" in row] == [1, 2, 3, 4]
     _, told = run(file, *longer, "--ppo.train.logging_steps=1")
@@ -368,7 +368,7 @@ def test_wrong_keys_are_told_with_their_section(file, override, message):
 def test_a_stage_is_not_skipped_where_what_it_was_made_from_is_gone(file, tmp_path):
     run(file)
     (tmp_path / "out/sft/adapter_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"out/reward holds reward, made from an earlier sft than the one that is to"):
+    with pytest.raises(ConfigError, match=r"out/reward holds reward, made from an earlier sft, which is now to"):
         run(file)
     shutil.rmtree(tmp_path / "out/reward")
     with pytest.raises(ConfigError, match=r"out/ppo holds ppo, made from an earlier sft"):

@@ -90,7 +90,7 @@ def run_pipeline(pipeline: Pipeline, *, display: Display | None = None) -> Pipel
                 display.message(f"{name}: finished in {config.output_dir}")
                 finished[name] = config.output_dir
                 continue
-            display.message(f"{name}: {'goes on' if states[name] == 'begun' else 'begins'} in {config.output_dir}")
+            display.message(f"{name}: {'continues' if states[name] == 'begun' else 'starts'} in {config.output_dir}")
             is_finished, asked = run_stage(ready[name], display)
             if is_finished:
                 finished[name] = config.output_dir
@@ -289,8 +289,8 @@ def _check_order(pipeline: Pipeline, states: Mapping[str, State]) -> None:
         for earlier, before in pipeline.stages.items():
             if states[name] == "finished" and states[earlier] != "finished" and _place(before.output_dir) in read:
                 raise ConfigError(
-                    f"output_dir: {config.output_dir} holds {name}, made from an earlier {earlier} than the one that "
-                    f"is to be trained now. Remove it to run {name} anew, or choose another output_dir"
+                    f"output_dir: {config.output_dir} holds {name}, made from an earlier {earlier}, which is now to be "
+                    f"trained again. Remove it to run {name} anew, or choose another output_dir"
                 )
 
 

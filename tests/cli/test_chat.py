@@ -156,7 +156,7 @@ def test_a_start_model_that_is_gone_is_named_with_the_way_out(models, tmp_path):
     config = tiny_run(tmp_path, model__path=str(tmp_path / "gone"))
     out = save_tiny(config.output_dir, tied=False)
     (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    with pytest.raises(ModelError, match=r"model\.path of the run in .* \(--alone leaves it out.*gone does not exist"):
+    with pytest.raises(ModelError, match=r"model\.path of the run in .* \(--alone skips it.*gone does not exist"):
         open_chat(str(out), **OPTIONS)
     assert len(open_chat(str(out), **OPTIONS | {"alone": True}).speakers) == 1
 

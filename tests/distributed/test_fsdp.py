@@ -220,7 +220,7 @@ def test_a_process_out_of_memory_in_a_forward_of_all_ends_all(folder):
     changes = settings(folder, {"value__kind": "model"}, "memory", 2)
     first, second = started(out_of_memory, folder, changes, folder=folder, environment=FSDP, grace=20)
     assert not first.is_hung and not second.is_hung
-    assert "OutOfStep: out of memory in a forward, which all processes do together (no more)" in second.error
+    assert "OutOfStep: out of memory in a forward pass, in which all processes take part (no more)" in second.error
     assert "LostProcess" in first.error
 
 

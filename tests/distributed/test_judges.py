@@ -184,7 +184,7 @@ def fails(folder: Path, changes: Mapping[str, Any], fault: str) -> None:
     ("fault", "said"),
     [
         ("too long", "RewardError"),
-        ("memory", "OutOfStep: out of memory in a forward, which all processes do together (no more)"),
+        ("memory", "OutOfStep: out of memory in a forward pass, in which all processes take part (no more)"),
     ],
 )
 def test_what_one_process_meets_ends_all(folder, engine, fault, said):

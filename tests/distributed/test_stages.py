@@ -160,7 +160,7 @@ def test_what_the_launcher_says_of_precision_is_done_where_the_run_says_nothing(
 def test_float16_of_the_launcher_is_refused_where_float16_is(tmp_path, monkeypatch, name):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     config = config_of(tmp_path, name, bf16=None)
-    told = "mixed_precision of the launch: got fp16, wanted no where there is no accelerator"
+    told = "mixed_precision of the launch: got fp16, wanted no without an accelerator"
     with pytest.raises(ConfigError, match=told):
         STAGES[name][1](config)
 
@@ -225,7 +225,7 @@ def test_a_launched_pipeline(tmp_path):
     said = launched()
     folder = file.parent / "out"
     for name in ("sft", "reward", "ppo"):
-        assert said.count(f"{name}: begins in") == 1 and said.count(f"{name}: {folder / name}") == 1
+        assert said.count(f"{name}: starts in") == 1 and said.count(f"{name}: {folder / name}") == 1
     assert said.count("on 2 processes, this one on cpu: DDP") == 3
     before, first, *others = read_jsonl(folder / "ppo" / "metrics.jsonl")
     assert (before["eval_kl"], first["objective/kl"]) == (0.0, 0.0), "bfloat16 of the stages before is not left over"

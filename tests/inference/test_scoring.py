@@ -54,7 +54,7 @@ def test_pairs_by_hand():
     assert [row[:3] for row in by_length.rows] == [
         ["the chosen answer is longer", 1, 1.0],
         ["the chosen answer is shorter", 2, 0.5],
-        ["both are as long", 1, 0.5],
+        ["both are equally long", 1, 0.5],
         ["the longer one has 0 to 7 characters", 2, 0.75],
         ["the longer one has 8 characters", 1, 1.0],
         ["the longer one has 9 characters", 1, 0.0],

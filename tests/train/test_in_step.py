@@ -25,7 +25,7 @@ def test_memory_that_runs_out_in_a_forward_is_not_for_one_process_to_mend(tmp_pa
     with forwards_in_step(roles, Dist()):
         assert torch.equal(policy(input_ids=ids).logits, wanted)
         handle = policy.model.layers[1].register_forward_pre_hook(out_of_memory)
-        with pytest.raises(OutOfStep, match="out of memory in a forward, which all processes do together"):
+        with pytest.raises(OutOfStep, match="out of memory in a forward pass, in which all processes take part"):
             policy(input_ids=ids)
         handle.remove()
     assert vars(policy).get("forward") == before

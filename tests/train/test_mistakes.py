@@ -391,7 +391,7 @@ class TestLengths:
         config = tiny_run(tmp_path)
         save_tiny(config.output_dir)
         (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        told = r"^the run's sampling\.response_length 6 after .* 124 tokens needs 130 .* 128: leave longer prompts out$"
+        told = r"^the run's sampling\.response_length 6 after .* 124 tokens needs 130 .* 128: remove longer prompts$"
         with pytest.raises(ConfigError, match=told):
             evaluate_path(str(config.output_dir), asked, output=str(tmp_path / "new.jsonl"))
         assert loaded == []

@@ -18,7 +18,7 @@ from tether.train.same_run import ERROR_MAY_CHANGE, may_change
 
 
 def test_every_key_that_would_help_a_run_of_several_processes_may_change():
-    told = str(out_of_step("a forward", torch.OutOfMemoryError("CUDA out of memory")))
+    told = str(out_of_step("a forward pass", torch.OutOfMemoryError("CUDA out of memory")))
     keys = re.findall(r"(?:train|sampling)\.\w+", told)
     assert len(keys) == 3 and "a reward's batch_size" in told
     for key in [*keys, "rewards.0.batch_size", "rewards.3.members.1.batch_size", "train.offload_idle_roles"]:

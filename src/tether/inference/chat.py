@@ -114,7 +114,7 @@ def open_chat(
     if beside is not None and not alone:
         models.append(_Source("--beside", beside, code))
     elif run is not None and not alone:
-        key = f"model.path of the run in {model} (--alone leaves it out, --beside names another)"
+        key = f"model.path of the run in {model} (--alone skips it, --beside names another)"
         models.append(_Source(key, run.model.path, code | {"revision": run.model.revision}))
     for source in models:
         check_model_path(source.path, source.key, revision=source.options.get("revision"), takes_gguf=True)

@@ -96,7 +96,7 @@ def evaluate_path(
         display.message(f"prompts: {data.note}")
     base, revision = own_weights(str(run))
     shape = load_shape(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
-    words = {"key": "the run's sampling.response_length", "way_out": "leave longer prompts out"}
+    words = {"key": "the run's sampling.response_length", "way_out": "remove longer prompts"}
     check_positions(shape, data.longest_query, config.sampling.response_length, **words)
     for note in check_judged(config, [data], tokenizer):
         display.message(f"warning: {note}")

@@ -128,7 +128,7 @@ def pair_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int], n
     groups = {
         "the chosen answer is longer": [i for i, (chosen, rejected) in enumerate(pairs) if chosen > rejected],
         "the chosen answer is shorter": [i for i, (chosen, rejected) in enumerate(pairs) if chosen < rejected],
-        "both are as long": [i for i, (chosen, rejected) in enumerate(pairs) if chosen == rejected],
+        "both are equally long": [i for i, (chosen, rejected) in enumerate(pairs) if chosen == rejected],
     } | {f"the longer one has {label}": rows for label, rows in thirds([max(pair) for pair in pairs]).items()}
     by_length = [[label, len(rows), *accuracy([margins[i] for i in rows])] for label, rows in groups.items() if rows]
     header = ["source", "accuracy", "±", "ties", "chosen", "rejected", "margin", "r with length"]

@@ -14,7 +14,7 @@ def check_precision(config: RunConfig | StageConfig) -> None:
     if asked not in ("no", "bf16", "fp16"):
         raise ConfigError(
             f"mixed_precision in the configuration of accelerate launch: got {asked}, wanted bf16, fp16 or no: "
-            "forwards run under autocast (train.bf16, train.fp16) or in the weights' own type"
+            "forward passes run under autocast (train.bf16, train.fp16) or in the weights' own type"
         )
     if asked == "no":
         return

@@ -47,13 +47,13 @@ def all_together(what: str, num_processes: int) -> Iterator[None]:
     except TetherError:
         raise
     except Exception as error:
-        raise OutOfStep(f"{what}, which all processes do together, failed: {type(error).__name__}: {error}") from error
+        raise OutOfStep(f"{what}, in which all processes take part, failed: {type(error).__name__}: {error}") from error
 
 
 def out_of_step(what: str, error: torch.OutOfMemoryError) -> OutOfStep:
     """The error for running out of memory in a run of several processes."""
     return OutOfStep(
-        f"out of memory in {what}, which all processes do together ({error}): lower train.micro_batch_size, "
+        f"out of memory in {what}, in which all processes take part ({error}): lower train.micro_batch_size, "
         "sampling.batch_size or a reward's batch_size, or set train.gradient_checkpointing"
     )
 

@@ -122,7 +122,7 @@ class Zero:
         """A function that runs a forward pass in which all processes gather weights."""
 
         def host(compute: Callable[[], Any]) -> Any:
-            with all_together("a forward", self._dist.num_processes):
+            with all_together("a forward pass", self._dist.num_processes):
                 return engine(compute)
 
         return host

@@ -280,7 +280,7 @@ class Sharded:
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         # A cast in autocast's cache would outlive the gathered weights it was made from.
         without_cache = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-        with all_together("a forward", self._num_processes), without_cache:
+        with all_together("a forward pass", self._num_processes), without_cache:
             result = self._hosted(compute)
         if not torch.is_grad_enabled():
             self.begin_anew()

@@ -40,7 +40,7 @@ def forwards_in_step(
 
     @functools.wraps(forward)
     def together(*args: Any, **options: Any) -> Any:
-        with all_together("a forward", dist.num_processes):
+        with all_together("a forward pass", dist.num_processes):
             return forward(*args, **options)
 
     def begin(*call: Any) -> None:
@@ -64,7 +64,7 @@ def forwards_in_step(
     token = torch.zeros(1, 1, dtype=torch.long, device=dist.device)
     with roles.use(POLICY) as model, torch.no_grad():
         while dist.any(False):
-            with all_together("a forward", dist.num_processes):
+            with all_together("a forward pass", dist.num_processes):
                 before()
                 model(input_ids=token, use_cache=False)
                 after()

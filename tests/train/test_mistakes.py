@@ -277,7 +277,7 @@ def test_a_run_of_a_script_is_evaluated_by_the_script(tmp_path):
     config = tiny_run(tmp_path, data__prompts="train_dataset")
     config.output_dir.mkdir()
     (config.output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"made by a script on tether\.compat\.trl"):
+    with pytest.raises(ConfigError, match=r"started by a script that uses tether\.compat\.trl"):
         evaluate_path(config.output_dir, prompts=str(tmp_path / "prompts.jsonl"))
 
 

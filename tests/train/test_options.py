@@ -602,7 +602,7 @@ def test_options_that_contradict_each_other_are_refused(run, changes, message):
 MISTAKES = {
     "a warm-up as long as the run": (
         {"value__warmup_steps": 3},
-        r"^value\.warmup_steps 3: the run makes 3 updates, so the policy would never train\. Set it below 3$",
+        r"^value\.warmup_steps 3: the run has 3 updates, so the policy would never be trained\. Set it below 3$",
     ),
     "a token budget below one answer": (
         {"train__micro_batch_size": None, "train__max_tokens_per_micro_batch": 13},

@@ -37,7 +37,8 @@ tether COMMAND --help shows more. Options of every command:
   --debug     full traceback on failure, and all messages of the libraries
   --version   version of Tether
 
-exit codes: 0 done, 1 failed, 2 invalid input, 130 interrupted with the state saved
+exit codes: 0 done, 1 failed, 2 invalid input, 130 interrupted with the state
+saved
 """
 
 

@@ -67,8 +67,8 @@ def evaluate_path(
         )
     if config.data.prompts == OF_SCRIPT and not Path(OF_SCRIPT).exists():
         raise ConfigError(
-            f"{run}: its run was made by a script on tether.compat.trl, with prompts and rewards that only the script "
-            "has; evaluate it there with PPOTrainer.evaluate()"
+            f"{run}: its run was started by a script that uses tether.compat.trl, with prompts and rewards that only "
+            "the script has; evaluate it there with PPOTrainer.evaluate()"
         )
     if prompts is not None:
         prompts = str(prompts)

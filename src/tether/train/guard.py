@@ -142,7 +142,7 @@ def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: in
     if metrics.get("val/first_ratio_error", 0.0) > LIMITS["val/first_ratio_error"].warn:
         found.append(
             "the policy ratio is not 1 before the first optimizer step of an update (val/first_ratio_error): scoring "
-            "and training compute the same weights differently"
+            "and training give different results with the same weights"
         )
     if metrics.get("rollout/logprob_gap", 0.0) > LOGPROB_GAP[forward_type].act:
         found.append(

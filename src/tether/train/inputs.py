@@ -259,8 +259,8 @@ def _check_layers(config: RunConfig, shape: PreTrainedConfig, *, is_fresh: bool)
     model, layers = config.model, shape.get_text_config().num_hidden_layers
     if model.freeze_layers >= layers:
         raise ConfigError(
-            f"model.freeze_layers {model.freeze_layers}: the model has {layers} layers, so none would train. Set it "
-            f"below {layers}"
+            f"model.freeze_layers {model.freeze_layers}: the model has {layers} layers, so none would be trained. Set "
+            f"it below {layers}"
         )
     if model.lora is not None and is_fresh:
         check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
@@ -309,8 +309,8 @@ def _check_updates(config: RunConfig, num_prompts: int) -> None:
     updates = config.num_updates(num_prompts)
     if config.value.warmup_steps >= updates:
         raise ConfigError(
-            f"value.warmup_steps {config.value.warmup_steps}: the run makes {updates} updates, so the policy would "
-            f"never train. Set it below {updates}"
+            f"value.warmup_steps {config.value.warmup_steps}: the run has {updates} updates, so the policy would never "
+            f"be trained. Set it below {updates}"
         )
     check_schedule(config, updates)
 

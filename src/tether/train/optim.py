@@ -316,7 +316,7 @@ def _check_stages(train: TrainConfig, total_steps: int, whose: str) -> None:
     name, options = train.lr_scheduler_type, train.lr_scheduler_kwargs
     if train.warmup_ratio > 0 and name in _WITHOUT_WARMUP:
         raise ConfigError(
-            f"train.warmup_ratio: got {train.warmup_ratio}, wanted 0: schedule {name} has no warm-up. Leave it out, or "
+            f"train.warmup_ratio: got {train.warmup_ratio}, wanted 0: schedule {name} has no warm-up. Remove it, or "
             "choose another train.lr_scheduler_type"
         )
     warmup = _warmup_steps(train, total_steps)

@@ -200,7 +200,7 @@ class PPOTrainer:
             self.log.message(f"warning: {error}; the policy of the last update is kept instead of the best one")
             return last
         value = self.state.best_metric
-        self.log.message(f"kept: the policy after update {best} of {last}, whose {name} of {value:.3g} is the best")
+        self.log.message(f"kept: the policy after update {best} of {last}, with the best {name}, {value:.3g}")
         return best
 
     def train_one_update(self) -> None:

@@ -142,7 +142,7 @@ def _summary(kind: Kind, base: str | None, adapter: Mapping[str, Any] | None, *,
     }[kind]
     text = f"{form} {origin}, trained by {by}, with Tether."
     if step is not None:
-        text += " This is a checkpoint: `tether_state` holds what the run needs to go on from here."
+        text += " This is a checkpoint: `tether_state` holds what the run needs to resume from here."
     return text
 
 

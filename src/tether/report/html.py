@@ -150,9 +150,9 @@ def _setup(run: Run) -> str:
         "all weights" if run.setting("model.lora") is None else "LoRA",
         judges and f"judged by {', '.join(judges)}",
         (beta := run.count("ppo.kl_coef")) is not None and f"kl_coef {number(beta)}",
-        (batch := run.count("train.rollout_batch_size")) is not None and f"{number(batch)} answers an update",
+        (batch := run.count("train.rollout_batch_size")) is not None and f"{number(batch)} answers per update",
         run.kind in STAGES and stage.data_sources(run),
-        (rows := run.count("train.batch_size")) is not None and f"{number(rows)} rows a step",
+        (rows := run.count("train.batch_size")) is not None and f"{number(rows)} rows per step",
     ]
     return one_line(" · ".join(fact for fact in facts if fact), 300)
 
@@ -204,7 +204,7 @@ def _health(run: Run, findings: list[health.Finding]) -> Html:
     title = element("h2", "Health", id="health")
     if not findings:
         return join(title, element("p", "No metrics to judge.", class_="lead"))
-    lead = f"A stretch of {STRETCH} updates counts, not a single one, unless said otherwise."
+    lead = f"Unless stated otherwise, stretches of {STRETCH} updates are judged, not single ones."
     return join(
         title,
         element("p", lead, class_="lead") if run.kind not in STAGES else None,
@@ -339,7 +339,7 @@ def _config(run: Run) -> Html | None:
         return None
     text = _without_keys(run.config_text)
     if text is None:
-        return element("p", f"{CONFIG} cannot be read, so it is not shown: it may hold keys.", class_="lead")
+        return element("p", f"{CONFIG} cannot be read, so it is not shown: it may contain API keys.", class_="lead")
     shown = element("pre", text[:CONFIG_LIMIT] + ("\n…" if len(text) > CONFIG_LIMIT else ""))
     return element("details", element("summary", f"{CONFIG}, as resolved"), shown, class_="block")
 

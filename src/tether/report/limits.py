@@ -56,8 +56,8 @@ class Limits:
     def text(self, show: Callable[[float], str] = number) -> str:
         """The range in words, as part of a sentence."""
         within, beyond = ("from", "below") if self.is_floor else ("up to", "above")
-        act = "" if self.act is None else f", to act on {beyond} {show(self.act)}"
-        return f"healthy {within} {show(self.healthy)}, to watch {beyond} {show(self.warn)}{act}"
+        act = "" if self.act is None else f", act {beyond} {show(self.act)}"
+        return f"healthy {within} {show(self.healthy)}, watch {beyond} {show(self.warn)}{act}"
 
 
 LIMITS = {

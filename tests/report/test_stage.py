@@ -29,7 +29,8 @@ def test_the_page_of_pairs_has_accuracy_on_held_out_ones(tmp_path):
     shown = text.partition("Numbers and settings")[0]
     for words in (
         "Does the model rank answers as the pairs do? Yes. It ranks 80 % of 100 held-out pairs correctly.",
-        "Guessing would be right for 40 % to 60 %.", "tiny · LoRA · org/pairs", "Held-out pair accuracy80 %of 100 pairs",
+        "Guessing would be right for 40 % to 60 %.", "tiny · LoRA · org/pairs",
+        "Held-out pair accuracy80 %of 100 pairs",
         "Pair accuracy", "Margin",
     ):  # fmt: skip
         assert words in shown, words

@@ -166,7 +166,7 @@ def _rewards(keys: Translator) -> None:
     elif url is not None:
         addresses = str(url).split(",")
         keys.put("rewards", [{"type": "http", "url": each} for each in addresses], "reward.remote_url")
-        keys.note("The service must speak one of Tether's protocols: docs/rewards.md has them.")
+        keys.note("The service must speak one of Tether's protocols: see docs/rewards.md.")
     elif models is not None:
         paths = str(models).split(",")
         keys.put("rewards", [{"type": "model", "path": path} for path in paths], "reward.model_name_or_path")
@@ -234,7 +234,7 @@ def _batches(keys: Translator) -> None:
     if keys.flag("train.dynamic_batch_enable"):
         tokens = keys.take("train.max_tokens_per_gpu", 16192)
         keys.put("train.max_tokens_per_micro_batch", tokens, "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
-        keys.ignore("train.max_tokens_per_gpu is what counts", "train.micro_batch_size")
+        keys.ignore("train.max_tokens_per_gpu takes precedence", "train.micro_batch_size")
     else:
         keys.put("train.micro_batch_size", keys.take("train.micro_batch_size", 1), "train.micro_batch_size")
         keys.ignore("for train.dynamic_batch_enable only", "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
@@ -284,7 +284,7 @@ def _lora(keys: Translator) -> None:
             keys.put("model.lora.dropout", keys.take("ds.lora.dropout"), "ds.lora.dropout")
         if keys.flag("ds.load_in_4bit"):
             keys.put("model.quantization", "4bit", "ds.load_in_4bit")
-    keys.drop("weights in few bits cannot be trained themselves: add model.lora", "ds.load_in_4bit")
+    keys.drop("quantized weights cannot be trained themselves: add model.lora", "ds.load_in_4bit")
     if keys.gives("bf16") or keys.gives("ds.param_dtype"):
         dtype = keys.take("ds.param_dtype", "bf16")
         ours, value = ("train.fp16", True) if dtype == "fp16" else ("train.bf16", dtype == "bf16")
@@ -294,7 +294,7 @@ def _lora(keys: Translator) -> None:
 def _output(keys: Translator) -> None:
     if keys.number("ckpt.save_steps", -1) > 0:
         keys.put("train.save_steps", keys.take("ckpt.save_steps"), "ckpt.save_steps")
-    keys.covered("ckpt.load_enable", by="--resume goes on from a checkpoint")
+    keys.covered("ckpt.load_enable", by="--resume continues from a checkpoint")
     trackers = [name for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir"))
                 if keys.gives(key)]  # fmt: skip
     if trackers:
@@ -424,7 +424,7 @@ def _notes(config: RunConfig) -> Iterator[str]:
     """What the reader must adjust by hand."""
     written = {ModelReward, HttpReward, FunctionReward}
     if any(type(reward) not in written for reward in config.rewards) or len({type(r) for r in config.rewards}) > 1:
-        yield "Their runs have reward models, or one service or file of a function: mend the reward's arguments."
+        yield "Their runs have reward models, or one service or file of a function: adjust the reward's arguments."
     if any(isinstance(reward, HttpReward | FunctionReward) for reward in config.rewards):
         yield "Their services and reward functions have signatures of their own: see their documentation."
     if config.ppo.has_critic and config.value_kind != "model":

@@ -320,7 +320,7 @@ class PPOTrainer:
             KeyboardInterrupt: the run was stopped by Ctrl-C, SIGTERM or SIGHUP; its state is saved.
         """
         if self._phases is not None:
-            raise ConfigError("train: this trainer has trained; make a new one to train on")
+            raise ConfigError("train: this trainer has already trained; create a new one to continue")
         dist = self._dist
         display = LoggedDisplay() if dist.is_main else NullDisplay()
         config = dist.by_main(lambda: self._resumed(resume_from_checkpoint))
@@ -348,7 +348,7 @@ class PPOTrainer:
         if interrupted is not None:
             raise KeyboardInterrupt(
                 f"{interrupted}: stopped after {phases.state.step} updates, and the state is saved; "
-                f"train(resume_from_checkpoint=True) goes on"
+                f"train(resume_from_checkpoint=True) resumes it"
             )
 
     def _check_folder(self, folder: Path) -> None:
@@ -375,8 +375,8 @@ class PPOTrainer:
         if not math.isclose(saved.train.warmup_ratio, share):
             raise CheckpointError(
                 f"resume: {checkpoint} was made with a warm-up over a share of {saved.train.warmup_ratio:.3g} of its "
-                f"updates, and PPOConfig.warmup_steps {self.args.warmup_steps:g} are {share:.3g} of them. Put them "
-                "back, or start a new run in another output_dir"
+                f"updates, but PPOConfig.warmup_steps {self.args.warmup_steps:g} are {share:.3g} of them. Restore the "
+                "earlier value, or start a new run in another output_dir"
             )
 
     def _resumed(self, asked: str | bool | None) -> RunConfig:

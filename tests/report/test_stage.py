@@ -28,7 +28,7 @@ def test_the_page_of_pairs_has_accuracy_on_held_out_ones(tmp_path):
     text = report(reward_run(tmp_path)).text
     shown = text.partition("Numbers and settings")[0]
     for words in (
-        "Does the model rank answers as the pairs do? Yes. It ranks 80 % of 100 held-out pairs correctly.",
+        "Does the model rank answers as the pairs do? Yes. Of 100 held-out pairs, it ranks 80 % correctly.",
         "Guessing would be right for 40 % to 60 %.", "tiny · LoRA · org/pairs",
         "Held-out pair accuracy80 %of 100 pairs",
         "Pair accuracy", "Margin",

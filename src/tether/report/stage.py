@@ -77,7 +77,7 @@ def _of_pairs(run: Run) -> Verdict:
         reason = "There is no result on held-out pairs: set data.eval_fraction."
         return Verdict("info", "Not known.", text, reason)
     noise = 2 * math.sqrt(0.25 / count)  # two standard errors of guessing
-    text = f"It ranks {percent(accuracy)} of {count:,.0f} held-out pairs correctly."
+    text = f"Of {count:,.0f} held-out pairs, it ranks {percent(accuracy)} correctly."
     detail = f"Guessing would be right for {percent(max(0.0, 0.5 - noise))} to {percent(min(1.0, 0.5 + noise))}."
     if accuracy > 0.5 + noise:
         return Verdict("ok", "Yes.", text, detail)

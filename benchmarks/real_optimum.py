@@ -265,7 +265,7 @@ def drawn_words(
 ) -> list[str]:
     """Words that make up ``least`` to ``MOST`` of the first tokens.
 
-    They are drawn from the reference; one that would lift the sum over ``MOST`` is passed over.
+    They are drawn from the reference; one that would raise the sum above ``MOST`` is skipped.
 
     Args:
         probabilities: probability of each token of the vocabulary under the reference.
@@ -306,7 +306,7 @@ def next_logprobs(model: PreTrainedModel, queries: Sequence[Sequence[int]], *, b
 def success_and_kl(
     logprobs: Float[Tensor, "X V"], ref_logprobs: Float[Tensor, "X V"], rewarded: Bool[Tensor, "X V"]
 ) -> tuple[Float[Tensor, " X"], Float[Tensor, " X"]]:
-    """Success rate and KL(π ‖ π_ref) of answers of one token, for each prompt."""
+    """Success rate and KL(π ‖ π_ref) of one-token answers, for each prompt."""
     probabilities = logprobs.exp()
     return (probabilities * rewarded).sum(dim=1), (probabilities * (logprobs - ref_logprobs)).sum(dim=1)
 
@@ -513,8 +513,8 @@ def main() -> int:
     """Runs one of the two; unknown arguments override the run's settings, as on Tether's command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, choices=sorted(RECIPES), required=True)
-    parser.add_argument("--model", type=Path, help="folder of the start policy; the demo's model if left out")
-    parser.add_argument("--samples", type=int, default=512, help="answers a prompt that 16 tokens are measured on")
+    parser.add_argument("--model", type=Path, help="folder of the start policy (default: the demo's model)")
+    parser.add_argument("--samples", type=int, default=512, help="answers per prompt for measuring 16 tokens")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/real-optimum"))
     given, overrides = parser.parse_known_args()
 

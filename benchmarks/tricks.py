@@ -371,7 +371,7 @@ TRICKS = (products, few_rows, logits, lengths, rows, cache, draws, optimizer, ro
 def main() -> int:
     """Runs the rows and prints each when it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="SmolLM2-135M from its package if left out")
+    parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M, from its package)")
     parser.add_argument("--only", nargs="+", choices=[trick.__name__ for trick in TRICKS])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--small", action="store_true")

@@ -77,7 +77,7 @@ class Course:
         return self.regrets[-1]
 
     def episodes_to(self, regret: float) -> int | None:
-        """Number of answers until the regret was this low for the first time; None if it never was."""
+        """Number of answers until the regret was first this low; None if it never was."""
         reached = (i for i, r in enumerate(self.regrets, start=1) if r <= regret)
         return next((i * self.batch_size for i in reached), None)
 

@@ -152,7 +152,7 @@ def table_trainer(
 
 
 def train_tables(language: Language, folder: Path, changes: Mapping[str, Any]) -> Course:
-    """Trains tables, and measures regret in the objective that the run optimises.
+    """Trains tables, and measures regret in the objective that the run optimizes.
 
     With ``ppo.score_norm: frozen`` that is the language whose scores are (r − mean) / spread by the run's own
     statistics, while β and the score of a cut answer stay the same: the score that a nat of KL must earn, and thus the

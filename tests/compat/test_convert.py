@@ -371,7 +371,7 @@ class TestToOurs:
 
         for script in ("ppo.py", "ppo_tldr.py"):
             assert parse_config(made(script)).data.chat_template == "none"
-        assert "hold that message alone" in made("ppo_tldr.py") and "hold that message" not in made("ppo.py")
+        assert "hold only that message" in made("ppo_tldr.py") and "hold only that" not in made("ppo.py")
         assert parse_config(made("my_own.py")).data.chat_template == "auto"
         assert "if the script does not use it, set data.chat_template: none" in made("my_own.py")
         for name, columns in (("query", {"prompt": "query"}), ("prompt", {})):
@@ -396,7 +396,7 @@ class TestToOurs:
 
     def test_modules_that_trl_leaves_to_peft_are_those_that_peft_chooses(self, tmp_path):
         text = f"{TRL.strip()} --use_peft\n"
-        assert "set model.lora.target_modules to those for the same run" in converted(
+        assert "set model.lora.target_modules to these for the same run" in converted(
             written(tmp_path, "launch.sh", text)
         )
         for kind, chosen in (("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn"])):

@@ -143,7 +143,7 @@ def _check_base(keys: Translator, key: str, adapter: str, base: str) -> None:
     if not is_same_model(own, base):
         keys.refuse(
             key,
-            f"its base is {own}, not {base}: where both are the same model, correct "
+            f"its base is {own}, not {base}: if both are the same model, correct "
             "base_model_name_or_path in its adapter_config.json",
         )
 
@@ -226,7 +226,7 @@ def _precision(keys: Translator) -> None:
     elif bits is not None:
         keys.refuse("quantization_bit", "wanted 4 or 8")
     keys.off("models are quantized by bitsandbytes: remove it", quantization_method=("bnb", "bitsandbytes"))
-    keys.off("4 bits are of the type nf4: remove it", quantization_type="nf4")
+    keys.off("4-bit weights are of type nf4: remove it", quantization_type="nf4")
 
 
 def _sharding(keys: Translator, stage: str) -> None:
@@ -376,7 +376,7 @@ def _ppo(keys: Translator) -> None:
     """Where the file does not decide, their trainer behaves like that of TRL 0.9.6, on which it is built."""
     _reference(keys)
     _reward_source(keys)
-    keys.put("value.kind", "head", note="a head on the policy, as theirs")
+    keys.put("value.kind", "head", note="a head on the policy, as in LLaMA-Factory")
     _datasets(keys, "prompts", "eval_prompts")
     _chat(keys)
     keys.put("data.max_prompt_length", keys.take("cutoff_len", 2048), "cutoff_len", note="longer ones are dropped")
@@ -384,7 +384,7 @@ def _ppo(keys: Translator) -> None:
     keys.put("ppo.kl_coef", 0.2)
     keys.put("ppo.kl_target", keys.take("ppo_target", 6.0), "ppo_target")
     keys.put("ppo.num_ppo_epochs", keys.take("ppo_epochs", 4), "ppo_epochs")
-    keys.put("ppo.max_ratio", 10.0, note="where their update skips")
+    keys.put("ppo.max_ratio", 10.0, note="above it LLaMA-Factory skips the update")
     if keys.flag("ppo_score_norm"):
         keys.put("ppo.score_norm", "running", "ppo_score_norm")
     if keys.flag("ppo_whiten_rewards"):
@@ -443,7 +443,7 @@ def _reward_source(keys: Translator) -> None:
             keys.covered("reward_model_quantization_bit", by=f"rewards.0.quantization: {bits}bit")
     keys.ignore("the reward shares the policy's base, or is a service", "reward_model_quantization_bit")
     if kind in ("lora", "api"):
-        keys.ignore("for reward_model_type full only, as theirs", "reward_model_adapters")
+        keys.ignore("for reward_model_type full only, as in LLaMA-Factory", "reward_model_adapters")
     theirs = ("reward_model", "reward_model_type", "reward_model_adapters")
     if path is not None and kind in ("lora", "full", "api") and len(adapters) < 2:
         keys.put("rewards", [source], *theirs)
@@ -514,14 +514,14 @@ def _run_length(keys: Translator) -> None:
 
 
 def _resume(keys: Translator) -> None:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
     if keys.take("resume_from_checkpoint"):
         keys.put("resume", keys.take("resume_from_checkpoint"), "resume_from_checkpoint")
     keys.covered("resume_from_checkpoint", by="its default, as here")
 
 
 def _best(keys: Translator, kept: str) -> None:
-    """The best model in place of the one that is kept here."""
+    """Keeping the best model, which is not offered here."""
     keys.off(f"{kept} is kept: remove it", load_best_model_at_end=False)
     keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
 

@@ -152,7 +152,7 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
     _output(keys)
     for key in given:
         if key.startswith(CLUSTER) or key.rpartition(".")[2] in PLACES or key.endswith(PLACES):
-            keys.ignore("where and how fast it runs on a cluster", key)
+            keys.ignore("it affects only placement and speed on a cluster", key)
     keys.drop_rest("it has no counterpart here")
     return keys.finish(())
 
@@ -176,7 +176,7 @@ def _rewards(keys: Translator) -> None:
 
 
 def _critic(keys: Translator) -> None:
-    """A separate model, initialised from the reward model by default."""
+    """A separate model, initialized from the reward model by default."""
     ours = keys.estimator("algo.advantage.estimator", ESTIMATORS, BASELINE)
     if keys.take("algo.advantage.estimator") == BASELINE:
         keys.note("The KL of a whole answer counts for each of its tokens; OpenRLHF's counts from the token on.")
@@ -215,7 +215,7 @@ def _data(keys: Translator) -> None:
     whole, answer = keys.number("data.max_len", 2048), keys.number("rollout.max_new_tokens", 0)
     if not answer:
         answer = whole // 2
-        keys.note(f"Answers of up to {answer} tokens: OpenRLHF lets them fill what the prompt leaves of data.max_len.")
+        keys.note(f"Answers of up to {answer} tokens; in OpenRLHF they may fill what the prompt leaves of data.max_len.")
     keys.put("sampling.response_length", answer, "rollout.max_new_tokens")
     prompt = keys.number("prompt_max_len", 0) or max(1, whole - answer)
     keys.put("data.max_prompt_length", prompt, "prompt_max_len" if keys.gives("prompt_max_len") else "data.max_len")
@@ -239,7 +239,7 @@ def _batches(keys: Translator) -> None:
         keys.put("train.micro_batch_size", keys.take("train.micro_batch_size", 1), "train.micro_batch_size")
         keys.ignore("for train.dynamic_batch_enable only", "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
     keys.ignore("answers are decoded in batches of sampling.batch_size", "rollout.micro_batch_size")
-    keys.ignore("padding is sorted away here", "ds.packing_samples")
+    keys.ignore("rows are sorted by length here", "ds.packing_samples")
 
 
 def _algorithm(keys: Translator) -> None:

@@ -1,4 +1,4 @@
-"""Another system's configuration in our keys: what became what, what was ignored, and what could not be taken over."""
+"""Another system's configuration in our keys: what became what, what was ignored, and what could not be translated."""
 
 from __future__ import annotations
 

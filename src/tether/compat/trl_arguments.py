@@ -122,8 +122,8 @@ def _lora_targets(keys: Translator, policy: Any) -> None:
         keys.put("model.lora.target_modules", chosen, "lora_target_modules", note="PEFT's choice for this model")
     else:
         keys.note(
-            "All linear layers get an adapter; without lora_target_modules PEFT chooses by the kind of model, q_proj "
-            "and v_proj for Llama and Qwen2: set model.lora.target_modules to those for the same run."
+            "All linear layers get an adapter; without lora_target_modules PEFT chooses by model type, q_proj and "
+            "v_proj for Llama and Qwen2: set model.lora.target_modules to these for the same run."
         )
 
 
@@ -147,8 +147,8 @@ def _prompts(keys: Translator, script: str, processes: int) -> None:
         keys.note("Prompts go through the tokenizer's chat template: if the script does not use it, set "
                   "data.chat_template: none.")  # fmt: skip
     if script == WITH_TEST_SPLIT:
-        keys.note(f"In older releases {script} puts the first of messages through the chat template: then leave "
-                  "data.chat_template out, and let the column prompt hold that message alone.")  # fmt: skip
+        keys.note(f"In older releases {script} puts the first of messages through the chat template: then remove "
+                  "data.chat_template, and let the column prompt hold only that message.")  # fmt: skip
     keys.prompt_column("dataset_text_field", "prompt")
     reads_test = script == WITH_TEST_SPLIT or (script != PLAIN and keys.gives("dataset_test_split"))
     strategy = keys.take("eval_strategy", "no")

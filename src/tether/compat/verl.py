@@ -136,7 +136,7 @@ def translated(source: str, settings: Mapping[str, Any]) -> Translation:
     _output(keys)
     for key, (usual, why) in USUAL.items():
         keys.drop_unless(usual, why, key)
-    keys.ignore("where and how fast it runs on a cluster", *(key for key in given if key.startswith(CLUSTER)))
+    keys.ignore("it affects only placement and speed on a cluster", *(key for key in given if key.startswith(CLUSTER)))
     keys.drop_rest("it has no counterpart here")
     return keys.finish(())
 
@@ -427,7 +427,7 @@ def _kl_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _critic_path(config: RunConfig) -> str:
-    """The model that their critic is initialised from: verl has no default."""
+    """The model that their critic is initialized from: verl has no default."""
     if config.value.init not in (None, "reward", "policy"):
         return config.value.init
     first = config.rewards[0]

@@ -28,7 +28,7 @@ class Figure:
     caption: str
     """What is plotted, in a few words."""
     legend: Sequence[tuple[str, int]]
-    """Name and colour number of each series; empty if there is only one."""
+    """Name and color number of each series; empty if there is only one."""
     latest: str
     """The value at the end of the run."""
     chart: Html
@@ -133,7 +133,7 @@ def _frontier(run: Run) -> Figure | None:
 
 
 def _frontier_marks(run: Run) -> list[Mark]:
-    """The evaluations in the plane of KL and score; the first, the last and that of the kept policy are labelled."""
+    """The evaluations in the plane of KL and score; the first, the last and that of the kept policy are labeled."""
     kl, points = dict(run.evaluated("eval_kl").points), run.evaluated("eval_scores").points
     placed = [(step, kl[step], score) for step, score in points if step in kl]
     if not placed:

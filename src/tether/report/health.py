@@ -1,4 +1,4 @@
-"""Is the run healthy? Each rule looks at one metric, says in a plain sentence what it found, and what to do.
+"""Is the run healthy? Each rule looks at one metric, states in a plain sentence what it found, and what to do.
 
 A rule judges the worst stretch of ``STRETCH`` consecutive updates, so that one noisy update raises no alarm and a bad
 phase in the middle of a run is not missed; conditions on the end of a run are judged by the median of the last fifth.
@@ -167,7 +167,7 @@ def clip_fraction(run: Run) -> Finding | None:
 
 
 def dual_clip(run: Run) -> Finding | None:
-    """Share of tokens of bad answers that became far more likely nevertheless."""
+    """Share of tokens of bad answers that nevertheless became far more likely."""
     return _worst_of(
         run,
         "policy/dual_clipfrac",
@@ -580,7 +580,7 @@ def same_rewards(run: Run) -> Finding | None:
 
 
 def moving_scale(run: Run) -> Finding | None:
-    """Whether the score moves only because of its running normalisation."""
+    """Whether the score moves only because of its running normalization."""
     if run.setting("ppo.score_norm") != "running":
         return None
     names = [name for name in run.names() if name.startswith("rewards/") and not is_missing_share(name)]

@@ -141,7 +141,7 @@ def _tile(tile: Tile) -> Html:
 def _setup(run: Run) -> str:
     """A line on what was trained."""
     if not run.config:
-        return "settings not known"
+        return "settings unknown"
     rewards = run.setting("rewards")
     named = [r for r in rewards if isinstance(r, dict)] if isinstance(rewards, list) else []
     judges = [str(r.get("name") or r.get("path") or r.get("type")) for r in named]

@@ -19,7 +19,7 @@ LOW_EOS_RATE = 0.8
 MOST_SHARE = 0.9
 """Share of one token among all tokens, and of one answer among all answers."""
 MUCH_MISSING = 0.05
-"""Of the answers without a score among all answers."""
+"""Share of answers without a score among all answers."""
 GRADIENT_SPIKE = 5.0
 """Multiple of the median gradient norm."""
 FEW_STEPS = 0.5

@@ -183,7 +183,7 @@ def _default(argument: Any) -> Any:
 
 
 def check_arguments(args: PPOConfig) -> None:
-    """Raises ``ConfigError`` for arguments that a run here cannot honour, and for mutually exclusive ones."""
+    """Raises ``ConfigError`` for arguments that a run here cannot honor, and for mutually exclusive ones."""
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; remove it")

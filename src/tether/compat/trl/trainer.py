@@ -76,7 +76,7 @@ SHOWN_ROWS = 5
 
 
 class PolicyAndValue(nn.Module):
-    """The two trained models, as TRL's ``trainer.model`` holds them."""
+    """The two trained models, like TRL's ``trainer.model``."""
 
     def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class PPOTrainer:
         return isinstance(self._engine, FullySharded)
 
     def __getattr__(self, name: str) -> Any:
-        """Raises with what takes the place of an attribute of ``transformers.Trainer``."""
+        """Raises an error that names the replacement of an attribute of ``transformers.Trainer``."""
         raise no_attribute(name)
 
     def is_world_process_zero(self) -> bool:

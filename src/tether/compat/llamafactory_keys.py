@@ -72,7 +72,7 @@ IGNORED = {
     "keys and caches come from the environment: HF_TOKEN, HF_HOME": (
         "hf_hub_token ms_hub_token om_hub_token hub_token push_to_hub_token cache_dir"
     ),
-    "seed alone determines the order of the data, and nothing else is random": "data_seed full_determinism",
+    "seed determines the order of the data, and all else that is random": "data_seed full_determinism",
     "tokenizers are loaded as transformers provides them": "use_fast_tokenizer",
     "it has no effect while its method is off": (
         "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise "

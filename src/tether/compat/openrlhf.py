@@ -215,7 +215,7 @@ def _data(keys: Translator) -> None:
     whole, answer = keys.number("data.max_len", 2048), keys.number("rollout.max_new_tokens", 0)
     if not answer:
         answer = whole // 2
-        keys.note(f"Answers of up to {answer} tokens; in OpenRLHF they may fill what the prompt leaves of data.max_len.")
+        keys.note(f"Answers of up to {answer} tokens; in OpenRLHF they may fill what is left of data.max_len.")
     keys.put("sampling.response_length", answer, "rollout.max_new_tokens")
     prompt = keys.number("prompt_max_len", 0) or max(1, whole - answer)
     keys.put("data.max_prompt_length", prompt, "prompt_max_len" if keys.gives("prompt_max_len") else "data.max_len")

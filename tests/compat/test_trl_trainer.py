@@ -818,7 +818,7 @@ def test_two_roles_cannot_be_one_object(tmp_path):
 def test_models_that_cannot_read_the_tokens_are_refused(tmp_path):
     small = copy.deepcopy(loaded(tmp_path, "llama", 1))
     small.resize_token_embeddings(30)
-    with pytest.raises(ModelError, match="reward_model llama-1: knows 30 tokens, the tokenizer writes token 39"):
+    with pytest.raises(ModelError, match="reward_model llama-1: knows 30 tokens, but the tokenizer writes token 39"):
         trainer(tmp_path, reward_model=small)
 
 
@@ -865,7 +865,7 @@ def test_a_token_that_neither_the_policy_nor_a_prompt_writes_needs_no_embedding(
     tokenizer.add_tokens("<image>")
     trainer(tmp_path, processing_class=tokenizer)
     data = [{"input_ids": [7, 20]}, {"input_ids": [7, len(tokenizer) - 1]}]
-    with pytest.raises(ModelError, match="model: knows 40 tokens, row 1 of the prompts holds token 40, '<image>'"):
+    with pytest.raises(ModelError, match="model: knows 40 tokens, but row 1 of the prompts holds token 40, '<image>'"):
         trainer(tmp_path, processing_class=tokenizer, train_dataset=data)
 
 

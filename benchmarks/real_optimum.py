@@ -1,7 +1,7 @@
 """PPO on a real model against the best that any policy could do: python benchmarks/real_optimum.py --tokens {1,16}
 
 SmolLM2-135M-Instruct continues eight short texts. A reward of 0 or 1, which the start policy earns with probability .1
-to .3 on each of them, has a known optimum, so that the distance of the trained policy to the best one can be measured:
+to .3 on each of them, has a known optimum, so the distance of the trained policy from the best one can be measured:
 
     J(π)                = mean over prompts of s − β·KL(π ‖ π_ref)             s: success rate of π
     J*                  = mean over prompts of β·log(1 − p + p·e^{1/β})        p: success rate of π_ref
@@ -11,7 +11,7 @@ to .3 on each of them, has a known optimum, so that the distance of the trained 
 --tokens 1    answers of one token, which should be one of a few words: one forward pass over the prompts gives the
               whole policy, so everything is exact.
               Promise: fraction of optimum at least .95 within 15 minutes on two CPU cores.
---tokens 16   answers of 16 tokens, which should begin with one of a few words and go on as they would have,
+--tokens 16   answers of 16 tokens, which should begin with one of a few words and continue as they would have,
               measured on answers to each prompt before and after training.
               Promise: fraction of optimum at least .95, KL efficiency at least .8. 16,000 answers come to .97 ± .01
               and .95 ± .02 in about two hours on one core, where the errors are mostly those of the start policy's

@@ -1,6 +1,6 @@
 """The gain of each trick: python benchmarks/tricks.py [--model FOLDER] [--only WORDS] [--repeats N] [--small]
 
-Each row runs the same work in turn with a trick of Tether's and without it, on one core unless it says otherwise: CPU
+Each row runs the same work in turn with a trick of Tether's and without it, on one core unless stated otherwise: CPU
 seconds, the minimum of several repetitions, or MiB. SmolLM2-135M, float32, 8 answers of 48 tokens per pass, 16 side by
 side while decoding. ``--small`` takes fewer and shorter answers, to test the script.
 """

@@ -159,8 +159,9 @@ class TestRewards:
         named = [f"--reward_model={path}", f"--reward_model_type={kind}", "--reward_model_adapters=a,b"]
         config, translation = read(PPO, *named, folder=tmp_path)
         assert path in (getattr(config.rewards[0], "path", ""), getattr(config.rewards[0], "url", ""))
-        why = "for reward_model_type full only, as in LLaMA-Factory"
-        assert ("reward_model_adapters: a,b", why) in translation.ignored
+        assert (
+            "reward_model_adapters: a,b", "for reward_model_type full only, as in LLaMA-Factory"
+        ) in translation.ignored  # fmt: skip
 
     @pytest.mark.parametrize(("kind", "ours"), [("lora", "adapter"), ("full", "model")])
     def test_what_tether_reward_saved(self, home, kind, ours):

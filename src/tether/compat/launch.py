@@ -63,7 +63,7 @@ def launches(script: str, source: str) -> list[Launch]:
 
 
 def processes(launch: Launch) -> int | None:
-    """Number of processes that a launcher is told to start; None if it takes the number from elsewhere.
+    """Number of processes that a launcher is to start; None if it takes the number from elsewhere.
 
     A program that is not started by accelerate, torchrun or deepspeed is one process.
     """

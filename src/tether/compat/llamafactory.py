@@ -95,7 +95,7 @@ def _model(keys: Translator) -> None:
         keys.put("model.path", path, "model_name_or_path")
         keys.covered("create_new_adapter", by="model.lora")
     if keys.take("lora_dropout", 0.0) and keys.take("stage") == "ppo":
-        keys.note("Dropout is off while PPO runs, so that the ratio starts at 1; LLaMA-Factory's is on.")
+        keys.note("Dropout is off during PPO, so that the ratio starts at 1; in LLaMA-Factory it is on.")
     _method(keys, continues=bool(adapters))
     if keys.take("model_revision", "main") != "main":
         keys.put("model.revision", keys.take("model_revision"), "model_revision")

@@ -436,7 +436,7 @@ def _notes(config: RunConfig) -> Iterator[str]:
     yield from reward_settings(config)
     if config.train.num_train_epochs is None:
         length = config.train.total_episodes or f"{config.train.max_steps} updates"
-        yield f"Their runs are as long as train.num_episodes passes over the prompts; ours was {length}."
+        yield f"Their runs last train.num_episodes passes over the prompts; ours lasted {length}."
 
 
 def _words(value: Any) -> tuple[str, ...]:

@@ -446,7 +446,7 @@ def _notes(config: RunConfig) -> Iterator[str]:
     if config.train.lr_scheduler_type not in ("cosine", "constant_with_warmup", "constant"):
         yield f"Their schedules are constant and cosine, not {config.train.lr_scheduler_type}."
     if config.train.total_episodes is not None:
-        yield f"Their runs are as long as trainer.total_epochs says; ours was {config.train.total_episodes} answers."
+        yield f"Their runs last trainer.total_epochs epochs; ours lasted {config.train.total_episodes} answers."
     yield from reward_settings(config)
 
 

@@ -496,7 +496,7 @@ def without_token(run: Run) -> Finding | None:
 
 
 def without_score(run: Run) -> Finding | None:
-    """Answers that a source gave no score, so that they counted its ``missing``."""
+    """Answers that got no score from their source, but its ``missing``."""
     shares = [name for name in run.names() if name.startswith("rewards/") and is_missing_share(name)]
     names = [name for name in shares if run.series(name)]
     if not names:

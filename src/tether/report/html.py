@@ -45,7 +45,7 @@ def write_report(run_dir: str | Path) -> Path:
     """Writes ``report.html`` into the folder of a run; returns its path.
 
     Reads config.yaml, metrics.jsonl and samples.jsonl. Each may be missing, torn, or from a run that was interrupted or
-    is still running: the page then says what is missing. An earlier report is replaced atomically.
+    is still running: the page then states what is missing. An earlier report is replaced atomically.
 
     Raises:
         DataError: ``run_dir`` is not a folder, or holds none of the three files.

@@ -33,7 +33,7 @@ Point = tuple[int, float]
 
 
 def is_missing_share(component: str) -> bool:
-    """Whether a component of the rewards says which answers a judge gave no score, and nothing of the answers."""
+    """Whether a component of the rewards only marks the answers that a judge gave no score."""
     return component.endswith(f"/{MISSING}")
 
 

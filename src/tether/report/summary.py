@@ -10,7 +10,7 @@ from tether.report.read import Point, Run, Sample
 from tether.report.text import counted, duration, number, percent, signed
 
 NOISE = 0.1
-"""Number of standard deviations below which a change in score says nothing, if the standard error is unknown."""
+"""Number of standard deviations below which a change in score is noise, if the standard error is unknown."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ OPTIMIZERS = {
 class PPOConfig(TrainingArguments):
     """TRL 1.12's arguments of PPO with their defaults, as ``transformers.HfArgumentParser`` takes them.
 
-    docs/from_trl.md says where a run differs.
+    docs/from_trl.md lists where a run differs.
     """
 
     # From TrainingArguments, with TRL's defaults.

@@ -85,8 +85,8 @@ class PolicyAndValue(nn.Module):
 
 
 class PPOTrainer:
-    """Trains ``model`` by PPO, in place. The arguments are those of TRL 1.12, in its order; docs/from_trl.md says what
-    differs.
+    """Trains ``model`` by PPO, in place. The arguments are those of TRL 1.12, in its order; docs/from_trl.md lists the
+    differences.
 
     Args:
         args: the configuration.
@@ -104,7 +104,7 @@ class PPOTrainer:
         peft_config: LoRA settings; the policy's adapter is then created here.
 
     Raises:
-        ConfigError, DataError, ModelError: an argument is invalid; says what is expected. Nothing has changed then.
+        ConfigError, DataError, ModelError: an argument is invalid; states what is expected. Nothing has changed then.
     """
 
     @telling(OF_TRAINER, "PPOTrainer")
@@ -358,7 +358,7 @@ class PPOTrainer:
         check_files(folder, is_new=not holds_run(folder), way_out="remove it")
 
     def _check_resumed(self, config: RunConfig, checkpoint: Path, display: NullDisplay) -> None:
-        """Raises ``CheckpointError`` if the checkpoint belongs to another run; says what differs."""
+        """Raises ``CheckpointError`` if the checkpoint belongs to another run; states what differs."""
         record = read_state(checkpoint)
         saved = parse_config(record["config"], RunConfig)
         self._dist.each(lambda: self._check_warmup(saved, checkpoint))

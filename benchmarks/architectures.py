@@ -180,7 +180,7 @@ def examined(kind: str, model: PreTrainedModel) -> Finding:
 def main() -> int:
     """Tests all types, or those named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", help="model types; all if left out")
+    parser.add_argument("kinds", nargs="*", help="model types (default: all)")
     kinds = parser.parse_args().kinds or sorted(CONFIG_MAPPING_NAMES.keys() & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -217,7 +217,7 @@ def main() -> int:
     console = Console()
     console.print(table)
     counts = ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
-    console.print(f"{len(kinds) - len(unbuilt)} types tried, {counts}; {usual} of them as usual and not in the table")
+    console.print(f"{len(kinds) - len(unbuilt)} types tried, {counts}; {usual} of them as usual, not in the table")
     console.print(f"not tried: {', '.join(unbuilt) or 'none'}")
     if faults:
         console.print(f"[red]broken:[/] {', '.join(faults)}")

@@ -44,7 +44,7 @@ DRAWING, CACHE, WHOLE = "drawing", "cache", "whole"
 def main() -> int:
     """Profiles both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="SmolLM2-135M from its package if left out")
+    parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M, from its package)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48)
@@ -56,7 +56,7 @@ def main() -> int:
         "Tether": profiled(lambda: decode(model, given.rows, given.tokens)),
         "generate": profiled(lambda: generate(model, given.rows, given.tokens)),
     }
-    print(f"{given.rows} rows, {given.tokens} tokens, {given.dtype}: ms a token and share, on one core")
+    print(f"{given.rows} rows, {given.tokens} tokens, {given.dtype}: ms per token and share, on one core")
     print(f"{'':12}" + "".join(f"{side:>20}" for side in parts))
     for name in ("products", "attention", DRAWING, CACHE, "all else", "sum"):
         cells = [f"{1e3 * p[name] / given.tokens:>11.2f} {p[name] / p['sum']:>7.1%} " for p in parts.values()]

@@ -28,7 +28,7 @@ def main() -> int:
     """Runs both sides and compares them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--updates", type=int, default=2)
-    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct; made from its package if left out")
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct (default: made from its package)")
     parser.add_argument("--side", choices=KINDS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:

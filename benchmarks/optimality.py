@@ -10,7 +10,7 @@ first time. Prints one table and exits with 1 if a promise is not kept:
 docs/algorithm.md has the results, including seeds that miss, and the changes of the defaults that were tried.
 
 --grid trains on toy A with 300,000 episodes over learning rates, scales of the judge and batch sizes instead, scores
-normalised by frozen statistics:
+normalized by frozen statistics:
 
     grid        at least 95 % of the runs end under a regret of .05 (the defaults miss it: --preset once)
 """

@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--epochs", type=int, default=6, help="of the classifier")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct; made where it is left out")
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct (default: made from its package)")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/other_family"))
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)

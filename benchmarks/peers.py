@@ -79,9 +79,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", nargs="+", choices=list(CHANGES), default=list(CHANGES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--updates", type=int, default=3, help="of which the first is not counted")
-    parser.add_argument("--threads", type=int, default=2, help="of torch, on both sides")
-    parser.add_argument("--model", type=Path, help="folder of the policy; SmolLM2-135M from its package if left out")
+    parser.add_argument("--updates", type=int, default=3, help="number of updates; the first is not counted")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads, on both sides")
+    parser.add_argument("--model", type=Path, help="folder of the policy (default: SmolLM2-135M, from its package)")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/bench-peers"))
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def broken(name: str, speed: float, memory: float) -> list[str]:
         memory: ratio of peak memory to TRL's.
     """
     least, most = PROMISES[name]
-    faults = [] if speed >= least else [f"{name}: {speed:.2f} times TRL's episodes a second, promised {least}"]
+    faults = [] if speed >= least else [f"{name}: {speed:.2f} times TRL's episodes per second, promised {least}"]
     return faults if memory <= most else [*faults, f"{name}: {memory:.2f} of TRL's memory, promised {most}"]
 
 

@@ -1,7 +1,7 @@
 """PPO on a real model against the best that any policy could do: python benchmarks/real_optimum.py --tokens {1,16}
 
 SmolLM2-135M-Instruct continues eight short texts. A reward of 0 or 1, which the start policy earns with probability .1
-to .3 on each of them, has a known optimum, so that the distance of the trained policy to the best one can be measured:
+to .3 on each of them, has a known optimum, so the distance of the trained policy from the best one can be measured:
 
     J(π)                = mean over prompts of s − β·KL(π ‖ π_ref)             s: success rate of π
     J*                  = mean over prompts of β·log(1 − p + p·e^{1/β})        p: success rate of π_ref
@@ -11,7 +11,7 @@ to .3 on each of them, has a known optimum, so that the distance of the trained 
 --tokens 1    answers of one token, which should be one of a few words: one forward pass over the prompts gives the
               whole policy, so everything is exact.
               Promise: fraction of optimum at least .95 within 15 minutes on two CPU cores.
---tokens 16   answers of 16 tokens, which should begin with one of a few words and go on as they would have,
+--tokens 16   answers of 16 tokens, which should begin with one of a few words and continue as they would have,
               measured on answers to each prompt before and after training.
               Promise: fraction of optimum at least .95, KL efficiency at least .8. 16,000 answers come to .97 ± .01
               and .95 ± .02 in about two hours on one core, where the errors are mostly those of the start policy's
@@ -265,7 +265,7 @@ def drawn_words(
 ) -> list[str]:
     """Words that make up ``least`` to ``MOST`` of the first tokens.
 
-    They are drawn from the reference; one that would lift the sum over ``MOST`` is passed over.
+    They are drawn from the reference; one that would raise the sum above ``MOST`` is skipped.
 
     Args:
         probabilities: probability of each token of the vocabulary under the reference.
@@ -306,7 +306,7 @@ def next_logprobs(model: PreTrainedModel, queries: Sequence[Sequence[int]], *, b
 def success_and_kl(
     logprobs: Float[Tensor, "X V"], ref_logprobs: Float[Tensor, "X V"], rewarded: Bool[Tensor, "X V"]
 ) -> tuple[Float[Tensor, " X"], Float[Tensor, " X"]]:
-    """Success rate and KL(π ‖ π_ref) of answers of one token, for each prompt."""
+    """Success rate and KL(π ‖ π_ref) of one-token answers, for each prompt."""
     probabilities = logprobs.exp()
     return (probabilities * rewarded).sum(dim=1), (probabilities * (logprobs - ref_logprobs)).sum(dim=1)
 
@@ -513,8 +513,8 @@ def main() -> int:
     """Runs one of the two; unknown arguments override the run's settings, as on Tether's command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, choices=sorted(RECIPES), required=True)
-    parser.add_argument("--model", type=Path, help="folder of the start policy; the demo's model if left out")
-    parser.add_argument("--samples", type=int, default=512, help="answers a prompt that 16 tokens are measured on")
+    parser.add_argument("--model", type=Path, help="folder of the start policy (default: the demo's model)")
+    parser.add_argument("--samples", type=int, default=512, help="answers per prompt for measuring 16 tokens")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/real-optimum"))
     given, overrides = parser.parse_known_args()
 

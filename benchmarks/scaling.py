@@ -4,7 +4,7 @@ A random Qwen2 of two layers, as wide as a small language model's, on one core, 
 separate critic, the second update of each run. Prints CPU seconds per episode for rollout batches of 64 to 4,096
 answers of 16 tokens, and for answers of 16 to 1,024 tokens in batches of 64; draws scaling.png; and exits with 1 if
 
-    an episode of the largest batch costs more than 1.25 times one of the smallest
+    an episode in the largest batch costs more than 1.25 times one in the smallest
     the cost grows by more than the length to the power of 1.25 between two lengths
 """
 
@@ -53,10 +53,10 @@ def main() -> int:
     given.output.mkdir(parents=True, exist_ok=True)
     model = save_random(given.output / "model", SHAPE, 2048)
     by_batch = {batch: episode_cost(model, batch, 16) for batch in given.batches}
-    table("rollouts an update, 16 tokens", by_batch)
+    table("rollouts per update, 16 tokens", by_batch)
     by_length = {length: episode_cost(model, 64, length) for length in given.lengths}
-    table("tokens an answer, 64 rollouts", by_length)
-    plot({"rollouts an update": by_batch, "tokens an answer": by_length}, given.output / "scaling.png")
+    table("tokens per answer, 64 rollouts", by_length)
+    plot({"rollouts per update": by_batch, "tokens per answer": by_length}, given.output / "scaling.png")
     faults = broken(by_batch, by_length)
     for fault in faults:
         print(f"broken: {fault}", file=sys.stderr)
@@ -67,11 +67,11 @@ def broken(by_batch: Mapping[int, float], by_length: Mapping[int, float]) -> lis
     """The promises that are broken."""
     sizes, lengths = sorted(by_batch), sorted(by_length)
     more = by_batch[sizes[-1]] / by_batch[sizes[0]]
-    faults = [f"an episode of {sizes[-1]} costs {more:.2f} of one of {sizes[0]}"] if more > MOST_MORE else []
+    faults = [f"an episode of {sizes[-1]} costs {more:.2f} times one of {sizes[0]}"] if more > MOST_MORE else []
     for less, length in pairwise(lengths):
         power = math.log(by_length[length] / by_length[less]) / math.log(length / less)
         if power > MOST_POWER:
-            faults.append(f"from {less} to {length} tokens the cost grows by the power of {power:.2f}")
+            faults.append(f"from {less} to {length} tokens the cost grows as the length to the power of {power:.2f}")
     return faults
 
 
@@ -119,7 +119,7 @@ def episode_cost(model: Path, batch: int, tokens: int) -> float:
 def table(title: str, costs: Mapping[int, float]) -> None:
     """Prints costs, and how they compare with the first."""
     least = next(iter(costs.values()))
-    print(f"\n{title:>32} {'ms an episode':>14} {'of the first':>13}")
+    print(f"\n{title:>32} {'ms per episode':>14} {'of the first':>13}")
     for size, cost in costs.items():
         print(f"{size:>32,} {1e3 * cost:>14.2f} {cost / least:>12.2f}x", flush=True)
 
@@ -137,7 +137,7 @@ def plot(series: Mapping[str, Mapping[int, float]], path: Path) -> None:
         panel.set(xlabel=name, xticks=list(costs), xticklabels=[f"{size:,}" for size in costs])
         panel.minorticks_off()
         panel.grid(visible=True, alpha=0.3)
-    panels[0].set(ylabel="processor ms an episode")
+    panels[0].set(ylabel="processor ms per episode")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     print(f"\n{path}")

@@ -1,6 +1,6 @@
 """The gain of each trick: python benchmarks/tricks.py [--model FOLDER] [--only WORDS] [--repeats N] [--small]
 
-Each row runs the same work in turn with a trick of Tether's and without it, on one core unless it says otherwise: CPU
+Each row runs the same work in turn with a trick of Tether's and without it, on one core unless stated otherwise: CPU
 seconds, the minimum of several repetitions, or MiB. SmolLM2-135M, float32, 8 answers of 48 tokens per pass, 16 side by
 side while decoding. ``--small`` takes fewer and shorter answers, to test the script.
 """
@@ -371,7 +371,7 @@ TRICKS = (products, few_rows, logits, lengths, rows, cache, draws, optimizer, ro
 def main() -> int:
     """Runs the rows and prints each when it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="SmolLM2-135M from its package if left out")
+    parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M, from its package)")
     parser.add_argument("--only", nargs="+", choices=[trick.__name__ for trick in TRICKS])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--small", action="store_true")

@@ -15,7 +15,7 @@ from tether.train.run import RunResult, train_policy
 def whole_run(
     config: RunConfig, *, display: Display | None = None, callbacks: Sequence[TrainerCallback] = ()
 ) -> RunResult:
-    """Trains; if the run is interrupted, ends the program, as figures of a part of a run would pass for the whole."""
+    """Trains; ends the program if the run is interrupted, as partial figures would pass for those of a whole run."""
     result = train_policy(config, display=display, callbacks=callbacks)
     end_if_interrupted(result.interrupted)
     return result

@@ -207,7 +207,7 @@ class Language:
 def random_language(vocab_size: int, max_length: int, num_prompts: int, *, seed: int, end_bias: float) -> Language:
     """A language with a random reference and a judge that likes one letter, and no letter twice in a row.
 
-        r(x, y) = 0.6 · (how often y has the letter of x) − 0.5 · (equal neighbours in y) − 0.1 · |y| + offset of x
+        r(x, y) = 0.6 · (how often y has the letter of x) − 0.5 · (equal neighbors in y) − 0.1 · |y| + offset of x
 
     An answer that is cut scores −1.
 

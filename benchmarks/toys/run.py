@@ -77,7 +77,7 @@ class Course:
         return self.regrets[-1]
 
     def episodes_to(self, regret: float) -> int | None:
-        """Number of answers until the regret was this low for the first time; None if it never was."""
+        """Number of answers until the regret was first this low; None if it never was."""
         reached = (i for i, r in enumerate(self.regrets, start=1) if r <= regret)
         return next((i * self.batch_size for i in reached), None)
 
@@ -152,7 +152,7 @@ def table_trainer(
 
 
 def train_tables(language: Language, folder: Path, changes: Mapping[str, Any]) -> Course:
-    """Trains tables, and measures regret in the objective that the run optimises.
+    """Trains tables, and measures regret in the objective that the run optimizes.
 
     With ``ppo.score_norm: frozen`` that is the language whose scores are (r − mean) / spread by the run's own
     statistics, while β and the score of a cut answer stay the same: the score that a nat of KL must earn, and thus the

@@ -19,7 +19,7 @@ from tether.types import Completion, Request, Sampling
 
 
 class TableCritic(ScalarHead):
-    """One value per state: a scalar head on one-hot states, which are never materialised. It starts at 0."""
+    """One value per state: a scalar head on one-hot states, which are never materialized. It starts at 0."""
 
     def __init__(self, language: Language) -> None:
         super().__init__(language.num_prompts * language.num_prefixes)

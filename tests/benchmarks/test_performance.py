@@ -49,8 +49,8 @@ def test_costs_are_drawn_and_promises_kept_to(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(scaling, "episode_cost", lambda model, batch, tokens: batch**0.5 * tokens**1.5)
     assert run(monkeypatch, scaling, *arguments) == 1
     told = capsys.readouterr().err
-    assert "an episode of 8 costs 1.41 of one of 4" in told
-    assert "from 4 to 16 tokens the cost grows by the power of 1.50" in told
+    assert "an episode of 8 costs 1.41 times one of 4" in told
+    assert "from 4 to 16 tokens the cost grows as the length to the power of 1.50" in told
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -252,13 +252,13 @@ class TestToOurs:
             ("python ppo.py --sft_model_path m --output_dir o\n", "reward_model_path: missing"),
             ("python -m openrlhf.cli.train_ppo_ray 'a\n", "line 1: No closing quotation"),
             (f"{TRL.strip()} --num_mini_batches 0", "num_mini_batches: got 0; wanted a whole number above 0"),
-            (f"{TRL.strip()} --stop_token stop", "stop_token: got stop; wanted eos, or to leave it out"),
+            (f"{TRL.strip()} --stop_token stop", "stop_token: got stop; wanted eos, or no stop_token"),
             (f"{TRL.strip()} --use_peft perhaps", "use_peft: got perhaps; wanted true or false"),
             (f"{TRL.strip()} --stop_token_id 5", "stop_token_id: got 5; set sampling.stop_token to the token's text"),
             (f"{TRL.strip().replace('--total_episodes 1000000', '')} --warmup_steps 50",
-             "warmup_steps: got 50; without total_episodes it cannot be told which share that is: write warmup_ratio"),
+             "warmup_steps: got 50; without total_episodes the share of the run is unknown: write warmup_ratio"),
             (f"{TRL.strip().replace('--total_episodes 1000000', '')} --save_steps 0.1",
-             "save_steps: got 0.1; without total_episodes it cannot be told how many steps this share is"),
+             "save_steps: got 0.1; without total_episodes the number of steps in this share is unknown"),
             (f"{OPENRLHF_OLD.strip()} --lr_scheduler", "actor.lr_scheduler: train.lr_scheduler_type: got true, want"),
             (f"{OPENRLHF_OLD.strip()} --lr_scheduler 3", "actor.lr_scheduler: train.lr_scheduler_type: got 3, want"),
             (f"{OPENRLHF_OLD.strip()} --advantage_estimator dr_grpo",
@@ -308,7 +308,7 @@ class TestToOurs:
         model = parse_config(converted(written(tmp_path, "launch.sh", f"{text} --lora_rank 8\n"))).model
         assert (model.quantization, model.lora.r) == ("4bit", 8)
         made = converted(written(tmp_path, "launch.sh", f"{text}\n"))
-        assert "# dropped, ds.load_in_4bit: true: weights in few bits cannot be trained themselves" in made
+        assert "# dropped, ds.load_in_4bit: true: quantized weights cannot be trained themselves" in made
         assert parse_config(made).model.quantization is None
 
     def test_what_trl_says_of_adapters_optimizer_and_hub_is_kept(self, tmp_path):
@@ -342,13 +342,13 @@ class TestToOurs:
         train = parse_config(text).train
         assert (train.rollout_batch_size, train.micro_batch_size) == (64 * (processes or 1), 16)
         assert train.warmup_ratio == pytest.approx(0.008 * (processes or 1), rel=1e-2)  # of 1000000 / the batch
-        assert ("# The batch is that of one process" in text) is (processes is None)
+        assert ("# Their batch size is that of one process" in text) is (processes is None)
         assert "num_processes" not in text and "nproc" not in text
 
     def test_llamafactorys_batch_is_of_each_process(self, tmp_path, monkeypatch):
         monkeypatch.delenv("WORLD_SIZE", raising=False)
         for text in (PPO, SFT):
-            assert "# The batch is that of one process" in converted(written(tmp_path, "their.yaml", text))
+            assert "# Their batch size is that of one process" in converted(written(tmp_path, "their.yaml", text))
         monkeypatch.setenv("WORLD_SIZE", "4")
         text = converted(written(tmp_path, "their.yaml", PPO))
         assert parse_config(text).train.rollout_batch_size == 32 and "of one process" not in text
@@ -362,8 +362,8 @@ class TestToOurs:
         assert train("").gradient_checkpointing and not train("--gradient_checkpointing False").gradient_checkpointing
         assert train("--optim adamw_bnb_8bit").optim == "adamw_8bit"
         made = converted(written(tmp_path, "launch.sh", f"{TRL.strip()} --optim lion_8bit --save_strategy epoch\n"))
-        assert "# dropped, optim: lion_8bit: not offered here; adamw_torch_fused stands in" in made
-        assert "# dropped, save_strategy: epoch: checkpoints come by updates here" in made
+        assert "# dropped, optim: lion_8bit: not supported here; adamw_torch_fused is used instead" in made
+        assert "# dropped, save_strategy: epoch: checkpoints are saved by updates here" in made
 
     def test_trls_scripts_tokenize_prompts_as_plain_text(self, tmp_path):
         def made(script, more=""):
@@ -371,9 +371,9 @@ class TestToOurs:
 
         for script in ("ppo.py", "ppo_tldr.py"):
             assert parse_config(made(script)).data.chat_template == "none"
-        assert "hold that message alone" in made("ppo_tldr.py") and "hold that message" not in made("ppo.py")
+        assert "hold only that message" in made("ppo_tldr.py") and "hold only that" not in made("ppo.py")
         assert parse_config(made("my_own.py")).data.chat_template == "auto"
-        assert "where the script does without, set data.chat_template: none" in made("my_own.py")
+        assert "if the script does not use it, set data.chat_template: none" in made("my_own.py")
         for name, columns in (("query", {"prompt": "query"}), ("prompt", {})):
             assert parse_config(made("ppo.py", f"--dataset_text_field {name}")).data.columns == columns
 
@@ -396,7 +396,7 @@ class TestToOurs:
 
     def test_modules_that_trl_leaves_to_peft_are_those_that_peft_chooses(self, tmp_path):
         text = f"{TRL.strip()} --use_peft\n"
-        assert "set model.lora.target_modules to those for the same run" in converted(
+        assert "set model.lora.target_modules to these for the same run" in converted(
             written(tmp_path, "launch.sh", text)
         )
         for kind, chosen in (("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn"])):
@@ -446,7 +446,7 @@ class TestFromOurs:
             converted(written(tmp_path, "their.yaml", SFT), "verl")
 
     def test_ours_to_ours_is_no_conversion(self, tmp_path):
-        with pytest.raises(ConfigError, match="is Tether's own"):
+        with pytest.raises(ConfigError, match="is already Tether's"):
             converted(written(tmp_path, "ours.yaml", OURS))
 
 
@@ -479,7 +479,7 @@ class TestCommand:
 def test_what_the_launch_chooses_and_we_have_not_is_named(tmp_path):
     text = VERL.replace("kl_ctrl.kl_coef=0.01", "kl_ctrl.kl_coef=0.01 algorithm.kl_penalty=full")
     made = converted(written(tmp_path, "l.sh", text))
-    assert "# dropped, algorithm.kl_penalty: full: not offered here; k1 stands in" in made
+    assert "# dropped, algorithm.kl_penalty: full: not supported here; k1 is used instead" in made
     text = text.replace("data.val_files=test.parquet", "data.val_files=$HOME/test.parquet")
     made = parse_config(converted(written(tmp_path, "l.sh", text)))
     assert made.data.eval_prompts == str(Path.home() / "test.parquet")

@@ -124,7 +124,7 @@ class TestTheExample:
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         _, translation = read(text, folder=tmp_path)
         (row,) = [row for row in translation.table if "deepspeed" in row[0]]
-        assert "what the launcher says" in row[1]
+        assert "the launcher's setting" in row[1]
 
     def test_is_written_as_our_file_that_means_the_same(self, home):
         write_reward()
@@ -159,7 +159,9 @@ class TestRewards:
         named = [f"--reward_model={path}", f"--reward_model_type={kind}", "--reward_model_adapters=a,b"]
         config, translation = read(PPO, *named, folder=tmp_path)
         assert path in (getattr(config.rewards[0], "path", ""), getattr(config.rewards[0], "url", ""))
-        assert ("reward_model_adapters: a,b", "for reward_model_type full only, as theirs") in translation.ignored
+        assert (
+            "reward_model_adapters: a,b", "for reward_model_type full only, as in LLaMA-Factory"
+        ) in translation.ignored  # fmt: skip
 
     @pytest.mark.parametrize(("kind", "ours"), [("lora", "adapter"), ("full", "model")])
     def test_what_tether_reward_saved(self, home, kind, ours):
@@ -246,7 +248,7 @@ class TestKeys:
             ("adapter_name_or_path=a,b", "merge the others"),
             ("finetuning_type=oft", "wanted lora, freeze or full"),
             ("save_strategy=epoch", "wanted steps"),
-            ("save_steps=0.1", "without max_steps it cannot be told how many steps this share is: write whole steps"),
+            ("save_steps=0.1", "without max_steps the number of steps in this share is unknown: write whole steps"),
             ("flash_attn=fa3", "wanted auto, disabled, sdpa or fa2"),
             ("warmup_steps=20", "write warmup_ratio"),
             ("val_size=100", "below 1"),
@@ -337,7 +339,7 @@ class TestKeys:
         assert config.train.run_name == "mine"
         config, translation = read(PPO, "--swanlab_run_name=mine", "--run_name=ours", folder=tmp_path)
         assert config.train.run_name == "ours"
-        assert ("swanlab_run_name: mine", "run_name is what counts") in translation.ignored
+        assert ("swanlab_run_name: mine", "run_name takes precedence") in translation.ignored
         _, translation = read(PPO, "--swanlab_project=p", folder=tmp_path)
         assert any(key == "swanlab_project: p" and "SWANLAB_PROJECT" in why for key, why in translation.ignored)
 
@@ -352,7 +354,7 @@ class TestModels:
         write_reward()
         config, _ = read(PPO, "--finetuning_type=freeze", "--freeze_trainable_layers=1", "--reward_model_type=full")
         assert config.model.freeze_layers == 1 and config.model.lora is None  # of two
-        with pytest.raises(ConfigError, match="freeze_extra_modules: got norm; here whole layers are trained"):
+        with pytest.raises(ConfigError, match="freeze_extra_modules: got norm; only whole layers, the last ones"):
             read(PPO, "--finetuning_type=freeze", "--freeze_extra_modules=norm", "--reward_model_type=full")
 
     def test_fp16(self, tmp_path):

@@ -83,7 +83,7 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path, name):
         ({"stop_token_id": 5}, "got stop_token eos and stop_token_id 5"),
         ({"stop_token": "stop"}, "stop_token: got 'stop', wanted eos or None"),
         ({"kl_estimator": "k2"}, "kl_estimator: got 'k2', wanted k1 or k3"),
-        ({"missing_eos_penalty": -1.0}, r"PPOConfig.missing_eos_penalty: got -1.0, wanted .* taken off"),
+        ({"missing_eos_penalty": -1.0}, r"PPOConfig.missing_eos_penalty: got -1.0, wanted .* subtracted"),
         ({"missing_eos_penalty": -1.0, "stop_token": None}, r"PPOConfig.missing_eos_penalty: got -1.0, wanted"),
         ({"max_steps": 3}, "got max_steps 3 and total_episodes 16"),
         ({"hub_strategy": "checkpoint"}, "hub_strategy: got checkpoint, wanted end or every_save"),
@@ -208,8 +208,8 @@ def test_a_small_warm_up_is_a_share_and_no_evaluation_has_no_steps(tmp_path):
 
 def test_batch_sizes_that_are_worked_out_are_told_where_they_were_set_otherwise(tmp_path, caplog):
     trainer(tmp_path, args=arguments(tmp_path, batch_size=128, mini_batch_size=8))
-    told = [record.message for record in caplog.records if "nothing reads" in record.message]
-    assert len(told) == 1 and told[0].startswith("PPOConfig.batch_size: got 128, which nothing reads; it is 8 here")
+    told = [record.message for record in caplog.records if "which is ignored" in record.message]
+    assert len(told) == 1 and told[0].startswith("PPOConfig.batch_size: got 128, which is ignored; it is 8 here")
     assert "per_device_train_batch_size 4, gradient_accumulation_steps 2" in told[0]
 
 

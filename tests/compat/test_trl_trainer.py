@@ -417,7 +417,7 @@ def test_another_end_of_the_models_turns_is_told(tmp_path, caplog):
     trainer(tmp_path, model=model)  # its chat template ends turns by the end token
     assert "stop_token" not in caplog.text
     trainer(tmp_path, model=model, processing_class=tokenizer)
-    assert "answers end at <eos> alone, as in TRL, but the model's own end at cat (20) too; set stop_" in caplog.text
+    assert "answers end only at <eos>, as in TRL, but the model also ends its own at cat (20); set stop_" in caplog.text
 
 
 def test_a_stop_token_that_the_model_does_not_know(tmp_path):
@@ -629,7 +629,7 @@ def test_a_run_goes_on_from_a_checkpoint_bitwise(tmp_path):
     half.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert [timeless(row) for row in half.state.log_history] == [timeless(row) for row in whole.state.log_history]
     assert not changed(tensors(whole.policy_model), half.policy_model)
-    with pytest.raises(ConfigError, match="has trained"):
+    with pytest.raises(ConfigError, match="has already trained"):
         half.train()
 
 
@@ -641,7 +641,7 @@ def test_a_longer_run_goes_on_with_as_many_updates_of_warm_up(tmp_path):
     assert more.state.global_step == 5
     assert load_config(tmp_path / "out" / "config.yaml").train.warmup_ratio == 2 / 5
     other = trainer(tmp_path, args=arguments(tmp_path, warmup_steps=3, total_episodes=40, save_steps=2))
-    with pytest.raises(CheckpointError, match=r"share of 0\.4 of its updates, and PPOConfig\.warmup_steps 3 are 0\.6"):
+    with pytest.raises(CheckpointError, match=r"share of 0\.4 of its updates, but PPOConfig\.warmup_steps 3 are 0\.6"):
         other.train(resume_from_checkpoint=True)
 
 
@@ -771,8 +771,8 @@ def quantized(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: {"model": quantized(policy(f))}, "model: holds quantized weights, .* give a peft_config"),
-        (lambda f: {"value_model": quantized(classifier(f))}, "value_model: holds weights in few bits"),
+        (lambda f: {"model": quantized(policy(f))}, "model: has quantized weights, .* give a peft_config"),
+        (lambda f: {"value_model": quantized(classifier(f))}, "value_model: has quantized weights"),
         (lambda f: {"model": policy(f).half()}, "^model: the weights that train are torch.float16, .*=torch.float32"),
         (lambda f: {"value_model": classifier(f).half()}, "value_model: the weights that train are torch.float16"),
     ],
@@ -818,7 +818,7 @@ def test_two_roles_cannot_be_one_object(tmp_path):
 def test_models_that_cannot_read_the_tokens_are_refused(tmp_path):
     small = copy.deepcopy(loaded(tmp_path, "llama", 1))
     small.resize_token_embeddings(30)
-    with pytest.raises(ModelError, match="reward_model llama-1: knows 30 tokens, the tokenizer writes token 39"):
+    with pytest.raises(ModelError, match="reward_model llama-1: knows 30 tokens, but the tokenizer writes token 39"):
         trainer(tmp_path, reward_model=small)
 
 
@@ -865,7 +865,7 @@ def test_a_token_that_neither_the_policy_nor_a_prompt_writes_needs_no_embedding(
     tokenizer.add_tokens("<image>")
     trainer(tmp_path, processing_class=tokenizer)
     data = [{"input_ids": [7, 20]}, {"input_ids": [7, len(tokenizer) - 1]}]
-    with pytest.raises(ModelError, match="model: knows 40 tokens, row 1 of the prompts holds token 40, '<image>'"):
+    with pytest.raises(ModelError, match="model: knows 40 tokens, but row 1 of the prompts holds token 40, '<image>'"):
         trainer(tmp_path, processing_class=tokenizer, train_dataset=data)
 
 
@@ -887,9 +887,9 @@ def test_a_judge_of_text_without_a_template_for_conversations_is_refused_at_once
         ({"input_ids": [7, 20, EOS]}, "train_dataset, row 1: the prompt already ends its answer"),
         ({"input_ids": [PAD, PAD]}, "train_dataset, row 1 has no prompt"),
         ({"input_ids": "the cat"}, "train_dataset, row 1: input_ids is str, wanted a list of token ids"),
-        ({"input_ids": [7, 999]}, "row 1: input_ids holds 999, and the tokenizer's tokens are 0 to 39"),
-        ({"input_ids": [7, -100]}, "row 1: input_ids holds -100, and the tokenizer's tokens are 0 to 39"),
-        ({"input_ids": [7, 8], "attention_mask": [1]}, "row 1: attention_mask has 1 entries, input_ids 2; wanted as"),
+        ({"input_ids": [7, 999]}, "row 1: input_ids holds 999, but the tokenizer's tokens are 0 to 39"),
+        ({"input_ids": [7, -100]}, "row 1: input_ids holds -100, but the tokenizer's tokens are 0 to 39"),
+        ({"input_ids": [7, 8], "attention_mask": [1]}, "row 1: attention_mask has 1 entries, but input_ids 2"),
         ({"input_ids": [0.5]}, "row 1: input_ids is list, wanted a list of token ids"),
     ],
 )

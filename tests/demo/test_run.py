@@ -8,7 +8,7 @@ from tether.errors import ConfigError
 
 def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path):
     (tmp_path / "policy").mkdir()
-    with pytest.raises(ConfigError, match="holds policy, and not from an earlier demo"):
+    with pytest.raises(ConfigError, match="holds policy, not written by an earlier demo"):
         run.run_demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 

@@ -85,7 +85,7 @@ def test_answers_without_a_score_are_told(tmp_path, share, level):
         ("policy/dual_clipfrac", {"policy__dual_clipfrac": 0.1}, "act", "5.0 %"),
         ("val/clipfrac_avg", {"val__clipfrac_avg": 0.4}, "warn", "ppo.cliprange_value"),
         ("rollout/top_token_share", {"rollout__top_token_share": 0.95}, "act", "collapsed"),
-        ("rollout/top_answer_share", {"rollout__top_answer_share": 0.95}, "warn", "unless the prompts leave no other"),
+        ("rollout/top_answer_share", {"rollout__top_answer_share": 0.95}, "warn", "unless the prompts allow no other"),
         ("update/num_bad", {"update__num_bad": 2.0}, "warn", "80 mini-batches of 40 updates"),
         (
             "policy/num_overflows",
@@ -265,7 +265,7 @@ def test_a_critic_is_judged_after_its_warm_up(tmp_path):
         ([0.0, 0.05], "warn", "nothing that carries over"),
         ([0.0, 1.5, 1.0], "warn", "load_best_model_at_end"),
         ([0.0, -0.5], "act", "while the training score rose"),
-        ([0.0], "info", "One evaluation"),
+        ([0.0], "info", "Only one evaluation"),
         ([], "info", "data.eval_prompts"),
     ],
 )
@@ -338,4 +338,4 @@ def test_no_update_no_findings(tmp_path):
 def test_overflows_by_which_the_scale_was_found_are_no_fault(tmp_path):
     found = findings(tmp_path, lambda step, p: {"update__num_steps": 4.0, "policy__num_overflows": float(step == 3)})
     assert found["policy/num_overflows"].level == "ok"
-    assert "1 optimizer step left out" in found["policy/num_overflows"].sentence
+    assert "1 optimizer step skipped" in found["policy/num_overflows"].sentence

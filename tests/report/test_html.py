@@ -88,7 +88,7 @@ def test_a_healthy_run(tmp_path):
     page = report(healthy(tmp_path))
     for words in (
         "Did the policy get better? Yes. The held-out score rose by 2 standard deviations",
-        "Reward against KL", "Ended by itself", "Explained variance", "Seconds a phase", "brevity",
+        "Reward against KL", "Ended by itself", "Explained variance", "Seconds per phase", "brevity",
         "question 0", "answer 0 at 0", "answer 0 at 25",
         "Start policy", "After update 25",
         "Training answers over time", "num_ppo_epochs: 4", "Health: 14 healthy",
@@ -256,4 +256,4 @@ def test_the_share_that_a_judge_gave_no_score_has_a_curve_of_its_own_beside_the_
     figures = {figure.title: figure for figure in dict(curves.groups(read_run(write(tmp_path, metrics))))["Rewards"]}
     share = figures["brevity/missing"]
     assert list(figures)[:2] == ["brevity", "brevity/missing"] and f"judge_{curves.MAX_COMPONENTS - 2}" in figures
-    assert share.caption == "share of answers that this judge gave no score" and share.latest == "50 % held-out"
+    assert share.caption == "share of answers without a score from this judge" and share.latest == "50 % held-out"

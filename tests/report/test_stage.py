@@ -16,7 +16,7 @@ def test_the_page_of_demonstrations_has_loss_accuracy_and_rate_and_nothing_of_pp
     shown = text.partition("Numbers and settings")[0]
     for words in (
         "Did the model learn from the demonstrations? Yes. The held-out loss fell by 17 %.",
-        "From 3 after 10 steps to 2.5 after 20 steps", "tiny · all weights · mine.jsonl · 8 rows a step",
+        "From 3 after 10 steps to 2.5 after 20 steps", "tiny · all weights · mine.jsonl · 8 rows per step",
         "Held-out loss3 → 2.5", "Token accuracy24 % → 57 %", "Learning rate9.5e−5", "Gradient norm", "2 healthy",
     ):  # fmt: skip
         assert words in shown, words
@@ -28,8 +28,9 @@ def test_the_page_of_pairs_has_accuracy_on_held_out_ones(tmp_path):
     text = report(reward_run(tmp_path)).text
     shown = text.partition("Numbers and settings")[0]
     for words in (
-        "Does the model rank answers as the pairs do? Yes. Of 100 held-out pairs it ranks 80 % so.",
-        "Guesses would be right for 40 % to 60 %.", "tiny · LoRA · org/pairs", "Held-out pair accuracy80 %of 100 pairs",
+        "Does the model rank answers as the pairs do? Yes. Of 100 held-out pairs, it ranks 80 % correctly.",
+        "Guessing would be right for 40 % to 60 %.", "tiny · LoRA · org/pairs",
+        "Held-out pair accuracy80 %of 100 pairs",
         "Pair accuracy", "Margin",
     ):  # fmt: skip
         assert words in shown, words
@@ -56,7 +57,7 @@ def test_pairs_are_ranked_beyond_the_noise_of_guesses(tmp_path, accuracy, pairs,
 
 def test_what_is_missing_or_damaged_is_no_error(tmp_path):
     (reward_run(tmp_path) / "reward_eval.json").write_text("[1")
-    assert "Not known. In training it ranked" in report(tmp_path).text
+    assert "Not known. At the end of training it ranked" in report(tmp_path).text
     (tmp_path / "metrics.jsonl").unlink()
     text = report(tmp_path).text
     assert "metrics.jsonl is missing" in text and "samples.jsonl is missing" not in text

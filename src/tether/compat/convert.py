@@ -46,13 +46,13 @@ def convert(path: str | Path, to: Target, output: str | Path) -> Converted:
     if translation is None:
         config = checked_config(_data(path), source=str(path), origins={})
         if to == "tether":
-            raise ConfigError(f"{path} is Tether's own; wanted a file of another system, or --to openrlhf or verl")
+            raise ConfigError(f"{path} is already Tether's; wanted a file of another system, or --to openrlhf or verl")
     else:
         config = translation.checked(SECTIONS[command])
         if to == "tether":
             return Converted(translation.yaml(f"tether {command} {output}"), translation)
     if not isinstance(config, RunConfig):
-        raise ConfigError(f"{path}: {command} has no launch in {to}: convert runs of PPO only, or use --to tether")
+        raise ConfigError(f"{path}: {command} has no launch in {to}: only PPO runs can be converted; use --to tether")
     writer = {"openrlhf": openrlhf, "verl": verl}[to]
     return Converted(writer.launch(config, source=str(path)), translation)
 

@@ -63,7 +63,7 @@ def launches(script: str, source: str) -> list[Launch]:
 
 
 def processes(launch: Launch) -> int | None:
-    """Number of processes that a launcher is told to start; None if it takes the number from elsewhere.
+    """Number of processes that a launcher is to start; None if it takes the number from elsewhere.
 
     A program that is not started by accelerate, torchrun or deepspeed is one process.
     """
@@ -134,7 +134,7 @@ def options(words: Sequence[str], source: str) -> dict[str, Any]:
             name, equals, value = word[2:].partition("=")
             key, values = name.replace("-", "_"), [value] if equals else []
         elif key is None:
-            raise ConfigError(f"{source}: {word} stands before the first option; wanted --key value")
+            raise ConfigError(f"{source}: got {word} before the first option; wanted --key value")
         else:
             values.append(word)
     close()

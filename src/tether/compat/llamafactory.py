@@ -35,7 +35,7 @@ def recognised(data: Any) -> bool:
 
 
 WITHOUT_SHARDING = (
-    "processes share the rows of this stage (DDP) and no weights: leave it out, and train a model that is too large "
+    "processes share the rows of this stage (DDP), but not its weights: remove it, and train a model that is too large "
     "for one device with finetuning_type: lora"
 )
 
@@ -84,8 +84,8 @@ def _model(keys: Translator) -> None:
     elif len(adapters) > 1 or (adapters and fresh):
         keys.refuse(
             "adapter_name_or_path",
-            "one adapter is continued here: merge the others into the model first, `tether merge ADAPTER -o DIR`, and "
-            "name DIR as model_name_or_path",
+            "only one adapter can be continued: merge the others into the model first, `tether merge ADAPTER -o DIR`, "
+            "and name DIR as model_name_or_path",
         )
     elif adapters:
         keys.put("model.path", adapters[0], "adapter_name_or_path")
@@ -95,7 +95,7 @@ def _model(keys: Translator) -> None:
         keys.put("model.path", path, "model_name_or_path")
         keys.covered("create_new_adapter", by="model.lora")
     if keys.take("lora_dropout", 0.0) and keys.take("stage") == "ppo":
-        keys.note("Dropout is off while PPO runs, so that the ratio starts at 1; LLaMA-Factory's is on.")
+        keys.note("Dropout is off during PPO, so that the ratio starts at 1; in LLaMA-Factory it is on.")
     _method(keys, continues=bool(adapters))
     if keys.take("model_revision", "main") != "main":
         keys.put("model.revision", keys.take("model_revision"), "model_revision")
@@ -115,7 +115,7 @@ def _attention(keys: Translator) -> None:
     elif kernel == "fa2" and not _has_flash_attention():
         keys.covered("flash_attn", by="the model's default, as flash-attn is not installed or finds no GPU")
         keys.note(
-            "FlashAttention-2 cannot be used here, so that attention is the model's default, as in LLaMA-Factory; "
+            "FlashAttention-2 cannot be used here, so attention is the model's default, as in LLaMA-Factory; "
             "where it can, set model.attn_implementation: flash_attention_2."
         )
     elif ATTENTION[kernel] is not None:
@@ -143,7 +143,7 @@ def _check_base(keys: Translator, key: str, adapter: str, base: str) -> None:
     if not is_same_model(own, base):
         keys.refuse(
             key,
-            f"its base is {own}, not {base}: where both are the same model, correct "
+            f"its base is {own}, not {base}: if both are the same model, correct "
             "base_model_name_or_path in its adapter_config.json",
         )
 
@@ -186,7 +186,7 @@ def _freeze(keys: Translator) -> None:
     if modules != "all" or keys.take("freeze_extra_modules") is not None or not isinstance(last, int) or last < 1:
         for key in ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"):
             if keys.gives(key):
-                keys.refuse(key, "here whole layers are trained, the last ones: leave it out, or use LoRA")
+                keys.refuse(key, "only whole layers, the last ones, can be trained: remove it, or use LoRA")
         return
     from tether.models.loading import load_config
     from tether.models.paths import check_model_path
@@ -220,13 +220,13 @@ def _precision(keys: Translator) -> None:
         "disable_gradient_checkpointing",
     )
     if (bits := keys.take("quantization_bit")) is not None and keys.take("stage") != "ppo":
-        keys.refuse("quantization_bit", "a base in few bits is for the stage ppo only: leave it out")
+        keys.refuse("quantization_bit", "a quantized base is supported in the stage ppo only: remove it")
     elif bits in (4, 8):
         keys.put("model.quantization", f"{bits}bit", "quantization_bit")
     elif bits is not None:
         keys.refuse("quantization_bit", "wanted 4 or 8")
-    keys.off("models are quantized by bitsandbytes: leave it out", quantization_method=("bnb", "bitsandbytes"))
-    keys.off("4 bits are of the type nf4: leave it out", quantization_type="nf4")
+    keys.off("models are quantized by bitsandbytes: remove it", quantization_method=("bnb", "bitsandbytes"))
+    keys.off("4-bit weights are of type nf4: remove it", quantization_type="nf4")
 
 
 def _sharding(keys: Translator, stage: str) -> None:
@@ -234,7 +234,7 @@ def _sharding(keys: Translator, stage: str) -> None:
     for key, is_launched in {"deepspeed": uses_deepspeed(), "fsdp": uses_fsdp()}.items():
         given = keys.take(key)
         if given and is_launched:
-            keys.covered(key, by="what the launcher says")
+            keys.covered(key, by="the launcher's setting")
         elif given and num_processes() > 1:
             keys.refuse(key, _way_to_shard(key, given) if stage == "ppo" else WITHOUT_SHARDING)
         keys.ignore("on one device there is nothing to shard", key)
@@ -246,7 +246,7 @@ def _way_to_shard(key: str, given: Any) -> str:
         "--config_file examples/accelerate/fsdp2.yaml"
     )
     return (
-        f"the launcher says it: leave it out and start {num_processes()} processes by accelerate launch {said} "
+        f"the launcher sets it: remove it and start {num_processes()} processes with accelerate launch {said} "
         f"--num_processes {num_processes()} -m tether ppo …"
     )
 
@@ -288,7 +288,8 @@ def _chat(keys: Translator) -> None:
         close = difflib.get_close_matches(str(template), [*TEMPLATES, *OTHER_TEMPLATES.split()], n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         keys.refuse(
-            "template", f"LLaMA-Factory has no such template; {hint}Left out, it is the one of the model's tokenizer"
+            "template",
+            f"LLaMA-Factory has no such template; {hint}Without this key, the tokenizer's own template is used",
         )
     if keys.gives("default_system"):
         keys.put("data.system_prompt", keys.take("default_system"), "default_system")
@@ -362,7 +363,7 @@ def _optim(keys: Translator, names: Mapping[str, str]) -> None:
     """The optimizer, if it is AdamW."""
     optim = keys.take("optim")
     if optim not in (None, *names):
-        keys.refuse("optim", f"wanted one of {', '.join(names)}, or leave it out")
+        keys.refuse("optim", f"wanted one of {', '.join(names)}, or no value")
     elif optim is not None and names is not ADAMW:
         keys.put("train.optim", names[optim], "optim")
     keys.covered("optim", by="AdamW, as here")
@@ -375,7 +376,7 @@ def _ppo(keys: Translator) -> None:
     """Where the file does not decide, their trainer behaves like that of TRL 0.9.6, on which it is built."""
     _reference(keys)
     _reward_source(keys)
-    keys.put("value.kind", "head", note="a head on the policy, as theirs")
+    keys.put("value.kind", "head", note="a head on the policy, as in LLaMA-Factory")
     _datasets(keys, "prompts", "eval_prompts")
     _chat(keys)
     keys.put("data.max_prompt_length", keys.take("cutoff_len", 2048), "cutoff_len", note="longer ones are dropped")
@@ -383,7 +384,7 @@ def _ppo(keys: Translator) -> None:
     keys.put("ppo.kl_coef", 0.2)
     keys.put("ppo.kl_target", keys.take("ppo_target", 6.0), "ppo_target")
     keys.put("ppo.num_ppo_epochs", keys.take("ppo_epochs", 4), "ppo_epochs")
-    keys.put("ppo.max_ratio", 10.0, note="where their update skips")
+    keys.put("ppo.max_ratio", 10.0, note="above it LLaMA-Factory skips the update")
     if keys.flag("ppo_score_norm"):
         keys.put("ppo.score_norm", "running", "ppo_score_norm")
     if keys.flag("ppo_whiten_rewards"):
@@ -411,7 +412,7 @@ def _reference(keys: Translator) -> None:
     if keys.gives("ref_model") and [keys.take("ref_model"), keys.take("ref_model_adapters")] != start:
         for key in ("ref_model", "ref_model_adapters"):
             if keys.gives(key):
-                keys.refuse(key, "the reference is the policy that the run starts from: leave it out")
+                keys.refuse(key, "the reference is the policy that the run starts from: remove it")
     keys.covered("ref_model", "ref_model_adapters", by="the policy that the run starts from")
     keys.ignore("the reference shares the policy's base", "ref_model_quantization_bit")
     if keys.gives("adapter_name_or_path") and not keys.gives("ref_model"):
@@ -425,7 +426,7 @@ def _reward_source(keys: Translator) -> None:
     if path is None:
         keys.refuse("reward_model", "missing; wanted the folder of a reward model, or with type api an address")
     elif len(adapters) > 1:
-        keys.refuse("reward_model_adapters", "one adapter is loaded here: merge the others into the model first")
+        keys.refuse("reward_model_adapters", "only one adapter is loaded: merge the others into the model first")
     elif kind not in ("lora", "full", "api"):
         keys.refuse("reward_model_type", "wanted lora, full or api")
     elif kind == "api":
@@ -442,7 +443,7 @@ def _reward_source(keys: Translator) -> None:
             keys.covered("reward_model_quantization_bit", by=f"rewards.0.quantization: {bits}bit")
     keys.ignore("the reward shares the policy's base, or is a service", "reward_model_quantization_bit")
     if kind in ("lora", "api"):
-        keys.ignore("for reward_model_type full only, as theirs", "reward_model_adapters")
+        keys.ignore("for reward_model_type full only, as in LLaMA-Factory", "reward_model_adapters")
     theirs = ("reward_model", "reward_model_type", "reward_model_adapters")
     if path is not None and kind in ("lora", "full", "api") and len(adapters) < 2:
         keys.put("rewards", [source], *theirs)
@@ -461,8 +462,8 @@ def _sampling(keys: Translator) -> None:
     """How answers are sampled."""
     longest = keys.number("max_new_tokens", 1024)
     if longest <= 0:
-        keys.refuse("max_new_tokens", "wanted the most tokens of an answer")
-    keys.ignore("max_new_tokens is what counts", "max_length")
+        keys.refuse("max_new_tokens", "wanted the maximum number of tokens in an answer")
+    keys.ignore("max_new_tokens takes precedence", "max_length")
     keys.put("sampling.response_length", longest, "max_new_tokens")
     keys.put("sampling.temperature", keys.take("temperature", 0.95), "temperature")
     top_p, top_k = keys.number("top_p", 0.7), keys.number("top_k", 50)
@@ -473,7 +474,7 @@ def _sampling(keys: Translator) -> None:
     keys.covered("top_p", "top_k", by="every token can be drawn, as by default here")
     if top_p < 1 or top_k > 0:
         keys.put("sampling.allow_truncated_sampling", True, note="write top_p: 1.0 and top_k: 0 for an unbiased KL")
-    why = "answers must be drawn from the policy's own distribution: leave it out"
+    why = "answers must be drawn from the policy's own distribution: remove it"
     keys.off(why, do_sample=True, num_beams=1, repetition_penalty=1)
 
 
@@ -506,22 +507,22 @@ def _run_length(keys: Translator) -> None:
     """Updates, or passes over the data."""
     if (steps := keys.number("max_steps", -1)) > 0:
         keys.put("train.max_steps", steps, "max_steps")
-        keys.ignore("max_steps is what counts", "num_train_epochs")
+        keys.ignore("max_steps takes precedence", "num_train_epochs")
     else:
         keys.put("train.num_train_epochs", keys.take("num_train_epochs", 3.0), "num_train_epochs")
         keys.covered("max_steps", by="its default, as here")
 
 
 def _resume(keys: Translator) -> None:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
     if keys.take("resume_from_checkpoint"):
         keys.put("resume", keys.take("resume_from_checkpoint"), "resume_from_checkpoint")
     keys.covered("resume_from_checkpoint", by="its default, as here")
 
 
 def _best(keys: Translator, kept: str) -> None:
-    """The best model in place of the one that is kept here."""
-    keys.off(f"{kept} is kept: leave it out", load_best_model_at_end=False)
+    """Keeping the best model, which is not offered here."""
+    keys.off(f"{kept} is kept: remove it", load_best_model_at_end=False)
     keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
 
 
@@ -534,7 +535,7 @@ def _trackers(keys: Translator) -> None:
     keys.put("train.report_to", trackers, "report_to", "use_swanlab")
     if (name := next((key for key in ("run_name", "swanlab_run_name") if keys.gives(key)), None)) is not None:
         keys.put("train.run_name", keys.take(name), name)
-    keys.ignore("run_name is what counts", "swanlab_run_name")
+    keys.ignore("run_name takes precedence", "swanlab_run_name")
 
 
 def _evaluations(keys: Translator, *, by: str) -> None:
@@ -562,7 +563,7 @@ def _saves(keys: Translator) -> None:
         keys.put("train.save_steps", steps, "save_steps")
         keys.covered("save_strategy", by="train.save_steps")
     elif strategy == "no":
-        keys.covered("save_strategy", "save_steps", by="the final model alone is saved")
+        keys.covered("save_strategy", "save_steps", by="only the final model is saved")
     else:
         keys.refuse("save_strategy", "wanted steps, with save_steps, or no")
     keys.put("train.save_total_limit", keys.take("save_total_limit"), "save_total_limit")
@@ -576,7 +577,7 @@ def _reward(keys: Translator) -> None:
     _datasets(keys, "pairs", "eval_pairs")
     if not keys.gives("eval_dataset") and not keys.take("val_size", 0.0):
         keys.put("data.eval_fraction", 0.0, "val_size")
-    keys.off("its answers alone are judged: leave it out", train_on_prompt=False, mask_history=False)
+    keys.off("only the answers are judged: remove it", train_on_prompt=False, mask_history=False)
     _evaluations(keys, by="after the last step")
     _stage(keys)
 
@@ -584,7 +585,7 @@ def _reward(keys: Translator) -> None:
 def _sft(keys: Translator) -> None:
     """A policy trained on demonstrations."""
     _datasets(keys, "demonstrations", "eval_demonstrations")
-    keys.off("answers alone are trained on here: leave it out", train_on_prompt=False)
+    keys.off("only answers are trained on here: remove it", train_on_prompt=False)
     if keys.flag("mask_history"):
         keys.put("data.turns", "last", "mask_history")
     keys.covered("mask_history", by="its default, as here")
@@ -602,13 +603,13 @@ def _stage(keys: Translator) -> None:
     keys.put("train.micro_batch_size", rows, "per_device_train_batch_size")
     _run_length(keys)
     _schedule(keys)
-    why = "AdamW has these settings in this stage: leave it out"
+    why = "AdamW has these settings in this stage: remove it"
     keys.off(why, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, lr_scheduler_kwargs={})
     _optim(keys, ADAMW)
     keys.ignore("it saves time or memory only", "torch_compile")
-    keys.off("rows are not packed here: leave it out", packing=False, neat_packing=False)
-    keys.off("data is shuffled: leave it out", disable_shuffling=False)
-    keys.off("rows are not sorted by length: leave it out", group_by_length=False)
+    keys.off("rows are not packed here: remove it", packing=False, neat_packing=False)
+    keys.off("data is shuffled: remove it", disable_shuffling=False)
+    keys.off("rows are not sorted by length: remove it", group_by_length=False)
     _best(keys, "the last model")
     _trackers(keys)
     keys.ignore("every step is logged", "logging_steps")

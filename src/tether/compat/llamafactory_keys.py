@@ -62,18 +62,18 @@ IGNORED = {
     "SwanLab's settings come from the environment: SWANLAB_PROJECT, SWANLAB_API_KEY": (
         "swanlab_project swanlab_workspace swanlab_mode swanlab_logdir swanlab_api_key"
     ),
-    "the launcher says so: `accelerate launch -m tether`, `torchrun -m tether`": (
+    "the launcher sets it: `accelerate launch -m tether`, `torchrun -m tether`": (
         "local_rank use_cpu no_cuda use_mps_device ray_scope ray_run_name ray_storage_path ray_storage_filesystem "
         "ray_num_workers resources_per_worker placement_strategy ray_init_kwargs"
     ),
-    "weights are saved as safetensors, with all that a run needs to go on": (
+    "weights are saved as safetensors, with all that a run needs to resume": (
         "save_safetensors save_only_model save_on_each_node restore_callback_states_from_checkpoint"
     ),
     "keys and caches come from the environment: HF_TOKEN, HF_HOME": (
         "hf_hub_token ms_hub_token om_hub_token hub_token push_to_hub_token cache_dir"
     ),
-    "the order of the data follows seed, and no computation depends on chance beyond it": "data_seed full_determinism",
-    "tokenizers are loaded as transformers has them": "use_fast_tokenizer",
+    "seed determines the order of the data, and all else that is random": "data_seed full_determinism",
+    "tokenizers are loaded as transformers provides them": "use_fast_tokenizer",
     "it has no effect while its method is off": (
         "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise "
         "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
@@ -86,17 +86,17 @@ IGNORED = {
 """Keys that have no effect here, with the reason."""
 
 OFF: Mapping[str, Mapping[str, Any]] = {
-    "its optimizer is not that of a Tether run, which is AdamW: leave it out": {
+    "the optimizer of a Tether run is AdamW: remove it": {
         "use_galore": False, "use_apollo": False, "use_badam": False, "use_adam_mini": False, "use_muon": False,
         "adafactor": False, "optim_args": (), "optim_target_modules": (), "loraplus_lr_ratio": (),
     },
-    "images, video and sound are not read: leave it out for a text model": {
+    "images, video and sound are not read: remove it for a text model": {
         key: () for key in (
             "image_max_pixels", "image_min_pixels", "image_do_pan_and_scan", "crop_to_patches", "video_max_pixels",
             "video_min_pixels", "video_fps", "video_maxlen", "use_audio_in_video", "audio_sampling_rate",
         )
     } | {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False},
-    "adapters are plain LoRA with PEFT's initialization: leave it out": {
+    "adapters are plain LoRA with PEFT's initialization: remove it": {
         "use_rslora": False, "use_dora": False, "pissa_init": False, "additional_target": (), "use_llama_pro": False,
     },
     "the model is trained as it is: change it before, and save it to a folder of its own": {
@@ -104,10 +104,10 @@ OFF: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": (), "shift_attn": False, "mixture_of_depths": (), "train_from_scratch": False,
         "moe_aux_loss_coef": (0, 0.0),
     },
-    "it changes what is learned, and has no counterpart here: leave it out": {
+    "it changes what is learned, and has no counterpart here: remove it": {
         "neftune_noise_alpha": (), "label_smoothing_factor": 0, "early_stopping_steps": (), "tool_format": (),
     },
-    "data is read whole, one dataset after the other, from its source: leave it out": {
+    "data is read whole, one dataset after the other, from its source: remove it": {
         "streaming": False, "mix_strategy": "concat", "interleave_probs": (), "tokenized_path": (),
     },
     "train only: `tether evaluate` and `tether generate` do the rest": {
@@ -117,7 +117,7 @@ OFF: Mapping[str, Mapping[str, Any]] = {
     "the names of the hub keys are hub_model_id and push_to_hub": {
         "push_to_hub_model_id": (), "push_to_hub_organization": (),
     },
-    "it cannot be chosen here: leave it out": {
+    "it cannot be chosen here: remove it": {
         "per_gpu_train_batch_size": (), "per_gpu_eval_batch_size": (),
     },
 }  # fmt: skip

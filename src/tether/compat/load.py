@@ -33,7 +33,7 @@ def load_any(
     document = _document(path)
     if document is not None and pipeline.recognised(document.data):
         raise ConfigError(
-            f"{path} describes the stages of a pipeline, wanted the keys of `tether {command}` alone: "
+            f"{path} describes the stages of a pipeline; wanted only the keys of `tether {command}`: "
             f"`tether pipeline {path}` runs it, and each stage then has a config.yaml of its own in its folder"
         )
     if document is None or not llamafactory.recognised(document.data):
@@ -58,8 +58,8 @@ def check_pipeline(path: str | Path) -> None:
     if document is not None and llamafactory.recognised(document.data):
         command = llamafactory.STAGES.get(str(document.data.get("stage")), "sft")
         raise ConfigError(
-            f"{path} describes one stage, in LLaMA-Factory's words: `tether {command} {path}` runs it, and `tether "
-            f"convert {path} --to tether -o OUT.yaml` writes what can be a section of a pipeline"
+            f"{path} describes one stage, in LLaMA-Factory's keys: `tether {command} {path}` runs it, and `tether "
+            f"convert {path} --to tether -o OUT.yaml` writes a possible section of a pipeline"
         )
 
 
@@ -75,4 +75,4 @@ def _value(name: str, value: str) -> Any:
     try:
         return text.parse(value).data
     except text.TextError as error:
-        raise ConfigError(f"--{name}: {value!r} is no YAML value: {error}") from error
+        raise ConfigError(f"--{name}: {value!r} is not a YAML value: {error}") from error

@@ -152,7 +152,7 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
     _output(keys)
     for key in given:
         if key.startswith(CLUSTER) or key.rpartition(".")[2] in PLACES or key.endswith(PLACES):
-            keys.ignore("where and how fast it runs on a cluster", key)
+            keys.ignore("it affects only placement and speed on a cluster", key)
     keys.drop_rest("it has no counterpart here")
     return keys.finish(())
 
@@ -166,7 +166,7 @@ def _rewards(keys: Translator) -> None:
     elif url is not None:
         addresses = str(url).split(",")
         keys.put("rewards", [{"type": "http", "url": each} for each in addresses], "reward.remote_url")
-        keys.note("The service must speak one of Tether's protocols: docs/rewards.md has them.")
+        keys.note("The service must speak one of Tether's protocols: see docs/rewards.md.")
     elif models is not None:
         paths = str(models).split(",")
         keys.put("rewards", [{"type": "model", "path": path} for path in paths], "reward.model_name_or_path")
@@ -176,7 +176,7 @@ def _rewards(keys: Translator) -> None:
 
 
 def _critic(keys: Translator) -> None:
-    """A separate model, initialised from the reward model by default."""
+    """A separate model, initialized from the reward model by default."""
     ours = keys.estimator("algo.advantage.estimator", ESTIMATORS, BASELINE)
     if keys.take("algo.advantage.estimator") == BASELINE:
         keys.note("The KL of a whole answer counts for each of its tokens; OpenRLHF's counts from the token on.")
@@ -215,7 +215,7 @@ def _data(keys: Translator) -> None:
     whole, answer = keys.number("data.max_len", 2048), keys.number("rollout.max_new_tokens", 0)
     if not answer:
         answer = whole // 2
-        keys.note(f"Answers of up to {answer} tokens: OpenRLHF lets them fill what the prompt leaves of data.max_len.")
+        keys.note(f"Answers of up to {answer} tokens; in OpenRLHF they may fill what is left of data.max_len.")
     keys.put("sampling.response_length", answer, "rollout.max_new_tokens")
     prompt = keys.number("prompt_max_len", 0) or max(1, whole - answer)
     keys.put("data.max_prompt_length", prompt, "prompt_max_len" if keys.gives("prompt_max_len") else "data.max_len")
@@ -234,12 +234,12 @@ def _batches(keys: Translator) -> None:
     if keys.flag("train.dynamic_batch_enable"):
         tokens = keys.take("train.max_tokens_per_gpu", 16192)
         keys.put("train.max_tokens_per_micro_batch", tokens, "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
-        keys.ignore("train.max_tokens_per_gpu is what counts", "train.micro_batch_size")
+        keys.ignore("train.max_tokens_per_gpu takes precedence", "train.micro_batch_size")
     else:
         keys.put("train.micro_batch_size", keys.take("train.micro_batch_size", 1), "train.micro_batch_size")
         keys.ignore("for train.dynamic_batch_enable only", "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
     keys.ignore("answers are decoded in batches of sampling.batch_size", "rollout.micro_batch_size")
-    keys.ignore("padding is sorted away here", "ds.packing_samples")
+    keys.ignore("rows are sorted by length here", "ds.packing_samples")
 
 
 def _algorithm(keys: Translator) -> None:
@@ -284,7 +284,7 @@ def _lora(keys: Translator) -> None:
             keys.put("model.lora.dropout", keys.take("ds.lora.dropout"), "ds.lora.dropout")
         if keys.flag("ds.load_in_4bit"):
             keys.put("model.quantization", "4bit", "ds.load_in_4bit")
-    keys.drop("weights in few bits cannot be trained themselves: add model.lora", "ds.load_in_4bit")
+    keys.drop("quantized weights cannot be trained themselves: add model.lora", "ds.load_in_4bit")
     if keys.gives("bf16") or keys.gives("ds.param_dtype"):
         dtype = keys.take("ds.param_dtype", "bf16")
         ours, value = ("train.fp16", True) if dtype == "fp16" else ("train.bf16", dtype == "bf16")
@@ -294,7 +294,7 @@ def _lora(keys: Translator) -> None:
 def _output(keys: Translator) -> None:
     if keys.number("ckpt.save_steps", -1) > 0:
         keys.put("train.save_steps", keys.take("ckpt.save_steps"), "ckpt.save_steps")
-    keys.covered("ckpt.load_enable", by="--resume goes on from a checkpoint")
+    keys.covered("ckpt.load_enable", by="--resume continues from a checkpoint")
     trackers = [name for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir"))
                 if keys.gives(key)]  # fmt: skip
     if trackers:
@@ -424,7 +424,7 @@ def _notes(config: RunConfig) -> Iterator[str]:
     """What the reader must adjust by hand."""
     written = {ModelReward, HttpReward, FunctionReward}
     if any(type(reward) not in written for reward in config.rewards) or len({type(r) for r in config.rewards}) > 1:
-        yield "Their runs have reward models, or one service or file of a function: mend the reward's arguments."
+        yield "Their runs have reward models, or one service or file of a function: adjust the reward's arguments."
     if any(isinstance(reward, HttpReward | FunctionReward) for reward in config.rewards):
         yield "Their services and reward functions have signatures of their own: see their documentation."
     if config.ppo.has_critic and config.value_kind != "model":
@@ -436,7 +436,7 @@ def _notes(config: RunConfig) -> Iterator[str]:
     yield from reward_settings(config)
     if config.train.num_train_epochs is None:
         length = config.train.total_episodes or f"{config.train.max_steps} updates"
-        yield f"Their runs are as long as train.num_episodes passes over the prompts; ours was {length}."
+        yield f"Their runs last train.num_episodes passes over the prompts; ours lasted {length}."
 
 
 def _words(value: Any) -> tuple[str, ...]:

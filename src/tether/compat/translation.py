@@ -1,4 +1,4 @@
-"""Another system's configuration in our keys: what became what, what was ignored, and what could not be taken over."""
+"""Another system's configuration in our keys: what became what, what was ignored, and what could not be translated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ S = TypeVar("S", bound=Section)
 
 _WORDS = {"yes": True, "on": True, "no": False, "off": False}
 OF_ONE_PROCESS = (
-    "The batch is that of one process, and ours is that of all: where theirs ran on several, multiply "
+    "Their batch size is that of one process, ours that of all: if theirs ran on several, multiply "
     "train.rollout_batch_size, or train.batch_size, by their number."
 )
 """A sentence for systems whose batch sizes are per process, if the number of processes is unknown."""
@@ -146,7 +146,7 @@ class Translator:
         if not 0 < value < 1:
             return value
         if updates <= 0:
-            self.refuse(key, f"without {length} it cannot be told how many steps this share is: write whole steps")
+            self.refuse(key, f"without {length} the number of steps in this share is unknown: write whole steps")
             return default
         return math.ceil(value * updates)
 
@@ -177,7 +177,7 @@ class Translator:
         value = self.take(key, default)
         if isinstance(value, str) and value in table:
             return table[value]
-        self.drop(f"not offered here; {otherwise} stands in", key)
+        self.drop(f"not supported here; {otherwise} is used instead", key)
         return otherwise
 
     def one_of(self, key: str, default: str, table: Mapping[str, str]) -> str:
@@ -216,7 +216,7 @@ class Translator:
         """
         steps, ratio = self.number("warmup_steps", 0), self.number("warmup_ratio", 0.0)
         if steps >= 1 and updates <= 0:
-            self.refuse("warmup_steps", f"without {length} it cannot be told which share that is: write warmup_ratio")
+            self.refuse("warmup_steps", f"without {length} the share of the run is unknown: write warmup_ratio")
         elif steps >= 1:
             self.put("train.warmup_ratio", warmup_share(steps, updates), "warmup_steps", length)
         elif steps or ratio:
@@ -344,7 +344,7 @@ class Translator:
         known = set(known)
         for key in self.given.keys() - known - self._seen:
             close = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f"did you mean {close[0]}?" if close else "leave it out"
+            hint = f"did you mean {close[0]}?" if close else "remove it"
             self._problems.append((key, f"{self.system} has no such key; {hint}"))
         if self._problems:
             order = list(self.given)

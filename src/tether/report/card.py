@@ -100,7 +100,7 @@ def _adapter(folder: Path) -> dict[str, Any] | None:
 
 
 def _metadata(run: Run, kind: Kind, base: str | None, adapter: Mapping[str, Any] | None) -> ModelCardData:
-    """The metadata that the hub reads. Naming a licence is up to the user."""
+    """The metadata that the hub reads. Naming a license is up to the user."""
     named = [source for source in _sources(run, kind) if _is_hub_id(source)]
     return ModelCardData(
         base_model=base if base and _is_hub_id(base) else None,
@@ -142,7 +142,7 @@ def _summary(kind: Kind, base: str | None, adapter: Mapping[str, Any] | None, *,
     }[kind]
     text = f"{form} {origin}, trained by {by}, with Tether."
     if step is not None:
-        text += " This is a checkpoint: `tether_state` holds what the run needs to go on from here."
+        text += " This is a checkpoint: `tether_state` holds what the run needs to resume from here."
     return text
 
 
@@ -152,7 +152,7 @@ def _result(run: Run, kind: Kind, evaluation: Mapping[str, float]) -> str:
         found = verdict(run, pairs(run))
         kl = kl_spent(run)
         shown = f"{found.answer} {found.sentence} {found.detail}".strip()
-        return f"## Result\n\nIs it better by its judge? {_escaped(shown, 600)}" + (
+        return f"## Result\n\nIs it better, by its judge? {_escaped(shown, 600)}" + (
             f" KL to the start: {number(kl)} nats per answer." if kl is not None else ""
         )
     rows = [[_escaped(name, 60), number(value)] for name, value in evaluation.items()]

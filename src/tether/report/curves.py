@@ -28,7 +28,7 @@ class Figure:
     caption: str
     """What is plotted, in a few words."""
     legend: Sequence[tuple[str, int]]
-    """Name and colour number of each series; empty if there is only one."""
+    """Name and color number of each series; empty if there is only one."""
     latest: str
     """The value at the end of the run."""
     chart: Html
@@ -41,8 +41,8 @@ def groups(run: Run) -> list[tuple[str, list[Figure]]]:
         ("Answers", [_length(run), _eos_rate(run), _entropy(run)]),
         ("Rewards", [*_components(run), _objective(run)]),
         ("Update", [_approx_kl(run), _clip_fraction(run), _explained_variance(run),
-                    _plain(run, "loss/policy_avg", "Policy loss", "clipped surrogate a token"),
-                    _plain(run, "loss/value_avg", "Value loss", "half the squared error a token", include=(0.0,)),
+                    _plain(run, "loss/policy_avg", "Policy loss", "clipped surrogate per token"),
+                    _plain(run, "loss/value_avg", "Value loss", "half the squared error per token", include=(0.0,)),
                     _gradient_norms(run)]),
         ("Run", [_seconds(run), _plain(run, "lr", "Learning rate", "of the policy", include=(0.0,)), _kl_coef(run)]),
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def _stage_sections(run: Run) -> list[tuple[str, list[Figure | None]]]:
                   "eval_mean_token_accuracy", show=percent),
             _plain(run, "accuracy", "Pair accuracy", "share of the step's pairs whose chosen answer scores higher",
                    limits=(0.0, 1.0), show=percent),
-            _plain(run, "margin", "Margin", "score of the chosen answer less that of the other", include=(0.0,)),
+            _plain(run, "margin", "Margin", "score of the chosen answer minus that of the other", include=(0.0,)),
         ]),
         ("Run", [
             _plain(run, "learning_rate", "Learning rate", "at each step", include=(0.0,)), _gradient_norms(run),
@@ -133,7 +133,7 @@ def _frontier(run: Run) -> Figure | None:
 
 
 def _frontier_marks(run: Run) -> list[Mark]:
-    """The evaluations in the plane of KL and score; the first, the last and that of the kept policy are labelled."""
+    """The evaluations in the plane of KL and score; the first, the last and that of the kept policy are labeled."""
     kl, points = dict(run.evaluated("eval_kl").points), run.evaluated("eval_scores").points
     placed = [(step, kl[step], score) for step, score in points if step in kl]
     if not placed:
@@ -157,7 +157,7 @@ def _kl(run: Run) -> Figure | None:
 
 
 def _length(run: Run) -> Figure | None:
-    return _both(run, "Length", "tokens an answer", "rollout/length", "eval_length", include=(0.0,))
+    return _both(run, "Length", "tokens per answer", "rollout/length", "eval_length", include=(0.0,))
 
 
 def _eos_rate(run: Run) -> Figure | None:
@@ -182,7 +182,7 @@ def _component(run: Run, name: str) -> Figure | None:
 
 
 def _missing_share(run: Run, name: str) -> Figure | None:
-    caption, both = "share of answers that this judge gave no score", (f"rewards/{name}", f"eval_rewards/{name}")
+    caption, both = "share of answers without a score from this judge", (f"rewards/{name}", f"eval_rewards/{name}")
     return _both(run, name[-60:], caption, *both, limits=(0.0, 1.0), show=percent)
 
 
@@ -239,9 +239,9 @@ def _seconds(run: Run) -> Figure | None:
     sums = [math.fsum(y for y in ys if math.isfinite(y) and y > 0) for *_, ys in layers]
     total = math.fsum(sums) or 1.0
     legend = [(f"{name} {s / total:.0%}", color) for (name, color, _), s in zip(layers, sums, strict=True)]
-    latest = f"{number(whole.late)} s an update" if whole else ""
-    chart = stacked_bars(steps, layers, label="Seconds an update by phase", unit="s")
-    return Figure("Seconds a phase", "wall clock of each update, and shares of all", legend, latest, chart)
+    latest = f"{number(whole.late)} s per update" if whole else ""
+    chart = stacked_bars(steps, layers, label="Seconds per update by phase", unit="s")
+    return Figure("Seconds per phase", "wall clock of each update, and shares of all", legend, latest, chart)
 
 
 def _guides(limits: Limits) -> list[Guide]:

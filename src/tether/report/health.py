@@ -1,4 +1,4 @@
-"""Is the run healthy? Each rule looks at one metric, says in a plain sentence what it found, and what to do.
+"""Is the run healthy? Each rule looks at one metric, states in a plain sentence what it found, and what to do.
 
 A rule judges the worst stretch of ``STRETCH`` consecutive updates, so that one noisy update raises no alarm and a bad
 phase in the middle of a run is not missed; conditions on the end of a run are judged by the median of the last fifth.
@@ -98,9 +98,9 @@ def not_finite(run: Run) -> Finding | None:
     return Finding(
         "act" if serious else "warn",
         name,
-        f"{len(bad)} metric(s) were not finite numbers at some {run.unit}, the first was {name} at {run.unit} "
+        f"{len(bad)} metric(s) were not finite numbers at some {run.unit}; the first was {name} at {run.unit} "
         f"{bad[name][0]}.",
-        f"{look}a smaller train.learning_rate or train.max_grad_norm: 1 helps where losses grew before it."
+        f"{look}if losses grew before it, lower train.learning_rate or set train.max_grad_norm: 1."
         if serious
         else "",
     )
@@ -118,8 +118,8 @@ def first_ratio(run: Run) -> Finding | None:
         "val/first_ratio_error",
         f"Before an update changes anything, new and old log-probabilities differ by at most {number(value)} in ratio "
         f"(update {step}); {limits.text()}.",
-        "The update sees other log-probabilities than the rollout: look for dropout, another precision or padding, or "
-        "custom model code that behaves differently from call to call.",
+        "The update sees different log-probabilities than the rollout: look for dropout, other precision or padding, "
+        "or custom model code that behaves differently from call to call.",
     )
 
 
@@ -167,7 +167,7 @@ def clip_fraction(run: Run) -> Finding | None:
 
 
 def dual_clip(run: Run) -> Finding | None:
-    """Share of tokens of bad answers that became far more likely nevertheless."""
+    """Share of tokens of bad answers that nevertheless became far more likely."""
     return _worst_of(
         run,
         "policy/dual_clipfrac",
@@ -206,7 +206,7 @@ def few_steps(run: Run) -> Finding | None:
     return Finding(
         "warn" if taken < FEW_STEPS * planned else "ok",
         "update/num_steps",
-        f"Updates came to {number(taken)} of {number(planned)} mini-batches before {' or '.join(asked)} ended them "
+        f"Updates reached {number(taken)} of {number(planned)} mini-batches before {' or '.join(asked)} ended them "
         f"(around update {step}); half of them or more is usual.",
         f"the policy moves too far on one batch: {advice.smaller_updates(run)}",
     )
@@ -284,14 +284,14 @@ def entropy(run: Run) -> Finding | None:
         return Finding(
             "act",
             "policy/entropy_avg",
-            f"{text}: less than a fifth is left, the policy gives one answer.",
+            f"{text}: less than a fifth is left; the policy gives one answer.",
             f"{advice.stronger_tether(run)}, raise sampling.temperature, or stop earlier",
         )
     if late > 2 * early:
         return Finding(
             "act",
             "policy/entropy_avg",
-            f"{text}: it more than doubled, the text may fall apart.",
+            f"{text}: it more than doubled; the text may become incoherent.",
             "Lower train.learning_rate, and read the last answers.",
         )
     if halved is not None and halved <= 0.1 * planned:
@@ -331,7 +331,7 @@ def eos_rate(run: Run) -> Finding | None:
     if early is None or late is None:
         return None
     if run.config and run.setting("sampling.stop_token") is None:
-        return Finding("info", "rollout/eos_rate", "sampling.stop_token is null: only the length ends an answer.")
+        return Finding("info", "rollout/eos_rate", "sampling.stop_token is null: answers end only at the length limit.")
     text = f"{percent(late)} of the answers end by themselves, {percent(early)} at the start"
     # two standard errors of the share at the start, in a batch of this run's size
     noise = 2 * math.sqrt(max(early * (1 - early), 1e-4) / (run.count("train.rollout_batch_size") or 64))
@@ -357,8 +357,8 @@ def held_out(run: Run) -> Finding | None:
         return Finding(
             "info",
             "eval_scores",
-            f"{'One evaluation' if points else 'No evaluation'}: whether gains carry "
-            "over to new prompts cannot be said.",
+            f"{'Only one evaluation' if points else 'No evaluation'}: it is unknown whether "
+            "gains carry over to new prompts.",
             "" if points or has_prompts else "set data.eval_prompts",
         )
     if not spread:
@@ -426,8 +426,8 @@ def logprob_gap(run: Run) -> Finding | None:
     return Finding(
         LOGPROB_GAP[name].level(value),
         "rollout/logprob_gap",
-        f"The generation engine's log-probabilities differ from the trainer's by up to {number(value)} a token (around "
-        f"update {step}); in {name} {LOGPROB_GAP[name].text()}.",
+        f"The generation engine's log-probabilities differ from the trainer's by up to {number(value)} per token "
+        f"(around update {step}); in {name} {LOGPROB_GAP[name].text()}.",
         "Check that both use the same weights, temperature and precision.",
     )
 
@@ -439,7 +439,7 @@ def one_token(run: Run) -> Finding | None:
         "rollout/top_token_share",
         "act",
         said="One token made up {share} of the answers of update {step}; above {limit} the policy has collapsed.",
-        todo=f"Go back to a checkpoint from before; {advice.stronger_tether(run)} or lower train.learning_rate.",
+        todo=f"Go back to an earlier checkpoint; {advice.stronger_tether(run)} or lower train.learning_rate.",
     )
 
 
@@ -449,9 +449,9 @@ def one_answer(run: Run) -> Finding | None:
         run,
         "rollout/top_answer_share",
         "warn",
-        said="One and the same answer was {share} of those of update {step}; above {limit} the policy has collapsed, "
-        "unless the prompts leave no other.",
-        todo=f"Go back to a checkpoint from before; {advice.steered_kl(run)}.",
+        said="One answer made up {share} of the answers of update {step}; above {limit} the policy has collapsed, "
+        "unless the prompts allow no other.",
+        todo=f"Go back to an earlier checkpoint; {advice.steered_kl(run)}.",
     )
 
 
@@ -474,8 +474,8 @@ def left_out(run: Run) -> Finding | None:
     return Finding(
         "warn",
         "update/num_bad",
-        f"{counted(round(sum(count for _, count in bad)), 'mini-batch')} of {counted(len(bad), 'update')} held "
-        f"something that was not finite, first in update {bad[0][0]}, and trained nothing.",
+        f"{counted(round(sum(count for _, count in bad)), 'mini-batch')} of {counted(len(bad), 'update')} "
+        f"contained non-finite values, first in update {bad[0][0]}, and did not contribute to training.",
         f"their texts are in bad_batches.jsonl; lower train.learning_rate{advice.full_precision(run)}",
     )
 
@@ -489,14 +489,14 @@ def without_token(run: Run) -> Finding | None:
     return Finding(
         "warn" if most > 0 else "ok",
         "update/num_empty",
-        f"Up to {percent(most / planned)} of an update's mini-batches trained nothing (around update {step}), as none "
-        "of their answers ended by itself; 0 % is usual.",
+        f"Up to {percent(most / planned)} of an update's mini-batches did not contribute to training (around update "
+        f"{step}), because none of their answers ended by itself; 0 % is usual.",
         "raise sampling.response_length, or set ppo.mask_truncated: false",
     )
 
 
 def without_score(run: Run) -> Finding | None:
-    """Answers that a source gave no score, so that they counted its ``missing``."""
+    """Answers that got no score from their source, but its ``missing``."""
     shares = [name for name in run.names() if name.startswith("rewards/") and is_missing_share(name)]
     names = [name for name in shares if run.series(name)]
     if not names:
@@ -506,10 +506,10 @@ def without_score(run: Run) -> Finding | None:
     return Finding(
         "warn" if share > MUCH_MISSING else "ok",
         name,
-        f"Up to {percent(share)} of the answers had no score of their source and counted its missing (around update "
+        f"Up to {percent(share)} of the answers got no score from their source, but its missing (around update "
         f"{step}); up to {percent(MUCH_MISSING)} is usual.",
-        "Read the answers without a score in samples.jsonl: the source should have an opinion of all that the policy "
-        "says.",
+        "Read the answers without a score in samples.jsonl: the source should be able to score all that the "
+        "policy writes.",
     )
 
 
@@ -520,14 +520,14 @@ def overflows(run: Run) -> Finding | None:
         return None
     lost, taken = (round(sum(count for _, count in of)) for of in (found, run.series("update/num_steps").points))
     text = (
-        f"{counted(lost, 'optimizer step')} left out because scaled gradients were not finite in float16, the last in "
+        f"{counted(lost, 'optimizer step')} skipped because scaled gradients were not finite in float16, the last in "
         f"update {max(step for step, _ in found)}; {counted(taken, 'mini-batch')} trained."
     )
     return Finding(
         "ok" if taken > 10 * lost else "warn" if taken else "act",
         "policy/num_overflows",
         text,
-        "Longer runs find their scale. If it goes on, set train.fp16: false, and train.bf16 where the hardware has it.",
+        "Longer runs find their scale. If this continues, set train.fp16: false, and train.bf16 if supported.",
     )
 
 
@@ -545,13 +545,13 @@ def same_scores(run: Run) -> Finding | None:
     stretch = f"From update {steps[first]} to {steps[first + count - 1]}" if count > 1 else f"In update {steps[first]}"
     text = f"{stretch} all answers of an update had the same score: there was nothing to learn from."
     if count == len(steps):
-        return Finding("act", name, text, f"The judge tells no answers apart: {advice.judge_to_check(run)}")
+        return Finding("act", name, text, f"The judge does not distinguish answers: {advice.judge_to_check(run)}")
     return Finding(
         "warn",
         name,
         text,
         "Read the answers of these updates: either the task is solved, and there is nothing more to learn, or the "
-        "policy says one thing, or it never finds what the judge wants.",
+        "policy gives a single answer, or it never finds what the judge rewards.",
     )
 
 
@@ -580,7 +580,7 @@ def same_rewards(run: Run) -> Finding | None:
 
 
 def moving_scale(run: Run) -> Finding | None:
-    """Whether the score moves only because of its running normalisation."""
+    """Whether the score moves only because of its running normalization."""
     if run.setting("ppo.score_norm") != "running":
         return None
     names = [name for name in run.names() if name.startswith("rewards/") and not is_missing_share(name)]
@@ -594,8 +594,8 @@ def moving_scale(run: Run) -> Finding | None:
     return Finding(
         "warn" if is_moved else "ok",
         "moving scale",
-        f"By the running scale of ppo.score_norm the score changed by {signed(total)} standard deviations, by the "
-        f"judges' own scale at most by {number(max(map(abs, known)))}.",
+        f"On the running scale of ppo.score_norm the score changed by {signed(total)} standard deviations, on the "
+        f"judges' own scale by at most {number(max(map(abs, known)))}.",
         "compare by the judges' own scores (rewards/NAME), and set ppo.score_norm: frozen",
     )
 
@@ -681,7 +681,7 @@ def saturated(run: Run) -> Finding | None:
         "warn",
         "saturated",
         f"The critic explains {percent(explained)} of the returns, but the score does not move.",
-        "Raise train.learning_rate, or take harder prompts: all answers may score alike.",
+        "Raise train.learning_rate, or use harder prompts: all answers may score alike.",
     )
 
 

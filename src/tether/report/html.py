@@ -45,7 +45,7 @@ def write_report(run_dir: str | Path) -> Path:
     """Writes ``report.html`` into the folder of a run; returns its path.
 
     Reads config.yaml, metrics.jsonl and samples.jsonl. Each may be missing, torn, or from a run that was interrupted or
-    is still running: the page then says what is missing. An earlier report is replaced atomically.
+    is still running: the page then states what is missing. An earlier report is replaced atomically.
 
     Raises:
         DataError: ``run_dir`` is not a folder, or holds none of the three files.
@@ -141,7 +141,7 @@ def _tile(tile: Tile) -> Html:
 def _setup(run: Run) -> str:
     """A line on what was trained."""
     if not run.config:
-        return "settings not known"
+        return "settings unknown"
     rewards = run.setting("rewards")
     named = [r for r in rewards if isinstance(r, dict)] if isinstance(rewards, list) else []
     judges = [str(r.get("name") or r.get("path") or r.get("type")) for r in named]
@@ -150,9 +150,9 @@ def _setup(run: Run) -> str:
         "all weights" if run.setting("model.lora") is None else "LoRA",
         judges and f"judged by {', '.join(judges)}",
         (beta := run.count("ppo.kl_coef")) is not None and f"kl_coef {number(beta)}",
-        (batch := run.count("train.rollout_batch_size")) is not None and f"{number(batch)} answers an update",
+        (batch := run.count("train.rollout_batch_size")) is not None and f"{number(batch)} answers per update",
         run.kind in STAGES and stage.data_sources(run),
-        (rows := run.count("train.batch_size")) is not None and f"{number(rows)} rows a step",
+        (rows := run.count("train.batch_size")) is not None and f"{number(rows)} rows per step",
     ]
     return one_line(" · ".join(fact for fact in facts if fact), 300)
 
@@ -204,7 +204,7 @@ def _health(run: Run, findings: list[health.Finding]) -> Html:
     title = element("h2", "Health", id="health")
     if not findings:
         return join(title, element("p", "No metrics to judge.", class_="lead"))
-    lead = f"A stretch of {STRETCH} updates counts, not a single one, unless said otherwise."
+    lead = f"Unless stated otherwise, stretches of {STRETCH} updates are judged, not single ones."
     return join(
         title,
         element("p", lead, class_="lead") if run.kind not in STAGES else None,
@@ -339,7 +339,7 @@ def _config(run: Run) -> Html | None:
         return None
     text = _without_keys(run.config_text)
     if text is None:
-        return element("p", f"{CONFIG} cannot be read, so it is not shown: it may hold keys.", class_="lead")
+        return element("p", f"{CONFIG} cannot be read, so it is not shown: it may contain API keys.", class_="lead")
     shown = element("pre", text[:CONFIG_LIMIT] + ("\n…" if len(text) > CONFIG_LIMIT else ""))
     return element("details", element("summary", f"{CONFIG}, as resolved"), shown, class_="block")
 

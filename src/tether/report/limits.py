@@ -19,7 +19,7 @@ LOW_EOS_RATE = 0.8
 MOST_SHARE = 0.9
 """Share of one token among all tokens, and of one answer among all answers."""
 MUCH_MISSING = 0.05
-"""Of the answers without a score among all answers."""
+"""Share of answers without a score among all answers."""
 GRADIENT_SPIKE = 5.0
 """Multiple of the median gradient norm."""
 FEW_STEPS = 0.5
@@ -56,8 +56,8 @@ class Limits:
     def text(self, show: Callable[[float], str] = number) -> str:
         """The range in words, as part of a sentence."""
         within, beyond = ("from", "below") if self.is_floor else ("up to", "above")
-        act = "" if self.act is None else f", to act on {beyond} {show(self.act)}"
-        return f"healthy {within} {show(self.healthy)}, to watch {beyond} {show(self.warn)}{act}"
+        act = "" if self.act is None else f", act {beyond} {show(self.act)}"
+        return f"healthy {within} {show(self.healthy)}, watch {beyond} {show(self.warn)}{act}"
 
 
 LIMITS = {

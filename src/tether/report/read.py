@@ -33,7 +33,7 @@ Point = tuple[int, float]
 
 
 def is_missing_share(component: str) -> bool:
-    """Whether a component of the rewards says which answers a judge gave no score, and nothing of the answers."""
+    """Whether a component of the rewards only marks the answers that a judge gave no score."""
     return component.endswith(f"/{MISSING}")
 
 
@@ -221,7 +221,7 @@ def _read_config(run: Run) -> None:
     try:
         text = (run.folder / CONFIG).read_bytes().decode(errors="replace")
     except FileNotFoundError:
-        run.notes.append(f"{CONFIG} is missing: settings are not shown, and thresholds take the default settings.")
+        run.notes.append(f"{CONFIG} is missing: settings are not shown, and thresholds assume the default settings.")
         return
     except OSError as error:
         run.notes.append(f"{CONFIG} cannot be read: {error.strerror}.")
@@ -234,7 +234,7 @@ def _read_config(run: Run) -> None:
     if isinstance(config, dict):
         run.config = config
     else:
-        run.notes.append(f"{CONFIG} is not a YAML mapping: it is not shown, as it may hold keys.")
+        run.notes.append(f"{CONFIG} is not a YAML mapping: it is not shown, because it may contain API keys.")
 
 
 def _read_end(run: Run) -> None:
@@ -270,7 +270,7 @@ def _read_metrics(run: Run) -> None:
             run.updates[step] = numbers
         return True
 
-    _read_lines(run, METRICS, take, without="curves and the health check are left out")
+    _read_lines(run, METRICS, take, without="curves and the health check are omitted")
     if not run.updates and (run.folder / METRICS).exists():
         run.notes.append(f"{METRICS} has no finished {run.unit}.")
 
@@ -301,7 +301,7 @@ def _read_samples(run: Run) -> None:
         )
         return True
 
-    _read_lines(run, SAMPLES, take, without="answers are left out")
+    _read_lines(run, SAMPLES, take, without="answers are omitted")
 
 
 def _read_lines(run: Run, name: str, take: Callable[[dict[str, Any]], bool], *, without: str) -> None:
@@ -321,7 +321,7 @@ def _read_lines(run: Run, name: str, take: Callable[[dict[str, Any]], bool], *, 
         run.notes.append(f"The last line of {name} is incomplete: the run was interrupted, or is still writing.")
         bad.pop()
     if bad:
-        run.notes.append(f"{name}: {len(bad)} unreadable line(s), the first is line {bad[0]}.")
+        run.notes.append(f"{name}: {len(bad)} unreadable line(s); the first is line {bad[0]}.")
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:

@@ -31,7 +31,7 @@ def tiles(run: Run) -> list[Tile]:
     if run.ranked:
         pairs = f"of {run.ranked['pairs']:,.0f} pairs that were held out"
         found.append(Tile("Held-out pair accuracy", percent(run.ranked.get("accuracy")), pairs))
-        found.append(Tile("Held-out margin", number(run.ranked.get("margin")), "chosen answer less the other"))
+        found.append(Tile("Held-out margin", number(run.ranked.get("margin")), "chosen answer minus the other"))
     detail = f"epochs: {number(round(epochs[-1], 2))}" if epochs else "optimizer steps"
     found.append(Tile("Steps", f"{run.num_updates:,}", detail))
     found += [Tile("Learning rate", number(max(rate)), "at its peak")] if rate else []
@@ -50,10 +50,10 @@ def _of_demonstrations(run: Run) -> Verdict:
         early, late = run.series("loss").early, run.series("loss").late
         if early is None or late is None:
             return Verdict("info", "Not known yet.", "No loss was logged.")
-        held_out = f"The loss on held-out ones was {number(points[0][1])} at the end." if points else ""
+        held_out = f"The held-out loss was {number(points[0][1])} at the end." if points else ""
         text = f"In training the loss went from {number(early)} to {number(late)}."
-        reason = "Held-out demonstrations were evaluated once: train.eval_steps asks for more." if points else (
-            "No demonstrations were held out: data.eval_fraction or data.eval_demonstrations does."
+        reason = "Held-out demonstrations were evaluated only once: set train.eval_steps." if points else (
+            "No demonstrations were held out: set data.eval_fraction or data.eval_demonstrations."
         )
         return Verdict("info", "Not known.", f"{held_out} {text}".strip(), reason)
     (first, start), (step, end) = points[0], points[-1]
@@ -61,7 +61,7 @@ def _of_demonstrations(run: Run) -> Verdict:
     detail = f"From {number(start)} after {counted(first, 'step')} to {number(end)} after {counted(step, 'step')}."
     if best > 0 and end > OVERFITTED * best:
         text = f"The held-out loss was lower after step {best_step}: {number(best)}."
-        return Verdict("warn", "Less than it did.", text, detail)
+        return Verdict("warn", "Less than at its best.", text, detail)
     if end < start:
         return Verdict("ok", "Yes.", f"The held-out loss fell by {percent(1 - end / start)}.", detail)
     return Verdict("act", "No.", "The held-out loss did not fall.", detail)
@@ -73,15 +73,15 @@ def _of_pairs(run: Run) -> Verdict:
         late = run.series("accuracy").late
         if late is None:
             return Verdict("info", "Not known yet.", "No pairs were ranked.")
-        text = f"In training it ranked {percent(late)} of the pairs so at the end."
-        reason = "There is no result on held-out pairs, which data.eval_fraction asks for."
+        text = f"At the end of training it ranked {percent(late)} of the pairs correctly."
+        reason = "There is no result on held-out pairs: set data.eval_fraction."
         return Verdict("info", "Not known.", text, reason)
     noise = 2 * math.sqrt(0.25 / count)  # two standard errors of guessing
-    text = f"Of {count:,.0f} held-out pairs it ranks {percent(accuracy)} so."
-    detail = f"Guesses would be right for {percent(max(0.0, 0.5 - noise))} to {percent(min(1.0, 0.5 + noise))}."
+    text = f"Of {count:,.0f} held-out pairs, it ranks {percent(accuracy)} correctly."
+    detail = f"Guessing would be right for {percent(max(0.0, 0.5 - noise))} to {percent(min(1.0, 0.5 + noise))}."
     if accuracy > 0.5 + noise:
         return Verdict("ok", "Yes.", text, detail)
-    return Verdict("act" if accuracy < 0.5 - noise else "warn", "No better than guesses.", text, detail)
+    return Verdict("act" if accuracy < 0.5 - noise else "warn", "No better than guessing.", text, detail)
 
 
 def _course(run: Run, label: str, name: str, detail: str, show: Callable[[float], str]) -> Tile | None:

@@ -10,7 +10,7 @@ from tether.report.read import Point, Run, Sample
 from tether.report.text import counted, duration, number, percent, signed
 
 NOISE = 0.1
-"""Number of standard deviations below which a change in score says nothing, if the standard error is unknown."""
+"""Number of standard deviations below which a change in score is noise, if the standard error is unknown."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def verdict(run: Run, compared: list[Pair]) -> Verdict:
         return _held_out_verdict(run, *judged, compared)
     (early, late), spread = _ends(run), run.score_spread
     if early is None or late is None or run.num_updates < 2:
-        return Verdict("info", "Not known yet.", "There are no two measurements of the score to compare.")
+        return Verdict("info", "Not known yet.", "A comparison needs two measurements of the score.")
     reason = "Only one evaluation was finished." if points else "There was no evaluation on held-out prompts."
     text = f"On training prompts the score went from {number(early)} to {number(late)}"
     text += f", {signed((late - early) / spread)} standard deviations of the start policy" if spread else ""
@@ -90,7 +90,7 @@ def _held_out_verdict(run: Run, before: Point, after: Point, compared: list[Pair
     detail = f"{detail}. {kept}".rstrip()
     if error is None and spread is None:
         way = "rose" if change > 0 else "fell" if change < 0 else "did not move"
-        return Verdict("info", "Not known.", f"The held-out score {way}, but its spread is not known.", detail)
+        return Verdict("info", "Not known.", f"The held-out score {way}, but its spread is unknown.", detail)
     noise = 2 * error if error is not None else NOISE * (spread or 0.0)
     size = f"by {number(abs(change / spread))} standard deviations of the start policy" if spread else "on average"
     if abs(change) <= noise:
@@ -106,7 +106,7 @@ def _kept(run: Run) -> str:
     if kept is None or kept == last:
         return ""
     metric = run.setting("train.metric_for_best_model")
-    return f"Kept is the policy after update {kept:,} of {last:,}, the best by {metric}."
+    return f"The run kept the policy after update {kept:,} of {last:,}, the best by {metric}."
 
 
 def kl_spent(run: Run) -> float | None:
@@ -134,7 +134,7 @@ def _score_tile(run: Run) -> Tile | None:
         start, end = _ends(run)
     if start is None or end is None:
         return None
-    detail = f"{signed((end - start) / spread)} sd of the start policy" if spread else "spread of the start not known"
+    detail = f"{signed((end - start) / spread)} sd of the start policy" if spread else "spread at the start unknown"
     return Tile(label, f"{number(start)} → {number(end)}", detail)
 
 
@@ -145,7 +145,7 @@ def _kl_tile(run: Run) -> Tile | None:
     if value is None:
         reason = "not measured: ppo.kl_coef is 0" if run.count("ppo.kl_coef") == 0 else "not logged"
         return Tile("KL spent", "–", reason)
-    return Tile("KL spent", f"{number(value)} nats", "a sequence, to the reference")
+    return Tile("KL spent", f"{number(value)} nats", "per sequence, to the reference")
 
 
 def _length_tile(run: Run) -> Tile | None:

@@ -1,4 +1,4 @@
-"""A small chart kit: line charts, a path through a plane, stacked bars. Inline SVG, colours from the page's CSS.
+"""A small chart kit: line charts, a path through a plane, stacked bars. Inline SVG, colors from the page's CSS.
 
 Series longer than ``MAX_POINTS`` are drawn as the means of equal groups with the range of each group behind them, so
 that neither the visibility of a spike nor the size of the file depends on the length of the run.
@@ -31,7 +31,7 @@ class Line:
     spread: Sequence[float] | None = None
     """Half the height of a band around the line."""
     color: int = 1
-    """Number of the CSS colour, from 1."""
+    """Number of the CSS color, from 1."""
     dots: bool = False
     """Whether to mark every value, for series with few values."""
 
@@ -48,7 +48,7 @@ class Guide:
 
 @dataclass(frozen=True)
 class Mark:
-    """A labelled point of a path chart."""
+    """A labeled point of a path chart."""
 
     x: float
     y: float
@@ -201,7 +201,7 @@ def path_chart(
 def stacked_bars(
     xs: Sequence[int], layers: Sequence[tuple[str, int, Sequence[float]]], *, label: str, unit: str
 ) -> Html:
-    """Layers (name, colour number, values) on top of each other, one bar per group of updates.
+    """Layers (name, color number, values) on top of each other, one bar per group of updates.
 
     Values that are not finite, or are negative, count as 0.
     """

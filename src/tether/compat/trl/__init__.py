@@ -1,7 +1,7 @@
 """TRL's PPO under its own names: a script runs with ``from tether.compat.trl import PPOConfig, PPOTrainer`` in place of
 its import.
 
-TRL itself is not needed. docs/from_trl.md says what differs.
+TRL itself is not needed. docs/from_trl.md lists the differences.
 """
 
 from __future__ import annotations

@@ -67,15 +67,15 @@ def stop_of(
         return None, frozenset()
     text = "eos" if stop == end else tokenizer.convert_ids_to_tokens(stop)
     if not isinstance(text, str):
-        raise ConfigError(f"PPOConfig.stop_token_id: the tokenizer has no token {stop}; it has {len(tokenizer)}")
+        raise ConfigError(f"PPOConfig.stop_token_id: the tokenizer has no token {stop}; it has {len(tokenizer)} tokens")
     rows = num_rows(model)
     if stop >= rows:
         raise ConfigError(f"PPOConfig: answers end at token {stop}, {text}, but the model knows only {rows} tokens")
     if text == "eos" and (others := _other_ends(tokenizer, model)):
         told = ", ".join(f"{tokenizer.convert_ids_to_tokens(other)} ({other})" for other in others)
         logger.warning(
-            "PPOConfig.stop_token eos: answers end at %s alone, as in TRL, but the model's own end at %s too; set "
-            "stop_token_id to what should end them", tokenizer.eos_token, told
+            "PPOConfig.stop_token eos: answers end only at %s, as in TRL, but the model also ends its own at %s; set "
+            "stop_token_id to choose another end", tokenizer.eos_token, told
         )  # fmt: skip
     return text, frozenset({stop})
 

@@ -27,14 +27,14 @@ from tether.train.engines.deepspeed import load_whole
 from tether.train.inputs import OF_SCRIPT
 
 REFUSED = {
-    "optim_args": "the optimizer is AdamW: use learning_rate, weight_decay and adam_*, or hand over `optimizers`",
+    "optim_args": "the optimizer is AdamW: use learning_rate, weight_decay and adam_*, or pass `optimizers`",
     "optim_target_modules": "the optimizer is AdamW over all that trains",
     "label_smoothing_factor": "PPO has no labels",
     "neftune_noise_alpha": "noise on the embeddings would change the ratio",
-    "use_liger_kernel": "forwards run as they are",
+    "use_liger_kernel": "forward passes run as they are",
     "auto_find_batch_size": "set per_device_train_batch_size; results do not depend on it",
-    "deepspeed": "the launcher says it: accelerate launch --use_deepspeed --deepspeed_config_file FILE script.py",
-    "fsdp": "the launcher says it: accelerate launch --config_file examples/accelerate/fsdp2.yaml script.py",
+    "deepspeed": "the launcher sets it: accelerate launch --use_deepspeed --deepspeed_config_file FILE script.py",
+    "fsdp": "the launcher sets it: accelerate launch --config_file examples/accelerate/fsdp2.yaml script.py",
     "parallelism_config": "answers are divided over processes, and nothing else is",
 }
 """Arguments of ``TrainingArguments`` that must keep their defaults, and why."""
@@ -71,7 +71,7 @@ OPTIMIZERS = {
 class PPOConfig(TrainingArguments):
     """TRL 1.12's arguments of PPO with their defaults, as ``transformers.HfArgumentParser`` takes them.
 
-    docs/from_trl.md says where a run differs.
+    docs/from_trl.md lists where a run differs.
     """
 
     # From TrainingArguments, with TRL's defaults.
@@ -81,7 +81,7 @@ class PPOConfig(TrainingArguments):
         default=True, metadata={"help": "Recompute activations in the update to save memory."}
     )
     bf16: bool | None = field(
-        default=None, metadata={"help": "bfloat16 autocast of all forwards. Left out: on where a GPU has it."}
+        default=None, metadata={"help": "bfloat16 autocast of all forward passes. Default: on if the GPU supports it."}
     )
     lr_scheduler_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Further arguments of the schedule, as a JSON object."}
@@ -92,23 +92,25 @@ class PPOConfig(TrainingArguments):
     exp_name: str = field(default="ppo_config", metadata={"help": "Not read: run_name names the run."})
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes of the script's dataset.map."})
     total_episodes: int | None = field(
-        default=None, metadata={"help": "Answers to train on. Left out: num_train_epochs passes over the dataset."}
+        default=None, metadata={"help": "Answers to train on. Default: num_train_epochs passes over the dataset."}
     )
     num_mini_batches: int = field(default=1, metadata={"help": "Optimizer steps in one pass over a rollout batch."})
     local_rollout_forward_batch_size: int = field(
-        default=64, metadata={"help": "Answers decoded and scored side by side."}
+        default=64, metadata={"help": "Answers decoded and scored in one batch."}
     )
     num_sample_generations: int = field(
-        default=10, metadata={"help": "How often in the run a few held-out answers are shown; 0: never."}
+        default=10, metadata={"help": "Number of times that a few held-out answers are shown; 0: never."}
     )
-    response_length: int = field(default=53, metadata={"help": "Most tokens of an answer."})
+    response_length: int = field(default=53, metadata={"help": "Maximum number of tokens in an answer."})
     stop_token: Literal["eos"] | None = field(
-        default=None, metadata={"help": "`eos`: the tokenizer's end token ends an answer. Left out: only the length."}
+        default=None, metadata={"help": "`eos`: the tokenizer's end token ends an answer. Default: only the length."}
     )
-    stop_token_id: int | None = field(default=None, metadata={"help": "Or the id of the token that ends an answer."})
+    stop_token_id: int | None = field(
+        default=None, metadata={"help": "Id of the token that ends an answer, instead of stop_token."}
+    )
     temperature: float = field(default=0.7, metadata={"help": "Temperature of sampling and of log-probabilities."})
     missing_eos_penalty: float | None = field(
-        default=None, metadata={"help": "Subtracted from the score of an answer without an end."}
+        default=None, metadata={"help": "Subtracted from the score of an answer without an end token."}
     )
 
     # The models.
@@ -117,13 +119,13 @@ class PPOConfig(TrainingArguments):
         default="EleutherAI/pythia-160m", metadata={"help": "For scripts: the reward model."}
     )
     model_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter of a PEFT model that trains; `default` if left out."}
+        default=None, metadata={"help": "Adapter of a PEFT model that trains. Default: `default`."}
     )
     ref_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter of a PEFT model that is the reference. Left out: the start policy."}
+        default=None, metadata={"help": "Adapter of a PEFT model that is the reference. Default: the start policy."}
     )
     ds3_gather_for_generation: bool = field(
-        default=True, metadata={"help": "Gather weights that ZeRO-3 or FSDP2 spread for the answers of a batch."}
+        default=True, metadata={"help": "Gather weights sharded by ZeRO-3 or FSDP2 to generate a batch of answers."}
     )
 
     # The algorithm.
@@ -132,19 +134,23 @@ class PPOConfig(TrainingArguments):
     kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty; 0: no reference."})
     kl_estimator: Literal["k1", "k3"] = field(default="k1", metadata={"help": "Estimator of the KL."})
     cliprange: float = field(default=0.2, metadata={"help": "The ratio is clipped to 1 ± cliprange."})
-    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss in an optimizer of both."})
-    cliprange_value: float = field(default=0.2, metadata={"help": "New values are clipped to old ± this."})
-    gamma: float = field(default=1.0, metadata={"help": "Discount a token."})
+    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss in an optimizer of both models."})
+    cliprange_value: float = field(default=0.2, metadata={"help": "New values are clipped to old ± cliprange_value."})
+    gamma: float = field(default=1.0, metadata={"help": "Discount per token."})
     lam: float = field(default=0.95, metadata={"help": "λ of generalized advantage estimation."})
 
     # Filled in by the trainer.
-    world_size: int | None = field(default=None, metadata={"help": "Filled in: processes."})
-    num_total_batches: int | None = field(default=None, metadata={"help": "Filled in: updates."})
-    micro_batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers a forward, all devices."})
-    local_batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers an update, one device."})
-    batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers an update."})
-    local_mini_batch_size: int | None = field(default=None, metadata={"help": "Filled in: an optimizer step's share."})
-    mini_batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers an optimizer step."})
+    world_size: int | None = field(default=None, metadata={"help": "Filled in: number of processes."})
+    num_total_batches: int | None = field(default=None, metadata={"help": "Filled in: number of updates."})
+    micro_batch_size: int | None = field(
+        default=None, metadata={"help": "Filled in: answers per forward pass, all devices."}
+    )
+    local_batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers per update, one device."})
+    batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers per update."})
+    local_mini_batch_size: int | None = field(
+        default=None, metadata={"help": "Filled in: answers per optimizer step, one device."}
+    )
+    mini_batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers per optimizer step."})
 
     def __post_init__(self) -> None:
         self.set_arguments = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
@@ -177,13 +183,13 @@ def _default(argument: Any) -> Any:
 
 
 def check_arguments(args: PPOConfig) -> None:
-    """Raises ``ConfigError`` for arguments that a run here cannot honour, and for mutually exclusive ones."""
+    """Raises ``ConfigError`` for arguments that a run here cannot honor, and for mutually exclusive ones."""
     for name, why in REFUSED.items():
         if getattr(args, name, None):
-            raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; take it out")
+            raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; remove it")
     if str(args.optim.value) not in OPTIMIZERS:
         raise ConfigError(
-            f"PPOConfig.optim {args.optim.value}: wanted one of {', '.join(OPTIMIZERS)}; hand over another as "
+            f"PPOConfig.optim {args.optim.value}: wanted one of {', '.join(OPTIMIZERS)}; pass another as "
             "`optimizers`"
         )
     if OPTIMIZERS[args.optim.value] == "adamw_8bit":
@@ -200,13 +206,13 @@ def check_arguments(args: PPOConfig) -> None:
         raise ConfigError(f"PPOConfig.kl_estimator: got {args.kl_estimator!r}, wanted k1 or k3")
     if args.missing_eos_penalty is not None and args.missing_eos_penalty < 0:
         raise ConfigError(
-            f"PPOConfig.missing_eos_penalty: got {args.missing_eos_penalty}, wanted 0 or more, which is taken off the "
-            "score"
+            f"PPOConfig.missing_eos_penalty: got {args.missing_eos_penalty}, wanted 0 or more, which is subtracted "
+            "from the score"
         )
     if args.max_steps > 0 and args.total_episodes is not None:
         raise ConfigError(
-            f"PPOConfig: got max_steps {args.max_steps} and total_episodes {args.total_episodes}, which both say how "
-            "long the run is; set one"
+            f"PPOConfig: got max_steps {args.max_steps} and total_episodes {args.total_episodes}, which both set "
+            "the length of the run; set one of them"
         )
     if args.save_strategy.value == "best" and args.metric_for_best_model is None:
         raise ConfigError("PPOConfig.save_strategy best needs metric_for_best_model, eval_scores for example")
@@ -230,7 +236,7 @@ def check_evaluation(args: PPOConfig, *, has_data: bool) -> list[str]:
         raise ConfigError(
             f"PPOConfig.metric_for_best_model: got {metric}, but nothing is evaluated: eval_strategy is {strategy} and "
             f"there is {'an' if has_data else 'no'} eval_dataset. Set eval_strategy to steps or epoch and give "
-            "PPOTrainer an eval_dataset, or leave metric_for_best_model and load_best_model_at_end out"
+            "PPOTrainer an eval_dataset, or remove metric_for_best_model and load_best_model_at_end"
         )
     told = f"PPOConfig.eval_strategy: got {strategy}, but nothing is evaluated without an eval_dataset"
     return [told] if strategy != "no" else []
@@ -270,8 +276,8 @@ def derive(args: PPOConfig, num_prompts: int, num_processes: int = 1) -> list[st
         args.total_episodes = int(args.num_train_epochs * num_prompts)
     args.num_total_batches = math.ceil(args.total_episodes / args.batch_size)
     return [
-        f"PPOConfig.{name}: got {value}, which nothing reads; it is {getattr(args, name)} here, as in TRL 1.12 worked "
-        f"out of per_device_train_batch_size {args.per_device_train_batch_size}, gradient_accumulation_steps "
+        f"PPOConfig.{name}: got {value}, which is ignored; it is {getattr(args, name)} here, derived as in TRL 1.12 "
+        f"from per_device_train_batch_size {args.per_device_train_batch_size}, gradient_accumulation_steps "
         f"{args.gradient_accumulation_steps}, num_mini_batches {args.num_mini_batches} and the number of processes"
         for name, value in was.items()
         if value != getattr(args, name)

@@ -100,7 +100,7 @@ def _query(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: st
     if row.get(MASK) is not None:
         mask = _numbers(row[MASK], where, MASK)
         if len(mask) != len(ids):
-            raise DataError(f"{where}: attention_mask has {len(mask)} entries, input_ids {len(ids)}; wanted as many")
+            raise DataError(f"{where}: attention_mask has {len(mask)} entries, but input_ids {len(ids)}")
         ids = [token for token, is_real in zip(ids, mask, strict=True) if is_real]
     elif tokenizer.pad_token_id != tokenizer.eos_token_id:
         real = [i for i, token in enumerate(ids) if token != tokenizer.pad_token_id]
@@ -110,7 +110,7 @@ def _query(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: st
         if run > 1:  # a prompt may begin with one
             ids = ids[run - (tokenizer.bos_token_id == tokenizer.pad_token_id) :]
     if not ids:
-        raise DataError(f"{where} has no prompt: got no token but padding in input_ids")
+        raise DataError(f"{where} has no prompt: input_ids holds nothing but padding")
     if ids[-1] == tokenizer.eos_token_id:
         raise DataError(
             f"{where}: the prompt already ends its answer: its last token is the end token {tokenizer.eos_token}. "
@@ -131,4 +131,4 @@ def _check_known(queries: Sequence[Sequence[int]], tokenizer: PreTrainedTokenize
     highest = max(tokenizer.get_vocab().values())
     for ids, place in zip(queries, places, strict=True):
         if (unknown := next((token for token in ids if not 0 <= token <= highest), None)) is not None:
-            raise DataError(f"{place}: input_ids holds {unknown}, and the tokenizer's tokens are 0 to {highest}")
+            raise DataError(f"{place}: input_ids holds {unknown}, but the tokenizer's tokens are 0 to {highest}")

@@ -14,64 +14,64 @@ NAMES = {
     "PPOv2Trainer": "it is called PPOTrainer",
     "PPOv2Config": "it is called PPOConfig",
     "AutoModelForCausalLMWithValueHead": (
-        "load the policy by transformers.AutoModelForCausalLM and give PPOTrainer a value_model, a sequence classifier "
-        "with one label; a head on the policy is `value: {kind: head}` of a configuration file"
+        "load the policy with transformers.AutoModelForCausalLM and give PPOTrainer a value_model, a sequence "
+        "classifier with one label; a head on the policy is `value: {kind: head}` in a configuration file"
     ),
     "AutoModelForSeq2SeqLMWithValueHead": "models with an encoder cannot be trained",
-    "PreTrainedModelWrapper": "load the policy by transformers.AutoModelForCausalLM, which PPOTrainer takes as it is",
-    "create_reference_model": "leave it out: ref_model=None is a copy of the policy",
-    "LengthSampler": "leave it out: response_length is the most, and end tokens end an answer",
-    "AdaptiveKLController": "it is ppo.kl_target and ppo.kl_horizon of a configuration file",
+    "PreTrainedModelWrapper": "load the policy with transformers.AutoModelForCausalLM, which PPOTrainer takes as it is",
+    "create_reference_model": "remove it: ref_model=None is a copy of the policy",
+    "LengthSampler": "remove it: response_length is the maximum, and end tokens end an answer",
+    "AdaptiveKLController": "use ppo.kl_target and ppo.kl_horizon in a configuration file",
     "set_seed": "import it from transformers",
 }
 """Names in TRL that PPO scripts import."""
 LOOP = f"{GUIDE}, From the training loop of TRL ≤ 0.11"
-ACCELERATE = "leave it out: `accelerate launch` says it, and trackers are set up by report_to and their environment"
+ACCELERATE = "remove it: `accelerate launch` sets it, and trackers are set up by report_to and their environment"
 OF_CONFIG = {
-    "model_name": "load the models yourself, and hand them to PPOTrainer",
+    "model_name": "load the models yourself, and pass them to PPOTrainer",
     "reward_model": "it is an argument of PPOTrainer: a model, its path, or a function",
-    "query_dataset": "load the dataset yourself, and hand it to PPOTrainer as train_dataset",
+    "query_dataset": "load the dataset yourself, and pass it to PPOTrainer as train_dataset",
     "task_name": "run_name",
     "tracker_kwargs": ACCELERATE,
     "accelerator_kwargs": ACCELERATE,
     "project_kwargs": ACCELERATE,
     "push_to_hub_if_best_kwargs": "push_to_hub, with load_best_model_at_end",
     "forward_batch_size": "per_device_train_batch_size",
-    "kl_penalty": "kl_estimator: k1 is `kl`; `mse` is ppo.kl_estimator: k2 of a configuration file",
-    "ratio_threshold": "ppo.max_ratio of a configuration file",
-    "compare_steps": "metric_for_best_model, which evaluations are compared by",
-    "optimize_cuda_cache": "leave it out: it changes no result",
-    "optimize_device_cache": "leave it out: it changes no result",
-    "is_encoder_decoder": "leave it out: models with an encoder cannot be trained",
-    "is_peft_model": "leave it out: the model itself shows it",
-    "global_backward_batch_size": "mini_batch_size, which is worked out",
-    "global_batch_size": "batch_size, which is worked out",
+    "kl_penalty": "kl_estimator: k1 is `kl`; `mse` is ppo.kl_estimator: k2 in a configuration file",
+    "ratio_threshold": "ppo.max_ratio in a configuration file",
+    "compare_steps": "metric_for_best_model, by which evaluations are compared",
+    "optimize_cuda_cache": "remove it: it changes no result",
+    "optimize_device_cache": "remove it: it changes no result",
+    "is_encoder_decoder": "remove it: models with an encoder cannot be trained",
+    "is_peft_model": "remove it: it is read from the model",
+    "global_backward_batch_size": "mini_batch_size, which is derived",
+    "global_batch_size": "batch_size, which is derived",
     "steps": "total_episodes, or max_steps for a number of updates",
     "ppo_epochs": "num_ppo_epochs",
     "backward_batch_size": "per_device_train_batch_size",
     "init_kl_coef": "kl_coef",
-    "adap_kl_ctrl": "ppo.kl_target of a configuration file",
-    "target": "ppo.kl_target of a configuration file",
-    "horizon": "ppo.kl_horizon of a configuration file",
-    "target_kl": "ppo.max_approx_kl of a configuration file",
-    "early_stopping": "ppo.max_approx_kl of a configuration file",
+    "adap_kl_ctrl": "ppo.kl_target in a configuration file",
+    "target": "ppo.kl_target in a configuration file",
+    "horizon": "ppo.kl_horizon in a configuration file",
+    "target_kl": "ppo.max_approx_kl in a configuration file",
+    "early_stopping": "ppo.max_approx_kl in a configuration file",
     "log_with": "report_to",
     "tracker_project_name": "project, or what the tracker reads from the environment: WANDB_PROJECT",
-    "use_score_scaling": "ppo.score_norm of a configuration file",
-    "use_score_norm": "ppo.score_norm of a configuration file",
-    "score_clip": "ppo.reward_clip of a configuration file",
+    "use_score_scaling": "ppo.score_norm in a configuration file",
+    "use_score_norm": "ppo.score_norm in a configuration file",
+    "score_clip": "ppo.reward_clip in a configuration file",
     "non_eos_penalty": "missing_eos_penalty",
     "penalize_non_eos": "missing_eos_penalty",
-    "penalty_reward_value": "missing_eos_penalty, which is taken off: 1.0 where this was -1",
+    "penalty_reward_value": "missing_eos_penalty, which is subtracted: 1.0 where this was -1",
     "truncate_token": "stop_token",
     "truncate_token_id": "stop_token_id",
     "evaluation_strategy": "eval_strategy",
     "warmup_ratio": "warmup_steps, where a number below 1 is the share",
     "no_cuda": "use_cpu",
-    "overwrite_output_dir": "leave it out: an earlier run in output_dir is replaced",
-    "logging_dir": "leave it out: metrics.jsonl and report.html are in output_dir, trackers by report_to",
-    "save_safetensors": "leave it out: everything is saved so",
-    "group_by_length": "leave it out: micro-batches are of similar length",
+    "overwrite_output_dir": "remove it: an earlier run in output_dir is replaced",
+    "logging_dir": "remove it: metrics.jsonl and report.html are in output_dir, and report_to sets trackers",
+    "save_safetensors": "remove it: everything is saved as safetensors",
+    "group_by_length": "remove it: micro-batches are of similar length",
 }
 """Arguments of PPOConfig in TRL ≤ 0.16 and in transformers 4."""
 OF_TRAINER = {
@@ -82,7 +82,7 @@ OF_TRAINER = {
     "dataset": "train_dataset",
     "optimizer": "optimizers, a pair of an optimizer and its schedule",
     "lr_scheduler": "optimizers, a pair of an optimizer and its schedule",
-    "num_shared_layers": "leave it out: with peft_config everything but the adapters is shared",
+    "num_shared_layers": "remove it: with peft_config everything but the adapters is shared",
 }
 """Arguments of PPOTrainer in TRL before 0.13."""
 OF_TRANSFORMERS = {
@@ -147,7 +147,7 @@ def telling(former: Mapping[str, str], what: str) -> Callable[[Callable[..., Non
             used = [name for name in kwargs if name in former and name not in known]
             if used:
                 lines = "; ".join(f"{name} → {former[name]}" for name in used)
-                raise ConfigError(f"{what} takes the arguments of TRL 1.12: {lines}. {GUIDE} has the others")
+                raise ConfigError(f"{what} takes the arguments of TRL 1.12: {lines}. {GUIDE} lists the others")
             init(self, *args, **kwargs)
 
         return told

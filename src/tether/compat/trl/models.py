@@ -112,7 +112,7 @@ class Models:
         check_classifier(self.value, "value_model", CRITIC)
         if is_quantized(self.value):
             raise ConfigError(
-                "value_model: holds weights in few bits, which a critic cannot train; load it without "
+                "value_model: has quantized weights, which a critic cannot train; load it without "
                 "quantization_config"
             )
         if any(self.value is judge for judge in judges):
@@ -121,7 +121,7 @@ class Models:
                 "load the model twice"
             )
         if not any(parameter.requires_grad for parameter in self.value.parameters()):
-            raise ConfigError("value_model: none of its parameters requires a gradient, so that it could not learn")
+            raise ConfigError("value_model: none of its parameters requires a gradient, so it cannot learn")
         self._check_types()
         for name, model in {"policy": self.base, "ref_model": self.reference, "value_model": self.value}.items():
             _check_placed(model, name)
@@ -142,14 +142,14 @@ class Models:
             self._check_names()
             _check_lora(self.policy.peft_config[self.policy_adapter], "model")
         elif not any(parameter.requires_grad for parameter in self.policy.parameters()):
-            raise ConfigError("model: none of its parameters requires a gradient, so that nothing would train")
+            raise ConfigError("model: none of its parameters requires a gradient, so nothing would train")
         if is_quantized(self.base) and not self.is_adapted:
             raise ConfigError(
-                "model: holds quantized weights, which cannot be trained themselves; give a peft_config, whose adapter "
+                "model: has quantized weights, which cannot be trained themselves; give a peft_config, whose adapter "
                 "then trains"
             )
         if self.reference_adapter is not None and not isinstance(self.policy, PeftModel):
-            raise ConfigError("PPOConfig.ref_adapter_name: the model is no PEFT model, so it has no adapters by name")
+            raise ConfigError("PPOConfig.ref_adapter_name: the model is not a PEFT model, so it has no named adapters")
 
     def _check_types(self) -> None:
         """Raises ``ConfigError`` if trained weights are float16; warns if they are bfloat16."""
@@ -197,8 +197,8 @@ class Models:
         own, other = _dtype(self.base), _dtype(self.reference)
         if own != other:
             raise ConfigError(
-                f"ref_model: its weights are {other}, the policy's {own}, and their rounding would be taken for KL. "
-                "Load both in one type"
+                f"ref_model: its weights are {other}, the policy's {own}, and the rounding would count as KL. "
+                "Load both in one dtype"
             )
 
     def roles(
@@ -315,7 +315,7 @@ def check_vocabularies(models: Mapping[str, PreTrainedModel], tokenizer: PreTrai
             way_out = "give its path, which then reads text" if name.startswith("reward_model") else "load another"
             raise ModelError(
                 f"{name}: the tokenizer in {model.name_or_path} has {told}. Models in memory read the policy's token "
-                f"ids, which are other words to this one; wanted a model of the policy's vocabulary: {way_out}"
+                f"ids, which mean other words to this one; wanted a model with the policy's vocabulary: {way_out}"
             )
 
 
@@ -333,9 +333,9 @@ def _check_rows(sizes: Mapping[str, int], token: int, tokenizer: PreTrainedToken
     for name, size in sizes.items():
         if token >= size:
             raise ModelError(
-                f"{name}: knows {size} tokens, {what} token {token}, "
-                f"{tokenizer.convert_ids_to_tokens(token)!r}. All models read the policy's token ids: load those of "
-                "one vocabulary, or give the path of a reward model, which then reads text"
+                f"{name}: knows {size} tokens, but {what} token {token}, "
+                f"{tokenizer.convert_ids_to_tokens(token)!r}. All models read the policy's token ids: load models "
+                "with one vocabulary, or give the path of a reward model, which then reads text"
             )
 
 

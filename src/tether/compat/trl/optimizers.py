@@ -46,7 +46,7 @@ def check_optimizers(given: Any, engine: Engine) -> None:
     if (engine.spreads_weights or engine.flattens) and optimizer.state:
         raise ConfigError(
             f"optimizers: got {type(optimizer).__name__} with moments of whole weights, wanted one that has none yet: "
-            f"{engine.name} spreads them"
+            f"{engine.name} shards them"
         )
     if engine.flattens and type(optimizer) not in [getattr(optim, name) for name in STEPS_NUMBERS]:
         raise ConfigError(
@@ -85,11 +85,11 @@ def optimizers_of(
     if own[POLICY].isdisjoint(map(id, parameters)):
         raise ConfigError(
             "optimizers: the optimizer holds none of the parameters that the policy trains. With peft_config these are "
-            "made by the trainer: wrap the model by get_peft_model, and make the optimizer after that"
+            "created by the trainer: wrap the model with get_peft_model, and create the optimizer after that"
         )
     if own[VALUE].isdisjoint(map(id, parameters)):
         raise ConfigError(
-            "optimizers: got none of value_model's parameters, so that the critic would never learn; wanted those of "
+            "optimizers: got none of value_model's parameters, so the critic would never learn; wanted those of "
             "both models: AdamW([*model.parameters(), *value_model.parameters()])"
         )
     limit, scale = config.train.max_grad_norm, loss_scale(config.train)

@@ -70,7 +70,7 @@ class Judges:
                 raise ConfigError(
                     f"reward_model: {path} reads text, as its tokenizer is not the policy's, but cannot be shown the "
                     "prompts, which are conversations: its tokenizer has no chat template, or one that refuses them. "
-                    f"Save it with another, or hand over a function that scores with it ({error})"
+                    f"Save it with another, or pass a function that scores with it ({error})"
                 ) from error
 
     @property

@@ -76,7 +76,7 @@ SHOWN_ROWS = 5
 
 
 class PolicyAndValue(nn.Module):
-    """The two trained models, as TRL's ``trainer.model`` holds them."""
+    """The two trained models, like TRL's ``trainer.model``."""
 
     def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class PolicyAndValue(nn.Module):
 
 
 class PPOTrainer:
-    """Trains ``model`` by PPO, in place. The arguments are those of TRL 1.12, in its order; docs/from_trl.md says what
-    differs.
+    """Trains ``model`` by PPO, in place. The arguments are those of TRL 1.12, in its order; docs/from_trl.md lists the
+    differences.
 
     Args:
         args: the configuration.
@@ -104,7 +104,7 @@ class PPOTrainer:
         peft_config: LoRA settings; the policy's adapter is then created here.
 
     Raises:
-        ConfigError, DataError, ModelError: an argument is invalid; says what is expected. Nothing has changed then.
+        ConfigError, DataError, ModelError: an argument is invalid; states what is expected. Nothing has changed then.
     """
 
     @telling(OF_TRAINER, "PPOTrainer")
@@ -264,7 +264,7 @@ class PPOTrainer:
         return isinstance(self._engine, FullySharded)
 
     def __getattr__(self, name: str) -> Any:
-        """Raises with what takes the place of an attribute of ``transformers.Trainer``."""
+        """Raises an error that names the replacement of an attribute of ``transformers.Trainer``."""
         raise no_attribute(name)
 
     def is_world_process_zero(self) -> bool:
@@ -320,7 +320,7 @@ class PPOTrainer:
             KeyboardInterrupt: the run was stopped by Ctrl-C, SIGTERM or SIGHUP; its state is saved.
         """
         if self._phases is not None:
-            raise ConfigError("train: this trainer has trained; make a new one to train on")
+            raise ConfigError("train: this trainer has already trained; create a new one to continue")
         dist = self._dist
         display = LoggedDisplay() if dist.is_main else NullDisplay()
         config = dist.by_main(lambda: self._resumed(resume_from_checkpoint))
@@ -348,7 +348,7 @@ class PPOTrainer:
         if interrupted is not None:
             raise KeyboardInterrupt(
                 f"{interrupted}: stopped after {phases.state.step} updates, and the state is saved; "
-                f"train(resume_from_checkpoint=True) goes on"
+                f"train(resume_from_checkpoint=True) resumes it"
             )
 
     def _check_folder(self, folder: Path) -> None:
@@ -358,7 +358,7 @@ class PPOTrainer:
         check_files(folder, is_new=not holds_run(folder), way_out="remove it")
 
     def _check_resumed(self, config: RunConfig, checkpoint: Path, display: NullDisplay) -> None:
-        """Raises ``CheckpointError`` if the checkpoint belongs to another run; says what differs."""
+        """Raises ``CheckpointError`` if the checkpoint belongs to another run; states what differs."""
         record = read_state(checkpoint)
         saved = parse_config(record["config"], RunConfig)
         self._dist.each(lambda: self._check_warmup(saved, checkpoint))
@@ -375,8 +375,8 @@ class PPOTrainer:
         if not math.isclose(saved.train.warmup_ratio, share):
             raise CheckpointError(
                 f"resume: {checkpoint} was made with a warm-up over a share of {saved.train.warmup_ratio:.3g} of its "
-                f"updates, and PPOConfig.warmup_steps {self.args.warmup_steps:g} are {share:.3g} of them. Put them "
-                "back, or start a new run in another output_dir"
+                f"updates, but PPOConfig.warmup_steps {self.args.warmup_steps:g} are {share:.3g} of them. Restore the "
+                "earlier value, or start a new run in another output_dir"
             )
 
     def _resumed(self, asked: str | bool | None) -> RunConfig:

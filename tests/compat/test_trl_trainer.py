@@ -663,7 +663,7 @@ def test_a_run_does_not_remove_the_models_that_it_was_given(tmp_path, role, plac
     kept = sorted(path.name for path in (tmp_path / "out").rglob("*"))
     of = {"model": policy, "ref_model": policy}.get(role, classifier)(tmp_path)
     of.name_or_path = str(source)
-    with pytest.raises(ConfigError, match=f"would write over .*, which {role}.* names; choose another"):
+    with pytest.raises(ConfigError, match=f"would overwrite .*, which {role}.* names; choose another"):
         trainer(tmp_path, **{role: of}).train()
     assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == kept
 

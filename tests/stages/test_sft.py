@@ -305,7 +305,7 @@ def test_the_model_that_a_run_starts_from_is_not_removed_with_the_checkpoints_of
     train_sft(config, stop=lambda: "SIGTERM")
     (start,) = config.output_dir.glob("checkpoint-*")
     again = stage(tmp_path, model=start, max_steps=2).model_copy(update={"overwrite_output_dir": True})
-    with pytest.raises(ConfigError, match=rf"output_dir: this run would write over {start}, which model\.path names"):
+    with pytest.raises(ConfigError, match=rf"output_dir: this run would overwrite {start}, which model\.path names"):
         train_sft(again)
     assert weights(start)
 

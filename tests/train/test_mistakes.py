@@ -200,13 +200,13 @@ def test_run_never_writes_over_what_it_reads(tmp_path, loaded):
     del loaded[:]
     checkpoint = first.output_dir / "checkpoint-1"
     again = tiny_run(tmp_path, model__path=str(checkpoint), overwrite_output_dir=True)
-    with pytest.raises(ConfigError, match=r"would write over .*checkpoint-1, which model\.path names"):
+    with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-1, which model\.path names"):
         train_policy(again)
     assert (checkpoint / "model.safetensors").exists()
     assert loaded == []
     critic = first.output_dir / "critic"
     again = tiny_run(tmp_path, value__kind="model", value__init=str(critic), overwrite_output_dir=True)
-    with pytest.raises(ConfigError, match=r"would write over .*critic, which value\.init names"):
+    with pytest.raises(ConfigError, match=r"would overwrite .*critic, which value\.init names"):
         train_policy(again)
     assert (critic / "model.safetensors").exists()
     elsewhere = tiny_run(tmp_path, output_dir=str(tmp_path / "other"), train__save_steps=1)

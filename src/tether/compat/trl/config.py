@@ -119,7 +119,7 @@ class PPOConfig(TrainingArguments):
         default="EleutherAI/pythia-160m", metadata={"help": "For scripts: the reward model."}
     )
     model_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter of a PEFT model that trains. Default: `default`."}
+        default=None, metadata={"help": "Adapter of a PEFT model to train. Default: the active adapter."}
     )
     ref_adapter_name: str | None = field(
         default=None, metadata={"help": "Adapter of a PEFT model that is the reference. Default: the start policy."}

@@ -18,7 +18,7 @@ COLUMNS = ("prompt", "messages", "completion", "text", "chosen", "rejected", "to
 
 def _known(columns: dict[str, str]) -> dict[str, str]:
     if unknown := [name for name in columns if name not in COLUMNS]:
-        raise ValueError(f"{unknown[0]} is no column that is read here; wanted {', '.join(COLUMNS)}")
+        raise ValueError(f"{unknown[0]} is not a column that is read here; wanted {', '.join(COLUMNS)}")
     return columns
 
 
@@ -88,8 +88,8 @@ class DataKeys(ChatKeys):
             for name in type(self).model_fields:
                 if name.endswith(("subset", "columns")) and (value := getattr(self, name)):
                     raise ValueError(
-                        f"{name} ({value}) is for sources that dataset_dir ({self.dataset_dir}) does not describe: "
-                        "write it into the entries of dataset_info.json"
+                        f"{name} ({value}) applies only to sources that dataset_dir ({self.dataset_dir}) does not "
+                        "describe: set it in the entries of dataset_info.json"
                     )
         return self
 

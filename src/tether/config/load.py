@@ -172,7 +172,7 @@ def _value(value: str, *, as_text: bool) -> Any:
     try:
         return text.checked(value) if as_text and not quoted and value != "null" else text.parse(value).data
     except text.TextError as error:
-        raise ConfigError(f"{keys.shown(value)} is no YAML value: {error}") from error
+        raise ConfigError(f"{keys.shown(value)} is not a YAML value: {error}") from error
 
 
 def _replaced(node: Any, names: Sequence[str], value: Any, done: text.Path) -> tuple[Any, text.Path]:

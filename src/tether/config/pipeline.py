@@ -58,7 +58,7 @@ class PipelineConfig(Section):
         for name in self.stages:
             for key in _OWN:
                 if key in getattr(self, name):
-                    raise ValueError(f"{name}.{key}: the pipeline's own {key} says it for every stage; leave it out")
+                    raise ValueError(f"{name}.{key}: the pipeline's own {key} applies to every stage; leave it out")
         return self
 
 
@@ -93,7 +93,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
     own: dict[str, list[str]] = {name: [] for name in (*STAGES, "")}
     for name, value in override_pairs(overrides):
         if name == "resume":
-            raise ConfigError("--resume: leave it out; a pipeline goes on where it was stopped by itself")
+            raise ConfigError("--resume: leave it out; a pipeline always resumes where it was stopped")
         stage, _, key = name.partition(".")
         is_own = stage in STAGES and key and key not in _OWN
         own[stage if is_own else ""].append(f"--{key if is_own else name}={value}")
@@ -164,6 +164,6 @@ def _check_continued(name: str, config: Section, before: Mapping[str, Section]) 
         wanted, got = getattr(config.model.lora, key), getattr(sft.model.lora, key)
         if key in config.model.lora.model_fields_set and wanted != got:
             raise ConfigError(
-                f"{name}.model.lora.{key}: {wanted}, but {name} goes on with the adapter of sft, which has {got}; "
+                f"{name}.model.lora.{key}: {wanted}, but {name} continues the adapter of sft, which has {got}; "
                 "leave it out, or let sft train all weights (sft.model.lora: null)"
             )

@@ -222,7 +222,7 @@ def _model_critic(
         model = _load_policy(config, config.model.path, dtype, config.model.revision)
     if is_quantized(model):
         raise ConfigError(
-            f"value.kind model: {where} holds weights in few bits, which a critic of its own cannot train; set "
+            f"value.kind model: {where} holds quantized weights, which a critic of its own cannot train; set "
             "value.kind to adapter or head, or value.init to another model"
         )
     if source is None:

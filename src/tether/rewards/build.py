@@ -208,7 +208,7 @@ def check_sharded(configs: Sequence[RewardConfig], engine: str, *, spreads: bool
             )
         if _has_few_bits(config):
             raise ConfigError(
-                f"{key}.processes: got sharded, but {config.path} holds weights in few bits, which cannot be spread; "
+                f"{key}.processes: got sharded, but {config.path} holds quantized weights, which cannot be sharded; "
                 "wanted all or one"
             )
 

@@ -310,12 +310,12 @@ def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file
         (
             f"--ppo.rewards=[{{type: function, path: {tmp_path}/judge.py, name: judge}}]",
             ConfigError,
-            r"rewards\.0: the function did not score a first answer: .*NameError",
+            r"rewards\.0: the function failed to score a test answer: .*NameError",
         ),
         (
             f"--ppo.rewards=[{made}, {{type: http, url: 'http://127.0.0.1:9/', retries: 0}}]",
             ConfigError,
-            r"the service did not score a first answer: .*127\.0\.0\.1:9",
+            r"the service failed to score a test answer: .*127\.0\.0\.1:9",
         ),
         ("--ppo.train.push_to_hub=true", ConfigError, r"train\.push_to_hub: HF_HUB_OFFLINE is set"),
     ]:

@@ -257,7 +257,7 @@ def test_no_tools_are_none_however_they_are_written(load):
     *none, some = load([{"prompt": "the cat", "tools": tools} for tools in given], tokenizer).prompts
     assert {prompt.text for prompt in none} == {"<user> the cat "}
     assert some.text == '[{"name": "cat"}] <user> the cat '
-    without = r"row 0 \(line 1\), tools: the chat template makes no use of tools; .*data\.chat_template: auto"
+    without = r"row 0 \(line 1\), tools: the chat template does not use tools; .*data\.chat_template: auto"
     with pytest.raises(DataError, match=without):
         load([{"prompt": "the cat", "tools": given[-1]}])
     assert load([{"prompt": "the cat", "tools": "[]"}]).prompts

@@ -134,7 +134,7 @@ def test_49_of_a_gigabyte_only_the_beginning_is_read(tmp_path):
 def test_49_a_packed_answer_is_not_unpacked(tmp_path):
     """A kilobyte of it may be a megabyte."""
     bomb = Reply(gzip.compress(b'{"scores": [' + b" " * 2**22 + b"]}"), headers={"Content-Encoding": "gzip"})
-    packed = r"http://.* \(status 200\) packed its answer as gzip"
+    packed = r"http://.* \(status 200\) compressed its reply as gzip"
     with local_service(in_turn(lengths({"responses": ["Hello."]}), bomb)) as local:
         config = service_run(tmp_path, local.url)
         with pytest.raises(RewardResponseError, match=packed):
@@ -284,7 +284,7 @@ def test_a_service_that_does_not_work_is_told_before_a_model_loads(tmp_path, mon
     monkeypatch.setattr("tether.train.build.build_parts", None)  # what would load models
     with local_service(lambda payload: Reply({"error": "columns: no answer"}, 400)) as local:
         config = service_run(tmp_path, local.url)
-        with pytest.raises(ConfigError, match=r"rewards\.0: the service did not score a first answer: .*no answer"):
+        with pytest.raises(ConfigError, match=r"rewards\.0: the service failed to score a test answer: .*no answer"):
             train_policy(config)
     assert not config.output_dir.exists()
     assert local.seen == [{"prompts": ["the cat sees"], "responses": ["Hello."], "columns": {}}]

@@ -148,7 +148,7 @@ MISTAKES = {
     ),
     "answers too long for a reward model that reads ids": (
         lambda f: {"rewards": judge_of(f / "judge", own_tokenizer=False), "sampling__response_length": 12},
-        r"^rewards\.0: sampling\.response_length 12 after the longest query of 5 tokens makes 17, .*judge reads 16: l",
+        r"^rewards\.0: sampling\.response_length 12 after the longest query of 5 tokens makes 17, but .*judge reads 16: l",
     ),
     "prompts too long for a reward model that reads text": (
         lambda f: {"rewards": judge_of(f / "judge", own_tokenizer=True, max_length=6)},
@@ -162,7 +162,7 @@ MISTAKES = {
     ),
     "a reward function that ends the process": (
         lambda f: (f / "rewards.py").write_text("import sys\nsys.exit(3)\n") and {},
-        r"^rewards\.0\.path: .*rewards\.py does not run: SystemExit: 3",
+        r"^rewards\.0\.path: .*rewards\.py cannot be run: SystemExit: 3",
     ),
 }
 

@@ -630,8 +630,8 @@ class RunConfig(Section):
         horizon = self.ppo.kl_horizon
         if self.ppo.kl_target is not None and 5 * horizon <= rollout:
             raise ValueError(
-                f"ppo.kl_horizon {horizon} is too short for train.rollout_batch_size {rollout}: one update could reduce "
-                f"kl_coef to 0. Set it to at least {rollout // 5 + 1}"
+                f"ppo.kl_horizon {horizon} is too short for train.rollout_batch_size {rollout}: one update could "
+                f"reduce kl_coef to 0. Set it to at least {rollout // 5 + 1}"
             )
         return self
 

@@ -203,7 +203,7 @@ def check_sharded(configs: Sequence[RewardConfig], engine: str, *, spreads: bool
             continue
         if not spreads:
             raise ConfigError(
-                f"{key}.processes: got sharded, wanted all or one under {engine}, which spreads no weights; launch "
+                f"{key}.processes: got sharded, wanted all or one under {engine}, which does not shard weights; launch "
                 "with FSDP2 or ZeRO-3, or leave it out"
             )
         if _has_few_bits(config):
@@ -329,7 +329,7 @@ def try_sources(
             # of a function anything else may be the one answer's fault, such as a spread that it does not have
             if what == "service" or isinstance(why, _MISTAKES):
                 told = why if isinstance(why, NoNumber) else error
-                raise ConfigError(f"{key}: the {what} did not score a first answer: {told}") from error
+                raise ConfigError(f"{key}: the {what} failed to score a test answer: {told}") from error
 
 
 def _model_source(

@@ -85,8 +85,8 @@ class HttpSource:
             )
         if self.missing.score is not None and MISSING in components:
             raise RewardResponseError(
-                f"{place} returned a component {MISSING}, the name of the one that counts answers without a score; "
-                "wanted another name, or leave out the reward's `missing`"
+                f"{place} returned a component {MISSING}, a name reserved for counting answers without a score; "
+                "rename it, or leave out the reward's `missing`"
             )
         scores = self.missing.filled(answer["scores"], place)
         if self.takes_steps:

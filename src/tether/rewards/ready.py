@@ -162,7 +162,7 @@ def written(wanted: Any, *, number: Any = int) -> str:
 
 
 def _refused(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _no_column(column: str, columns: Sequence[str]) -> str:

@@ -210,7 +210,7 @@ JUDGED = {
     "NaN": (says("NaN"), "gave no number from 1 to 10 for answer .*'NaN'"),
     "a list": (says("[7]"), "gave no number from 1 to 10 for answer"),
     "a number in a sentence": (says("I would say 7 or 8"), "the last reply: 'I would say 7 or 8'"),
-    "a hang": (Hang(), "no whole answer within read_timeout"),
+    "a hang": (Hang(), "no complete answer within read_timeout"),
     "a closed socket": (Close(), "the connection failed"),
     "a gigabyte": (Flood(), "returned more than 16 MiB"),
 }

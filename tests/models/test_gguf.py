@@ -88,7 +88,7 @@ def test_mistakes_are_told_before_a_model_loads(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match=r"holds 2 GGUF files; name one of them: a\.gguf, b\.gguf"):
         check_model_path(str(tmp_path), "model.path", takes_gguf=True)
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r'b\.gguf is read by the package gguf.*: pip install "tether\[gguf\]"'):
+    with pytest.raises(ModelError, match=r'b\.gguf needs the package gguf.*: pip install "tether\[gguf\]"'):
         check_model_path(str(tmp_path / "b.gguf"), "model.path", takes_gguf=True)
 
 

@@ -233,7 +233,7 @@ def test_a_judge_that_is_no_decoder_is_no_start_of_a_critic(folders, tmp_path):
     judge = [{"type": "model", "path": str(tmp_path)}]
     assert roles_of(run_config(model, rewards=judge)).role("value").source == str(model)
     for key, value in (("value.init reward", "reward"), ("value.init", str(tmp_path))):
-        with pytest.raises(ConfigError, match=f"{key}: {tmp_path} is no decoder, .*; set value.init to policy"):
+        with pytest.raises(ConfigError, match=f"{key}: {tmp_path} is not a decoder, .*; set value.init to policy"):
             roles_of(run_config(model, rewards=judge, value={"init": value}))
 
 

@@ -116,7 +116,7 @@ WRONG = {
         Reply({"scores": [1, 2, 3], "components": {"a": [1]}}),
         r"component a, returned 1 scores for 3 answers",
     ),
-    "no JSON": (Reply(b"<html>Bad gateway</html>"), r"did not return JSON \(JSONDecodeError.*'<html>Bad gateway</html>'"),
+    "no JSON": (Reply(b"<html>Bad gateway</html>"), r"not return JSON \(JSONDecodeError.*'<html>Bad gateway</html>'"),
     "half JSON": (Reply(b'{"scores": [1, 2'), r"did not return JSON .*'\{\"scores\": \[1, 2'"),
     "nothing": (Reply(b""), r"did not return JSON .* an empty body"),
     "deep JSON": (Reply(b"[" * 100_000), r"did not return JSON \(RecursionError"),
@@ -170,8 +170,8 @@ PASSING = {
     "503": (Reply(b"busy", 503), RewardResponseError, r"got status 503 and 'busy'; wanted status 200"),
     "429": (Reply({"error": "slow down"}, 429), RewardResponseError, r"got status 429 and"),
     "a closed socket": (Close(), RewardError, r"the connection failed: RemoteProtocolError"),
-    "a hang": (Hang(), RewardTimeout, r"no whole answer within read_timeout, 0.1 s"),
-    "an endless answer": (Trickle(), RewardTimeout, r"no whole answer within read_timeout, 0.1 s"),
+    "a hang": (Hang(), RewardTimeout, r"no complete answer within read_timeout, 0.1 s"),
+    "an endless answer": (Trickle(), RewardTimeout, r"no complete answer within read_timeout, 0.1 s"),
 }
 
 

@@ -148,7 +148,7 @@ MISTAKES = {
     ),
     "answers too long for a reward model that reads ids": (
         lambda f: {"rewards": judge_of(f / "judge", own_tokenizer=False), "sampling__response_length": 12},
-        r"^rewards\.0: sampling\.response_length 12 after the longest query of 5 tokens makes 17, but .*judge reads 16: l",
+        r"^rewards\.0: sampling\.response_length 12 after the longest query of 5 tokens makes 17, .*judge reads 16: l",
     ),
     "prompts too long for a reward model that reads text": (
         lambda f: {"rewards": judge_of(f / "judge", own_tokenizer=True, max_length=6)},
@@ -191,7 +191,7 @@ def test_answers_that_may_be_too_long_for_a_reward_model_are_told_once(tmp_path,
     notes = check_data(resolved(config), load_data(config))
     assert len(notes) == is_told and loaded == []
     if is_told:
-        assert re.search(r"^rewards\.0: row 3 of the prompts has 10 .*, which leaves 7 of the 16 that", notes[0]), notes
+        assert re.search(r"^rewards\.0: row 3 of the prompts has 10 .*, which leaves 7 of the 16 tokens that", notes[0]), notes
 
 
 def test_run_never_writes_over_what_it_reads(tmp_path, loaded):

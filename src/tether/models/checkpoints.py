@@ -37,7 +37,7 @@ def check_models_kept(folder: Path, read: Mapping[str, str], *, also: Iterable[s
     for key, path in read.items():
         source = Path(path).resolve()
         if source == folder.resolve() or any(source.is_relative_to(path) for path in removed):
-            raise ConfigError(f"output_dir: this run would write over {path}, which {key} names; choose another")
+            raise ConfigError(f"output_dir: this run would overwrite {path}, which {key} names; choose another")
 
 
 def is_checkpoint_name(name: str) -> bool:

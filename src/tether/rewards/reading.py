@@ -218,8 +218,8 @@ def check_lengths(lengths: Sequence[int], limit: int | None, name: str) -> None:
         if limit is not None and length > limit:
             raise RewardError(
                 f"{where} has {length} tokens with its prompt, but the limit is {limit}; wanted shorter prompts or "
-                "answers (in a run data.max_prompt_length, sampling.response_length), or raise the reward's max_length if the "
-                "model can take more"
+                "answers (in a run data.max_prompt_length, sampling.response_length), or raise the reward's max_length "
+                "if the model can take more"
             )
 
 

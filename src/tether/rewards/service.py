@@ -173,8 +173,8 @@ class Service:
         if isinstance(error, httpx2.ConnectTimeout):
             return f"{self._place(tried)}: no connection within connect_timeout, {self.connect_timeout:g} s"
         return (
-            f"{self._place(tried)}: no complete answer within read_timeout, {self.read_timeout:g} s; raise it, or lower "
-            "max_concurrency, if the service needs longer"
+            f"{self._place(tried)}: no complete answer within read_timeout, {self.read_timeout:g} s; raise it, or "
+            "lower max_concurrency, if the service needs longer"
         )
 
     def _refused(self, status: int, headers: Mapping[str, str], body: bytes, tried: int) -> str:

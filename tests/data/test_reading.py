@@ -111,14 +111,14 @@ def test_prompts_of_the_command_line_are_whole_and_have_the_runs_columns(folder,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data__subset": None}, r"^data\.prompts: .* the subsets main, other: name one by data\.subset$"),
+        ({"data__subset": None}, r"^data\.prompts: .* the subsets main, other: choose one with data\.subset$"),
         (
             {"data__eval_subset": "third"},
-            r"^data\.eval_prompts: .* main, other, and none called third: name one by data\.eval_subset$",
+            r"^data\.eval_prompts: .* main, other, but none called third: choose one with data\.eval_subset$",
         ),
         (
             {"data__columns": {"prompt": "qestion"}},
-            r"^data\.prompts: .* has no column qestion, which is to be its prompt; its columns are: question, answer, "
+            r"^data\.prompts: .* has no column qestion, which should be its prompt; its columns are: question, answer, "
             r"worse\. Correct it in data\.columns$",
         ),
         ({"data__columns": {}}, r"^data\.prompts: .*Rename one, or name it by data\.columns: \{prompt: …\}$"),

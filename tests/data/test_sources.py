@@ -219,9 +219,9 @@ def test_subsets_are_named_by_their_key(tmp_path):
     rows = read_rows(folder, split="train", subset="socratic", key="data.prompts", subset_key="data.subset").rows
     assert rows == [{"question": "the socratic", "answer": "4"}]
     asked = {"split": "train", "key": "data.prompts", "subset_key": "data.subset"}
-    with pytest.raises(DataError, match=r"^data\.prompts: .* the subsets main, socratic: name one by data\.subset$"):
+    with pytest.raises(DataError, match=r"^data\.prompts: .* subsets main, socratic: choose one with data\.subset$"):
         read_rows(folder, **asked)
-    with pytest.raises(DataError, match=r"main, socratic, and none called other: name one by data\.subset$"):
+    with pytest.raises(DataError, match=r"main, socratic, but none called other: choose one with data\.subset$"):
         read_rows(folder, subset="other", **asked)
     with pytest.raises(DataError, match=r"main, socratic: save one of them, and name its file$"):
         read_rows(folder, split="train", key="--prompts")

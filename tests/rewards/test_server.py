@@ -133,7 +133,7 @@ def test_requests_that_are_refused_unread(serve, monkeypatch):
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         status = running.ask(PAIR, **{"Content-Type": kind})[0]
         assert status == 415
-    assert running.ask(b" " * 101) == (413, {"error": "the body has 101 bytes, the limit is 100"})
+    assert running.ask(b" " * 101) == (413, {"error": "the body has 101 bytes, but the limit is 100"})
     assert running.ask(PAIR, **{"Content-Length": "-1"})[0] == 411
     assert running.ask(PAIR, **{"Content-Length": "many"})[0] == 411
     assert running.ask(PAIR)[0] == 200

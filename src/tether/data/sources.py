@@ -363,7 +363,7 @@ def _subset_told(location: str, source: str, subset: str | None, subset_key: str
     if subset in names or (subset is None and len(names) < 2):
         return None
     got = f"{source} has the subsets {', '.join(names)}" + ("" if subset is None else f", but none called {subset}")
-    return f"{got}: set {subset_key} to one of them" if subset_key else f"{got}: save one of them, and name its file"
+    return f"{got}: choose one with {subset_key}" if subset_key else f"{got}: save one of them, and name its file"
 
 
 def _dataset_rows(dataset: Dataset, max_rows: int | None) -> list[Row]:

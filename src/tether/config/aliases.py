@@ -1,4 +1,4 @@
-"""What other systems call our keys. Read only to word the message about an unknown key: no such spelling is accepted.
+"""What other systems call our keys. Used only in the message about an unknown key: no such name is accepted.
 
 A name is looked up with its whole path first (``critic.optim.lr``), then by its last part (``init_kl_coef``).
 """
@@ -14,7 +14,7 @@ class Alias(NamedTuple):
     keys: tuple[str, ...]
     """Our keys, as the command line writes them (``N`` for a list position); empty where we have none."""
     note: str = ""
-    """What else the reader must know."""
+    """What else the user must know."""
 
 
 def _table(*rows: tuple[str, Alias]) -> dict[str, Alias]:

@@ -52,7 +52,7 @@ class ChatKeys(Section):
 
     @property
     def chat(self) -> dict[str, Any]:
-        """These keys, as the functions that read data take them."""
+        """These keys, as arguments of the functions that read data."""
         return {name: getattr(self, name) for name in ChatKeys.model_fields}
 
 
@@ -95,11 +95,11 @@ class DataKeys(ChatKeys):
 
 
 def subset_key(key: str) -> str | None:
-    """The key that names the subset of the dataset under ``key``; None where none does."""
+    """The key that names the subset of the dataset under ``key``; None if there is none."""
     section, _, name = key.rpartition(".")
     return f"{section}.{_prefix(name)}subset" if section else None
 
 
 def _prefix(name: str) -> str:
-    """What the keys begin with that go with the dataset under the key ``name``."""
+    """Beginning of the keys that belong to the dataset under the key ``name``."""
     return next((prefix for prefix in ("eval_", "ptx_") if f"{name}_".startswith(prefix)), "")

@@ -1,6 +1,6 @@
-"""Keys of a run that are read only where another key says so: set without it they would do nothing.
+"""Keys of a run that are read only if another key asks for it; without that key, they would have no effect.
 
-Their values tell, not whether they are written: the configuration that a run writes down names every key.
+Their values count, not whether they are set: the configuration file that a run writes sets every key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from tether.config.rewards import measured_norms
 
 Get = Callable[[str], Any]
-"""The value at a dotted key, its default where it is left out."""
+"""The value at a dotted key, or its default if it is left out."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,15 @@ NEEDS: Mapping[str, Sequence[Needs]] = {
     "train.hub_model_id": [_PUSH],
     "train.hub_private_repo": [_PUSH],
 }
-"""By key, what it needs."""
+"""What each key needs."""
 
 
 def idle(of: Get, default: Get) -> Iterator[tuple[str, str]]:
-    """Keys that are set to something else than their default and are not read, and why not.
+    """Keys that are set to something other than their default and are not read, and why not.
 
     Args:
         of: the configuration.
-        default: the value that a key has where it is left out.
+        default: the value that a key has if it is left out.
     """
     for key, all_needs in NEEDS.items():
         if of(key) != default(key):

@@ -1,4 +1,4 @@
-"""Reward sources as a run names them, one section a type; the judges of answers."""
+"""Reward sources as a run names them, one section per type; the judges of answers."""
 
 from __future__ import annotations
 

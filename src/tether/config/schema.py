@@ -546,7 +546,7 @@ class RunConfig(Section):
 
     @property
     def value_kind(self) -> Literal["adapter", "model", "head"] | None:
-        """The critic's kind, the default resolved; None where advantages need no critic."""
+        """The critic's kind, the default resolved; None if advantages need no critic."""
         if not self.ppo.has_critic:
             return None
         return self.value.kind or ("adapter" if self.model.lora else "model")
@@ -560,7 +560,7 @@ class RunConfig(Section):
         """The same run with every default filled in that depends on other keys or on the machine.
 
         Args:
-            bf16: whether the machine has bfloat16 arithmetic; used where ``train.bf16`` is left out.
+            bf16: whether the machine has bfloat16 arithmetic; used if ``train.bf16`` is left out.
             fp16: whether the launcher asks for float16.
         """
         fp16 = self.train.fp16 or fp16
@@ -578,7 +578,7 @@ class RunConfig(Section):
 
     @property
     def mini_batch_size(self) -> int:
-        """Answers an optimizer step."""
+        """Answers per optimizer step."""
         return self.train.rollout_batch_size // self.ppo.num_mini_batches
 
     def answers_at_once(self, num_processes: int) -> int:
@@ -733,7 +733,7 @@ class RunConfig(Section):
 
 
 def default_of(key: str) -> Any:
-    """The value that a key of one of a run's sections, ``SECTION.KEY``, has where it is left out."""
+    """The value that a key of one of a run's sections, ``SECTION.KEY``, has if it is left out."""
     section, name = key.split(".")
     return RunConfig.model_fields[section].annotation.model_fields[name].get_default(call_default_factory=True)
 

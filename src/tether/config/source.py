@@ -96,7 +96,7 @@ def load_sources(path: str | Path, overrides: Sequence[str] = ()) -> SourceConfi
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a file has the section that every run must have; a file that cannot be read has not."""
+    """Whether a file has the section that every run must have; a file that cannot be read does not."""
     try:
         data = text.parse(path.read_text(encoding="utf-8-sig")).data
     except (OSError, UnicodeDecodeError, text.TextError):

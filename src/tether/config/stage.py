@@ -116,9 +116,9 @@ def held_out_fraction(fraction: HeldOut | None, others: object, *, default: floa
     """The share of a dataset that is held out.
 
     Args:
-        fraction: what the configuration says.
-        others: the held-out dataset that it names instead.
-        default: where it says neither.
+        fraction: the configured share.
+        others: the held-out dataset that is named instead.
+        default: the share if neither is set.
     """
     if fraction is not None:
         return fraction

@@ -1,7 +1,7 @@
-"""Configuration text to plain data and back: a strict part of YAML, with the line that each value stands on.
+"""Configuration text to plain data and back: a strict part of YAML, with the line of each value.
 
-Numbers are read as everyone means them (``1e-5`` is one; YAML 1.1 calls it text). Only ``true`` and ``false`` are
-booleans. Tags, anchors, aliases and duplicate keys are refused, so a file says what it seems to say and stays small.
+Numbers are read as they are meant (``1e-5`` is a number; in YAML 1.1 it is text). Only ``true`` and ``false`` are
+booleans. Tags, anchors, aliases and duplicate keys are refused, so a file means what it seems to mean and stays small.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse(text: str) -> Document:
     """The one document of a configuration text.
 
     Raises:
-        TextError: the text is not YAML, or uses what is refused here.
+        TextError: the text is not YAML, or uses something that is refused here.
     """
     lines: dict[Path, int] = {}
     try:

@@ -33,7 +33,7 @@ class HttpSource:
         payload: makes the requests' payloads.
         batch_size: maximum number of answers per request.
         takes_steps: whether an answer may have scores of its steps in place of one number.
-        missing: what answers count whose score is null.
+        missing: score of answers for which the service returns null.
     """
 
     def __init__(

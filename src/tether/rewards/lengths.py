@@ -117,8 +117,8 @@ def check_room(
         if left < 2 * response_length:  # there may be more of its tokens than of the policy's
             notes.append(
                 f"{key}: {told}, which leaves {left} of the {room.limit} tokens that {config.path} reads for an "
-                f"answer, but sampling.response_length is {response_length} of the policy's tokens. A longer answer ends "
-                f"the run: {ways}"
+                f"answer, but sampling.response_length is {response_length} of the policy's tokens. A longer answer "
+                f"ends the run: {ways}"
             )
     return notes
 

@@ -121,7 +121,7 @@ class RewardServer(ThreadingHTTPServer):
         self.server_close()
 
     def answer(self, job: _Job) -> Content:
-        """Has a job done; called in the thread of its connection."""
+        """Waits until a job is done; called in the thread of its connection."""
         self.jobs.put(job)
         job.answered.wait()
         return job.answer

@@ -41,7 +41,7 @@ _FILTERED = re.compile(
 
 
 class NoScore(RewardResponseError):
-    """A service will not score one answer, asked as often as you like, while it scores others."""
+    """A service refuses to score one answer, however often it is asked, but scores others."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Service:
         raise RewardError(f"{self.name}: POST {self.address}: the proxy of {named} cannot be used: {why}")
 
     async def posted(self, client: httpx2.AsyncClient, payload: Any) -> Any:
-        """The JSON that the service answers, after as many tries as it takes and is allowed."""
+        """The service's JSON answer, after as many tries as are needed and allowed."""
         content = json.dumps(payload, allow_nan=False).encode()
         for tried in range(1, self.retries + 2):
             wait, cause = 0.0, None

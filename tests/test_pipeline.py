@@ -310,12 +310,12 @@ def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file
         (
             f"--ppo.rewards=[{{type: function, path: {tmp_path}/judge.py, name: judge}}]",
             ConfigError,
-            r"rewards\.0: the function did not score a first answer: .*NameError",
+            r"rewards\.0: the function failed to score a test answer: .*NameError",
         ),
         (
             f"--ppo.rewards=[{made}, {{type: http, url: 'http://127.0.0.1:9/', retries: 0}}]",
             ConfigError,
-            r"the service did not score a first answer: .*127\.0\.0\.1:9",
+            r"the service failed to score a test answer: .*127\.0\.0\.1:9",
         ),
         ("--ppo.train.push_to_hub=true", ConfigError, r"train\.push_to_hub: HF_HUB_OFFLINE is set"),
     ]:
@@ -352,11 +352,11 @@ def test_a_launch_that_does_not_fit_the_last_stage_is_told_before_the_first_load
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--ppo.model.lora.r=4", r"ppo\.model\.lora\.r: 4, but ppo goes on with the adapter of sft, which has 2"),
+        ("--ppo.model.lora.r=4", r"ppo\.model\.lora\.r: 4, but ppo continues the adapter of sft, which has 2"),
         ("--sft.output_dir=x", r"sft\.output_dir: the pipeline's own output_dir says it"),
         ("--ppo.train.learning_rat=1", r"section ppo, --ppo\.train\.learning_rat: unknown key; did you mean"),
         ("--sft.train.max_steps=none", r"section sft, --sft\.train\.max_steps: got none, wanted a whole number"),
-        ("--resume=true", "--resume: leave it out; a pipeline goes on where it was stopped by itself"),
+        ("--resume=true", "--resume: leave it out; a pipeline always resumes where it was stopped"),
         ("--seed=x", r"--seed: got x, wanted a whole number"),
     ],
 )

@@ -81,4 +81,4 @@ def test_a_subset_of_a_folder_is_read_by_its_name(folder, monkeypatch, capsys):
     assert main(["score", "source.yaml", "data", "--subset", "second"]) == 0
     assert "1 pairs of data" in capsys.readouterr().out
     assert main(["score", "source.yaml", "data"]) == 2
-    assert "has the subsets first, second: name one by --subset" in " ".join(capsys.readouterr().err.split())
+    assert "has the subsets first, second: choose one with --subset" in " ".join(capsys.readouterr().err.split())

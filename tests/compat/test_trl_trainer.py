@@ -745,7 +745,7 @@ def test_a_critic_that_reads_what_is_behind_a_token_is_refused(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB_SIZE}
     config = Gemma3TextConfig(use_bidirectional_attention=True, num_labels=1, **sizes)
-    with pytest.raises(ModelError, match="reads what is behind a token, too; wanted a causal language model"):
+    with pytest.raises(ModelError, match="also reads what comes after a token; wanted a causal language model"):
         trainer(tmp_path, value_model=AutoModelForSequenceClassification.from_config(config))
 
 

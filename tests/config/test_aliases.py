@@ -54,5 +54,5 @@ def test_a_name_that_nobody_uses_is_unknown():
 
 @pytest.mark.parametrize("key", ["deepspeed", "fsdp"])
 def test_engines_are_the_launchers(key):
-    with pytest.raises(ConfigError, match=rf"{key}.*the launcher says it: accelerate launch --config_file examples/"):
+    with pytest.raises(ConfigError, match=rf"{key}.*the launcher sets it: accelerate launch --config_file examples/"):
         parse_config(f"{key}: x.json\n", RunConfig)

@@ -24,7 +24,7 @@ HELD_OUT = ["data.eval_prompts=e.jsonl"]
 RLOO, GRPO, REINFORCE = (f"ppo.advantage_estimator={name}" for name in ("rloo", "grpo", "reinforce_pp"))
 CASES = [
     (["data.eval_split=test"], HELD_OUT, "set data.eval_prompts"),
-    (["data.eval_subset=main"], HELD_OUT, "source of data.prompts once more"),
+    (["data.eval_subset=main"], HELD_OUT, "source of data.prompts again"),
     (["data.ptx_subset=main"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
     (["data.ptx_columns={completion: answer}"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
     (["data.ptx_split=test"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
@@ -33,12 +33,12 @@ CASES = [
     (["ppo.kl_estimator=k3", "ppo.kl_coef=0"], ["ppo.kl_coef=0.1"], "kl_coef 0 runs no reference"),
     (["ppo.kl_target=6", "ppo.kl_coef=0"], ["ppo.kl_coef=0.1"], "kl_coef 0 runs no reference"),
     (["ppo.kl_horizon=500"], ["ppo.kl_target=6"], "set ppo.kl_target"),
-    (["ppo.gamma=0.9", RLOO], [REINFORCE], "rloo takes the whole return"),
-    (["ppo.gamma=0.9", GRPO], ["ppo.advantage_estimator=gae"], "grpo takes the whole return"),
+    (["ppo.gamma=0.9", RLOO], [REINFORCE], "rloo uses the undiscounted return"),
+    (["ppo.gamma=0.9", GRPO], ["ppo.advantage_estimator=gae"], "grpo uses the undiscounted return"),
     (["ppo.lam=0.9", RLOO], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is rloo"),
     (["ppo.lam=0.9", GRPO], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is grpo"),
     (["ppo.lam=0.9", REINFORCE], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is reinforce_pp"),
-    (["ppo.lam=0.9", "ppo.lam_alpha=1", "ppo.value_lam=1"], ["ppo.value_lam=null"], "ppo.lam_alpha 1.0 stands in"),
+    (["ppo.lam=0.9", "ppo.lam_alpha=1", "ppo.value_lam=1"], ["ppo.value_lam=null"], "ppo.lam_alpha 1.0 replaces it"),
     (["ppo.value_lam=0.9", RLOO], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is rloo"),
     (["ppo.lam_alpha=0.9", RLOO], ["ppo.advantage_estimator=gae"], "ppo.advantage_estimator is rloo"),
     (["ppo.cliprange_value=0.3", RLOO], ["ppo.advantage_estimator=gae"], "there is no critic with"),
@@ -82,7 +82,7 @@ def test_a_stage_refuses_a_part_of_held_out_data_that_is_not_named(stage, source
 
     ((key, value),) = part.items()
     for share in ({}, {"eval_fraction": 0.2}):
-        with pytest.raises(ValueError, match=rf"{key} {value}: eval_{source} is not set.*source of {source} once more"):
+        with pytest.raises(ValueError, match=rf"{key} {value}: eval_{source} is not set.*source of {source} again"):
             run(**part, **share)
     assert getattr(run(**part, **{f"eval_{source}": "org/it"}).data, key) == value
     assert run(eval_split="train", eval_subset=None).data == run().data

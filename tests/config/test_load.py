@@ -134,7 +134,7 @@ class TestOverrides:
         parse_config(content, section, overrides=both[:-1], source="run.yaml")
         if section is not SourceConfig:
             (told,) = problems(content, *both[:-1], "--model.dtype=bfloat16", section=section)
-            assert "model.dtype bfloat16 and train.fp16 ask for two types in half precision" in told
+            assert "model.dtype bfloat16 and train.fp16 request two different half-precision types" in told
 
     def test_float16_goes_before_the_bfloat16_of_the_hardware(self, file):
         assert load_config(file, ["--train.fp16=true"]).resolved(bf16=True).train.bf16 is False
@@ -181,7 +181,7 @@ class TestOverrides:
             ("--rewards.2.weight=1", "--rewards.2.weight: rewards has 2 entries, numbered from 0; got 2"),
             ("--rewards.x.weight=1", "--rewards.x.weight: rewards has 2 entries, numbered from 0; got x"),
             ("--model.path.x=1", "--model.path.x: model.path is some/model, which has no key x"),
-            ("--ppo.kl_coef=[", "--ppo.kl_coef: [ is no YAML value"),
+            ("--ppo.kl_coef=[", "--ppo.kl_coef: [ is not a YAML value"),
             ("--ppo.lma=1", "--ppo.lma: unknown key; did you mean ppo.lam?"),
             ("--kl_coef=1", "--kl_coef: unknown key; it belongs elsewhere: ppo.kl_coef"),
             ("--batch_size=4", "--batch_size: unknown key; here it is train.rollout_batch_size"),
@@ -280,7 +280,7 @@ class TestProblems:
 
 
 def test_lora_targets_that_can_match_nothing(file):
-    whats = {"q_proj(": r"is no regular expression: missing \)", "[]": "an empty list names no module"}
+    whats = {"q_proj(": r"is not a regular expression: missing \)", "[]": "an empty list names no module"}
     for targets, what in whats.items():
         with pytest.raises(ConfigError, match=rf"--model\.lora\.target_modules: .*{what}"):
             load_config(file, [f"--model.lora.target_modules={targets}"])

@@ -45,18 +45,18 @@ def test_of_a_run_what_its_sources_need_is_taken(tmp_path):
     [
         (
             "rewards: [{type: adapter, path: judge}]\nmodel: {path: m, dtype: bfloat16}\nfp16: true",
-            "model.dtype bfloat16 and train.fp16 ask for two types",
+            "model.dtype bfloat16 and train.fp16 request two different half-precision types",
         ),
         ("model: {path: policy}", r"rewards: missing; wanted a list of groups of keys, at least 1"),
-        ("rewards: [{type: adapter, path: a}]", r"rewards\.0: type adapter shares the policy's base: name the policy"),
+        ("rewards: [{type: adapter, path: a}]", r"rewards\.0: type adapter shares the policy's base: set model.path"),
         (
             "rewards: [{type: ensemble, members: [{type: function, path: a.py, name: f}, "
             '{type: http, url: "http://h/", protocol: llamafactory}]}]',
-            r"rewards\.0\.members\.1: protocol llamafactory sends the policy's chat template",
+            r"rewards\.0\.members\.1: protocol llamafactory uses the policy's chat template",
         ),
         (
             "rewards: [{type: function, path: a.py, name: f}]\ndata: {system_prompt: Be kind.}",
-            r"data: no source brings a tokenizer with a chat template",
+            r"data: no source has a tokenizer with a chat template",
         ),
         ("rewards: [{type: model, path: a, name: x}, {type: model, path: b, name: x}]", r"names must be unique"),
         ("rewards: [{type: model, path: a}]\ndata: {prompts: p}", r"line 2: data\.prompts: unknown key"),

@@ -153,7 +153,7 @@ def test_calls_of_functions_are_handed_to_the_template(entry):
     assert row["prompt"][2] == {"role": "tool", "content": "red"}
     tokenizer = tiny_tokenizer()
     options = {"split": "train", "max_prompt_length": 64, "key": "data.prompts", "dataset_dir": folder} | CHAT
-    with pytest.raises(DataError, match=r"row 0, tools: the chat template makes no use of tools"):
+    with pytest.raises(DataError, match=r"row 0, tools: the chat template does not use tools"):
         load_prompts("d", tokenizer, **options)
     tokenizer.chat_template = (
         "{% for t in tools or [] %}{{ t.name }} {% endfor %}{% for m in messages %}<{{ m.role }}> "
@@ -256,7 +256,7 @@ def test_a_hub_dataset_with_its_subset_and_split(entry, monkeypatch, tmp_path):
     [
         ({"formatting": "chatml"}, "formatting is 'chatml', wanted alpaca, sharegpt or openai"),
         ({"columns": {"kto_tag": "label"}}, r"columns\.kto_tag: single answers with a verdict are for KTO"),
-        ({"columns": {"images": "images"}}, r"columns\.images: the models here read text only"),
+        ({"columns": {"images": "images"}}, r"columns\.images: only text is supported"),
         ({"columns": {"answer": "a"}}, r"unknown key columns\.answer; allowed are chosen, history"),
         ({"tags": {"user": "a"}}, r"unknown key tags\.user"),
         ({"ranking": True}, r"ranking needs columns\.chosen and columns\.rejected"),

@@ -107,7 +107,7 @@ def test_the_prompt_of_a_preferred_conversation(write):
     turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees"}]
     (prompt,) = prompts(write({"chosen": turns, "rejected": turns, "id": 3}))
     assert prompt.text == "<user> the cat <eos> <assistant>" and prompt.columns == {"rejected": turns, "id": 3}
-    with pytest.raises(DataError, match=r"row 0 .*, chosen: got text, and there is no column prompt"):
+    with pytest.raises(DataError, match=r"row 0 .*, chosen: got text, but there is no column prompt"):
         prompts(write({"chosen": "the cat sees", "rejected": "the cat"}))
 
 

@@ -111,14 +111,14 @@ def test_prompts_of_the_command_line_are_whole_and_have_the_runs_columns(folder,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data__subset": None}, r"^data\.prompts: .* the subsets main, other: name one by data\.subset$"),
+        ({"data__subset": None}, r"^data\.prompts: .* the subsets main, other: choose one with data\.subset$"),
         (
             {"data__eval_subset": "third"},
-            r"^data\.eval_prompts: .* main, other, and none called third: name one by data\.eval_subset$",
+            r"^data\.eval_prompts: .* main, other, but none called third: choose one with data\.eval_subset$",
         ),
         (
             {"data__columns": {"prompt": "qestion"}},
-            r"^data\.prompts: .* has no column qestion, which is to be its prompt; its columns are: question, answer, "
+            r"^data\.prompts: .* has no column qestion, which should be its prompt; its columns are: question, answer, "
             r"worse\. Correct it in data\.columns$",
         ),
         ({"data__columns": {}}, r"^data\.prompts: .*Rename one, or name it by data\.columns: \{prompt: …\}$"),
@@ -135,7 +135,7 @@ def test_keys_that_do_nothing_are_refused():
     data = {"dataset_dir": "data", "demonstrations": "d"}
     rest = {"model": {"path": "m"}, "output_dir": "o"}
     for name, value in (("subset", "main"), ("eval_subset", "main"), ("columns", {"prompt": "question"})):
-        with pytest.raises(ConfigError, match=rf"data: {name} \(.*\) is for sources that dataset_dir \(data\) does"):
+        with pytest.raises(ConfigError, match=rf"data: {name} \(.*\) applies only to sources that dataset_dir"):
             parse_config(json.dumps(rest | {"data": data | {name: value}}), SftStageConfig)
-    with pytest.raises(ConfigError, match=r"data\.columns: promt is no column that is read here; wanted prompt, "):
+    with pytest.raises(ConfigError, match=r"data\.columns: promt is not a column that is read here; wanted prompt, "):
         parse_config(json.dumps(rest | {"data": {"demonstrations": "d", "columns": {"promt": "x"}}}), SftStageConfig)

@@ -167,7 +167,7 @@ def test_several_splits_are_joined(tmp_path, name):
         ("train[5]", r"the split train\[5\] cannot be read"),
         ("train[0.5:]", "cannot be read"),
         ("train+", "cannot be read at ''"),
-        ("train[10:50%]", "in rows and in percent"),
+        ("train[10:50%]", "in both rows and percent"),
         ("train[:101%]", "asks for 101% of the rows, wanted at most 100%"),
         ("train[:1]+test", "has no split test; it has train"),
     ],
@@ -219,9 +219,9 @@ def test_subsets_are_named_by_their_key(tmp_path):
     rows = read_rows(folder, split="train", subset="socratic", key="data.prompts", subset_key="data.subset").rows
     assert rows == [{"question": "the socratic", "answer": "4"}]
     asked = {"split": "train", "key": "data.prompts", "subset_key": "data.subset"}
-    with pytest.raises(DataError, match=r"^data\.prompts: .* the subsets main, socratic: name one by data\.subset$"):
+    with pytest.raises(DataError, match=r"^data\.prompts: .* subsets main, socratic: choose one with data\.subset$"):
         read_rows(folder, **asked)
-    with pytest.raises(DataError, match=r"main, socratic, and none called other: name one by data\.subset$"):
+    with pytest.raises(DataError, match=r"main, socratic, but none called other: choose one with data\.subset$"):
         read_rows(folder, subset="other", **asked)
     with pytest.raises(DataError, match=r"main, socratic: save one of them, and name its file$"):
         read_rows(folder, split="train", key="--prompts")
@@ -282,7 +282,7 @@ def test_what_datasets_cannot_do_is_told_under_the_key(tmp_path, monkeypatch):
 
 BROKEN = {
     "rows.jsonl": ('{"prompt": "a"}\n\n{"prompt": "b",}\n', "line 3: not JSON: .* at column "),
-    "list.jsonl": ('{"prompt": "a"}\n["b"]\n', "line 2: got list, wanted an object, one entry a column"),
+    "list.jsonl": ('{"prompt": "a"}\n["b"]\n', "line 2: got list, wanted an object with one entry per column"),
     "rows.json": ('[\n  {"prompt": "a"},\n  {"prompt": b}\n]', "line 3: not JSON: .* at column 14"),
     "object.json": ('{\n "data": [{"prompt": "a"}]\n}', "got one object with the keys data; wanted a list of rows"),
     "chosen.csv": ("chosen\n\"[{'role': 'user'}]\"\n", "line 2: chosen is not JSON: .*a JSON list of chat"),
@@ -293,8 +293,8 @@ BROKEN = {
     "rows.parquet": ("prompt", "not a parquet file: "),
     "empty.jsonl": ("", "is empty"),
     "plain.jsonl.gz": ('{"prompt": "a"}', "cannot be read: Not a gzipped file"),
-    "rows.parquet.gz": ("x", "is of an unknown form"),
-    "rows.txt": ("the cat", "is of an unknown form; wanted a .jsonl, .json, .csv or .parquet file"),
+    "rows.parquet.gz": ("x", "has an unknown format"),
+    "rows.txt": ("the cat", "has an unknown format; wanted a .jsonl, .json, .csv or .parquet file"),
 }
 
 

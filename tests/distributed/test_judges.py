@@ -204,9 +204,9 @@ def test_what_cannot_be_sharded_is_told_before_a_model_is_loaded(folder):
     with pytest.raises(ConfigError, match=r"^rewards.0.processes: got sharded, wanted all or one under DDP, which"):
         check_sharded([reward], "DDP", spreads=False)
     for key, value in {"quantization": "4bit", "compile": True}.items():
-        with pytest.raises(ValidationError, match=r"processes sharded: .* do not go together; leave one out"):
+        with pytest.raises(ValidationError, match=r"processes sharded: .* cannot be combined; leave one out"):
             ModelReward(type="model", path="judge", processes="sharded", **{key: value})
     saved = save_tiny(folder / "few-bits", num_labels=1)
     edit_json(saved / "config.json", lambda found: found.update(quantization_config={"quant_method": "bitsandbytes"}))
-    with pytest.raises(ConfigError, match=r"^rewards.0.processes: got sharded, but .* holds weights in few bits"):
+    with pytest.raises(ConfigError, match=r"^rewards.0.processes: got sharded, but .* holds quantized weights"):
         check_sharded([ModelReward(type="model", path=str(saved), processes="sharded")], "FSDP2", spreads=True)

@@ -118,7 +118,7 @@ def test_an_engine_is_asked_about_what_the_launcher_says_too(tmp_path, monkeypat
 
 def test_float16_of_the_launcher_and_weights_in_bfloat16_contradict_each_other(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ConfigError, match=r"means train.fp16: model.dtype bfloat16 and train.fp16 ask for two types"):
+    with pytest.raises(ConfigError, match=r"means train.fp16: model.dtype bfloat16 and train.fp16 request two"):
         check_precision(tiny_run(tmp_path, train__bf16=None, model__dtype="bfloat16"))
 
 

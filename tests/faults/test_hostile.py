@@ -179,6 +179,6 @@ def test_a_state_with_a_hostile_configuration_is_only_text(tmp_path, saved):
         return json.dumps(state).encode()
 
     rewritten(saved.output_dir / "checkpoint-1", "tether_state/state.json", hostile)
-    with pytest.raises(USER_ERRORS, match="tags are not read"):
+    with pytest.raises(USER_ERRORS, match="tags are not supported"):
         train_policy(saved.model_copy(update={"resume": True}))
     assert not (tmp_path / "harmed").exists()

@@ -134,7 +134,7 @@ def test_49_of_a_gigabyte_only_the_beginning_is_read(tmp_path):
 def test_49_a_packed_answer_is_not_unpacked(tmp_path):
     """A kilobyte of it may be a megabyte."""
     bomb = Reply(gzip.compress(b'{"scores": [' + b" " * 2**22 + b"]}"), headers={"Content-Encoding": "gzip"})
-    packed = r"http://.* \(status 200\) packed its answer as gzip"
+    packed = r"http://.* \(status 200\) compressed its reply as gzip"
     with local_service(in_turn(lengths({"responses": ["Hello."]}), bomb)) as local:
         config = service_run(tmp_path, local.url)
         with pytest.raises(RewardResponseError, match=packed):
@@ -210,7 +210,7 @@ JUDGED = {
     "NaN": (says("NaN"), "gave no number from 1 to 10 for answer .*'NaN'"),
     "a list": (says("[7]"), "gave no number from 1 to 10 for answer"),
     "a number in a sentence": (says("I would say 7 or 8"), "the last reply: 'I would say 7 or 8'"),
-    "a hang": (Hang(), "no whole answer within read_timeout"),
+    "a hang": (Hang(), "no complete answer within read_timeout"),
     "a closed socket": (Close(), "the connection failed"),
     "a gigabyte": (Flood(), "returned more than 16 MiB"),
 }
@@ -284,7 +284,7 @@ def test_a_service_that_does_not_work_is_told_before_a_model_loads(tmp_path, mon
     monkeypatch.setattr("tether.train.build.build_parts", None)  # what would load models
     with local_service(lambda payload: Reply({"error": "columns: no answer"}, 400)) as local:
         config = service_run(tmp_path, local.url)
-        with pytest.raises(ConfigError, match=r"rewards\.0: the service did not score a first answer: .*no answer"):
+        with pytest.raises(ConfigError, match=r"rewards\.0: the service failed to score a test answer: .*no answer"):
             train_policy(config)
     assert not config.output_dir.exists()
     assert local.seen == [{"prompts": ["the cat sees"], "responses": ["Hello."], "columns": {}}]

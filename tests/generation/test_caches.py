@@ -88,7 +88,7 @@ def test_what_the_cache_allows_is_told_and_kept_to(kind, caplog):
     told = [record.getMessage() for record in caplog.records]
     if kind in ALIKE + ANEW:
         assert len(told) == 1 and "only prompts of equal length are answered side by side" in told[0]
-        assert ("read anew for every token" in told[0]) == (kind in ANEW)
+        assert ("reread for every token" in told[0]) == (kind in ANEW)
         assert ("otherwise than the text as a whole" in told[0]) == (kind in OTHERWISE)
     else:
         assert told == []

@@ -291,5 +291,5 @@ def test_random_state_is_left_alone():
 def test_more_positions_than_the_model_has_are_refused():
     model = tiny_causal_lm("gpt2")
     assert len(answers(model, [Request([8] * 120, 0)], Sampling(8))[0].token_ids) == 8
-    with pytest.raises(ConfigError, match=r"121 tokens .* 129 positions, the model has 128: .*max_prompt_length"):
+    with pytest.raises(ConfigError, match=r"121 tokens .* 129 positions, but the model has 128: .*max_prompt_length"):
         answers(model, [Request([8], 0), Request([8] * 121, 0)], Sampling(8))

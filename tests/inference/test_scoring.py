@@ -167,12 +167,12 @@ def test_services_and_functions_are_tried_before_a_model_loads(tmp_path, monkeyp
     file = written(tmp_path, {"prompt": "p", "response": "a"}, {"prompt": "p", "response": "b"})
     with local_service(lambda payload: Reply({}, 404)) as local:
         sources = config(tmp_path, {"type": "http", "url": local.url})
-        with pytest.raises(ConfigError, match=r"rewards\.1: the service did not score a first answer: .*status 404"):
+        with pytest.raises(ConfigError, match=r"rewards\.1: the service failed to score a test answer: .*status 404"):
             score_file(sources, file)
     assert [payload["responses"] for payload in local.seen] == [["a"]]
     (tmp_path / "judge.py").write_text("def letters(prompts, completions):\n    return [nothing]\n")
     broken = {"type": "function", "path": str(tmp_path / "judge.py"), "name": "letters"}
-    with pytest.raises(ConfigError, match=r"rewards\.0: the function did not score a first answer: .*NameError"):
+    with pytest.raises(ConfigError, match=r"rewards\.0: the function failed to score a test answer: .*NameError"):
         score_file(SourceConfig.model_validate({"rewards": [broken]}), file)
 
 

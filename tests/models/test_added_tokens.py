@@ -98,6 +98,6 @@ def test_a_run_goes_on_with_them(tmp_path):
 
 def test_tokens_that_are_no_part_of_the_adapter_are_told_with_a_way_out(tmp_path):
     adapter = adapter_with_tokens(tmp_path, kept=())
-    wanted = f"trained with {VOCAB_SIZE + 2} tokens, its base has {VOCAB_SIZE}, and model.embed_tokens .*AutoPeftModel"
+    wanted = f"trained with {VOCAB_SIZE + 2} tokens, but its base has {VOCAB_SIZE}, and model.embed_tok.*AutoPeftModel"
     with pytest.raises(ModelError, match=wanted):
         load_causal_lm(adapter, dtype=torch.float32)

@@ -142,7 +142,7 @@ def test_arguments_that_the_template_makes_no_use_of_are_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% if enable_thinking %}<system>{% endif %}" + tokenizer.chat_template
     check_template_kwargs(tokenizer, {"enable_thinking": True})
-    with pytest.raises(ConfigError, match=r"^data\.chat_template_kwargs\.thinking: the chat template makes no use"):
+    with pytest.raises(ConfigError, match=r"^data\.chat_template_kwargs\.thinking: the chat template does not use"):
         check_template_kwargs(tokenizer, {"thinking": True})
     with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
         check_template_kwargs(tiny_tokenizer(chat_template=False), {"enable_thinking": True})
@@ -153,7 +153,7 @@ def test_arguments_that_the_template_makes_no_use_of_are_refused():
     [
         ("{% for m in messages %}{{ m.content }", r"odd\.jinja refuses a lone user turn: unexpected '}'"),
         ("{{ raise_exception('a system message first') }}", "refuses a lone user turn: a system message first"),
-        ("<user> {{ eos_token }}", r"odd\.jinja writes '<user> <eos>' for a user turn, without what the user says"),
+        ("<user> {{ eos_token }}", r"odd\.jinja writes '<user> <eos>' for a user turn, without the user's text"),
         ("", "writes '' for a user turn"),
     ],
 )

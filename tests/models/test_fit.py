@@ -48,5 +48,5 @@ def test_texts_beyond_the_border_of_longrope_are_refused_and_those_before_it_are
         logits = model(input_ids=ids, use_cache=False).logits[0, len(request.token_ids) - 1 : -1].detach()
         wanted = logits.log_softmax(-1)[range(6), answer.token_ids]
         assert answer.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
-    with pytest.raises(ConfigError, match=r"10 tokens .* 17 positions, the model has 16 before longrope"):
+    with pytest.raises(ConfigError, match=r"10 tokens .* 17 positions, but the model has 16 before longrope"):
         answers(model, asked, Sampling(7))

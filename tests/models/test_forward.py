@@ -183,7 +183,7 @@ def test_a_model_without_a_trunk_is_refused():
     class Trunkless(LlamaForCausalLM):
         base_model_prefix = "trunk"
 
-    with pytest.raises(ModelError, match=r"Trunkless does not say by base_model_prefix"):
+    with pytest.raises(ModelError, match=r"Trunkless does not declare by base_model_prefix"):
         head_matches(Trunkless(LlamaConfig(**ROTARY)))
 
 

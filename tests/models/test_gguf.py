@@ -80,7 +80,7 @@ def test_what_counts_as_a_gguf_model(tmp_path):
 def test_mistakes_are_told_before_a_model_loads(tmp_path, monkeypatch):
     file = tmp_path / "a.gguf"
     file.write_bytes(b"PK\3\4")
-    with pytest.raises(ModelError, match=r"model\.path: .*a\.gguf is not what its name says"):
+    with pytest.raises(ModelError, match=r"model\.path: .*a\.gguf is not a GGUF file despite its name"):
         check_model_path(str(file), "model.path", takes_gguf=True)
     with pytest.raises(ModelError, match=r"rewards\.0\.path: .*a\.gguf is a file; wanted the folder"):
         check_model_path(str(file), "rewards.0.path")
@@ -88,7 +88,7 @@ def test_mistakes_are_told_before_a_model_loads(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match=r"holds 2 GGUF files; name one of them: a\.gguf, b\.gguf"):
         check_model_path(str(tmp_path), "model.path", takes_gguf=True)
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r'b\.gguf is read by the package gguf.*: pip install "tether\[gguf\]"'):
+    with pytest.raises(ModelError, match=r'b\.gguf needs the package gguf.*: pip install "tether\[gguf\]"'):
         check_model_path(str(tmp_path / "b.gguf"), "model.path", takes_gguf=True)
 
 

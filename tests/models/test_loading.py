@@ -331,7 +331,7 @@ def test_a_head_that_is_elsewhere_is_found_by_name(tmp_path):
     assert torch.equal(load_classifier(str(path)).score.weight, HEAD["v_head.summary.weight"])
     for form in ("full", "adapter"):
         beside = save_value_head(tmp_path / form, form=form)
-        with pytest.raises(ModelError, match=r"keeps its head in value_head\.safetensors.* is of type value_head"):
+        with pytest.raises(ModelError, match=r"keeps its head in value_head\.safetensors.* set type value_head"):
             check_classifier(str(beside), "rewards.0.path")
 
 

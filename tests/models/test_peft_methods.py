@@ -108,7 +108,7 @@ def test_full_fine_tuning_starts_from_what_the_adapter_makes_of_its_base(tmp_pat
     [
         (peft.PromptTuningConfig(num_virtual_tokens=2), "a PROMPT_TUNING adapter puts virtual tokens before"),
         (peft.PrefixTuningConfig(num_virtual_tokens=2), "a PREFIX_TUNING adapter puts virtual tokens"),
-        (peft.AdaLoraConfig(**LAYERS, total_step=10), "a ADALORA adapter moves its ranks on a schedule of its own"),
+        (peft.AdaLoraConfig(**LAYERS, total_step=10), "a ADALORA adapter changes its ranks on its own schedule"),
         (peft.LoraConfig(**LAYERS, bias="all"), "an adapter with bias=all changes the weights of its base"),
         (peft.OFTConfig(**LAYERS, r=0, oft_block_size=4, bias="oft_only"), "an adapter with bias=oft_only changes"),
     ],

@@ -64,7 +64,7 @@ def test_transformers_is_asked_for_nf4_or_int8_on_the_run_s_device(tmp_path, mon
 
 
 def test_what_cannot_be_is_refused_before_a_model_is_loaded(monkeypatch):
-    with pytest.raises(ValidationError, match="quantization 4bit: weights in few bits cannot be trained themselves"):
+    with pytest.raises(ValidationError, match="quantization 4bit: quantized weights cannot be trained themselves"):
         run_config("model", model={"quantization": "4bit"})
     monkeypatch.setattr(few, "version", lambda name: "1")
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(supported_torch_devices={"cuda"}))
@@ -302,5 +302,5 @@ def test_a_critic_of_its_own_is_no_copy_of_weights_in_few_bits(tmp_path, folders
     saved.save_pretrained(tmp_path)
     config = run_config(folders[0], lora={}, value={"kind": "model"})
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
-    with pytest.raises(ConfigError, match=r"value\.kind model: .* holds weights in few bits"):
+    with pytest.raises(ConfigError, match=r"value\.kind model: .* holds quantized weights"):
         build_roles(config, load_tokenizer(str(folders[0])), device="cpu", autocast_dtype=None)

@@ -93,7 +93,7 @@ def test_a_copy_of_the_base_is_the_base_and_a_changed_one_is_not(folders, tmp_pa
     roles.add_reward_adapter("judge", str(reward))
     other = save_model(tmp_path / "other", tied=False, seed=9)
     roles = roles_of(run_config(other, lora={}, value={"kind": "head"}))
-    with pytest.raises(ModelError, match=r"trained on .*/model, the policy's base is .*/other"):
+    with pytest.raises(ModelError, match=r"trained on .*/model, but the policy's base is .*/other"):
         roles.add_reward_adapter("judge", str(reward))
     assert list(roles.policy.peft_config) == ["default"]
 

@@ -207,9 +207,9 @@ def test_a_reward_of_another_vocabulary_is_no_start_of_a_critic(folders, tmp_pat
     other = save_model(tmp_path / "other", "qwen2", num_labels=1)  # another tokenizer
     judge = [{"type": "model", "path": str(other)}]
     assert roles_of(run_config(model, rewards=judge)).role("value").source == str(model)
-    with pytest.raises(ConfigError, match=r"value.init reward: the tokenizer of .*other has another vocabulary"):
+    with pytest.raises(ConfigError, match=r"value.init reward: the tokenizer of .*other has a different vocabulary"):
         roles_of(run_config(model, rewards=judge, value={"init": "reward"}))
-    with pytest.raises(ConfigError, match=r"value.init: the tokenizer of .*other has another vocabulary"):
+    with pytest.raises(ConfigError, match=r"value.init: the tokenizer of .*other has a different vocabulary"):
         roles_of(run_config(model, value={"init": str(other)}))
 
 
@@ -233,7 +233,7 @@ def test_a_judge_that_is_no_decoder_is_no_start_of_a_critic(folders, tmp_path):
     judge = [{"type": "model", "path": str(tmp_path)}]
     assert roles_of(run_config(model, rewards=judge)).role("value").source == str(model)
     for key, value in (("value.init reward", "reward"), ("value.init", str(tmp_path))):
-        with pytest.raises(ConfigError, match=f"{key}: {tmp_path} is no decoder, .*; set value.init to policy"):
+        with pytest.raises(ConfigError, match=f"{key}: {tmp_path} is not a decoder, .*; set value.init to policy"):
             roles_of(run_config(model, rewards=judge, value={"init": value}))
 
 

@@ -414,7 +414,7 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path):
     ("damage", "message"),
     [
         (lambda f: (f / "a").unlink(), "a is missing"),
-        (lambda f: (f / "a").write_text("abcd"), "a has 4 bytes, its manifest says 3"),
+        (lambda f: (f / "a").write_text("abcd"), "a has 4 bytes, but its manifest says 3"),
         (lambda f: (f / "a").write_text("abd"), "a is damaged"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda f: (f / "manifest.json").write_text('{"files"'), "manifest.json: cannot be read"),

@@ -291,5 +291,5 @@ def test_a_first_call_tells_a_function_that_cannot_work(tmp_path, body, message)
     batch = text_batch("a", prompts=[[{"role": "user", "content": "hi"}]])
     if message is None:
         return try_sources(function, ["f"], batch, tiny_tokenizer())
-    with pytest.raises(ConfigError, match=rf"^rewards\.0: the function did not score a first answer: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"^rewards\.0: the function failed to score a test answer: .*{message}"):
         try_sources(function, ["f"], batch, tiny_tokenizer())

@@ -131,7 +131,7 @@ def test_an_answer_over_the_limit_is_refused_and_one_at_the_limit_is_not(tmp_pat
     assert position_limit(judge.model) == limit
     fits, long = " ".join(["good"] * (limit - 2)), " ".join(["good"] * (limit - 1))
     assert judge.score(text_batch(fits)).scores == pytest.approx([plain_score(tmp_path, fits)], abs=1e-5)
-    with pytest.raises(RewardError, match=rf"answer 1 of 2 .* has {limit + 1} tokens .*, the limit is {limit}"):
+    with pytest.raises(RewardError, match=rf"answer 1 of 2 .* has {limit + 1} tokens .*, but the limit is {limit}"):
         judge.score(text_batch(fits, long))
     with pytest.raises(RewardError, match="the limit is 5"):
         source(tmp_path, input_format="response", max_length=5).score(text_batch(fits))

@@ -214,7 +214,7 @@ def test_what_cannot_be_loaded_is_told_with_key_got_and_wanted(tmp_path):
     path = str(file)
     for arguments, message in {
         (str(tmp_path / "none.py"), "f"): r"rewards\.1\.path: there is no file .*none\.py",
-        (str(broken), "f"): r"rewards\.1\.path: .*broken\.py does not run: ModuleNotFoundError: .*no_such_module",
+        (str(broken), "f"): r"rewards\.1\.path: .*broken\.py cannot be run: ModuleNotFoundError: .*no_such_module",
         ("no.such.module", "f"): r"rewards\.1\.path: cannot import no\.such\.module: .*wanted a \.py file",
         (path, "shrot"): r"rewards\.1\.name: .*judge\.py has no shrot; it has blind, by_place, short",
         (path, "limit"): r"rewards\.1\.name: limit in .* is a int, wanted a function",
@@ -241,7 +241,7 @@ def test_a_function_that_ends_the_process_is_an_error(tmp_path):
         FunctionSource(gives_up, "judge").score(text_batch("one", "two"))
     file = tmp_path / "exits.py"
     file.write_text("import sys\nsys.exit(0)")
-    with pytest.raises(ConfigError, match="does not run: SystemExit: 0"):
+    with pytest.raises(ConfigError, match="cannot be run: SystemExit: 0"):
         load_function(str(file), "f", "rewards.0")
 
 

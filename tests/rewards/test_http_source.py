@@ -98,7 +98,7 @@ def test_batches_are_put_together_in_order_with_their_components_and_not_too_man
 
 
 WRONG = {
-    "too few": (Reply({"scores": [1, 2]}), r"returned 2 scores for 3 answers; wanted one an answer"),
+    "too few": (Reply({"scores": [1, 2]}), r"returned 2 scores for 3 answers; wanted one per answer"),
     "too many": (Reply({"scores": [1, 2, 3, 4]}), r"returned 4 scores for 3 answers"),
     "NaN": (Reply(b'{"scores": [1, NaN, 3]}'), r"returned nan \(float\) for answer 1 of 3 .* wanted one finite"),
     "infinite": (Reply(b'{"scores": [1, 2, -Infinity]}'), r"returned -inf \(float\) for answer 2 of 3"),
@@ -116,13 +116,13 @@ WRONG = {
         Reply({"scores": [1, 2, 3], "components": {"a": [1]}}),
         r"component a, returned 1 scores for 3 answers",
     ),
-    "no JSON": (Reply(b"<html>Bad gateway</html>"), r"returned no JSON \(JSONDecodeError.*'<html>Bad gateway</html>'"),
-    "half JSON": (Reply(b'{"scores": [1, 2'), r"returned no JSON .*'\{\"scores\": \[1, 2'"),
-    "nothing": (Reply(b""), r"returned no JSON .* an empty body"),
-    "deep JSON": (Reply(b"[" * 100_000), r"returned no JSON \(RecursionError"),
-    "a number of many digits": (Reply(b'{"scores": [' + b"9" * 10_000 + b"]}"), r"returned no JSON \(ValueError"),
-    "no UTF-8": (Reply(b'{"scores": [1, 2, 3], "note": "\xff"}'), r"returned no JSON \(UnicodeDecodeError"),
-    "false gzip": (Reply(b"no gzip", headers={"Content-Encoding": "gzip"}), "packed its answer as gzip"),
+    "no JSON": (Reply(b"<html>Bad gateway</html>"), r"not return JSON \(JSONDecodeError.*'<html>Bad gateway</html>'"),
+    "half JSON": (Reply(b'{"scores": [1, 2'), r"did not return JSON .*'\{\"scores\": \[1, 2'"),
+    "nothing": (Reply(b""), r"did not return JSON .* an empty body"),
+    "deep JSON": (Reply(b"[" * 100_000), r"did not return JSON \(RecursionError"),
+    "a number of many digits": (Reply(b'{"scores": [' + b"9" * 10_000 + b"]}"), r"did not return JSON \(ValueError"),
+    "no UTF-8": (Reply(b'{"scores": [1, 2, 3], "note": "\xff"}'), r"did not return JSON \(UnicodeDecodeError"),
+    "false gzip": (Reply(b"no gzip", headers={"Content-Encoding": "gzip"}), "compressed its reply as gzip"),
 }
 
 
@@ -170,8 +170,8 @@ PASSING = {
     "503": (Reply(b"busy", 503), RewardResponseError, r"got status 503 and 'busy'; wanted status 200"),
     "429": (Reply({"error": "slow down"}, 429), RewardResponseError, r"got status 429 and"),
     "a closed socket": (Close(), RewardError, r"the connection failed: RemoteProtocolError"),
-    "a hang": (Hang(), RewardTimeout, r"no whole answer within read_timeout, 0.1 s"),
-    "an endless answer": (Trickle(), RewardTimeout, r"no whole answer within read_timeout, 0.1 s"),
+    "a hang": (Hang(), RewardTimeout, r"no complete answer within read_timeout, 0.1 s"),
+    "an endless answer": (Trickle(), RewardTimeout, r"no complete answer within read_timeout, 0.1 s"),
 }
 
 
@@ -325,9 +325,9 @@ class TestProxy:
     @pytest.mark.parametrize(
         ("value", "message"),
         [
-            ("socks5://me:s3cret@host:1", r"the proxy of ALL_PROXY cannot be used: a SOCKS proxy takes .*socksio"),
-            ("ftp://me:s3cret@host:1", r"the proxy of ALL_PROXY cannot be used: its address is none"),
-            ("http://me:s3cret@host:x", r"the proxy of ALL_PROXY cannot be used: its address is none"),
+            ("socks5://me:s3cret@host:1", r"the proxy of ALL_PROXY cannot be used: a SOCKS proxy needs .*socksio"),
+            ("ftp://me:s3cret@host:1", r"the proxy of ALL_PROXY cannot be used: its address is not one"),
+            ("http://me:s3cret@host:x", r"the proxy of ALL_PROXY cannot be used: its address is not one"),
         ],
     )
     def test_that_cannot_be_used_is_told(self, monkeypatch, value, message):
@@ -391,6 +391,6 @@ def test_columns_to_send_must_be_there():
 def test_a_first_request_tells_whether_a_service_works():
     with local_service(in_turn(SCORES, Reply(b"no such page", 404))) as local:
         configs = [config(local.url, name="one"), config(local.url, name="other")]
-        with pytest.raises(ConfigError, match=r"rewards\.1: the service did not score a first .*: reward other: .*404"):
+        with pytest.raises(ConfigError, match=r"rewards\.1: the service failed to score .*: reward other: .*404"):
             try_sources(configs, ["one", "other"], BATCH, tiny_tokenizer())
     assert len(local.seen) == 2

@@ -135,7 +135,7 @@ def test_a_judge_that_gives_no_number_is_reminded_of_the_form():
 def test_a_judge_that_never_gives_a_number_is_an_error_that_quotes_it(reply, told):
     message = (
         r"reward grade: http.*/chat/completions \(status 200\) gave no number from 1 to 10 for answer 1 of 2 \(counted "
-        rf"from 0\), asked 2 times; {told}"
+        rf"from 0\) in 2 attempts; {told}"
     )
     with (
         local_service(lambda payload: says("5") if "fine" in str(payload) else reply) as local,
@@ -164,7 +164,7 @@ def test_an_answer_that_is_refused_is_an_error_unless_it_has_a_score(reply, capl
         assert source(local.url, missing=-0.5).score(text_batch("fine")).components == {"missing": [0.0]}
     (told,) = caplog.messages
     assert told.startswith("reward grade: ")
-    assert "It counts -0.5, as the reward's `missing` says; rewards/grade/missing is the share of such" in told
+    assert "Its score is set to -0.5, the reward's `missing`; rewards/grade/missing is the share of such" in told
 
 
 @pytest.mark.parametrize("missing", [None, 0.0])
@@ -233,7 +233,7 @@ def test_the_key_is_sent_and_must_be_set(monkeypatch):
         judge = config(local.url, api_key_env="JUDGE_KEY")
         check_rewards([judge])
         try_sources([judge], ["grade"], text_batch("a"), tiny_tokenizer())
-        with pytest.raises(ConfigError, match=r"rewards\.0: the service did not score a first answer: .* status 401"):
+        with pytest.raises(ConfigError, match=r"rewards\.0: the service failed to score a test answer: .* status 401"):
             try_sources([judge], ["grade"], text_batch("a"), tiny_tokenizer())
     assert local.headers[0]["Authorization"] == "Bearer s3cret"
     monkeypatch.delenv("JUDGE_KEY")

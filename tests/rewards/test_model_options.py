@@ -74,5 +74,5 @@ def test_a_compiled_judge_gives_the_same_scores(judges, kind, monkeypatch):
 
 
 def test_a_judge_in_few_bits_does_not_move(judges):
-    with pytest.raises(ValidationError, match=r"offload: weights in few bits \(quantization 4bit\) stay"):
+    with pytest.raises(ValidationError, match=r"offload: quantized weights \(quantization 4bit\) stay"):
         TypeAdapter(RewardConfig).validate_python(judges["model"] | {"offload": True, "quantization": "4bit"})

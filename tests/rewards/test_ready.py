@@ -33,7 +33,7 @@ def test_regex():
     assert scores("regex", *answers, pattern=r"\d+") == [1.0, 1.0, 0.0, 1.0]
     assert scores("regex", *answers, pattern=r"\A\d+\Z") == [0.0, 1.0, 0.0, 0.0]
     assert scores("regex", *answers, pattern="(?i)THE.*") == [1.0, 0.0, 0.0, 0.0]
-    with pytest.raises(ValidationError, match=r"'\(' is no regular expression"):
+    with pytest.raises(ValidationError, match=r"'\(' is not a regular expression"):
         section("regex", pattern="(")
 
 

@@ -84,9 +84,9 @@ def test_what_is_asked():
 
 
 NO_REQUESTS = {
-    "no JSON": (b"prompts=a", r"the body is no JSON: Expecting value"),
-    "deep JSON": (b"[" * 100_000, r"the body is no JSON: maximum recursion"),
-    "no UTF-8": (b'{"prompts": ["\xff"]}', r"the body is no JSON: .*utf-8"),
+    "no JSON": (b"prompts=a", r"the body is not JSON: Expecting value"),
+    "deep JSON": (b"[" * 100_000, r"the body is not JSON: maximum recursion"),
+    "no UTF-8": (b'{"prompts": ["\xff"]}', r"the body is not JSON: .*utf-8"),
     "a list": ([PAIR], r"the body is a JSON list, wanted an object with prompts and responses"),
     "other keys": (PAIR | {"column": {}}, r"unknown key column; wanted prompts, responses and columns"),
     "no prompts": ({"responses": ["x"]}, r"prompts: got nothing, wanted a list"),
@@ -133,7 +133,7 @@ def test_requests_that_are_refused_unread(serve, monkeypatch):
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         status = running.ask(PAIR, **{"Content-Type": kind})[0]
         assert status == 415
-    assert running.ask(b" " * 101) == (413, {"error": "the body has 101 bytes, the limit is 100"})
+    assert running.ask(b" " * 101) == (413, {"error": "the body has 101 bytes, but the limit is 100"})
     assert running.ask(PAIR, **{"Content-Length": "-1"})[0] == 411
     assert running.ask(PAIR, **{"Content-Length": "many"})[0] == 411
     assert running.ask(PAIR)[0] == 200

@@ -370,7 +370,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
         ("data", {"eval_demonstrations": "none.jsonl"}, DataError, r"data\.eval_demonstrations: no such file"),
         ("data", {"chat_template": "chatml"}, ConfigError, r"data\.chat_template: chatml needs <\|im_start\|>"),
         ("data", {"chat_template": "chatmall"}, ConfigError, r"chat_template: got chatmall, wanted auto, none, a file"),
-        ("data", {"chat_template_kwargs": {"thinking": 1}}, ConfigError, r"chat_template_kwargs\.thinking: .* no use"),
+        ("data", {"chat_template_kwargs": {"thinking": 1}}, ConfigError, r"chat_template_kwargs\.thinking: .* not use"),
         ("train", {"lr_scheduler_type": "stairs"}, ConfigError, r"train\.lr_scheduler_type: got stairs"),
         ("train", {"lr_scheduler_type": "cosine_with_min_lr"}, ConfigError, r"type: got cosine_with_min_lr, wanted"),
         ("model", {"lora": LoraConfig(target_modules=["nope"])}, ConfigError, r"\['nope'\] names no module of Llama"),

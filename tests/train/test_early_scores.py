@@ -162,7 +162,7 @@ def test_a_function_that_fails_is_told_with_its_answer(tmp_path):
         return [0.0] * len(completions)
 
     made = trainer(tmp_path, FunctionSource(function, "f"), asked)
-    with pytest.raises(RewardError, match=r"raised KeyError: 'three' \(answer 3 of 8, counted from 0, fails alone too"):
+    with pytest.raises(RewardError, match=r"raised KeyError: 'three' \(answer 3 of 8, counted from 0, also fails"):
         raw_scores(made.parts, made.rollout(Metrics(), ask=True))
 
 

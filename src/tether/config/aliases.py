@@ -1,4 +1,4 @@
-"""What other systems call our keys. Read only to word the message about an unknown key: no such spelling is accepted.
+"""What other systems call our keys. Used only in the message about an unknown key: no such name is accepted.
 
 A name is looked up with its whole path first (``critic.optim.lr``), then by its last part (``init_kl_coef``).
 """
@@ -14,7 +14,7 @@ class Alias(NamedTuple):
     keys: tuple[str, ...]
     """Our keys, as the command line writes them (``N`` for a list position); empty where we have none."""
     note: str = ""
-    """What else the reader must know."""
+    """What else the user must know."""
 
 
 def _table(*rows: tuple[str, Alias]) -> dict[str, Alias]:
@@ -39,7 +39,7 @@ ALIASES = _table(
     ("flash_attn attn_impl use_flash_attention_2", _to("model.attn_implementation")),
     ("use_peft use_lora finetuning_type peft_config", _to("model.lora", note="`lora: {}` turns LoRA on")),
     ("num_layers_unfrozen freeze_trainable_layers",
-     _to("model.freeze_layers", note="it counts the layers that stay as they are, from the first")),
+     _to("model.freeze_layers", note="it counts the frozen layers, from the first")),
     ("lora_r lora_rank ds.lora.rank", _to("model.lora.r")),
     ("lora_alpha ds.lora.alpha", _to("model.lora.alpha")),
     ("lora_dropout ds.lora.dropout", _to("model.lora.dropout")),
@@ -47,7 +47,7 @@ ALIASES = _table(
     ("ref_model ref_model_name_or_path ref_model_adapters ref_adapter_name ref.model_name_or_path",
      _absent("the reference is always the policy that the run starts from")),
     ("load_in_4bit load_in_8bit quantization_bit", _to("model.quantization", note="4bit or 8bit, with `lora: {}`")),
-    ("ref_model_quantization_bit", _absent("the reference has the policy's base, see model.quantization")),
+    ("ref_model_quantization_bit", _absent("the reference shares the policy's base; see model.quantization")),
     ("reward_model_quantization_bit", _to("rewards.N.quantization", note="4bit or 8bit")),
     ("critic_pretrain critic.model_name_or_path critic.model.path value_model value_model_path", _to("value.init")),
     ("critic_learning_rate lr_critic critic.adam.lr critic.optim.lr", _to("value.learning_rate")),
@@ -57,12 +57,12 @@ ALIASES = _table(
     ("reward_model_path reward_model reward_pretrain reward.model_name_or_path reward.reward_model.model_path",
      _to("rewards", note="a list: `- {type: model, path: …}`, type value_head for LLaMA-Factory's reward models")),
     ("reward_model_adapters",
-     _to("rewards", note="a list: `- {type: value_head, path: …}`, type adapter for one of a sequence classifier")),
+     _to("rewards", note="a list: `- {type: value_head, path: …}`, type adapter for one with a classifier's head")),
     ("reward_model_type", _to("rewards.N.type")),
     ("reward_funcs compute_score custom_reward_function reward.custom_reward_function.path",
      _to("rewards", note="a list: `- {type: function, path: FILE.py, name: FUNCTION}`")),
     ("remote_rm_url reward.remote_url rm_url",
-     _to("rewards", note="a list: `- {type: http, url: …}`; docs/rewards.md says what the service must answer")),
+     _to("rewards", note="a list: `- {type: http, url: …}`; docs/rewards.md describes the protocol")),
     ("reward_weights reward_weight", _to("rewards.N.weight")),
     ("ppo_score_norm use_score_scaling use_score_norm normalize_reward normalize_enable scale_reward reward_baseline",
      _to("ppo.score_norm", note="`running` is LLaMA-Factory's")),
@@ -89,7 +89,7 @@ ALIASES = _table(
     ("rollout.top_k", _to("sampling.top_k")),
     ("min_p typical_p repetition_penalty min_length min_new_tokens do_sample",
      _absent("answers are drawn from the policy's own distribution, because another one biases the ratio and the KL; "
-             "sampling.temperature, sampling.top_p and sampling.top_k are all that there is")),
+             "sampling.temperature, sampling.top_p and sampling.top_k are the only options")),
     ("rollout.n n_samples_per_prompt num_return_sequences num_samples_per_prompt",
      _to("sampling.num_generations", note="train.rollout_batch_size counts answers, not prompts")),
     ("use_vllm vllm_mode vllm_num_engines vllm_gpu_memory_utilization gpu_memory_utilization "
@@ -135,7 +135,7 @@ ALIASES = _table(
      _to("train.rollout_batch_size")),
     ("train.batch_size train_batch_size",
      _to("train.rollout_batch_size", "ppo.num_mini_batches",
-         note="answers an update, and optimizer steps that each pass over them makes")),
+         note="answers per update, and optimizer steps per pass over them")),
     ("per_device_train_batch_size micro_train_batch_size micro_rollout_batch_size micro_batch_size_per_gpu "
      "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu mbs",
      _to("train.micro_batch_size")),
@@ -158,7 +158,7 @@ ALIASES = _table(
     ("enable_ema ema_beta", _to("train.ema_decay")),
     ("random_seed", _to("train.seed")),
     ("deepspeed deepspeed_config fsdp fsdp_config",
-     _absent("the launcher says it: accelerate launch --config_file examples/accelerate/zero3.yaml -m tether ppo …")),
+     _absent("the launcher sets it: accelerate launch --config_file examples/accelerate/zero3.yaml -m tether ppo …")),
     # evaluation, saving, logging
     ("eval_strategy evaluation_strategy test_freq eval.steps num_sample_generations val_before_train",
      _to("train.eval_steps")),
@@ -171,7 +171,7 @@ ALIASES = _table(
     ("overwrite_output", _to("overwrite_output_dir")),
     ("plot_loss", _absent("report.html in the output folder has every curve")),
     ("push_to_hub_model_id", _to("train.hub_model_id")),
-    ("stage do_train", _absent("the command says what runs: `tether ppo`, `tether reward`")),
+    ("stage do_train", _absent("the command selects the stage: `tether ppo`, `tether reward`")),
 )
 
 

@@ -12,13 +12,13 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
 def check_precision(bf16: bool | None, fp16: bool) -> None:
-    """Raises ``ValueError`` where autocast of two types is asked for."""
+    """Raises ``ValueError`` if autocast of two types is requested."""
     if bf16 and fp16:
-        raise ValueError("bf16 and fp16 are both true: set one of them; bf16 where the hardware has it")
+        raise ValueError("bf16 and fp16 are both true: set one of them, preferably bf16 if the hardware supports it")
 
 
 def passes_over(count: int, num_epochs: float) -> Fraction:
-    """What ``num_epochs`` passes over ``count`` things come to, exactly: 1.1 is eleven tenths, no float."""
+    """The exact product of ``num_epochs`` and ``count``: 1.1 is eleven tenths, not a float."""
     return Fraction(str(num_epochs)) * count
 
 

@@ -18,7 +18,7 @@ COLUMNS = ("prompt", "messages", "completion", "text", "chosen", "rejected", "to
 
 def _known(columns: dict[str, str]) -> dict[str, str]:
     if unknown := [name for name in columns if name not in COLUMNS]:
-        raise ValueError(f"{unknown[0]} is no column that is read here; wanted {', '.join(COLUMNS)}")
+        raise ValueError(f"{unknown[0]} is not a column that is read here; wanted {', '.join(COLUMNS)}")
     return columns
 
 
@@ -52,7 +52,7 @@ class ChatKeys(Section):
 
     @property
     def chat(self) -> dict[str, Any]:
-        """These keys, as the functions that read data take them."""
+        """These keys, as arguments of the functions that read data."""
         return {name: getattr(self, name) for name in ChatKeys.model_fields}
 
 
@@ -88,18 +88,18 @@ class DataKeys(ChatKeys):
             for name in type(self).model_fields:
                 if name.endswith(("subset", "columns")) and (value := getattr(self, name)):
                     raise ValueError(
-                        f"{name} ({value}) is for sources that dataset_dir ({self.dataset_dir}) does not describe: "
-                        "write it into the entries of dataset_info.json"
+                        f"{name} ({value}) applies only to sources that dataset_dir ({self.dataset_dir}) does not "
+                        "describe: set it in the entries of dataset_info.json"
                     )
         return self
 
 
 def subset_key(key: str) -> str | None:
-    """The key that names the subset of the dataset under ``key``; None where none does."""
+    """The key that names the subset of the dataset under ``key``; None if there is none."""
     section, _, name = key.rpartition(".")
     return f"{section}.{_prefix(name)}subset" if section else None
 
 
 def _prefix(name: str) -> str:
-    """What the keys begin with that go with the dataset under the key ``name``."""
+    """Beginning of the keys that belong to the dataset under the key ``name``."""
     return next((prefix for prefix in ("eval_", "ptx_") if f"{name}_".startswith(prefix)), "")

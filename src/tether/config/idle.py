@@ -1,6 +1,6 @@
-"""Keys of a run that are read only where another key says so: set without it they would do nothing.
+"""Keys of a run that are read only if another key asks for it; without that key, they would have no effect.
 
-Their values tell, not whether they are written: the configuration that a run writes down names every key.
+Their values count, not whether they are set: the configuration file that a run writes sets every key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from tether.config.rewards import measured_norms
 
 Get = Callable[[str], Any]
-"""The value at a dotted key, its default where it is left out."""
+"""The value at a dotted key, or its default if it is left out."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Needs:
 
 _NAMED = {"estimator": "ppo.advantage_estimator", "lam_alpha": "ppo.lam_alpha", "value_lam": "ppo.value_lam"}
 _REFERENCE = Needs(
-    lambda of: of("ppo.kl_coef") != 0, "ppo.kl_coef 0 runs no reference: set it to more, or leave {key} out"
+    lambda of: of("ppo.kl_coef") != 0, "ppo.kl_coef 0 runs no reference: set it above 0, or leave {key} out"
 )
 _CRITIC = Needs(
     lambda of: of("ppo.advantage_estimator") == "gae",
-    "it is a setting of generalized advantage estimation and ppo.advantage_estimator is {estimator}: "
+    "only generalized advantage estimation uses it, but ppo.advantage_estimator is {estimator}: "
     "leave it out, or set ppo.advantage_estimator to gae",
 )
 _PUSH = Needs(lambda of: of("train.push_to_hub"), "nothing is pushed: set train.push_to_hub: true, or leave {key} out")
 _HELD_OUT = Needs(
     lambda of: of("data.eval_prompts") is not None,
-    "no source of held-out prompts is read: set data.eval_prompts (the source of data.prompts once more, for another "
+    "no held-out prompts are read: set data.eval_prompts (the source of data.prompts again, for another "
     "part of it), or leave {key} out",
 )
 _DEMONSTRATIONS = Needs(
@@ -55,7 +55,7 @@ NEEDS: Mapping[str, Sequence[Needs]] = {
     "ppo.kl_target": [
         Needs(
             lambda of: of("ppo.kl_coef") != 0,
-            "ppo.kl_coef 0 runs no reference, and no factor moves it: set it to what the coefficient is to start from, "
+            "ppo.kl_coef 0 runs no reference, and no factor can change 0: set it to the coefficient to start from, "
             "or leave {key} out",
         )
     ],
@@ -68,7 +68,7 @@ NEEDS: Mapping[str, Sequence[Needs]] = {
     "ppo.gamma": [
         Needs(
             lambda of: of("ppo.advantage_estimator") not in ("rloo", "grpo"),
-            "{estimator} takes the whole return of an answer, without discount; leave it out, or set "
+            "{estimator} uses the undiscounted return of an answer; leave it out, or set "
             "ppo.advantage_estimator to gae or reinforce_pp",
         )
     ],
@@ -76,7 +76,7 @@ NEEDS: Mapping[str, Sequence[Needs]] = {
         _CRITIC,
         Needs(
             lambda of: of("ppo.lam_alpha") is None or of("ppo.value_lam") is None,
-            "ppo.lam_alpha {lam_alpha} stands in for it in the policy's advantages, and ppo.value_lam "
+            "ppo.lam_alpha {lam_alpha} replaces it in the policy's advantages, and ppo.value_lam "
             "{value_lam} in the critic's targets: leave one of the three out",
         ),
     ],
@@ -103,7 +103,7 @@ NEEDS: Mapping[str, Sequence[Needs]] = {
     "ppo.whiten_rewards": [
         Needs(
             lambda of: of("ppo.advantage_estimator") != "grpo",
-            "grpo divides scores by their own spread: leave it out, or set ppo.advantage_estimator to another",
+            "grpo divides scores by their own spread: leave it out, or set another ppo.advantage_estimator",
         )
     ],
     "ppo.score_norm_samples": [
@@ -128,15 +128,15 @@ NEEDS: Mapping[str, Sequence[Needs]] = {
     "train.hub_model_id": [_PUSH],
     "train.hub_private_repo": [_PUSH],
 }
-"""By key, what it needs."""
+"""What each key needs."""
 
 
 def idle(of: Get, default: Get) -> Iterator[tuple[str, str]]:
-    """Keys that are set to something else than their default and are not read, and why not.
+    """Keys that are set to something other than their default and are not read, and why not.
 
     Args:
         of: the configuration.
-        default: the value that a key has where it is left out.
+        default: the value that a key has if it is left out.
     """
     for key, all_needs in NEEDS.items():
         if of(key) != default(key):

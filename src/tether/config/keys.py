@@ -33,7 +33,7 @@ class KeyDoc:
 def describe(section: type[Section]) -> list[KeyDoc]:
     """Every key of a configuration, in the order of its fields; a union of sections gives each member's keys.
 
-    Where a member of a union holds members of the same union, their keys are not told once more.
+    If a member of a union holds members of the same union, their keys are not repeated.
     """
     documented = _documented(section, (), one_line(section.__doc__), ())
     return [doc for doc in documented if doc.key not in section.REFUSED]
@@ -94,7 +94,7 @@ def _bare(words: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML would write it, cut to a readable length; text in quotes where that is needed to tell it."""
+    """A value as YAML would write it, cut to a readable length; text in quotes if it could be misread."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -174,13 +174,13 @@ def sections(annotation: Any) -> list[type[Section]]:
 
 
 def item_type(annotation: Any) -> Any | None:
-    """Type of a list's entries, None where the type is no list (or a choice of a list and something else)."""
+    """Type of a list's entries; None if the type is not a list (or a choice of a list and something else)."""
     base, _ = _unwrapped(annotation)
     return get_args(base)[0] if get_origin(base) is list else None
 
 
 def tag(section: type[Section]) -> str | None:
-    """What ``type`` must say for this member of a union of sections."""
+    """The value of ``type`` for this member of a union of sections."""
     field = section.model_fields.get("type")
     return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
 

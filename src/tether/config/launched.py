@@ -1,4 +1,4 @@
-"""What a launcher such as ``accelerate launch`` or ``torchrun`` tells its processes, by the environment alone."""
+"""What a launcher such as ``accelerate launch`` or ``torchrun`` tells its processes by environment variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def num_processes() -> int:
 
 @contextmanager
 def planned(processes: int) -> Iterator[None]:
-    """Inside, configurations are read as if so many processes had been launched."""
+    """A context in which configurations are read as if this many processes had been launched."""
     token = _planned.set(processes)
     try:
         yield
@@ -46,7 +46,7 @@ def uses_fsdp() -> bool:
 
 
 def mixed_precision() -> str:
-    """What the launcher's configuration says of mixed precision: ``no``, also where it says nothing, ``bf16``, …"""
+    """Mixed precision in the launcher's configuration: ``no`` (also if it is not set), ``bf16``, …"""
     return (os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
 
 

@@ -27,12 +27,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), section: type[S
         path: the file. Relative paths in it are relative to the current folder, as everywhere in the ecosystem, and
             ``~/`` is the home folder.
         overrides: command-line arguments, ``--ppo.kl_coef=0.02`` or ``--ppo.kl_coef 0.02``; ``--rewards.0.weight=2``
-            reaches into a list. Values are YAML, except that keys which take text take it as it is; those that take a
+            reaches into a list. Values are YAML, except that keys that take text take it as it is; those that take a
             list of texts too read one that begins with ``[``.
         section: class of the whole file.
 
     Raises:
-        ConfigError: names every problem at once, each with its line or override, what was got and what is wanted.
+        ConfigError: names every problem at once, each with its line or override, what was found and what is wanted.
     """
     return parse_config(read_file(path), section, overrides=overrides, source=str(path))
 
@@ -145,7 +145,7 @@ def override_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(key, value) of each override, both spellings.
 
     Raises:
-        ConfigError: one is no override, or has no value.
+        ConfigError: one is not an override, or has no value.
     """
     arguments = iter(overrides)
     for argument in arguments:
@@ -172,7 +172,7 @@ def _value(value: str, *, as_text: bool) -> Any:
     try:
         return text.checked(value) if as_text and not quoted and value != "null" else text.parse(value).data
     except text.TextError as error:
-        raise ConfigError(f"{keys.shown(value)} is no YAML value: {error}") from error
+        raise ConfigError(f"{keys.shown(value)} is not a YAML value: {error}") from error
 
 
 def _replaced(node: Any, names: Sequence[str], value: Any, done: text.Path) -> tuple[Any, text.Path]:
@@ -194,7 +194,7 @@ def _replaced(node: Any, names: Sequence[str], value: Any, done: text.Path) -> t
 def _problems(
     error: ValidationError, data: Any, origins: Mapping[text.Path, str], section: type[Section]
 ) -> list[_Problem]:
-    """One problem a key, in the order of the file; problems of keys that are not there come last."""
+    """One problem per key, in the order of the file; problems of missing keys come last."""
     found: dict[tuple[text.Path, str], _Problem] = {}
     for each in error.errors(include_url=False):
         place = keys.find(section, each["loc"])
@@ -258,7 +258,7 @@ def _groups(known: Sequence[str]) -> set[str]:
 
 
 def _nearest(path: text.Path, known: Sequence[str], section: type[Section]) -> str:
-    """The key that was probably meant, else all keys that are allowed at this place."""
+    """The key that was probably meant, or else all keys that are allowed at this place."""
     here = list(
         dict.fromkeys(
             name for member in keys.sections(keys.find(section, path[:-1]).annotation) for name in member.model_fields

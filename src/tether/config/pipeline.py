@@ -19,7 +19,7 @@ from tether.config.sft_stage import SftStageConfig
 from tether.errors import ConfigError
 
 STAGES: dict[str, type[Section]] = {"sft": SftStageConfig, "reward": RewardStageConfig, "ppo": RunConfig}
-"""The stages in their order, with the keys that each has."""
+"""The stages in their order, with the keys of each."""
 _OWN = ("output_dir", "overwrite_output_dir", "resume")
 
 
@@ -58,7 +58,7 @@ class PipelineConfig(Section):
         for name in self.stages:
             for key in _OWN:
                 if key in getattr(self, name):
-                    raise ValueError(f"{name}.{key}: the pipeline's own {key} says it for every stage; leave it out")
+                    raise ValueError(f"{name}.{key}: the pipeline's own {key} applies to every stage; leave it out")
         return self
 
 
@@ -93,7 +93,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
     own: dict[str, list[str]] = {name: [] for name in (*STAGES, "")}
     for name, value in override_pairs(overrides):
         if name == "resume":
-            raise ConfigError("--resume: leave it out; a pipeline goes on where it was stopped by itself")
+            raise ConfigError("--resume: leave it out; a pipeline always resumes where it was stopped")
         stage, _, key = name.partition(".")
         is_own = stage in STAGES and key and key not in _OWN
         own[stage if is_own else ""].append(f"--{key if is_own else name}={value}")
@@ -119,7 +119,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
 
 
 def _composed(name: str, shared: PipelineConfig, before: Mapping[str, Section]) -> dict[str, Any]:
-    """The section of a stage with all that it leaves out."""
+    """The section of a stage, with everything that it leaves out."""
     given = getattr(shared, name)
     model = shared.model.model_dump(mode="json", exclude_unset=True)
     start = str(before["sft"].output_dir) if "sft" in before else model["path"]
@@ -138,7 +138,7 @@ def _composed(name: str, shared: PipelineConfig, before: Mapping[str, Section]) 
 
 
 def _judge(reward: Section) -> dict[str, Any]:
-    """What reward makes as a reward source, with its code where that may run."""
+    """The result of reward as a reward source, with its code if that may run."""
     code = {"trust_remote_code": True} if reward.model.trust_remote_code else {}
     return {"type": "model", "path": str(reward.output_dir)} | code
 
@@ -154,7 +154,7 @@ def _shares_base(stages: Mapping[str, Section], ppo: RunConfig) -> bool:
 
 
 def _check_continued(name: str, config: Section, before: Mapping[str, Section]) -> None:
-    """Raises ``ConfigError`` if a stage asks for another adapter than that of sft, which it goes on with."""
+    """Raises ``ConfigError`` if a stage asks for a different adapter than that of sft, which it continues."""
     sft = before.get("sft")
     if sft is None or sft.model.lora is None or config.model.lora is None:
         return
@@ -164,6 +164,6 @@ def _check_continued(name: str, config: Section, before: Mapping[str, Section]) 
         wanted, got = getattr(config.model.lora, key), getattr(sft.model.lora, key)
         if key in config.model.lora.model_fields_set and wanted != got:
             raise ConfigError(
-                f"{name}.model.lora.{key}: {wanted}, but {name} goes on with the adapter of sft, which has {got}; "
+                f"{name}.model.lora.{key}: {wanted}, but {name} continues the adapter of sft, which has {got}; "
                 "leave it out, or let sft train all weights (sft.model.lora: null)"
             )

@@ -1,4 +1,4 @@
-"""Reward sources as a run names them, one section a type; the judges of answers."""
+"""Reward sources as a run names them, one section per type; the judges of answers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ def _checked_url(url: str) -> str:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ValueError(f"got an address with a mistake ({error}); wanted http://HOST:PORT/PATH") from error
+        raise ValueError(f"got an invalid address ({error}); wanted http://HOST:PORT/PATH") from error
     if "@" in parts.netloc:
-        raise ValueError("the address holds a user or password; put the key into an environment variable, api_key_env")
+        raise ValueError(
+            "the address contains a user or password; put the key into an environment variable and name that in "
+            "api_key_env"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or re.search(r"[\s#]", url):
         raise ValueError(f"got {url!r}, wanted an address that begins with http:// or https://")
     return url
@@ -120,11 +123,11 @@ class OwnModelReward(_Reward):
     def _stays_where_it_is(self) -> OwnModelReward:
         if self.offload and self.quantization is not None:
             raise ValueError(
-                f"offload: weights in few bits (quantization {self.quantization}) stay on their device; leave one out"
+                f"offload: quantized weights (quantization {self.quantization}) stay on their device; leave one out"
             )
         if self.processes == "sharded" and not self.can_be_sharded:
-            what = f"weights in few bits (quantization {self.quantization})" if self.quantization else "compile"
-            raise ValueError(f"processes sharded: {what} and weights that are spread do not go together; leave one out")
+            what = f"quantized weights (quantization {self.quantization})" if self.quantization else "compile"
+            raise ValueError(f"processes sharded: {what} and sharded weights cannot be combined; leave one out")
         return self
 
 
@@ -215,7 +218,7 @@ class RegexReward(ReadyReward):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         return pattern
 
 
@@ -298,7 +301,7 @@ class HttpReward(ServiceReward):
     @model_validator(mode="after")
     def _columns_have_a_place(self) -> HttpReward:
         if self.columns and self.protocol == "llamafactory":
-            raise ValueError("columns: protocol llamafactory has no place for them; leave them out")
+            raise ValueError("columns: protocol llamafactory cannot send them; leave them out")
         return self
 
 
@@ -333,7 +336,7 @@ class JudgeReward(ServiceReward):
     @classmethod
     def _is_a_base(cls, url: str) -> str:
         if url.rstrip("/").endswith("/completions"):
-            raise ValueError(f"got {url}, wanted the address before /chat/completions")
+            raise ValueError(f"got {url}, wanted the address without /chat/completions")
         return url
 
     @field_validator("rubric")

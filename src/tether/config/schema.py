@@ -57,7 +57,7 @@ class LoraConfig(Section):
             try:
                 re.compile(targets)
             except re.error as error:
-                raise ValueError(f"{targets!r} is no regular expression: {error}") from error
+                raise ValueError(f"{targets!r} is not a regular expression: {error}") from error
         elif not targets:
             raise ValueError("an empty list names no module; wanted all-linear, a regular expression, or names")
         return targets
@@ -96,7 +96,7 @@ class ModelConfig(Section):
     def _quantized_weights_stay(self) -> ModelConfig:
         if self.quantization is not None and self.lora is None:
             raise ValueError(
-                f"quantization {self.quantization}: weights in few bits cannot be trained themselves; add `lora: {{}}`"
+                f"quantization {self.quantization}: quantized weights cannot be trained themselves; add `lora: {{}}`"
             )
         return self
 
@@ -114,8 +114,8 @@ def check_weights(model: ModelConfig, *, fp16: bool) -> None:
     """Raises ``ValueError`` for weights in bfloat16 under float16 autocast."""
     if fp16 and model.dtype == "bfloat16":
         raise ValueError(
-            "model.dtype bfloat16 and train.fp16 ask for two types in half precision: leave model.dtype out, or set "
-            "train.bf16 in place of train.fp16"
+            "model.dtype bfloat16 and train.fp16 request two different half-precision types: leave model.dtype out, or "
+            "set train.bf16 instead of train.fp16"
         )
 
 
@@ -234,7 +234,7 @@ class SamplingConfig(Section):
         if self.is_truncated and not self.allow_truncated_sampling:
             given = f"top_p {self.top_p:g}" if self.top_p < 1.0 else f"top_k {self.top_k}"
             raise ValueError(
-                f"{given} draws answers from another distribution than the one whose ratio and KL are taken, which "
+                f"{given} draws answers from a distribution other than the one whose ratio and KL are computed, which "
                 "biases both: leave it out, or add allow_truncated_sampling: true"
             )
         return self
@@ -503,7 +503,7 @@ class TrainConfig(Section):
         if micro is not None and self.rollout_batch_size % micro:
             raise ValueError(_divide("micro_batch_size", micro, "rollout_batch_size", self.rollout_batch_size))
         if self.load_best_model_at_end and self.metric_for_best_model is None:
-            raise ValueError("load_best_model_at_end needs metric_for_best_model, eval_scores for example")
+            raise ValueError("load_best_model_at_end needs metric_for_best_model, for example eval_scores")
         return self
 
 
@@ -546,7 +546,7 @@ class RunConfig(Section):
 
     @property
     def value_kind(self) -> Literal["adapter", "model", "head"] | None:
-        """The critic's kind, the default resolved; None where advantages need no critic."""
+        """The critic's kind, the default resolved; None if advantages need no critic."""
         if not self.ppo.has_critic:
             return None
         return self.value.kind or ("adapter" if self.model.lora else "model")
@@ -560,7 +560,7 @@ class RunConfig(Section):
         """The same run with every default filled in that depends on other keys or on the machine.
 
         Args:
-            bf16: whether the machine has bfloat16 arithmetic; used where ``train.bf16`` is left out.
+            bf16: whether the machine has bfloat16 arithmetic; used if ``train.bf16`` is left out.
             fp16: whether the launcher asks for float16.
         """
         fp16 = self.train.fp16 or fp16
@@ -578,7 +578,7 @@ class RunConfig(Section):
 
     @property
     def mini_batch_size(self) -> int:
-        """Answers an optimizer step."""
+        """Answers per optimizer step."""
         return self.train.rollout_batch_size // self.ppo.num_mini_batches
 
     def answers_at_once(self, num_processes: int) -> int:
@@ -594,7 +594,7 @@ class RunConfig(Section):
         if mini % at_once:
             raise ValueError(
                 f"train.micro_batch_size {micro} in each of {num_processes} processes makes {at_once} answers at once, "
-                f"which must divide the mini-batch size {mini}: launch another number of processes, or change "
+                f"which must divide the mini-batch size {mini}: launch a different number of processes, or change "
                 "train.rollout_batch_size, ppo.num_mini_batches or train.micro_batch_size"
             )
         return at_once
@@ -630,8 +630,8 @@ class RunConfig(Section):
         horizon = self.ppo.kl_horizon
         if self.ppo.kl_target is not None and 5 * horizon <= rollout:
             raise ValueError(
-                f"ppo.kl_horizon {horizon} is too short for train.rollout_batch_size {rollout}: one update could take "
-                f"all of kl_coef away. Set it to at least {rollout // 5 + 1}"
+                f"ppo.kl_horizon {horizon} is too short for train.rollout_batch_size {rollout}: one update could "
+                f"reduce kl_coef to 0. Set it to at least {rollout // 5 + 1}"
             )
         return self
 
@@ -676,7 +676,7 @@ class RunConfig(Section):
             )
         if value.init == "reward" and (first := self.rewards[0].type) not in COPIED[kind]:
             raise ValueError(
-                f"value.init reward: the first reward is of type {first}, a critic of kind {kind} is copied from "
+                f"value.init reward: the first reward is of type {first}, but a critic of kind {kind} is copied from "
                 f"{' or '.join(COPIED[kind])}; put such a reward first, or set value.init to policy"
             )
         if value.detach and kind != "head":
@@ -733,7 +733,7 @@ class RunConfig(Section):
 
 
 def default_of(key: str) -> Any:
-    """The value that a key of one of a run's sections, ``SECTION.KEY``, has where it is left out."""
+    """The value that a key of one of a run's sections, ``SECTION.KEY``, has if it is left out."""
     section, name = key.split(".")
     return RunConfig.model_fields[section].annotation.model_fields[name].get_default(call_default_factory=True)
 

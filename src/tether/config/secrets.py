@@ -1,4 +1,4 @@
-"""What of a configuration is shown to others."""
+"""The parts of a configuration that may be shown to others."""
 
 from __future__ import annotations
 

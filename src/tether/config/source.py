@@ -67,13 +67,13 @@ class SourceConfig(Section):
         sources = list(sources_of(self.rewards))
         for key, reward in sources:
             if isinstance(reward, AdapterReward):
-                raise ValueError(f"{key}: type adapter shares the policy's base: name the policy, model.path")
+                raise ValueError(f"{key}: type adapter shares the policy's base: set model.path to the policy")
             if isinstance(reward, HttpReward) and reward.protocol == "llamafactory":
                 raise ValueError(
-                    f"{key}: protocol llamafactory sends the policy's chat template: name the policy, model.path"
+                    f"{key}: protocol llamafactory uses the policy's chat template: set model.path to the policy"
                 )
         if self.data != QueryConfig() and not any(isinstance(reward, OwnModelReward) for _, reward in sources):
-            raise ValueError("data: no source brings a tokenizer with a chat template: name the policy, model.path")
+            raise ValueError("data: no source has a tokenizer with a chat template: set model.path to the policy")
         return self
 
 
@@ -96,7 +96,7 @@ def load_sources(path: str | Path, overrides: Sequence[str] = ()) -> SourceConfi
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a file has the section that every run must have; a file that cannot be read has not."""
+    """Whether a file has the section that every run must have; a file that cannot be read does not."""
     try:
         data = text.parse(path.read_text(encoding="utf-8-sig")).data
     except (OSError, UnicodeDecodeError, text.TextError):

@@ -107,7 +107,7 @@ class StageConfig(Section):
             if value := getattr(self.model, key.removeprefix("model.")):
                 raise ValueError(
                     f"{key} {value} is for `tether ppo` (in a pipeline: ppo.{key}); leave it out here, or "
-                    "train less by model.lora"
+                    "train fewer weights with model.lora"
                 )
         return self
 
@@ -116,9 +116,9 @@ def held_out_fraction(fraction: HeldOut | None, others: object, *, default: floa
     """The share of a dataset that is held out.
 
     Args:
-        fraction: what the configuration says.
-        others: the held-out dataset that it names instead.
-        default: where it says neither.
+        fraction: the configured share.
+        others: the held-out dataset that is named instead.
+        default: the share if neither is set.
     """
     if fraction is not None:
         return fraction
@@ -141,6 +141,6 @@ def check_held_out(data: DataKeys, source: str) -> None:
         value, default = getattr(data, part), type(data).model_fields[part].default
         if others is None and value != default:
             raise ValueError(
-                f"{part} {value}: {key} is not set, so nothing is read from it. Set {key} (the source of {source} once "
-                f"more, for another part of it), or leave {part} out"
+                f"{part} {value}: {key} is not set, so this has no effect. Set {key} (the source of {source} "
+                f"again, for another part of it), or leave {part} out"
             )

@@ -1,7 +1,7 @@
-"""Configuration text to plain data and back: a strict part of YAML, with the line that each value stands on.
+"""Configuration text to plain data and back: a strict part of YAML, with the line of each value.
 
-Numbers are read as everyone means them (``1e-5`` is one; YAML 1.1 calls it text). Only ``true`` and ``false`` are
-booleans. Tags, anchors, aliases and duplicate keys are refused, so a file says what it seems to say and stays small.
+Numbers are read as they are meant (``1e-5`` is a number; in YAML 1.1 it is text). Only ``true`` and ``false`` are
+booleans. Tags, anchors, aliases and duplicate keys are refused, so a file means what it seems to mean and stays small.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse(text: str) -> Document:
     """The one document of a configuration text.
 
     Raises:
-        TextError: the text is not YAML, or uses what is refused here.
+        TextError: the text is not YAML, or uses something that is refused here.
     """
     lines: dict[Path, int] = {}
     try:
@@ -68,11 +68,11 @@ def parse(text: str) -> Document:
         next(events)
         end = next(events)
     except yaml.reader.ReaderError as error:
-        raise TextError(text.count("\n", 0, error.position) + 1, "a character that text cannot hold") from error
+        raise TextError(text.count("\n", 0, error.position) + 1, "a character that text cannot contain") from error
     except yaml.MarkedYAMLError as error:
         raise TextError(_line(error.problem_mark or error.context_mark), _explained(error)) from error
     if not isinstance(end, yaml.StreamEndEvent):
-        raise TextError(_line(end.start_mark), "a second document starts here (---); a file holds one")
+        raise TextError(_line(end.start_mark), "a second document starts here (---); wanted one document per file")
     return Document(data, lines)
 
 
@@ -88,7 +88,7 @@ def checked(text: str, line: int = 1) -> str:
         TextError: it holds a NUL or half a surrogate pair, which neither a path nor JSON can.
     """
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise TextError(line, "a character that text cannot hold")
+        raise TextError(line, "a character that text cannot contain")
     return text
 
 
@@ -112,9 +112,9 @@ def _node(event: yaml.Event, events: Iterator[yaml.Event], path: Path, lines: di
     """The value that starts with ``event``; adds the lines of what lies in it to ``lines``."""
     line = _line(event.start_mark)
     if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-        raise TextError(line, "anchors and aliases (& and *) are not read: write the value out, text in quotes")
+        raise TextError(line, "anchors and aliases (& and *) are not supported: write the value out, or quote the text")
     if event.tag is not None:
-        raise TextError(line, f"tags are not read: got {event.tag}")
+        raise TextError(line, f"tags are not supported: got {event.tag}")
     if len(path) > _MAX_DEPTH:
         raise TextError(line, f"values are nested more than {_MAX_DEPTH} deep")
     if isinstance(event, yaml.ScalarEvent):

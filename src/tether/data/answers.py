@@ -37,7 +37,7 @@ def encodable(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: got {text[error.start]!r} at character {error.start}, half of a surrogate pair, wanted text"
+            f"{where}: got {text[error.start]!r} at character {error.start}, half of a surrogate pair; wanted text"
         ) from error
     return text
 

@@ -60,7 +60,7 @@ def plan_micro_batches(
 ) -> list[tuple[int, ...]]:
     """Groups of at most ``size`` rows of similar length, every row in one group.
 
-    Rows are sorted by length, longest first, to minimise padding and so that memory peaks in the first group. Without
+    Rows are sorted by length, longest first, to minimize padding and so that memory peaks in the first group. Without
     ``max_tokens``, only the last group may be smaller than ``size``. Depends only on the arguments.
 
     Args:

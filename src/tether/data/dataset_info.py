@@ -30,14 +30,14 @@ _KEYS = {
 }  # fmt: skip
 _PASSED_OVER = {"file_sha1"}
 _REFUSED = {
-    "script_url": "a script that makes the data would have to be run; save what it makes as a file",
-    "ms_hub_url": "ModelScope is not read; download the file and name it by file_name",
-    "om_hub_url": "OpenMind is not read; download the file and name it by file_name",
-    "cloud_file_name": "cloud storage is not read; download the file and name it by file_name",
+    "script_url": "dataset scripts are not run; save what the script makes as a file",
+    "ms_hub_url": "ModelScope is not supported; download the file and name it in file_name",
+    "om_hub_url": "OpenMind is not supported; download the file and name it in file_name",
+    "cloud_file_name": "cloud storage is not supported; download the file and name it in file_name",
 }
 _REFUSED_COLUMNS = {
-    "kto_tag": "single answers with a verdict are for KTO; PPO wants prompts, a reward model pairs",
-    **dict.fromkeys(("images", "videos", "audios"), "the models here read text only"),
+    "kto_tag": "single answers with a verdict are for KTO; PPO needs prompts, and a reward model needs pairs",
+    **dict.fromkeys(("images", "videos", "audios"), "only text is supported"),
 }
 _TAGS = {
     "role_tag": "from",
@@ -320,7 +320,7 @@ def _text(row: Row, column: str, where: str, *, optional: bool = False) -> str:
     if optional and value is None:
         return ""
     if not isinstance(value, str):
-        got = f"got {value!r}" if column in row else f"there is no column {column}; it has {', '.join(row)}"
+        got = f"got {value!r}" if column in row else f"there is no column {column}; the columns are {', '.join(row)}"
         raise DataError(f"{where}, {column}: {got}, wanted text")
     return value
 

@@ -1,4 +1,4 @@
-"""A hash of what a run reads from a dataset, by which a resumed run recognises it."""
+"""A hash of what a run reads from a dataset, by which a resumed run recognizes it."""
 
 from __future__ import annotations
 

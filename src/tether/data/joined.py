@@ -76,7 +76,7 @@ def _renamed(table: Rows, columns: Mapping[str, str], key: str) -> Rows:
     for ours, theirs in columns.items():
         if table.rows and ours not in names and theirs not in names and is_of_run:
             raise DataError(
-                f"{key}: {table.name} has no column {theirs}, which is to be its {ours}; its columns are: "
+                f"{key}: {table.name} has no column {theirs}, which should be its {ours}; its columns are: "
                 f"{', '.join(names)}. Correct it in data.{'ptx_' if key == 'data.ptx' else ''}columns"
             )
     if not columns:

@@ -156,7 +156,7 @@ def check_prompts(
     """
     missing = [place for prompt, place in zip(prompts, places, strict=True) if prompt is None]
     if missing and len(missing) < len(places):
-        raise DataError(f"{missing[0]} has no prompt, as other rows have; mend the row, or leave it out")
+        raise DataError(f"{missing[0]} has no prompt, although other rows have one; correct the row, or remove it")
     named = [name for name in names if name.lower() in PROMPT_NAMES]
     if missing and named:
         raise DataError(
@@ -236,7 +236,7 @@ def encoded_prompts(
     given = [i for i, prompt in enumerate(prompts) if prompt is not None]
     if system_prompt is not None and len(given) < len(prompts):
         raise ConfigError(
-            "data.system_prompt needs prompts to be put before, and some rows are whole texts: leave it out"
+            "data.system_prompt goes before a prompt, but some rows are whole texts: leave it out"
         )
     queries: dict[int, tuple[str, list[int]]] = {}
     if given:

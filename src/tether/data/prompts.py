@@ -169,7 +169,7 @@ def before_answer(value: Any, where: str) -> tuple[list[Any], str]:
         DataError: it is not a conversation; ``where`` names the row.
     """
     if isinstance(value, str):
-        raise DataError(f"{where}: got text, and there is no column prompt that says where the answer begins")
+        raise DataError(f"{where}: got text, but there is no column prompt to show where the answer begins")
     return last_turn(value, where)
 
 
@@ -209,7 +209,7 @@ def _tools(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[A
         raise DataError(f"{where}: got {type(value).__name__}, wanted a list of tools")
     if value and not re.search(r"\btools\b", str(tokenizer.chat_template)):
         raise DataError(
-            f"{where}: the chat template makes no use of tools; take one that does (data.chat_template: auto is the "
+            f"{where}: the chat template does not use tools; choose one that does (data.chat_template: auto is the "
             "model's own, if it has one), leave the column out, or rename it"
         )
     return _without_nulls(value)
@@ -238,7 +238,7 @@ def checked_prompt(value: Any, where: str) -> str | list[Message]:
     if messages[-1]["role"] == "assistant":
         raise DataError(
             f"{where}: the prompt already ends its answer: its last message is the assistant's. "
-            "Remove that message, the policy is to write it"
+            "Remove that message; the policy has to write it"
         )
     if not messages[-1]["content"].strip():
         raise DataError(f"{where} has no prompt: the content of its last message is empty")
@@ -341,9 +341,9 @@ def _rendered(
     calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
     if calling is not None and "tool_calls" not in str(tokenizer.chat_template):
         raise DataError(
-            f"{where}: message {calling} calls functions (tool_calls), which the chat template does not write: they "
-            "would be lost. Take one that does (data.chat_template: auto is the model's own, if it has one), write the "
-            "calls into the content, or leave the row out"
+            f"{where}: message {calling} calls functions (tool_calls), which the chat template does not render: "
+            "they would be lost. Choose one that does (data.chat_template: auto is the model's own, if it has one), "
+            "write the calls into the content, or remove the row"
         )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
@@ -355,7 +355,7 @@ def _rendered(
 
 def _check_query(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     if len(ids) == 0:
-        raise DataError(f"{where} has no prompt: its text holds nothing that the tokenizer knows")
+        raise DataError(f"{where} has no prompt: the tokenizer returns no tokens for its text")
     if ids[-1] == tokenizer.eos_token_id:
         raise DataError(
             f"{where}: the prompt already ends its answer: its last token is the end token {tokenizer.eos_token}. "

@@ -75,7 +75,7 @@ def check_source(source: str, key: str) -> None:
             raise DataError(f"{key}: folder {source} holds no files; wanted {_FORMS}")
     elif path.exists():
         if _form(path) not in _READERS:
-            raise DataError(f"{key}: {source} is of an unknown form; wanted {_FORMS}")
+            raise DataError(f"{key}: {source} has an unknown format; wanted {_FORMS}")
         if path.stat().st_size == 0:
             raise DataError(f"{key}: {source} is empty")
     elif _form(path) in _READERS or _HUB_ID.fullmatch(source) is None:
@@ -168,7 +168,7 @@ def _decoded(text: str, where: str) -> Any:
         line = where or f", line {error.lineno}"
         raise _RowError(f"{line}: not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise _RowError(f"{where}: not JSON that can be read: {error}") from error
+        raise _RowError(f"{where}: JSON that cannot be read: {error}") from error
 
 
 def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
@@ -196,7 +196,7 @@ def _objects(path: Path) -> Iterator[tuple[int | None, Row]]:
         if not isinstance(whole, dict):
             raise
         keys = ", ".join(list(whole)[:5])
-        raise _RowError(f": got one object with the keys {keys}; wanted a list of rows, or one row a line") from None
+        raise _RowError(f": got one object with the keys {keys}; wanted a list of rows, or one row per line") from None
 
 
 def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
@@ -231,7 +231,7 @@ def _messages(cell: str, name: str, line: int) -> Any:
             "a JSON list of chat messages"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _RowError(f", line {line}: {name} is not JSON that can be read: {error}") from error
+        raise _RowError(f", line {line}: {name} is JSON that cannot be read: {error}") from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[int | None, Row]]:
@@ -259,7 +259,7 @@ _ZIPPED = {".jsonl", ".json", ".csv"}
 
 def _checked(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
-        raise _RowError(f"{where}: got {type(row).__name__}, wanted an object, one entry a column")
+        raise _RowError(f"{where}: got {type(row).__name__}, wanted an object with one entry per column")
     return row
 
 
@@ -338,8 +338,9 @@ def _loaded_rows(
         if folder is not None:
             raise DataError(f"{key}: cannot read folder {source}: {_innermost(error)}") from error
         raise DataError(
-            f"{key}: {source} is no file or folder here, and the hub dataset cannot be loaded: {_innermost(error)}\n"
-            "Check the spelling and the network (HF_HUB_OFFLINE allows only what is cached), or give a local file"
+            f"{key}: {source} is not a local file or folder, and the hub dataset cannot be loaded: "
+            f"{_innermost(error)}\n"
+            "Check the spelling and the network (HF_HUB_OFFLINE allows only cached datasets), or give a local file"
         ) from error
 
 
@@ -361,8 +362,8 @@ def _subset_told(location: str, source: str, subset: str | None, subset_key: str
         return None
     if subset in names or (subset is None and len(names) < 2):
         return None
-    got = f"{source} has the subsets {', '.join(names)}" + ("" if subset is None else f", and none called {subset}")
-    return f"{got}: name one by {subset_key}" if subset_key else f"{got}: save one of them, and name its file"
+    got = f"{source} has the subsets {', '.join(names)}" + ("" if subset is None else f", but none called {subset}")
+    return f"{got}: choose one with {subset_key}" if subset_key else f"{got}: save one of them, and name its file"
 
 
 def _dataset_rows(dataset: Dataset, max_rows: int | None) -> list[Row]:

@@ -92,7 +92,7 @@ def _part(text: str, split: str, key: str) -> Part:
     part = Part(match["name"], match["start"], match["stop"])
     shares = [bound for bound in part.bounds if bound.endswith("%")]
     if shares and len(shares) < len(part.bounds):
-        raise DataError(f"{key}: the split {split} counts {text} in rows and in percent; wanted one of them")
+        raise DataError(f"{key}: the split {split} counts {text} in both rows and percent; wanted one of them")
     if over := [share for share in shares if abs(int(share[:-1])) > 100]:
         raise DataError(f"{key}: the split {split} asks for {over[0]} of the rows, wanted at most 100%")
     return part

@@ -32,7 +32,7 @@ class Decoding(Enum):
     FIXED = "queries are padded; rows stay to the end"
     ALIKE = "queries of equal length alone; rows are copied and dropped"
     KEPT = "queries of equal length alone; rows stay to the end"
-    ANEW = "queries of equal length alone; the whole text is read anew for every token"
+    ANEW = "queries of equal length alone; the whole text is reread for every token"
 
     @property
     def may_pad(self) -> bool:
@@ -129,8 +129,7 @@ class Batch:
             if not math.isfinite(logprob):
                 raise GenerationError(
                     f"request {row.position}: the policy's logits for token {len(row.token_ids)} of the answer are not "
-                    "finite numbers; its weights may have diverged, or hold numbers that half precision does not "
-                    "(train.fp16)"
+                    "finite; its weights may have diverged, or exceed the range of half precision (train.fp16)"
                 )
             row.token_ids.append(token)
             row.logprobs.append(logprob)
@@ -187,7 +186,7 @@ class Batch:
         if limit is not None and wanted > limit:
             raise ConfigError(
                 f"a query of {self._read} tokens and an answer of up to {self._sampling.max_new_tokens} need {wanted} "
-                f"positions, the model has {steady_positions_told(model.config)}: lower data.max_prompt_length or "
+                f"positions, but the model has {steady_positions_told(model.config)}: lower data.max_prompt_length or "
                 "sampling.response_length"
             )
 

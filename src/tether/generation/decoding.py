@@ -24,7 +24,7 @@ CONSEQUENCES = {
     Decoding.ALIKE: "only prompts of equal length are answered side by side",
     Decoding.KEPT: "only prompts of equal length are answered side by side, and those that have ended are decoded "
     "until the last one ends",
-    Decoding.ANEW: "the whole text is read anew for every token of an answer, and only prompts of equal length are "
+    Decoding.ANEW: "the whole text is reread for every token of an answer, and only prompts of equal length are "
     "answered side by side",
 }
 

@@ -45,11 +45,11 @@ DEFAULT = "default"
 MODULE_PREFIX = "base_model.model."
 """The prefix that PEFT adds to the names of the adapted model's modules."""
 NOT_LAYERS = {
-    "ADALORA": "moves its ranks on a schedule of its own and trains alone on its base",
+    "ADALORA": "changes its ranks on its own schedule and cannot share its base while it trains",
     "ADAPTION_PROMPT": "puts virtual tokens into the attention",
-    "POLY": "picks its weights by a task id that a prompt does not have",
+    "POLY": "selects its weights by a task id, which prompts do not have",
     "SHADOW": "runs a second model beside the base",
-    "XLORA": "picks its weights by a pass of its own over every text",
+    "XLORA": "selects its weights by an extra pass over every text",
 }
 """PEFT methods that do more than change weights in a model's layers, and what they do."""
 LINEAR = nn.Linear | Conv1D
@@ -191,10 +191,10 @@ def add_tokens(model: PreTrainedModel, adapter: Adapter) -> None:
         given = adapter.tensors.get(f"{MODULE_PREFIX}{name}.weight")
         if given is None or len(given) != size or name.rpartition(".")[2] not in own:
             raise ModelError(
-                f"{adapter.path}: was trained with {size} tokens, its base has {before}, and {name} is not among its "
-                "modules_to_save, without which the new tokens are lost when it is trained further. Save the base with "
-                f"its tokens added, and its embeddings as the adapter has them, as a folder, and name that as "
-                f"base_model_name_or_path in {ADAPTER_CONFIG}; or merge the adapter by PEFT's AutoPeftModel"
+                f"{adapter.path}: was trained with {size} tokens, but its base has {before}, and {name} is not among "
+                "its modules_to_save, so further training would lose the new tokens. Save the base with its tokens "
+                f"added, and its embeddings as the adapter has them, as a folder, and name that as "
+                f"base_model_name_or_path in {ADAPTER_CONFIG}; or merge the adapter with PEFT's AutoPeftModel"
             )
         with torch.no_grad():
             module.weight[before:] = given[before:]
@@ -296,7 +296,7 @@ def check_beside(path: str, config: PeftConfig, own: peft.PeftType, base_source:
     check_switched_off(path, config)
     if not is_same_model(base, base_source):
         raise ModelError(
-            f"{path}: the reward adapter was trained on {base or 'an unnamed model'}, the policy's base is "
+            f"{path}: the reward adapter was trained on {base or 'an unnamed model'}, but the policy's base is "
             f"{base_source}. Adapters share one base: train the reward adapter on that base, or use it as a reward of "
             f"type model. If both are the same model, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         )

@@ -37,7 +37,7 @@ def check_bitsandbytes(wanted: str, key: str, device: torch.device | str) -> Non
 
     kind, known = torch.device(device).type, sorted(bitsandbytes.supported_torch_devices)
     if kind not in known:
-        raise ConfigError(f"{key} {wanted}: bitsandbytes works on {', '.join(known)}, the run computes on {kind}")
+        raise ConfigError(f"{key} {wanted}: bitsandbytes works on {', '.join(known)}, but the run computes on {kind}")
 
 
 def adamw_8bit(parameters: Sequence[nn.Parameter], **options: Any) -> Optimizer:
@@ -117,8 +117,8 @@ def whole(model: PreTrainedModel, path: str) -> PreTrainedModel:
             return model.dequantize(torch.float32)
     except ModelError as error:
         raise ModelError(
-            f"{path}: holds quantized weights, which an adapter is merged into only once they are de-quantized, and "
-            f"transformers cannot do that for {getattr(method, 'value', method)} here ({error}). Name the model that "
+            f"{path}: holds quantized weights, into which an adapter can be merged only after de-quantization, which "
+            f"transformers cannot do for {getattr(method, 'value', method)} here ({error}). Name the model that "
             f"was quantized, or a de-quantized copy, as base_model_name_or_path in the adapter's {ADAPTER_CONFIG}"
         ) from error
 

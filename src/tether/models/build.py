@@ -222,7 +222,7 @@ def _model_critic(
         model = _load_policy(config, config.model.path, dtype, config.model.revision)
     if is_quantized(model):
         raise ConfigError(
-            f"value.kind model: {where} holds weights in few bits, which a critic of its own cannot train; set "
+            f"value.kind model: {where} holds quantized weights, which a critic of its own cannot train; set "
             "value.kind to adapter or head, or value.init to another model"
         )
     if source is None:
@@ -287,10 +287,11 @@ def _no_critic(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str 
     origin = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
     if load_tokenizer(source.path, **origin).get_vocab() != tokenizer.get_vocab():
         return (
-            f"the tokenizer of {source.path} has another vocabulary than the policy's, whose token ids the critic reads"
+            f"the tokenizer of {source.path} has a different vocabulary than the policy's, whose token ids the critic "
+            "reads"
         )
     if pools_otherwise(source.path, **origin):
-        return f"{source.path} is no decoder, whose states know only the tokens before them"
+        return f"{source.path} is not a decoder, whose states know only the tokens before them"
     return None
 
 
@@ -301,7 +302,7 @@ def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     if beyond := sorted(token for token in ends if token >= rows):
         raise ModelError(
             f"model.path: end token {beyond[0]} is outside of the model's vocabulary of {rows} tokens; "
-            "tokenizer or generation config belong to another model"
+            "the tokenizer or the generation config belongs to another model"
         )
 
 

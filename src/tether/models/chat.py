@@ -90,7 +90,7 @@ def _check_rendered(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     except Exception as error:  # templates raise whatever their authors chose
         raise ConfigError(f"data.chat_template: {name} refuses a lone user turn: {error}") from error
     if _QUESTION not in text.lower():
-        raise ConfigError(f"data.chat_template: {name} writes {text!r} for a user turn, without what the user says")
+        raise ConfigError(f"data.chat_template: {name} writes {text!r} for a user turn, without the user's text")
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -116,7 +116,7 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[st
     for name in kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             raise ConfigError(
-                f"data.chat_template_kwargs.{name}: the chat template makes no use of it; correct its name, or leave "
+                f"data.chat_template_kwargs.{name}: the chat template does not use it; correct its name, or leave "
                 "it out"
             )
 

@@ -278,7 +278,7 @@ def check_classifier(
     if (beside := value_head_file(folder)) is not None:
         raise ModelError(
             f"{key}: {path} keeps its head in {beside.name}, as LLaMA-Factory does; wanted a model with a head of its "
-            "own. As a reward it is of type value_head"
+            "own. To use it as a reward, set type value_head"
         )
     if is_adapter(path, revision):
         check_adapter_head(path, key, revision)
@@ -288,7 +288,7 @@ def check_classifier(
         label_number(config, label, f"{label_key}: {path}")
     elif is_classifier(config) and config.num_labels != 1:
         names = ", ".join(map(str, config.id2label.values()))
-        way_out = "" if label_key is None else f", or by {label_key} the one whose logit is the score: {names}"
+        way_out = "" if label_key is None else f", or {label_key}, the label whose logit is the score: {names}"
         raise ModelError(
             f"{key}: {path} is a classifier with {config.num_labels} labels; wanted one label (num_labels=1){way_out}"
         )

@@ -35,10 +35,10 @@ def check_compile(key: str, device: torch.device | str) -> None:
         usual = ["cl"] if sys.platform == "win32" else ["g++", "clang++"]
         names = [os.environ["CXX"]] if "CXX" in os.environ else usual
         if not any(shutil.which(name) for name in names):
-            raise ConfigError(f"{key}: no C++ compiler is there ({' or '.join(names)}): install one, or leave it out")
+            raise ConfigError(f"{key}: no C++ compiler was found ({' or '.join(names)}): install one, or leave it out")
         if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
             raise ConfigError(
-                f"{key}: Python's headers are missing, which compiled code includes: install them (python3-dev on "
+                f"{key}: Python's headers, which compiled code includes, are missing: install them (python3-dev on "
                 "Debian and Ubuntu), or leave it out"
             )
     elif kind in ("cuda", "xpu") and "triton" not in packages_distributions():
@@ -54,7 +54,7 @@ def compile_layers(model: nn.Module) -> None:
     """
     layers = transformer_layers(model)
     if not layers:
-        raise ModelError(f"train.compile: {type(model).__name__} is not built of layers; set it to false")
+        raise ModelError(f"train.compile: {type(model).__name__} has no layers to compile; set it to false")
     for layer in layers:
         if layer not in _COMPILED:
             _COMPILED[layer] = torch.compile(layer.forward, dynamic=True)

@@ -49,7 +49,7 @@ def check_tokens(
     for kind, row, ids in texts:
         if (highest := max(ids)) >= size:
             raise ConfigError(
-                f"model.path: {path} knows {size} tokens, its tokenizer more: token {highest}, "
+                f"model.path: {path} knows {size} tokens, but its tokenizer more: token {highest}, "
                 f"{tokenizer.decode([highest])!r}, of the {kind} in row {row} has no embedding. One of the two belongs "
                 "to another model"
             )
@@ -94,6 +94,6 @@ def check_positions(
     limit = steady_positions(shape)
     if limit is not None and longest + answer > limit:
         raise ConfigError(
-            f"{key} {answer} after the longest query of {longest} tokens needs {longest + answer} positions, {model} "
-            f"has {steady_positions_told(shape)}: {way_out}"
+            f"{key} {answer} after the longest query of {longest} tokens needs {longest + answer} positions, but "
+            f"{model} has {steady_positions_told(shape)}: {way_out}"
         )

@@ -153,8 +153,8 @@ def _try_head(model: PreTrainedModel) -> bool:
         if used:
             return False
     raise ModelError(
-        f"{_named(model)} does not say by base_model_prefix which part of it makes the hidden states; wanted a "
-        "language model of transformers that does"
+        f"{_named(model)} does not declare by base_model_prefix which part computes the hidden states; wanted a "
+        "transformers language model that does"
     )
 
 
@@ -162,8 +162,8 @@ def check_causal(model: PreTrainedModel) -> None:
     """Raises ``ModelError`` if the trunk is not causal: during generation, there are no later tokens to read."""
     if not is_causal(model.base_model):
         raise ModelError(
-            f"{_named(model)} reads what is behind a token, too; wanted a causal language model. BERT and its like are "
-            "one with is_decoder: true in config.json"
+            f"{_named(model)} also reads what comes after a token; wanted a causal language model. BERT and similar "
+            "models are causal with is_decoder: true in config.json"
         )
 
 

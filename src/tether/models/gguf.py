@@ -69,12 +69,12 @@ def check_gguf(source: GgufSource, key: str) -> None:
     """
     if find_spec("gguf") is None:
         missing = 'which is missing: pip install "tether[gguf]"'
-        raise ModelError(f"{key}: {source.file} is read by the package gguf, {missing}")
+        raise ModelError(f"{key}: {source.file} needs the package gguf, {missing}")
     file = Path(source.folder) / source.file
     if file.is_file():
         with file.open("rb") as stream:
             if stream.read(4) != b"GGUF":
-                raise ModelError(f"{key}: {file} is not what its name says; a GGUF file begins with GGUF")
+                raise ModelError(f"{key}: {file} is not a GGUF file despite its name; a GGUF file begins with GGUF")
 
 
 def own_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreTrainedTokenizerBase:

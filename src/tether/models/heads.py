@@ -117,5 +117,5 @@ def no_value_head(folder: Path | str) -> str:
     return (
         f"{folder}: {' or '.join(VALUE_HEAD_FILES)} is missing, so the reward model has no head. "
         "`llamafactory-cli train FILE.yaml` with `stage: rm` writes it into its output_dir and into each "
-        "checkpoint-N; name a folder that has it, or train a reward model by `tether reward` and use type model"
+        "checkpoint-N; name a folder that has it, or train a reward model with `tether reward` and use type model"
     )

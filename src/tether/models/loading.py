@@ -83,8 +83,8 @@ def _dequantized(path: str, dtype: torch.dtype, revision: str | None, options: M
     """Loads the language model in a GGUF file: de-quantized in float32, then cast."""
     if options.get("quantization_config") is not None:
         raise ModelError(
-            f"{path}: a GGUF file is de-quantized as it is read, and bitsandbytes reads model folders; give the model "
-            "as a folder: its own, or the one that a run with LoRA writes to `base` in its output_dir"
+            f"{path}: a GGUF file is de-quantized when it is read, but bitsandbytes reads model folders; give the "
+            "model as a folder: its own, or the one that a run with LoRA writes to `base` in its output_dir"
         )
     place, file = place_of(path)
     model, info = from_pretrained(
@@ -98,7 +98,7 @@ def check_full(path: str, revision: str | None, few_bits: FewBits) -> None:
     """Raises ``ModelError`` for an adapter, which cannot be merged into quantized weights."""
     if is_adapter(path, revision):
         raise ModelError(
-            f"{path}: an adapter cannot be merged into a base in {few_bits.bits}: write the merged model by "
+            f"{path}: an adapter cannot be merged into a base in {few_bits.bits}: write the merged model with "
             f"`tether merge {path} -o FOLDER`, and name that folder"
         )
 
@@ -164,4 +164,4 @@ def check_complete(info: Mapping[str, Any], path: str, *, but: Iterable[str] = (
     if missing := sorted(set(info["missing_keys"]) - set(but)):
         raise ModelError(f"{path}: weights are missing from the checkpoint and would be random: {some_of(missing)}")
     for name, got, wanted in sorted(info["mismatched_keys"]):
-        raise ModelError(f"{path}: {name} has shape {list(got)}, its configuration wants {list(wanted)}")
+        raise ModelError(f"{path}: {name} has shape {list(got)}, but its configuration wants {list(wanted)}")

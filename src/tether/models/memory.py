@@ -45,4 +45,4 @@ def in_fitting_parts(
 
 @lru_cache
 def _tell(what: str, count: int) -> None:
-    logger.warning("out of memory in %s of %d answers at a time: they are taken in halves", what, count)
+    logger.warning("out of memory in %s of %d answers at a time: retrying in halves", what, count)

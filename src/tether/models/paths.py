@@ -171,7 +171,7 @@ def model_errors(path: str) -> Iterator[None]:
         yield
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"{path}: its weights are pickled with more than tensors, which could run code as they are read; wanted "
+            f"{path}: its pickled weights contain more than tensors and could run code when they are read; wanted "
             "safetensors"
         ) from error
     except (ImportError, OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError) as error:

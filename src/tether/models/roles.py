@@ -491,7 +491,7 @@ class ModelRoles:
         if own.keys() != state.keys():
             odd = sorted(own.keys() ^ state.keys())
             where = "the checkpoint" if odd[0] in own else "this run's configuration"
-            raise CheckpointError(f"{len(odd)} trained tensors do not match, the first is missing in {where}: {odd[0]}")
+            raise CheckpointError(f"{len(odd)} trained tensors do not match; the first is missing in {where}: {odd[0]}")
         for name, parameter in own.items():
             if self._shapes[name] != state[name].shape:
                 raise CheckpointError(

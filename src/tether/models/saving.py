@@ -302,13 +302,13 @@ def verify_manifest(folder: Path | str, *, contents: bool = True) -> None:
     """
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"{folder}: {MANIFEST} is missing, so the folder was not written to its end")
+        raise CheckpointError(f"{folder}: {MANIFEST} is missing, so the folder was not written completely")
     for name, wanted in _listed(folder).items():
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
         if file.stat().st_size != wanted["bytes"]:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, its manifest says {wanted['bytes']}")
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, but its manifest says {wanted['bytes']}")
         if contents and _sha256(file) != wanted["sha256"]:
             raise CheckpointError(f"{file} is damaged: its content is not what was written (SHA-256 differs)")
 

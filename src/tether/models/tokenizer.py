@@ -72,13 +72,13 @@ def _without_mistral_common(path: str, options: Mapping[str, Any]) -> PreTrained
             tokenizer = AutoTokenizer.from_pretrained(path, mistral_format=False, **options)
     except ModelError as error:
         raise ModelError(
-            f"{path}: its tokenizer is in tekken.json, for mistral-common, and cannot be had without it ({error}); "
+            f"{path}: its tokenizer is in tekken.json, for mistral-common, and cannot be read without it ({error}); "
             "wanted tokenizer.json and tokenizer_config.json beside it, with a chat template: add those of a copy of "
-            "the model in the format of transformers"
+            "the model in the transformers format"
         ) from error
     if type(tokenizer).__name__ == MISTRAL:
         raise ModelError(
-            f"{path}: transformers reads its tokenizer by mistral-common, which has no chat template. Take the model "
+            f"{path}: transformers reads its tokenizer with mistral-common, which has no chat template. Take the model "
             "from a folder without tekken.json, uninstall mistral-common, or update transformers"
         )
     return tokenizer

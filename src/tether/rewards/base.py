@@ -53,9 +53,9 @@ def checked(scores: Any, n: int, source: str) -> list[float]:
     """
     values = listed(scores)
     if values is None:
-        raise RewardResponseError(f"{source} returned {shown(scores)}; wanted a list of {n} numbers, one an answer")
+        raise RewardResponseError(f"{source} returned {shown(scores)}; wanted a list of {n} numbers, one per answer")
     if len(values) != n:
-        raise RewardResponseError(f"{source} returned {len(values)} scores for {n} answers; wanted one an answer")
+        raise RewardResponseError(f"{source} returned {len(values)} scores for {n} answers; wanted one per answer")
     return [finite_number(value, answer_of(row, n), source) for row, value in enumerate(values)]
 
 
@@ -134,8 +134,8 @@ def finite_number(value: Any, what: str, source: str) -> float:
             return number
         if math.isfinite(number):
             raise RewardResponseError(
-                f"{source} returned {number:g} for {what}; wanted a number between -{LARGEST:g} and {LARGEST:g}, as "
-                "its square has to fit into float32"
+                f"{source} returned {number:g} for {what}; wanted a number between -{LARGEST:g} and {LARGEST:g}, "
+                "as its square must fit into float32"
             )
     raise RewardResponseError(f"{source} returned {shown(value)} for {what}; wanted one finite number")
 

@@ -136,7 +136,7 @@ def check_reward_columns(configs: Sequence[RewardConfig], columns: Sequence[str]
 
 
 def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Mapping[str, Any], str]]) -> None:
-    """Checks of every row that ready-made rewards can compare with its column, and that services can be sent it.
+    """Checks that ready-made rewards can use their column in every row, and that services can be sent every row.
 
     Args:
         rows: prompt, other columns and name of each row.
@@ -203,12 +203,12 @@ def check_sharded(configs: Sequence[RewardConfig], engine: str, *, spreads: bool
             continue
         if not spreads:
             raise ConfigError(
-                f"{key}.processes: got sharded, wanted all or one under {engine}, which spreads no weights; launch "
+                f"{key}.processes: got sharded, wanted all or one under {engine}, which does not shard weights; launch "
                 "with FSDP2 or ZeRO-3, or leave it out"
             )
         if _has_few_bits(config):
             raise ConfigError(
-                f"{key}.processes: got sharded, but {config.path} holds weights in few bits, which cannot be spread; "
+                f"{key}.processes: got sharded, but {config.path} holds quantized weights, which cannot be sharded; "
                 "wanted all or one"
             )
 
@@ -295,16 +295,16 @@ def try_sources(
     *,
     under: str = "rewards",
 ) -> None:
-    """Asks every service among the sources to score a batch, and calls every function, so that faults show before a
-    run.
+    """Asks every service among the sources to score a batch, and calls every function, so that faults show before
+    a run.
 
     Args:
         tokenizer: as in ``build_rewards``.
         under: configuration key of the sources.
 
     Raises:
-        ConfigError: a service gave no scores, a judge no number, whatever its ``missing`` is, or a function raised what
-            no answer could be at fault for; says why.
+        ConfigError: a service gave no scores, a judge no number, whatever its ``missing`` is, or a function raised an
+            error that no answer can cause; says why.
     """
     for i, (config, name) in enumerate(zip(configs, names, strict=True)):
         key, source, what = f"{under}.{i}", None, "service"
@@ -316,7 +316,7 @@ def try_sources(
                 try_sources(config.members, members, batch, tokenizer, under=f"{key}.members")
             case HttpReward():
                 source = http_source(config, name, key, tokenizer)
-            case JudgeReward():  # one that has no number for the first answer has none for any
+            case JudgeReward():  # without a number for the first answer, there will be none for any
                 source = judge_source(config.model_copy(update={"missing": None}), name, key)
         if source is None:
             continue
@@ -325,11 +325,11 @@ def try_sources(
         except RewardError as error:
             why = error.__cause__
             if isinstance(why, NoScore) and not isinstance(why, NoNumber) and config.missing is not None:
-                continue  # a content filter's dislike of the first answer
-            # of a function anything else may be the one answer's fault, such as a spread that it does not have
+                continue  # a content filter rejected the first answer
+            # other errors of a function may come from a batch of one answer, which has no spread for example
             if what == "service" or isinstance(why, _MISTAKES):
                 told = why if isinstance(why, NoNumber) else error
-                raise ConfigError(f"{key}: the {what} did not score a first answer: {told}") from error
+                raise ConfigError(f"{key}: the {what} failed to score a test answer: {told}") from error
 
 
 def _model_source(

@@ -28,7 +28,7 @@ class Part:
     source: RewardSource
     """The source."""
     norm: tuple[float, float] | Literal["auto"] | None = None
-    """Mean and standard deviation by which its score is normalised; ``auto`` until measured."""
+    """Mean and standard deviation by which its score is normalized; ``auto`` until measured."""
     bounds: tuple[float, float] | None = None
     """Range to which its score is clipped after that."""
 

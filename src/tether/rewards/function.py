@@ -94,7 +94,8 @@ class FunctionSource:
             raise RewardError(_missing_message(f"reward function {self.name}", missing, batch.columns))
         if _names(self.function, _IDS) and batch.decode is None:
             raise RewardError(
-                f"reward function {self.name} asks for {_IDS}, which are the policy's: name the policy, model.path"
+                f"reward function {self.name} asks for {_IDS}, which come from the policy's tokenizer: set "
+                "model.path to the policy"
             )
 
     def _failure(self, error: BaseException, batch: RewardBatch, rows: Sequence[int]) -> RewardError:
@@ -144,7 +145,7 @@ class FunctionSource:
             try:
                 self._call(batch, [row])
             except (Exception, SystemExit) as error:
-                found = f"answer {row} of {len(batch)}, counted from 0, fails alone too, with {type(error).__name__}"
+                found = f"answer {row} of {len(batch)}, counted from 0, also fails alone, with {type(error).__name__}"
                 return f"{found}; its prompt: {_prompt(batch, row)}"
         return f"{named(rows)} of one batch; the first prompt: {_prompt(batch, rows[0])}"
 
@@ -178,7 +179,7 @@ def load_function(path: str, name: str, key: str) -> RewardFunction:
     try:
         inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}.name: {name} in {path} does not tell its arguments: {error}") from error
+        raise ConfigError(f"{key}.name: {name} in {path} has no readable signature: {error}") from error
     refused = [ours for ours in _OURS if not _accepts(function, ours)]
     if refused:
         raise ConfigError(
@@ -237,7 +238,7 @@ def _file_module(path: str, key: str) -> ModuleType:
     try:
         return _run_file(file, file.read_bytes())
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key}.path: {path} does not run: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}.path: {path} cannot be run: {type(error).__name__}: {error}") from error
 
 
 @cache

@@ -33,7 +33,7 @@ class HttpSource:
         payload: makes the requests' payloads.
         batch_size: maximum number of answers per request.
         takes_steps: whether an answer may have scores of its steps in place of one number.
-        missing: what answers count whose score is null.
+        missing: score of answers for which the service returns null.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class HttpSource:
             )
         if self.missing.score is not None and MISSING in components:
             raise RewardResponseError(
-                f"{place} returned a component {MISSING}, the name of the one that counts answers without a score; "
-                "wanted another name, or leave out the reward's `missing`"
+                f"{place} returned a component {MISSING}, a name reserved for counting answers without a score; "
+                "rename it, or leave out the reward's `missing`"
             )
         scores = self.missing.filled(answer["scores"], place)
         if self.takes_steps:

@@ -111,7 +111,7 @@ class JudgeSource:
         cut = ", cut off at max_tokens" if was_cut else ""
         raise NoNumber(
             f"{self.service.place} gave no number from {lowest:g} to {highest:g} for answer {row} of {len(batch)} "
-            f"(counted from 0), asked {self.attempts} times; the last reply{cut}: "
+            f"(counted from 0) in {self.attempts} attempts; the last reply{cut}: "
             f"{one_line(self.service.without_key(text), 300)!r}. Wanted the "
             "number alone on the last line, or after a label as in Score: 7"
         )

@@ -96,13 +96,13 @@ def check_room(
     for key, config in sources_of(configs):
         if not isinstance(config, OwnModelReward) or (room := Room(config, tokenizer)).limit is None:
             continue
-        ways = f"lower data.max_prompt_length, or take a reward model that reads more{or_raise(key, config)}"
+        ways = f"lower data.max_prompt_length, or use a reward model that reads more{or_raise(key, config)}"
         if room.shares_ids:
             longest = max(len(prompt.token_ids) for prompt in prompts)
             if longest + response_length > room.limit:
                 raise ConfigError(
                     f"{key}: sampling.response_length {response_length} after the longest query of {longest} tokens "
-                    f"makes {longest + response_length}, {config.path} reads {room.limit}: lower it, {ways}"
+                    f"makes {longest + response_length}, but {config.path} reads {room.limit}: lower it, {ways}"
                 )
             continue
         try:
@@ -112,13 +112,13 @@ def check_room(
         longest, row = max((length, -prompt.row) for length, prompt in zip(lengths, prompts, strict=True))
         told = f"row {-row} of the prompts has {longest} tokens with an answer of one letter"
         if longest > room.limit:
-            raise ConfigError(f"{key}: {told}, {config.path} reads {room.limit}: {ways}")
+            raise ConfigError(f"{key}: {told}, but {config.path} reads {room.limit}: {ways}")
         left = room.limit - longest + 1
         if left < 2 * response_length:  # there may be more of its tokens than of the policy's
             notes.append(
-                f"{key}: {told}, which leaves {left} of the {room.limit} that {config.path} reads to an answer, and "
-                f"sampling.response_length is {response_length} of the policy's tokens. A longer answer ends the run: "
-                f"{ways}"
+                f"{key}: {told}, which leaves {left} of the {room.limit} tokens that {config.path} reads for an "
+                f"answer, but sampling.response_length is {response_length} of the policy's tokens. A longer answer "
+                f"ends the run: {ways}"
             )
     return notes
 

@@ -33,7 +33,7 @@ class Missing:
         if not self._is_told:
             self._is_told = True
             logger.warning(
-                "%s. It counts %g, as the reward's `missing` says; rewards/%s/%s is the share of such answers",
+                "%s. Its score is set to %g, the reward's `missing`; rewards/%s/%s is the share of such answers",
                 why, self.score, self.name, MISSING,
             )  # fmt: skip
 
@@ -50,7 +50,7 @@ class Missing:
         row = None if values is None else next((row for row, value in enumerate(values) if value is None), None)
         if row is None:
             return scores
-        why = f"{source} returned None for {answer_of(row, len(values))}, which is no score"
+        why = f"{source} returned None for {answer_of(row, len(values))}, which is not a score"
         if self.score is None:
             way_out = "or set the reward's `missing` to the score of such answers"
             raise RewardResponseError(f"{why}; wanted a number, {way_out}")

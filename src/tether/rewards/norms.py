@@ -1,4 +1,4 @@
-"""Normalisation of reward sources by statistics that are measured once: ``norm: auto``."""
+"""Normalization of reward sources by statistics that are measured once: ``norm: auto``."""
 
 from __future__ import annotations
 

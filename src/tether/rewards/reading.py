@@ -111,8 +111,8 @@ class Reader:
             return JudgedText(answer, is_marked=is_marked)
         if self.input_format == "chat" and conversation is None and not prompt:
             raise RewardError(
-                f"reward {self.name}: {where} (counted from 0) is a text without a prompt, which input_format chat has "
-                "no turn for; wanted prompts with answers, or set input_format to auto"
+                f"reward {self.name}: {where} (counted from 0) is a text without a prompt, for which input_format "
+                "chat has no turn; wanted prompts with answers, or set input_format to auto"
             )
         if self.input_format == "chat" or (self.input_format == "auto" and conversation is not None):
             return JudgedText(self._rendered(messages, where), is_templated=True, is_marked=is_marked)
@@ -212,14 +212,14 @@ def check_lengths(lengths: Sequence[int], limit: int | None, name: str) -> None:
         where = f"reward {name}: answer {row} of {len(lengths)} (counted from 0)"
         if length == 0:
             raise RewardError(
-                f"{where} is an empty text, and the reward model's tokenizer has no token that could stand for it: "
+                f"{where} is an empty text, and the reward model's tokenizer has no token to represent it: "
                 "give it a bos_token or an eos_token that the model knows, or set input_format to auto, joined or pair"
             )
         if limit is not None and length > limit:
             raise RewardError(
-                f"{where} has {length} tokens with its prompt, the limit is {limit}; wanted shorter prompts or answers "
-                "(in a run data.max_prompt_length, sampling.response_length), or raise the reward's max_length if the "
-                "model can take more"
+                f"{where} has {length} tokens with its prompt, but the limit is {limit}; wanted shorter prompts or "
+                "answers (in a run data.max_prompt_length, sampling.response_length), or raise the reward's max_length "
+                "if the model can take more"
             )
 
 

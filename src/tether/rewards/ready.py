@@ -117,7 +117,7 @@ def repeated_share(words: Sequence[str], n: int) -> float:
 
 
 def is_json(text: str) -> bool:
-    """Whether the whole text is one JSON value by RFC 8259, which knows neither NaN nor Infinity."""
+    """Whether the whole text is one JSON value by RFC 8259, which allows neither NaN nor Infinity."""
     try:
         json.loads(text, parse_constant=_refused, parse_int=str, parse_float=str)
     except (ValueError, RecursionError):
@@ -162,7 +162,7 @@ def written(wanted: Any, *, number: Any = int) -> str:
 
 
 def _refused(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _no_column(column: str, columns: Sequence[str]) -> str:

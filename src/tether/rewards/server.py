@@ -121,14 +121,14 @@ class RewardServer(ThreadingHTTPServer):
         self.server_close()
 
     def answer(self, job: _Job) -> Content:
-        """Has a job done; called in the thread of its connection."""
+        """Waits until a job is done; called in the thread of its connection."""
         self.jobs.put(job)
         job.answered.wait()
         return job.answer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores a broken connection, as a client may go away at any time."""
-        logger.debug("the connection of %s broke", client_address, exc_info=True)
+        logger.debug("the connection to %s was lost", client_address, exc_info=True)
 
 
 def _not_there(host: Any, port: int, error: Exception) -> ConfigError:
@@ -144,7 +144,7 @@ def asked(body: bytes) -> Asked:
     try:
         payload = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"the body is no JSON: {error}") from error
+        raise DataError(f"the body is not JSON: {error}") from error
     if not isinstance(payload, dict):
         raise DataError(f"the body is a JSON {type(payload).__name__}, wanted an object with prompts and responses")
     unknown = [key for key in payload if key not in ("prompts", "responses", "columns")]
@@ -184,13 +184,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         if self.path != PATH:
-            self._refuse(HTTPStatus.NOT_FOUND, f"there is nothing at {self.path}; post to {PATH}")
+            self._refuse(HTTPStatus.NOT_FOUND, f"there is nothing at {self.path}; send POST to {PATH}")
         elif self.headers.get_content_type() != "application/json":  # which a web page cannot send unasked
             self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "wanted Content-Type: application/json")
         elif (length := _number(self.headers.get("Content-Length"))) is None:
-            self._refuse(HTTPStatus.LENGTH_REQUIRED, "wanted a Content-Length")
+            self._refuse(HTTPStatus.LENGTH_REQUIRED, "wanted a Content-Length header")
         elif length > LARGEST_REQUEST:
-            error = f"the body has {length} bytes, the limit is {LARGEST_REQUEST}"
+            error = f"the body has {length} bytes, but the limit is {LARGEST_REQUEST}"
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, error)
         else:
             self._answer(self.rfile.read(length))

@@ -41,7 +41,7 @@ _FILTERED = re.compile(
 
 
 class NoScore(RewardResponseError):
-    """A service will not score one answer, asked as often as you like, while it scores others."""
+    """A service refuses to score one answer, however often it is asked, but scores others."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class Service:
         try:
             return Session(self, httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits, **options))
         except ImportError:
-            why = "a SOCKS proxy takes the package socksio: install it, name an HTTP proxy, or unset the variable"
+            why = "a SOCKS proxy needs the package socksio: install it, name an HTTP proxy, or unset the variable"
         except (ValueError, httpx2.InvalidURL):  # which may hold the proxy's password
-            why = "its address is none, such as http://proxy.example:3128: correct the variable, or unset it"
+            why = "its address is not one such as http://proxy.example:3128: correct the variable, or unset it"
         named = " or ".join(_proxy_variables("http", "https", "all")) or "this system"
         raise RewardError(f"{self.name}: POST {self.address}: the proxy of {named} cannot be used: {why}")
 
     async def posted(self, client: httpx2.AsyncClient, payload: Any) -> Any:
-        """The JSON that the service answers, after as many tries as it takes and is allowed."""
+        """The service's JSON answer, after as many tries as are needed and allowed."""
         content = json.dumps(payload, allow_nan=False).encode()
         for tried in range(1, self.retries + 2):
             wait, cause = 0.0, None
@@ -129,8 +129,8 @@ class Service:
         ):
             if (packed := response.headers.get("content-encoding", "identity")) != "identity":
                 raise RewardResponseError(
-                    f"{self.name}: {self.address} (status {response.status_code}) packed its answer as "
-                    f"{one_line(packed, _SHOWN)}, which it was asked not to; wanted {self.wanted}"
+                    f"{self.name}: {self.address} (status {response.status_code}) compressed its reply as "
+                    f"{one_line(packed, _SHOWN)}, although it was asked not to; wanted {self.wanted}"
                 )
             async for chunk in response.aiter_raw():
                 body += chunk
@@ -147,7 +147,7 @@ class Service:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             raise RewardResponseError(
-                f"{self.place} returned no JSON ({_told(error)}): {self._shown(body)}; wanted {self.wanted}"
+                f"{self.place} did not return JSON ({_told(error)}): {self._shown(body)}; wanted {self.wanted}"
             ) from error
 
     @property
@@ -173,8 +173,8 @@ class Service:
         if isinstance(error, httpx2.ConnectTimeout):
             return f"{self._place(tried)}: no connection within connect_timeout, {self.connect_timeout:g} s"
         return (
-            f"{self._place(tried)}: no whole answer within read_timeout, {self.read_timeout:g} s; raise it, or lower "
-            "max_concurrency, if the service needs longer"
+            f"{self._place(tried)}: no complete answer within read_timeout, {self.read_timeout:g} s; raise it, or "
+            "lower max_concurrency, if the service needs longer"
         )
 
     def _refused(self, status: int, headers: Mapping[str, str], body: bytes, tried: int) -> str:
@@ -263,7 +263,7 @@ def service_key(config: ServiceReward, key: str) -> str | None:
         raise ConfigError(f"{key}.api_key_env: the environment variable {config.api_key_env} is not set, or is empty")
     if not (value.isascii() and value.isprintable()) or " " in value:
         raise ConfigError(
-            f"{key}.api_key_env: the value of {config.api_key_env} holds white space or characters that no key has"
+            f"{key}.api_key_env: the value of {config.api_key_env} holds whitespace or characters that no key contains"
         )
     return value
 

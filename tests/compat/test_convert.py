@@ -442,7 +442,7 @@ class TestFromOurs:
         assert "actor_rollout_ref.model.lora_rank=8" in script and "# Their critic is a model of its own" in script
 
     def test_stages_before_ppo_have_no_launch(self, tmp_path):
-        with pytest.raises(ConfigError, match="sft has no launch in verl"):
+        with pytest.raises(ConfigError, match="verl has no launch for sft"):
             converted(written(tmp_path, "their.yaml", SFT), "verl")
 
     def test_ours_to_ours_is_no_conversion(self, tmp_path):

@@ -889,7 +889,7 @@ def test_a_judge_of_text_without_a_template_for_conversations_is_refused_at_once
         ({"input_ids": "the cat"}, "train_dataset, row 1: input_ids is str, wanted a list of token ids"),
         ({"input_ids": [7, 999]}, "row 1: input_ids holds 999, but the tokenizer's tokens are 0 to 39"),
         ({"input_ids": [7, -100]}, "row 1: input_ids holds -100, but the tokenizer's tokens are 0 to 39"),
-        ({"input_ids": [7, 8], "attention_mask": [1]}, "row 1: attention_mask has 1 entries, but input_ids 2"),
+        ({"input_ids": [7, 8], "attention_mask": [1]}, "row 1: attention_mask has 1 entries, input_ids 2; wanted"),
         ({"input_ids": [0.5]}, "row 1: input_ids is list, wanted a list of token ids"),
     ],
 )

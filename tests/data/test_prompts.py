@@ -265,7 +265,7 @@ def test_no_tools_are_none_however_they_are_written(load):
 
 def test_calls_that_the_template_does_not_write_are_refused_not_lost(load):
     messages = [user("cat"), call({"at": "dog"}), {"role": "tool", "content": "red"}]
-    lost = r"^data\.prompts: .*row 1 \(line 2\): message 1 calls functions .*data\.chat_template: auto.*the row out"
+    lost = r"^data\.prompts: .*row 1 \(line 2\): message 1 calls functions .*data\.chat_template: auto.*remove the row"
     with pytest.raises(DataError, match=lost):
         load([{"prompt": "cat"}, {"messages": messages}])
 

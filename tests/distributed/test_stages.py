@@ -160,7 +160,7 @@ def test_what_the_launcher_says_of_precision_is_done_where_the_run_says_nothing(
 def test_float16_of_the_launcher_is_refused_where_float16_is(tmp_path, monkeypatch, name):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     config = config_of(tmp_path, name, bf16=None)
-    told = "mixed_precision of the launch: got fp16, wanted no without an accelerator"
+    told = "mixed_precision of the launch: got fp16, wanted no: there is no accelerator"
     with pytest.raises(ConfigError, match=told):
         STAGES[name][1](config)
 

@@ -368,7 +368,7 @@ def test_it_is_said_what_differs_and_what_may(again):
     more = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 5})})
     display = Heard()
     assert [row["step"] for row in train_policy(more, display=display).updates] == [5]
-    assert "resuming with another train.max_steps: was 4, now 5" in display.said
+    assert "resuming with a change, train.max_steps: was 4, now 5" in display.said
 
 
 def test_nothing_goes_before_what_stays_was_read_back(tmp_path, monkeypatch):

@@ -292,7 +292,7 @@ def test_merging_an_adapter_makes_a_plain_folder(tmp_path, reward):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert (logits(merged.eval()) - logits(plain)).abs().max() < 1e-5
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
-    with pytest.raises(ConfigError, match="is already there"):
+    with pytest.raises(ConfigError, match="already exists"):
         merge_adapter(str(adapter), tmp_path / "merged")
     with pytest.raises(ModelError, match="wanted the folder of a PEFT adapter"):
         merge_adapter(str(base), tmp_path / "other")

@@ -127,7 +127,7 @@ def test_a_body_that_is_no_request_is_told_the_client_and_the_connection_goes_on
 def test_requests_that_are_refused_unread(serve, monkeypatch):
     monkeypatch.setattr(server, "LARGEST_REQUEST", 100)
     running = serve(by_length)
-    assert running.ask(PAIR, path="/v1/score") == (404, {"error": "there is nothing at /v1/score; post to /score"})
+    assert running.ask(PAIR, path="/v1/score") == (404, {"error": "there is nothing at /v1/score; send POST to /score"})
     assert running.ask(PAIR, method="GET") == (405, {"error": "wanted POST /score"})
     assert running.ask(PAIR, method="OPTIONS") == (405, {"error": "wanted POST /score"})
     for kind in ("text/plain", "application/x-www-form-urlencoded"):

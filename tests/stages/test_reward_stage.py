@@ -352,7 +352,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
             ConfigError,
             r"train\.lr_scheduler_type: got stairs, wanted one of",
         ),
-        (changed("train", fp16=True), ConfigError, r"fp16: got true, wanted false without an accelerator"),
+        (changed("train", fp16=True), ConfigError, r"fp16: got true, wanted false: there is no accelerator"),
         (changed("model", lora=LoraConfig(target_modules=["nope"])), ConfigError, r"\['nope'\] names no module of"),
         (changed("data", pairs=str(long)), ConfigError, r"the pair in row 0 has 1\d\d tokens, the model has 128 pos"),
         (config.model_copy(update={"output_dir": tmp_path / "full"}), ConfigError, r"output_dir: .* is not empty"),

@@ -155,7 +155,7 @@ MISTAKES = {
         r"^rewards\.0: row 0 of the prompts has 7 tokens with .*, .*judge reads 6: .* rewards\.0\.max_length",
     ),
     "a file in the way": (lambda f: {"output_dir": file_in_the_way(f)}, r"^output_dir: .*/file is a file; name a"),
-    "a folder that cannot be made": (lambda f: {"output_dir": "/proc/out"}, r"^output_dir: /proc/out cannot be made"),
+    "a folder beyond reach": (lambda f: {"output_dir": "/proc/out"}, r"^output_dir: /proc/out cannot be created"),
     "the policy's own folder": (
         lambda f: {"output_dir": str(f / "llama-tied"), "overwrite_output_dir": True},
         r"^output_dir: .*/llama-tied holds a model",

@@ -64,7 +64,7 @@ def push(arguments: Sequence[str]) -> int:
 
     hub.model_files(given.run)
     if (base := hub.unreachable_base(given.run)) is not None:
-        print(f"note: the adapter's base is the local folder {base}: others need it too, or the merged model")
+        print(f"note: the adapter's base is the local folder {base}: others need that too, or the merged model")
     name = given.to or given.run.absolute().name
     repository = hub.open_repository(name, private=not given.public, key="tether push")
     print(f"pushed: {hub.push(given.run, repository, with_answers=not given.no_samples)}")

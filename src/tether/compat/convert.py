@@ -52,7 +52,7 @@ def convert(path: str | Path, to: Target, output: str | Path) -> Converted:
         if to == "tether":
             return Converted(translation.yaml(f"tether {command} {output}"), translation)
     if not isinstance(config, RunConfig):
-        raise ConfigError(f"{path}: {command} has no launch in {to}: only PPO runs can be converted; use --to tether")
+        raise ConfigError(f"{path}: {to} has no launch for {command}, only for PPO runs; use --to tether")
     writer = {"openrlhf": openrlhf, "verl": verl}[to]
     return Converted(writer.launch(config, source=str(path)), translation)
 

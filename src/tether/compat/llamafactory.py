@@ -35,8 +35,8 @@ def recognised(data: Any) -> bool:
 
 
 WITHOUT_SHARDING = (
-    "processes share the rows of this stage (DDP), but not its weights: remove it, and train a model that is too large "
-    "for one device with finetuning_type: lora"
+    "processes share the rows of this stage (DDP), but not its weights: remove this key, and train a model that is too "
+    "large for one device with finetuning_type: lora"
 )
 
 
@@ -220,13 +220,13 @@ def _precision(keys: Translator) -> None:
         "disable_gradient_checkpointing",
     )
     if (bits := keys.take("quantization_bit")) is not None and keys.take("stage") != "ppo":
-        keys.refuse("quantization_bit", "a quantized base is supported in the stage ppo only: remove it")
+        keys.refuse("quantization_bit", "a quantized base is supported in the stage ppo only: remove this key")
     elif bits in (4, 8):
         keys.put("model.quantization", f"{bits}bit", "quantization_bit")
     elif bits is not None:
         keys.refuse("quantization_bit", "wanted 4 or 8")
-    keys.off("models are quantized by bitsandbytes: remove it", quantization_method=("bnb", "bitsandbytes"))
-    keys.off("4-bit weights are of type nf4: remove it", quantization_type="nf4")
+    keys.off("models are quantized by bitsandbytes: remove this key", quantization_method=("bnb", "bitsandbytes"))
+    keys.off("4-bit weights are of type nf4: remove this key", quantization_type="nf4")
 
 
 def _sharding(keys: Translator, stage: str) -> None:
@@ -246,7 +246,7 @@ def _way_to_shard(key: str, given: Any) -> str:
         "--config_file examples/accelerate/fsdp2.yaml"
     )
     return (
-        f"the launcher sets it: remove it and start {num_processes()} processes with accelerate launch {said} "
+        f"the launcher sets it: remove this key and start {num_processes()} processes with accelerate launch {said} "
         f"--num_processes {num_processes()} -m tether ppo …"
     )
 
@@ -363,7 +363,7 @@ def _optim(keys: Translator, names: Mapping[str, str]) -> None:
     """The optimizer, if it is AdamW."""
     optim = keys.take("optim")
     if optim not in (None, *names):
-        keys.refuse("optim", f"wanted one of {', '.join(names)}, or no value")
+        keys.refuse("optim", f"wanted one of {', '.join(names)}, or remove this key")
     elif optim is not None and names is not ADAMW:
         keys.put("train.optim", names[optim], "optim")
     keys.covered("optim", by="AdamW, as here")
@@ -384,7 +384,7 @@ def _ppo(keys: Translator) -> None:
     keys.put("ppo.kl_coef", 0.2)
     keys.put("ppo.kl_target", keys.take("ppo_target", 6.0), "ppo_target")
     keys.put("ppo.num_ppo_epochs", keys.take("ppo_epochs", 4), "ppo_epochs")
-    keys.put("ppo.max_ratio", 10.0, note="above it LLaMA-Factory skips the update")
+    keys.put("ppo.max_ratio", 10.0, note="above it LLaMA-Factory skips the mini-batch; here the update ends")
     if keys.flag("ppo_score_norm"):
         keys.put("ppo.score_norm", "running", "ppo_score_norm")
     if keys.flag("ppo_whiten_rewards"):
@@ -412,7 +412,7 @@ def _reference(keys: Translator) -> None:
     if keys.gives("ref_model") and [keys.take("ref_model"), keys.take("ref_model_adapters")] != start:
         for key in ("ref_model", "ref_model_adapters"):
             if keys.gives(key):
-                keys.refuse(key, "the reference is the policy that the run starts from: remove it")
+                keys.refuse(key, "the reference is the policy that the run starts from: remove this key")
     keys.covered("ref_model", "ref_model_adapters", by="the policy that the run starts from")
     keys.ignore("the reference shares the policy's base", "ref_model_quantization_bit")
     if keys.gives("adapter_name_or_path") and not keys.gives("ref_model"):
@@ -474,7 +474,7 @@ def _sampling(keys: Translator) -> None:
     keys.covered("top_p", "top_k", by="every token can be drawn, as by default here")
     if top_p < 1 or top_k > 0:
         keys.put("sampling.allow_truncated_sampling", True, note="write top_p: 1.0 and top_k: 0 for an unbiased KL")
-    why = "answers must be drawn from the policy's own distribution: remove it"
+    why = "answers must be drawn from the policy's own distribution: remove this key"
     keys.off(why, do_sample=True, num_beams=1, repetition_penalty=1)
 
 
@@ -521,8 +521,8 @@ def _resume(keys: Translator) -> None:
 
 
 def _best(keys: Translator, kept: str) -> None:
-    """Keeping the best model, which is not offered here."""
-    keys.off(f"{kept} is kept: remove it", load_best_model_at_end=False)
+    """Refuses ``load_best_model_at_end``: a translated run keeps its last model."""
+    keys.off(f"{kept} is kept: remove this key", load_best_model_at_end=False)
     keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
 
 
@@ -577,7 +577,7 @@ def _reward(keys: Translator) -> None:
     _datasets(keys, "pairs", "eval_pairs")
     if not keys.gives("eval_dataset") and not keys.take("val_size", 0.0):
         keys.put("data.eval_fraction", 0.0, "val_size")
-    keys.off("only the answers are judged: remove it", train_on_prompt=False, mask_history=False)
+    keys.off("only the answers are judged: remove this key", train_on_prompt=False, mask_history=False)
     _evaluations(keys, by="after the last step")
     _stage(keys)
 
@@ -585,7 +585,7 @@ def _reward(keys: Translator) -> None:
 def _sft(keys: Translator) -> None:
     """A policy trained on demonstrations."""
     _datasets(keys, "demonstrations", "eval_demonstrations")
-    keys.off("only answers are trained on here: remove it", train_on_prompt=False)
+    keys.off("only answers are trained on here: remove this key", train_on_prompt=False)
     if keys.flag("mask_history"):
         keys.put("data.turns", "last", "mask_history")
     keys.covered("mask_history", by="its default, as here")
@@ -603,13 +603,13 @@ def _stage(keys: Translator) -> None:
     keys.put("train.micro_batch_size", rows, "per_device_train_batch_size")
     _run_length(keys)
     _schedule(keys)
-    why = "AdamW has these settings in this stage: remove it"
+    why = "this stage uses AdamW with its usual settings: remove this key"
     keys.off(why, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, lr_scheduler_kwargs={})
     _optim(keys, ADAMW)
     keys.ignore("it saves time or memory only", "torch_compile")
-    keys.off("rows are not packed here: remove it", packing=False, neat_packing=False)
-    keys.off("data is shuffled: remove it", disable_shuffling=False)
-    keys.off("rows are not sorted by length: remove it", group_by_length=False)
+    keys.off("rows are not packed here: remove this key", packing=False, neat_packing=False)
+    keys.off("data is shuffled: remove this key", disable_shuffling=False)
+    keys.off("rows are not sorted by length: remove this key", group_by_length=False)
     _best(keys, "the last model")
     _trackers(keys)
     keys.ignore("every step is logged", "logging_steps")

@@ -86,7 +86,7 @@ IGNORED = {
 """Keys that have no effect here, with the reason."""
 
 OFF: Mapping[str, Mapping[str, Any]] = {
-    "the optimizer of a Tether run is AdamW: remove it": {
+    "the optimizer of a Tether run is AdamW: remove this key": {
         "use_galore": False, "use_apollo": False, "use_badam": False, "use_adam_mini": False, "use_muon": False,
         "adafactor": False, "optim_args": (), "optim_target_modules": (), "loraplus_lr_ratio": (),
     },
@@ -96,18 +96,18 @@ OFF: Mapping[str, Mapping[str, Any]] = {
             "video_min_pixels", "video_fps", "video_maxlen", "use_audio_in_video", "audio_sampling_rate",
         )
     } | {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False},
-    "adapters are plain LoRA with PEFT's initialization: remove it": {
+    "adapters are plain LoRA with PEFT's initialization: remove this key": {
         "use_rslora": False, "use_dora": False, "pissa_init": False, "additional_target": (), "use_llama_pro": False,
     },
-    "the model is trained as it is: change it before, and save it to a folder of its own": {
+    "the model is trained unchanged: change it beforehand, save it to a folder, and remove this key": {
         "resize_vocab": False, "add_tokens": (), "add_special_tokens": (), "split_special_tokens": False,
         "rope_scaling": (), "shift_attn": False, "mixture_of_depths": (), "train_from_scratch": False,
         "moe_aux_loss_coef": (0, 0.0),
     },
-    "it changes what is learned, and has no counterpart here: remove it": {
+    "it changes what is learned, and has no counterpart here: remove this key": {
         "neftune_noise_alpha": (), "label_smoothing_factor": 0, "early_stopping_steps": (), "tool_format": (),
     },
-    "data is read whole, one dataset after the other, from its source: remove it": {
+    "datasets are read completely, one after another, from their source: remove this key": {
         "streaming": False, "mix_strategy": "concat", "interleave_probs": (), "tokenized_path": (),
     },
     "train only: `tether evaluate` and `tether generate` do the rest": {
@@ -117,7 +117,7 @@ OFF: Mapping[str, Mapping[str, Any]] = {
     "the names of the hub keys are hub_model_id and push_to_hub": {
         "push_to_hub_model_id": (), "push_to_hub_organization": (),
     },
-    "it cannot be chosen here: remove it": {
+    "it cannot be chosen here: remove this key": {
         "per_gpu_train_batch_size": (), "per_gpu_eval_batch_size": (),
     },
 }  # fmt: skip

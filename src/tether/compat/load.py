@@ -59,7 +59,7 @@ def check_pipeline(path: str | Path) -> None:
         command = llamafactory.STAGES.get(str(document.data.get("stage")), "sft")
         raise ConfigError(
             f"{path} describes one stage, in LLaMA-Factory's keys: `tether {command} {path}` runs it, and `tether "
-            f"convert {path} --to tether -o OUT.yaml` writes a possible section of a pipeline"
+            f"convert {path} --to tether -o OUT.yaml` writes it as YAML that can be a section of a pipeline"
         )
 
 

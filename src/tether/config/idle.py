@@ -27,7 +27,7 @@ class Needs:
 
 _NAMED = {"estimator": "ppo.advantage_estimator", "lam_alpha": "ppo.lam_alpha", "value_lam": "ppo.value_lam"}
 _REFERENCE = Needs(
-    lambda of: of("ppo.kl_coef") != 0, "ppo.kl_coef 0 runs no reference: set it above 0, or leave {key} out"
+    lambda of: of("ppo.kl_coef") != 0, "there is no reference with ppo.kl_coef 0: set it above 0, or leave {key} out"
 )
 _CRITIC = Needs(
     lambda of: of("ppo.advantage_estimator") == "gae",
@@ -37,8 +37,8 @@ _CRITIC = Needs(
 _PUSH = Needs(lambda of: of("train.push_to_hub"), "nothing is pushed: set train.push_to_hub: true, or leave {key} out")
 _HELD_OUT = Needs(
     lambda of: of("data.eval_prompts") is not None,
-    "no held-out prompts are read: set data.eval_prompts (the source of data.prompts again, for another "
-    "part of it), or leave {key} out",
+    "there are no held-out prompts of their own source: set data.eval_prompts (the source of data.prompts again, for "
+    "another part of it), or leave {key} out",
 )
 _DEMONSTRATIONS = Needs(
     lambda of: of("data.ptx") is not None, "there are no demonstrations: set data.ptx, or leave {key} out"
@@ -55,8 +55,8 @@ NEEDS: Mapping[str, Sequence[Needs]] = {
     "ppo.kl_target": [
         Needs(
             lambda of: of("ppo.kl_coef") != 0,
-            "ppo.kl_coef 0 runs no reference, and no factor can change 0: set it to the coefficient to start from, "
-            "or leave {key} out",
+            "ppo.kl_coef is 0, which the adaptive controller multiplies and so never changes: set it to the "
+            "coefficient to start from, or leave {key} out",
         )
     ],
     "ppo.kl_horizon": [

@@ -93,7 +93,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
     own: dict[str, list[str]] = {name: [] for name in (*STAGES, "")}
     for name, value in override_pairs(overrides):
         if name == "resume":
-            raise ConfigError("--resume: leave it out; a pipeline always resumes where it was stopped")
+            raise ConfigError("--resume: leave it out; a pipeline resumes by itself where it was stopped")
         stage, _, key = name.partition(".")
         is_own = stage in STAGES and key and key not in _OWN
         own[stage if is_own else ""].append(f"--{key if is_own else name}={value}")

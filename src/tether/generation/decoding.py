@@ -40,11 +40,11 @@ def decoding(model: nn.Module, device: torch.device, *, is_static: bool = False)
     """
     cache, kind = _cache_of_one_token(model, device), type(model).__name__
     ways = [Decoding.CUT, Decoding.ALIKE, Decoding.KEPT, Decoding.ANEW]
-    reason = "reads a padded text, or one from its cache, otherwise than the text as a whole"
+    reason = "gives other results for padded or cached text than for the whole text"
     if cache is None:
-        ways, reason = ways[3:], "hands out no cache that could be decoded with"
+        ways, reason = ways[3:], "returns no cache that can be used for decoding"
     elif not cuttable(cache):
-        ways, reason = ways[1 if isinstance(cache, Cache) else 2 :], "keeps more than keys and values of what it read"
+        ways, reason = ways[1 if isinstance(cache, Cache) else 2 :], "caches more than keys and values"
     way = next(way for way in ways if way is Decoding.ANEW or _is_faithful(model, device, way))
     if way is not Decoding.CUT:
         logger.warning("%s %s: %s", kind, reason, CONSEQUENCES[way])
@@ -54,7 +54,7 @@ def decoding(model: nn.Module, device: torch.device, *, is_static: bool = False)
         logger.info(
             "%s is decoded in a cache of fixed size: answers that have ended stay until the last one ends%s",
             kind,
-            "" if device.type == "cpu" else "; its forward of a token is compiled, so the first answers take long",
+            "" if device.type == "cpu" else "; its forward of one token is compiled, so the first answers take long",
         )
         return Decoding.FIXED
     return way

@@ -87,7 +87,7 @@ class PolicyReader:
                 )  # fmt: skip
             except DataError as error:
                 if self.is_stand_in:
-                    error.add_note("a reward model's tokenizer replaces the policy's: set model.path to the policy")
+                    error.add_note("no policy is named, so a reward model's tokenizer is used: set model.path to one")
                 raise
             texts, query_ids = [text for text, _ in queries], [ids for _, ids in queries]
             response_ids = self._answer_ids(prompts, responses)
@@ -136,7 +136,7 @@ def check_sources(config: SourceConfig) -> None:
     if keys := measured_norms(config.rewards):
         raise ConfigError(
             f"{keys[0]}.norm auto is measured on the answers of a run's start policy, and there is none here; set it "
-            "to [mean, std], as in score_norm.json of a run, or remove it"
+            "to [mean, std], as in score_norm.json of a run, or leave it out"
         )
     if config.model is not None:
         check_model_path(config.model.path, "model.path", revision=config.model.revision, takes_gguf=True)

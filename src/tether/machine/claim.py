@@ -23,7 +23,7 @@ def claimed(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"output_dir: {folder} cannot be created: {error.strerror}") from error
     try:
         _lock(descriptor, folder)
         yield

@@ -105,7 +105,7 @@ class Dist:
         return [share(count, rank, sharing) if rank < sharing else range(0) for rank in range(self.num_processes)]
 
     def described(self, command: str, engine: str | None) -> str:
-        """Describes what a run computes on, and which devices it does not use.
+        """Describes what a run computes on, and how many devices it leaves unused.
 
         Args:
             command: the command that starts it, such as ``tether ppo``.

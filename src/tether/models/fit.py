@@ -49,7 +49,7 @@ def check_tokens(
     for kind, row, ids in texts:
         if (highest := max(ids)) >= size:
             raise ConfigError(
-                f"model.path: {path} knows {size} tokens, but its tokenizer more: token {highest}, "
+                f"model.path: {path} has embeddings for {size} tokens, but its tokenizer has more: token {highest}, "
                 f"{tokenizer.decode([highest])!r}, of the {kind} in row {row} has no embedding. One of the two belongs "
                 "to another model"
             )
@@ -76,7 +76,7 @@ def steady_positions(shape: PreTrainedConfig) -> int | None:
 def steady_positions_told(shape: PreTrainedConfig) -> str:
     """``steady_positions`` as text for messages."""
     limit = steady_positions(shape)
-    return f"{limit}" if limit == positions(shape) else f"{limit} before longrope changes how all of a batch is read"
+    return f"{limit}" if limit == positions(shape) else f"{limit} before longrope changes how a whole batch is read"
 
 
 def check_positions(

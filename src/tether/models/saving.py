@@ -184,7 +184,7 @@ def merge_adapter(
     """
     path, folder = str(path), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is already there; name a folder that is new or empty")
+        raise ConfigError(f"{folder} already exists; name a folder that is new or empty")
     if not is_adapter(path):
         raise ModelError(f"{path}: got no {ADAPTER_CONFIG}; wanted the folder of a PEFT adapter")
     code = {"trust_remote_code": trust_remote_code}

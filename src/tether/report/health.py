@@ -506,8 +506,8 @@ def without_score(run: Run) -> Finding | None:
     return Finding(
         "warn" if share > MUCH_MISSING else "ok",
         name,
-        f"Up to {percent(share)} of the answers got no score from their source, but its missing (around update "
-        f"{step}); up to {percent(MUCH_MISSING)} is usual.",
+        f"Up to {percent(share)} of the answers got no score from their source and count as its `missing` value "
+        f"(around update {step}); up to {percent(MUCH_MISSING)} is usual.",
         "Read the answers without a score in samples.jsonl: the source should be able to score all that the "
         "policy writes.",
     )

@@ -22,7 +22,7 @@ from tether.types import RewardBatch, RewardOutput
 
 Payload = Callable[[RewardBatch, Sequence[int]], Mapping[str, Any]]
 """Makes the payload for these rows of a batch."""
-WANTED = 'JSON {"scores": [...]} with one number an answer'
+WANTED = 'JSON {"scores": [...]} with one number per answer'
 
 
 class HttpSource:

@@ -91,7 +91,7 @@ class Service:
         except ImportError:
             why = "a SOCKS proxy needs the package socksio: install it, name an HTTP proxy, or unset the variable"
         except (ValueError, httpx2.InvalidURL):  # which may hold the proxy's password
-            why = "its address is not one such as http://proxy.example:3128: correct the variable, or unset it"
+            why = "its address is invalid; wanted one such as http://proxy.example:3128: correct or unset the variable"
         named = " or ".join(_proxy_variables("http", "https", "all")) or "this system"
         raise RewardError(f"{self.name}: POST {self.address}: the proxy of {named} cannot be used: {why}")
 
@@ -296,7 +296,7 @@ def _without_query(location: str) -> str:
     try:
         return address_without_keys(location)
     except ValueError:
-        return "what is no address"
+        return "an invalid address"
 
 
 def _told(error: Exception) -> str:

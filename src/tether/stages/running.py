@@ -93,7 +93,7 @@ def check_stage(config: StageConfig, command: str) -> None:
         told = "train.fp16: got true, wanted false"
         if launched.mixed_precision() == "fp16":
             told = "mixed_precision of the launch: got fp16, wanted no"
-        raise ConfigError(f"{told} without an accelerator: tether {command} would train in float32")
+        raise ConfigError(f"{told}: there is no accelerator, so tether {command} would train in float32")
     check_model_path(config.model.path, "model.path", revision=config.model.revision)
     check_template(config.data.chat_template)
     if config.train.lr_scheduler_type not in SCHEDULES:

@@ -5,7 +5,7 @@
       tether_state/state.json        counters, KL coefficient, score statistics, best evaluation, configuration
       tether_state/roles.safetensors trained weights of policy and critic, in the dtypes used in training
       tether_state/optimizers.pt     optimizers and schedules, tensors and numbers only
-      tether_state/average.safetensors    moving average of the trained weights, if kept, also in the policy above
+      tether_state/average.safetensors    moving average of the trained weights, if kept; the policy above is then it
       tether_state/random.pt         states of the random generators of Python, NumPy and torch in each process, which
                                      reward functions may draw from
       manifest.json                  size and SHA-256 of every file
@@ -213,7 +213,7 @@ class Checkpoints:
         """Names the checkpoint to resume from, in a sentence for the message that a run ends with."""
         path = last_complete(self.config.output_dir)
         if path is None:
-            return "There is no complete checkpoint to resume from; set train.save_steps to write them"
+            return "There is no complete checkpoint to resume from; set train.save_steps to write checkpoints"
         return f"The last complete checkpoint is {path}: --resume continues from there"
 
     @contextmanager

@@ -68,7 +68,7 @@ class Guard:
         """
         self.in_a_row += 1
         if self.in_a_row <= self.limit:
-            self.tell(f"warning: {error} It is skipped: {self.in_a_row} in a row, of at most {self.limit}")
+            self.tell(f"warning: {error} Skipped: {self.in_a_row} in a row, of at most {self.limit}")
             return
         before = "" if self.limit == 0 else f" after {self.limit} skipped in a row (train.max_bad_batches)"
         raise met_by_all(TrainingError(f"{error} The run ends{before}")) from error
@@ -100,7 +100,7 @@ class Guard:
         if self.dist.is_main:
             JsonlWriter(self.folder / BAD_BATCHES).write({"step": self.step, "last_good_checkpoint": name})
         if checkpoint is None:
-            return "there is no checkpoint to return to; set train.save_steps to write them"
+            return "there is no checkpoint to return to; set train.save_steps to write checkpoints"
         return (
             f"the last good checkpoint is {checkpoint}; --resume would repeat the same updates from there, so use it "
             "as model.path of a run with other settings"

@@ -53,8 +53,8 @@ def spread(moments: algo.ScoreMoments, what: str, key: str) -> str:
     count = f"{moments.count:g} answers of the start policy"
     if moments.var == 0:
         told = (
-            f"{what}: all {count} have the score {moments.mean:g}, so there is no spread to normalize by. Remove "
-            f"{key}, or use rewards that tell answers apart"
+            f"{what}: all {count} have the score {moments.mean:g}, so there is no spread to normalize by. Leave "
+            f"{key} out, or use rewards that tell answers apart"
         )
         raise met_by_all(TrainingError(told))
     return (

@@ -161,7 +161,7 @@ def judge(parts: Parts, answers: Answers, config: RunConfig, moments: algo.Score
     """Scores every answer.
 
     Args:
-        moments: used by ``ppo.score_norm``, if set; replaced by those of these answers if they hold no score yet.
+        moments: used by ``ppo.score_norm``, if set; if they have counted no score yet, those of these answers are used.
     """
     raw, output = raw_scores(parts, answers)
     if moments.count == 0:

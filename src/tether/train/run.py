@@ -162,7 +162,7 @@ def open_trainer(
         record = dist.each(lambda: read_state(checkpoint))
         saved = dist.each(lambda: parse_config(record["config"], RunConfig))
         for change in dist.each(lambda: check_same_run(saved, config, checkpoint)):
-            display.message(f"resuming with another {change}")
+            display.message(f"resuming with a change, {change}")
         if (told := told_of_move(saved, record, config, dist, build_engine(dist).name)) is not None:
             display.message(told)
     data = dist.main_first(lambda: load_data(config))

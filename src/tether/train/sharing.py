@@ -96,11 +96,11 @@ class SharedGenerator:
         self._generator.batch_size = count
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """See the generator."""
+        """Passes the weights on to the generator."""
         self._generator.sync_weights(policy)
 
     def close(self) -> None:
-        """See the generator."""
+        """Closes the generator."""
         self._generator.close()
 
 

@@ -32,7 +32,7 @@ REFUSED = {
     "label_smoothing_factor": "PPO has no labels",
     "neftune_noise_alpha": "noise on the embeddings would change the ratio",
     "use_liger_kernel": "forward passes run as they are",
-    "auto_find_batch_size": "set per_device_train_batch_size; results do not depend on it",
+    "auto_find_batch_size": "set per_device_train_batch_size instead",
     "deepspeed": "the launcher sets it: accelerate launch --use_deepspeed --deepspeed_config_file FILE script.py",
     "fsdp": "the launcher sets it: accelerate launch --config_file examples/accelerate/fsdp2.yaml script.py",
     "parallelism_config": "answers are divided over processes, and nothing else is",

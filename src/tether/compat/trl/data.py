@@ -100,7 +100,9 @@ def _query(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: st
     if row.get(MASK) is not None:
         mask = _numbers(row[MASK], where, MASK)
         if len(mask) != len(ids):
-            raise DataError(f"{where}: attention_mask has {len(mask)} entries, but input_ids {len(ids)}")
+            raise DataError(
+                f"{where}: attention_mask has {len(mask)} entries, input_ids {len(ids)}; wanted the same number"
+            )
         ids = [token for token, is_real in zip(ids, mask, strict=True) if is_real]
     elif tokenizer.pad_token_id != tokenizer.eos_token_id:
         real = [i for i, token in enumerate(ids) if token != tokenizer.pad_token_id]

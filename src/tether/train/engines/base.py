@@ -59,7 +59,7 @@ def out_of_step(what: str, error: torch.OutOfMemoryError) -> OutOfStep:
 
 
 def refuse_few_bits(config: RunConfig, engine: str) -> None:
-    """Raises ``ConfigError`` for weights and moments in few bits, which cannot be sharded.
+    """Raises ``ConfigError`` for quantized weights and 8-bit moments, which cannot be sharded.
 
     Args:
         engine: the engine's name in the message.

@@ -494,7 +494,7 @@ class Unit:
         return [name for name, value in self.joint.state.get(flat, {}).items() if _is_moment(value, flat)]
 
     def _make_states(self) -> None:
-        """Makes optimizers create their states by a step with gradients and learning rate 0, then informs DeepSpeed."""
+        """Makes optimizers create their states by a step with gradients of 0 at learning rate 0; informs DeepSpeed."""
         zero = self.engine.optimizer
         for number, share in enumerate(self.joint.shares):
             own, flats = share.optimizer.optimizer, self._flats(number)

@@ -59,7 +59,7 @@ class Alone:
         return norm
 
     def skip(self, optimizer: PassOptimizer) -> None:
-        """See the optimizer."""
+        """Advances the optimizer's schedules without a step."""
         optimizer.skip()
 
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
@@ -101,7 +101,7 @@ class Alone:
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: PassOptimizer, state: dict[str, Any]) -> None:
-        """See the optimizer."""
+        """Loads the optimizer's own state."""
         optimizer.load_state_dict(state)
 
 

@@ -28,6 +28,7 @@ from transformers import TrainerCallback  # noqa: E402
 
 from benchmarks.toys.language import toy  # noqa: E402
 from benchmarks.toys.run import table_trainer, toy_config  # noqa: E402
+from benchmarks.whole import end_if_interrupted  # noqa: E402
 from tether.algo import LinearHead, linear_logprobs, logits_at_once, logprobs_from_logits  # noqa: E402
 from tether.machine.distributed import Dist  # noqa: E402
 from tether.train.callbacks import KEPT_LINES  # noqa: E402
@@ -146,7 +147,7 @@ def run_sizes(updates: int) -> dict[int, int]:
         changes = {"train.rollout_batch_size": 8, "train.micro_batch_size": 8, "ppo.num_ppo_epochs": 1}
         language = toy("A")
         config = toy_config(language, Path(folder), changes | {"train.max_steps": updates})
-        table_trainer(language, config, [sizes]).fit()
+        end_if_interrupted(table_trainer(language, config, [sizes]).fit())
     return sizes.sizes
 
 

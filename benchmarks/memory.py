@@ -60,7 +60,7 @@ def measured(kind: str, model: str, updates: int) -> int:
         judge = str(Path(folder) / "judge")
         shared = kind == "one base"
         subprocess.run([sys.executable, "-c", JUDGE, model, judge, str(int(shared))], check=True)
-        train_policy(
+        result = train_policy(
             RunConfig(
                 model={"path": model, "dtype": "float32", **({"lora": {"r": 16}} if shared else {})},
                 value={"kind": "adapter" if shared else "model"},
@@ -78,6 +78,8 @@ def measured(kind: str, model: str, updates: int) -> int:
                 output_dir=str(Path(folder) / "out"),
             )
         )
+    if result.interrupted is not None:
+        raise SystemExit(130)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

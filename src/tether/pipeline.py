@@ -277,7 +277,7 @@ def _state(config: Any) -> State:
         return "new"
     is_finished = is_whole(folder)
     _check_same(config, folder, is_finished=is_finished)
-    if isinstance(config, RunConfig) and config.value.save and config.ppo.has_critic:
+    if isinstance(config, RunConfig) and config.value.save:
         is_finished = is_finished and is_whole(folder / CRITIC)
     return "finished" if is_finished else "begun"
 

@@ -96,7 +96,7 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path, name):
         ({"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}, "got eval_loss, wanted one of"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "wanted min_lr or min_lr_rate"),
         ({"stop_token": None, "stop_token_id": 99}, "the tokenizer has no token 99"),
-        ({"response_length": 126}, "needs 131 positions, model has 128"),
+        ({"response_length": 126}, "needs 131 positions, but model has 128"),
     ],
 )
 def test_mistakes_are_found_at_construction(tmp_path, changes, message):

@@ -88,6 +88,12 @@ def test_a_stage_refuses_a_part_of_held_out_data_that_is_not_named(stage, source
     assert run(eval_split="train", eval_subset=None).data == run().data
 
 
+def test_every_reason_is_apart_from_its_way_out():
+    """A conversion, which leaves such keys out, gives the reason alone."""
+    for reason, colon, _ in (need.why.partition(": ") for needs in NEEDS.values() for need in needs):
+        assert colon and ";" not in reason
+
+
 def test_every_need_has_a_case():
     assert {given[0].partition("=")[0] for given, *_ in CASES} == NEEDS.keys()
 

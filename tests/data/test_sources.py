@@ -333,7 +333,7 @@ def test_a_folder_that_datasets_cannot_read(tmp_path):
 @pytest.mark.parametrize("name", ["org/prompts", "prompts"])
 def test_a_hub_id_that_cannot_be_reached_says_the_way_out(name):
     check_source(name, "data.prompts")
-    with pytest.raises(DataError, match=rf"(?s)data\.prompts: {name} is no file .*HF_HUB_OFFLINE.*a local file"):
+    with pytest.raises(DataError, match=rf"(?s)data\.prompts: {name} is not a local .*HF_HUB_OFFLINE.*a local file"):
         read_rows(name, split="train", key="data.prompts")
 
 

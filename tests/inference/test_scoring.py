@@ -157,7 +157,7 @@ def test_a_row_that_no_model_can_read_is_told_before_any_loads(tmp_path, monkeyp
     sources = SourceConfig.model_validate(keys | {"model": {"path": str(tmp_path / "policy")}})
     row = {"prompt": "the cat", "chosen": "good", "rejected": "bad " * (11 if reads == "ids" else 15)}
     file = written(tmp_path, {**row, "rejected": "bad"}, row)
-    message = r"FILE: .*row 1 \(line 2\), for rewards\.0: prompt and answer have 17 tokens, .*judge reads 16: .*"
+    message = r"FILE: .*row 1 \(line 2\), for rewards\.0: prompt and answer have 17 .*judge reads at most 16: .*"
     with pytest.raises(DataError, match=rf"{message} raise rewards\.0\.max_length"):
         score_file(sources, file)
 

@@ -136,7 +136,7 @@ MISTAKES = {
     ),
     "a reward model of two labels": (
         lambda f: {"rewards": [own_model(save_tiny(f / "judge", num_labels=2))]},
-        r"^rewards\.0\.path: .*/judge is .* with 2 labels; .*, or by rewards\.0\.label the .*: LABEL_0, LABEL_1$",
+        r"^rewards\.0\.path: .*/judge is .* with 2 labels; .*, or rewards\.0\.label, the .*: LABEL_0, LABEL_1$",
     ),
     "a label that is none": (
         lambda f: {"rewards": [own_model(save_tiny(f / "judge", num_labels=2), label="POSITIVE")]},

@@ -68,7 +68,7 @@ NEEDS: Mapping[str, Sequence[Needs]] = {
     "ppo.gamma": [
         Needs(
             lambda of: of("ppo.advantage_estimator") not in ("rloo", "grpo"),
-            "{estimator} uses the undiscounted return of an answer; leave it out, or set "
+            "{estimator} uses the undiscounted return of an answer: leave it out, or set "
             "ppo.advantage_estimator to gae or reinforce_pp",
         )
     ],

@@ -353,7 +353,7 @@ def test_a_launch_that_does_not_fit_the_last_stage_is_told_before_the_first_load
     ("override", "message"),
     [
         ("--ppo.model.lora.r=4", r"ppo\.model\.lora\.r: 4, but ppo continues the adapter of sft, which has 2"),
-        ("--sft.output_dir=x", r"sft\.output_dir: the pipeline's own output_dir says it"),
+        ("--sft.output_dir=x", r"sft\.output_dir: the pipeline's own output_dir applies to every"),
         ("--ppo.train.learning_rat=1", r"section ppo, --ppo\.train\.learning_rat: unknown key; did you mean"),
         ("--sft.train.max_steps=none", r"section sft, --sft\.train\.max_steps: got none, wanted a whole number"),
         ("--resume=true", "--resume: leave it out; a pipeline resumes by itself where it was stopped"),

@@ -32,6 +32,7 @@ def test_decoding_is_profiled_beside_generate(monkeypatch, capsys, model):
     assert parts[0] > 0 and parts[2] > 0 and sum(parts[:-1]) == pytest.approx(parts[-1], abs=0.03)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_every_trick_is_measured_with_and_without(monkeypatch, capsys, model):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(tricks, "check_compile", lambda *given: None)  # which needs no compiler

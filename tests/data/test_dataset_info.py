@@ -293,7 +293,7 @@ ALPACA = {"instruction": "a", "output": "b"}
 @pytest.mark.parametrize(
     ("row", "settings", "message"),
     [
-        ({"output": "b"}, {}, "instruction: there is no column instruction; it has output, wanted text"),
+        ({"output": "b"}, {}, "instruction: there is no column instruction; the columns are output, wanted text"),
         ({"instruction": 3, "output": "b"}, {}, "instruction: got 3, wanted text"),
         ({"instruction": "a", "output": 3}, {}, "output: got 3, wanted text"),
         (

@@ -157,4 +157,4 @@ def test_another_objective_leads_elsewhere(tmp_path, case):
 def test_a_run_that_was_interrupted_is_not_measured(tmp_path, capsys):
     with pytest.raises(SystemExit, match="130"):
         train_tables(LANGUAGE, tmp_path, SETTINGS | {"train.max_runtime": 1e-9})
-    assert capsys.readouterr().err == "stopped by max_runtime of 1e-09 h: nothing was measured\n"
+    assert capsys.readouterr().err.endswith("stopped by max_runtime of 1e-09 h: nothing was measured\n")

@@ -85,7 +85,7 @@ def file_in_the_way(folder):
 MISTAKES = {
     "prompt beyond the vocabulary": (
         lambda f: {"model__path": foreign_tokenizer(f / "m"), "data__chat_template": "none"},
-        r"^model\.path: .*/m knows 40 tokens, .*token 40, 'zebra', of the prompt in row 1",
+        r"^model\.path: .*/m has embeddings for 40 tokens, .*token 40, 'zebra', of the prompt in row 1",
     ),
     "stop token that is none": (
         lambda f: {"sampling__stop_token": "zebra horse"},
@@ -109,7 +109,7 @@ MISTAKES = {
     ),
     "a critic from a function": (
         lambda f: {"value__kind": "model", "value__init": "reward"},
-        r"value\.init reward: the first reward is of type function, a critic of kind model is copied from model or ad",
+        r"value\.init reward: the first reward is of type function, but a critic of kind model is copied from model",
     ),
     "a critic from a judge of another vocabulary": (
         lambda f: {"value__init": "reward", "rewards": [own_model(save_tiny(f / "judge", "qwen2", num_labels=1))]},

@@ -87,7 +87,7 @@ class PolicyReader:
                 )  # fmt: skip
             except DataError as error:
                 if self.is_stand_in:
-                    error.add_note("no policy is named, so a reward model's tokenizer is used: set model.path to one")
+                    error.add_note("no policy is named, so a judge's tokenizer is used: set model.path to the policy")
                 raise
             texts, query_ids = [text for text, _ in queries], [ids for _, ids in queries]
             response_ids = self._answer_ids(prompts, responses)

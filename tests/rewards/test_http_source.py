@@ -326,8 +326,8 @@ class TestProxy:
         ("value", "message"),
         [
             ("socks5://me:s3cret@host:1", r"the proxy of ALL_PROXY cannot be used: a SOCKS proxy needs .*socksio"),
-            ("ftp://me:s3cret@host:1", r"the proxy of ALL_PROXY cannot be used: its address is not one"),
-            ("http://me:s3cret@host:x", r"the proxy of ALL_PROXY cannot be used: its address is not one"),
+            ("ftp://me:s3cret@host:1", r"the proxy of ALL_PROXY cannot be used: its address is invalid"),
+            ("http://me:s3cret@host:x", r"the proxy of ALL_PROXY cannot be used: its address is invalid"),
         ],
     )
     def test_that_cannot_be_used_is_told(self, monkeypatch, value, message):

@@ -8,11 +8,13 @@ side while decoding. ``--small`` takes fewer and shorter answers, to test the sc
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a file, this folder alone would be searched
@@ -30,12 +32,13 @@ from tether.generation import batch as decoding_batch  # noqa: E402
 from tether.generation.batch import Decoding, drawn_tokens  # noqa: E402
 from tether.generation.hf import HFGenerator  # noqa: E402
 from tether.machine import heap  # noqa: E402
+from tether.models import products as quick  # noqa: E402
 from tether.models.build import build_roles  # noqa: E402
 from tether.models.compiled import check_compile, compile_layers, compiled_layers  # noqa: E402
 from tether.models.forward import response_outputs  # noqa: E402
 from tether.models.heads import ScalarHead  # noqa: E402
 from tether.models.loading import load_causal_lm  # noqa: E402
-from tether.models.products import FewRowsLinear  # noqa: E402
+from tether.models.products import QuickLinear  # noqa: E402
 from tether.models.roles import POLICY, ModelRoles  # noqa: E402
 from tether.models.tokenizer import load_tokenizer  # noqa: E402
 from tether.train.optim import all_finite, build_optimizer  # noqa: E402
@@ -97,12 +100,14 @@ class Bench:
                 best[i] = min(best[i], clock() - start)
         return best[0], best[1]
 
-    def decode(self, requests: list[Request], sampling: Sampling, **options: object) -> None:
-        """Answers by Tether's loop."""
+    def decode(
+        self, requests: list[Request], sampling: Sampling, *, model: PreTrainedModel | None = None, **options: object
+    ) -> None:
+        """Answers by Tether's loop, of the policy or another model."""
 
         @contextmanager
         def scope() -> Iterator[PreTrainedModel]:
-            yield self.model
+            yield model or self.model
 
         for _ in HFGenerator(scope, batch_size=self.decoded, device="cpu", **options).generate(requests, sampling):
             pass
@@ -133,24 +138,59 @@ def products(bench: Bench) -> Iterator[Row]:
 
 def few_rows(bench: Bench) -> Iterator[Row]:
     """A decoding step by W xᵀ and by x Wᵀ, on two cores."""
-    layers = [module for module in bench.model.modules() if isinstance(module, nn.Linear)]
-    usual = type(layers[0])
 
-    def decode(kind: type[nn.Linear], count: int) -> None:
-        for layer in layers:
-            layer.__class__ = kind
+    def decode(count: int) -> None:
         bench.decode([Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * count))], Sampling(bench.tokens))
 
     torch.set_num_threads(2)
     for count in (bench.decoded // 4, bench.decoded):
         yield f"products of {count} rows the other way round: decoding on two cores, by the clock", "s", *bench.seconds(
-            lambda count=count: decode(nn.Linear, count),
-            lambda count=count: decode(FewRowsLinear, count),
-            time.perf_counter,
+            *with_and_without(bench.model, "few_rows_are_slow", lambda count=count: decode(count)), time.perf_counter
         )
     torch.set_num_threads(1)
-    for layer in layers:
-        layer.__class__ = usual
+
+
+def half(bench: Bench) -> Iterator[Row]:
+    """Products of bfloat16 weights in float32 and in bfloat16."""
+    batch, model = bench.batch(), copy.deepcopy(bench.model).bfloat16()
+
+    def passed(gradients: bool) -> None:
+        with torch.set_grad_enabled(gradients):
+            out = response_outputs(model, batch, temperature=1.0)
+        if gradients:
+            out.logprobs.sum().backward()
+            model.zero_grad(set_to_none=True)
+
+    def decode() -> None:
+        requests = [Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * bench.decoded))]
+        bench.decode(requests, Sampling(bench.tokens), model=model)
+
+    works = {"scoring": lambda: passed(False), "forward and backward": lambda: passed(True), "decoding": decode}
+    for name, work in works.items():
+        pair = with_and_without(model, "half_is_slow", work)
+        yield f"products of bfloat16 in float32: {name}", "s", *bench.seconds(*pair)
+
+
+def with_and_without(model: nn.Module, faster: str, work: Callable[[], None]) -> list[Callable[[], None]]:
+    """The work without and with a way to multiply, as if on processors on which it is not and is the faster one.
+
+    Args:
+        faster: name of the function of ``models/products.py`` that says so.
+    """
+
+    def of(is_faster: bool) -> Callable[[], None]:
+        def action() -> None:
+            kinds = {layer: type(layer) for layer in model.modules() if isinstance(layer, nn.Linear)}
+            with mock.patch.object(quick, faster, lambda *dtype: is_faster):
+                for layer in kinds:
+                    layer.__class__ = QuickLinear
+                work()
+            for layer, kind in kinds.items():
+                layer.__class__ = kind
+
+        return action
+
+    return [of(False), of(True)]
 
 
 def logits(bench: Bench) -> Iterator[Row]:
@@ -365,7 +405,7 @@ def compiled(bench: Bench) -> Iterator[Row]:
     yield "the same, once compiled", "s", *bench.seconds(*actions)
 
 
-TRICKS = (products, few_rows, logits, lengths, rows, cache, draws, optimizer, roles, autocast, compiled)
+TRICKS = (products, few_rows, half, logits, lengths, rows, cache, draws, optimizer, roles, autocast, compiled)
 
 
 def main() -> int:

@@ -9,10 +9,10 @@ from tests.models.build import micro_batch, roles_of, run_config, save_model
 from tests.train.runs import tiny_run
 from tether import train_policy
 from tether.errors import ConfigError
-from tether.models import compiled
+from tether.models import compiled, products
 from tether.models.compiled import check_compile, compiled_layers
 from tether.models.layers import transformer_layers
-from tether.models.products import QuickLinear
+from tether.models.products import with_quick_products
 
 
 @pytest.fixture
@@ -71,19 +71,23 @@ def test_layers_come_back_whatever_happens(tmp_path, eager):
 def test_compiled_numbers_and_gradients_are_those_without(tmp_path, monkeypatch):
     """With and without gradients, in two shapes, with products of oneDNN within."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    folder, outputs, gradients = save_model(tmp_path), [], []
+    seen, product = [], products.product
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "product", lambda *operands: (seen.append(1), product(*operands))[1])
+    folder, outputs, gradients, counts = save_model(tmp_path), [], [], []
     for is_compiled in (False, True):
         roles = roles_of(run_config(folder, train={"compile": is_compiled}))
         torch.nn.init.ones_(roles.role("value").head.weight)  # a fresh one says 0
-        for module in roles.policy.modules():
-            if type(module) is torch.nn.Linear:
-                module.__class__ = QuickLinear
+        with_quick_products(roles.policy)
+        seen.clear()
         (pass_, *_) = roles.passes
         out = roles.score_pass(micro_batch(), 0.7)
         with pass_(micro_batch(), temperature=0.7) as new:
             new.logprobs.sum().backward()
+        counts.append(len(seen))
         outputs.append([out.logprobs, out.values])
         gradients.append(torch.cat([p.grad.flatten() for p in pass_.parameters()]))
+    assert counts[0] == counts[1] > 0
     for one, other in zip(*outputs, strict=True):
         assert one.count_nonzero() > 0
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

@@ -1,22 +1,26 @@
-"""Linear layers whose float32 products are oneDNN's or the other way round: the same numbers and gradients, and nothing
-else is changed."""
+"""Linear layers that multiply in the fastest way of a processor: the same numbers and gradients, and nothing else is
+changed."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from tests.tiny import tiny_causal_lm
 from tether.models import products
 from tether.models.products import (
+    BLOCK,
     FEW_ROWS,
     LEAST,
     LEAST_OF_FEW,
-    FewRowsLinear,
+    LEAST_ROWS,
+    QuickConv1D,
     QuickLinear,
     few_rows_are_slow,
     onednn_is_faster,
+    product_of_many,
     with_quick_products,
 )
 
@@ -41,17 +45,31 @@ def data(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The shapes of the products that are oneDNN's."""
-    seen, real = [], products.product
+def machine(monkeypatch, *, onednn=False, few_rows=False, slow=()):
+    """A processor on which these ways are the faster ones."""
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(products, "few_rows_are_slow", lambda: few_rows)
+    monkeypatch.setattr(products, "half_is_slow", lambda dtype: dtype in slow)
+    monkeypatch.setattr(products, "least_rows", lambda dtype: LEAST_ROWS)
 
-    def counted(x, weight, bias=None):
+
+def counted(monkeypatch, way):
+    """The shapes of the products that are made in a way, on a processor that has been told of."""
+    seen, real = [], getattr(products, way)
+
+    def count(x, weight, bias=None):
         seen.append((x.shape, weight.shape))
         return real(x, weight, bias)
 
-    monkeypatch.setattr(products, "product", counted)
+    monkeypatch.setattr(products, way, count)
     return seen
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The shapes of the products that are oneDNN's, where it is faster."""
+    machine(monkeypatch, onednn=True)
+    return counted(monkeypatch, "by_onednn")
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -70,18 +88,18 @@ def test_values_and_gradients_are_those_of_float64(calls, bias, shape):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=5e-5, rtol=1e-5)
 
 
-def test_rows_do_not_depend_on_their_neighbours():
+def test_rows_do_not_depend_on_their_neighbours(calls):
     linear, x = layer(), data(4 * ROWS, K)
     with torch.no_grad():
         assert torch.equal(linear(x)[:ROWS], linear(x[:ROWS]))
         assert torch.equal(linear(x).view(4, ROWS, N), linear(x.view(4, ROWS, K)))
 
 
-def test_the_same_with_and_without_gradients():
+def test_the_same_with_and_without_gradients(calls):
     linear, x = layer(), data(ROWS, K)
     with torch.no_grad():
         without = linear(x)
-    assert torch.equal(linear(x), without)
+    assert torch.equal(linear(x), without) and len(calls) == 2
 
 
 @pytest.mark.parametrize(("weight", "of_input"), [(False, True), (True, False)])
@@ -111,17 +129,23 @@ def test_all_else_is_the_plain_layer(calls, monkeypatch, case):
 
 
 @pytest.mark.parametrize(
-    ("onednn", "few_rows", "kind"),
-    [(True, False, QuickLinear), (False, True, FewRowsLinear), (False, False, nn.Linear)],
+    ("ways", "is_quick"),
+    [
+        ({"onednn": True}, True),
+        ({"few_rows": True}, True),
+        ({"slow": (torch.bfloat16,)}, True),
+        ({"slow": (torch.float16,)}, True),
+        ({}, False),
+    ],
 )
-def test_a_model_keeps_all_but_the_class_of_its_layers(monkeypatch, onednn, few_rows, kind):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: onednn)
-    monkeypatch.setattr(products, "few_rows_are_slow", lambda: few_rows)
-    model = tiny_causal_lm("llama", tied=True)
+@pytest.mark.parametrize(("name", "plain", "quick"), [("llama", nn.Linear, QuickLinear), ("gpt2", Conv1D, QuickConv1D)])
+def test_a_model_keeps_all_but_the_class_of_its_layers(monkeypatch, ways, is_quick, name, plain, quick):
+    machine(monkeypatch, **ways)
+    model = tiny_causal_lm(name, tied=True)
     before, names = copy.deepcopy(model.state_dict()), [name for name, _ in model.named_parameters()]
     assert with_quick_products(model) is model
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    assert {type(module) for module in layers} == {kind}
+    layers = [module for module in model.modules() if isinstance(module, plain)]
+    assert {type(module) for module in layers} == {quick if is_quick else plain}
     assert [name for name, _ in model.named_parameters()] == names
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -153,42 +177,31 @@ def test_another_or_no_product_is_not_used(monkeypatch):
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(products, "is_intel", lambda: False)
     assert onednn_is_faster.__wrapped__()
-    monkeypatch.setattr(products, "product", lambda x, weight: x @ weight.t() + 1)
+    monkeypatch.setattr(products, "by_onednn", lambda x, weight: x @ weight.t() + 1)
     assert not onednn_is_faster.__wrapped__()
 
     def missing(x, weight):
         raise AttributeError("no such operator")
 
-    monkeypatch.setattr(products, "product", missing)
+    monkeypatch.setattr(products, "by_onednn", missing)
     assert not onednn_is_faster.__wrapped__()
-
-
-def few(bias=True):
-    linear = layer(bias)
-    linear.__class__ = FewRowsLinear
-    return linear
 
 
 @pytest.fixture
 def turned(monkeypatch):
-    """The shapes of the products that are made the other way round."""
-    seen, real = [], torch.mm
-
-    def counted(weight, x):
-        seen.append((weight.shape, x.shape))
-        return real(weight, x)
-
-    monkeypatch.setattr(torch, "mm", counted)
-    return seen
+    """The shapes of the products that are made the other way round, where that is faster."""
+    machine(monkeypatch, few_rows=True)
+    return counted(monkeypatch, "transposed")
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(FEW_ROWS, K), (FEW_ROWS, 1, K), (4, 5, K)])
 def test_few_rows_the_other_way_round_have_the_values_and_gradients_of_float64(turned, bias, shape):
-    linear, x, weights = few(bias), data(*shape).requires_grad_(), data(*shape[:-1], N, seed=2)
+    linear, x, weights = layer(bias), data(*shape).requires_grad_(), data(*shape[:-1], N, seed=2)
     y = linear(x)
-    assert turned == [((N, K), (K, x[..., 0].numel()))] and y.is_contiguous()
+    assert turned == [(x.shape, (N, K))] and y.is_contiguous()
     (y * weights).sum().backward()
+    assert turned[1:] == [(y.shape, (K, N))]  # the gradient of the weight has many rows
     with torch.no_grad():
         assert torch.equal(linear(x), y)
     exact = nn.Linear(K, N, bias=bias).double()
@@ -202,7 +215,7 @@ def test_few_rows_the_other_way_round_have_the_values_and_gradients_of_float64(t
 
 @pytest.mark.parametrize("case", ["a row too many", "little to multiply", "bfloat16", "autocast", "no rows"])
 def test_all_else_of_few_rows_is_the_plain_layer(turned, case):
-    linear, x = few(), data(FEW_ROWS, K)
+    linear, x = layer(), data(FEW_ROWS, K)
     if case == "a row too many":
         x = data(FEW_ROWS + 1, K)
     elif case == "little to multiply":
@@ -214,3 +227,101 @@ def test_all_else_of_few_rows_is_the_plain_layer(turned, case):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "autocast"):
         got, wanted = linear(x), nn.functional.linear(x, linear.weight, linear.bias)
     assert torch.equal(got, wanted) and got.dtype == wanted.dtype and turned == []
+
+
+SLOW = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """The shapes of the products that are made in float32, where that is faster."""
+    machine(monkeypatch, slow=SLOW)
+    return counted(monkeypatch, "widened")
+
+
+def in_half(dtype, *shape, seed):
+    return data(*shape, seed=seed).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", SLOW)
+@pytest.mark.parametrize("kind", ["linear", "without a bias", "of GPT-2"])
+@pytest.mark.parametrize("block", [BLOCK, 7 * K])  # of the weight: whole, or seven rows or columns at a time
+def test_half_precision_is_multiplied_in_float32_and_rounded_once(monkeypatch, wide, dtype, kind, block):
+    monkeypatch.setattr(products, "BLOCK", block)
+    linear = quick_conv(dtype) if kind == "of GPT-2" else layer(bias=kind == "linear").to(dtype)
+    x, weights = in_half(dtype, 4, 6, K, seed=1).requires_grad_(), in_half(dtype, 4, 6, N, seed=2)
+    y = linear(x)
+    with torch.no_grad():
+        assert torch.equal(linear(x), y)
+    (y * weights).sum().backward()
+    assert wide == [((4, 6, K), (N, K))] * 2 + [((4, 6, N), (K, N)), ((N, 24), (K, 24))]
+    exact, x64 = copy.deepcopy(linear).double(), x.detach().double().requires_grad_()
+    exact.zero_grad()
+    y64 = exact(x64)
+    (y64 * weights.double()).sum().backward()
+    for ours, theirs in zip((y, x.grad, *(p.grad for p in linear.parameters())),
+                            (y64, x64.grad, *(p.grad for p in exact.parameters())), strict=True):  # fmt: skip
+        assert ours.dtype == dtype and ours.shape == theirs.shape
+        step = torch.finfo(dtype).eps * theirs.abs() + 1e-4
+        assert ((ours.double() - theirs).abs() <= step).all()
+
+
+def quick_conv(dtype):
+    conv = Conv1D(N, K)
+    nn.init.normal_(conv.bias)
+    conv.__class__ = QuickConv1D
+    return conv.to(dtype)
+
+
+def test_few_rows_and_other_types_of_a_processor_slow_in_half_precision_are_multiplied_as_ever(monkeypatch, wide):
+    linear = layer()
+    cases = ((torch.bfloat16, LEAST_ROWS - 1), (torch.float16, 0), (torch.float32, ROWS), (torch.float64, 9))
+    for dtype, rows in cases:
+        x, plain = data(rows, K).to(dtype), copy.deepcopy(linear).to(dtype)
+        assert torch.equal(plain(x), nn.functional.linear(x, plain.weight, plain.bias))
+    assert wide == []
+    machine(monkeypatch)
+    linear(data(ROWS, K)), linear.bfloat16()(in_half(torch.bfloat16, ROWS, K, seed=1))
+    assert wide == []
+
+
+def test_what_is_multiplied_in_float32_is_so_by_the_faster_way_for_float32(monkeypatch, wide):
+    machine(monkeypatch, onednn=True, slow=SLOW)
+    by_onednn = counted(monkeypatch, "by_onednn")
+    layer().bfloat16()(in_half(torch.bfloat16, ROWS, K, seed=1))
+    assert by_onednn == [((ROWS, K), (N, K))] and len(wide) == 1
+
+
+@pytest.mark.parametrize("dtype", SLOW)
+def test_autocast_multiplies_what_it_rounds(wide, dtype):
+    """Operands are rounded as by autocast, and gradients come back in the types of their tensors."""
+    linear, x, weights = layer(), data(ROWS, K).requires_grad_(), in_half(dtype, ROWS, N, seed=2)
+    with torch.autocast("cpu", dtype=dtype):
+        y = linear(x)
+    (y * weights).sum().backward()
+    assert y.dtype == dtype and len(wide) == 3
+    twin, z = copy.deepcopy(linear).to(dtype), x.detach().to(dtype).requires_grad_()
+    twin.zero_grad()
+    (twin(z) * weights).sum().backward()
+    assert torch.equal(y, twin(z))
+    for ours, theirs in zip((x, *linear.parameters()), (z, *twin.parameters()), strict=True):
+        assert ours.grad.dtype == torch.float32 and torch.equal(ours.grad, theirs.grad.float())
+    x64 = x.detach().double()
+    with torch.autocast("cpu", dtype=dtype):
+        assert copy.deepcopy(linear).double()(x64).dtype == torch.float64  # which autocast leaves alone
+
+
+def test_many_rows_alone_decide_for_a_pass(monkeypatch):
+    machine(monkeypatch, few_rows=True, slow=(torch.bfloat16,))
+    assert product_of_many(torch.bfloat16) is products.product
+    assert product_of_many(torch.float16) is product_of_many(torch.float32) is nn.functional.linear
+    machine(monkeypatch, onednn=True)
+    assert product_of_many(torch.float32) is products.product
+    assert product_of_many(torch.bfloat16) is product_of_many(torch.float64) is nn.functional.linear
+
+
+@pytest.mark.parametrize(("units", "least"), [(True, 64), (False, LEAST_ROWS)])
+def test_units_for_bfloat16_multiply_few_rows(monkeypatch, units, least):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": units})
+    assert products.least_rows.__wrapped__(torch.bfloat16) == least
+    assert products.least_rows.__wrapped__(torch.float16) == LEAST_ROWS

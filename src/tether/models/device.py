@@ -36,6 +36,18 @@ def bf16_supported(device: torch.device | str) -> bool:
     return False
 
 
+@cache
+def half_is_slow(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of bfloat16 or float16 more slowly than float32 ones. False for processors
+    that are not x86, on which this was not measured."""
+    abilities = torch.cpu.get_capabilities()
+    if abilities.get("architecture") != "x86_64":
+        return False
+    if dtype == torch.bfloat16:
+        return not bf16_supported("cpu")
+    return not (abilities.get("amx_fp16") or abilities.get("avx512_fp16"))
+
+
 def half_dtype(keys: TrainConfig | StageTrainConfig | SourceConfig, device: torch.device | str) -> torch.dtype | None:
     """The autocast dtype of forward passes that ``keys`` ask for; None for that of the weights.
 

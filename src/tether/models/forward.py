@@ -22,7 +22,7 @@ from tether.errors import ModelError
 from tether.models.compiled import compiled_layers
 from tether.models.fit import positions
 from tether.models.heads import ScalarHead
-from tether.models.products import FewRowsLinear, QuickLinear
+from tether.models.products import QuickLinear, product_of_many
 from tether.types import MicroBatch
 
 _HEAD_MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -85,13 +85,15 @@ def response_outputs(
 def _as_linear(head: nn.Module) -> LinearHead | None:
     """The head as a plain matrix product; None if it is more than that or its weights are not all available: with
     adapters on it, 4-bit weights, or weights that an engine gathers when the head is called."""
-    if type(head) not in (nn.Linear, FewRowsLinear, QuickLinear) or type(head.weight) is not nn.Parameter:
+    if type(head) not in (nn.Linear, QuickLinear) or type(head.weight) is not nn.Parameter:
         return None
     has_hooks = any(hooks for name, hooks in vars(head).items() if name.endswith("_hooks"))
     if has_hooks or "forward" in vars(head) or hasattr(head.weight, "ds_id"):
         return None
-    is_quick = isinstance(head, QuickLinear) and head.weight.device.type == "cpu"
-    return LinearHead(head.weight, head.bias, head.multiply if is_quick else nn.functional.linear)
+    kind = head.weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    is_quick = isinstance(head, QuickLinear) and kind == "cpu"
+    return LinearHead(head.weight, head.bias, product_of_many(dtype) if is_quick else nn.functional.linear)
 
 
 def response_values(backbone: PreTrainedModel, head: ScalarHead, batch: MicroBatch) -> Float[Tensor, "M R"]:

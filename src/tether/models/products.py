@@ -1,9 +1,13 @@
-"""Multiplies float32 matrices with the library that is faster on this processor.
+"""Multiplies matrices on a CPU in the way that is fastest on this processor.
 
-On a CPU, torch multiplies float32 matrices with MKL, which does not use the wide vector units of processors that are
-not Intel's. oneDNN, which torch also includes and uses for bfloat16, does use them: on an AMD EPYC (Zen 5), it is 2.2
-times as fast. Without such units, MKL is as fast as oneDNN, but on several cores x Wᵀ takes longer than W xᵀ when x has
-the few rows of a decoding step. All of them round to float32 after each addition; only the order of additions differs.
+float32: torch uses MKL, which does not use the wide vector units of processors that are not Intel's. oneDNN, which
+torch also includes and uses for bfloat16, does use them: on an AMD EPYC (Zen 5), it is 2.2 times as fast. Without such
+units, MKL is as fast as oneDNN, but on several cores x Wᵀ takes longer than W xᵀ when x has the few rows of a decoding
+step. All of them round to float32 after each addition; only the order of additions differs.
+
+bfloat16 and float16: processors without fast units for a type multiply it more slowly than float32. For bfloat16,
+Intel's without AMX take twice as long, those without AVX-512 seven times as long in a forward pass and thirty times in
+a backward pass. There, both operands are converted to float32, block by block, and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -15,8 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
 
-from tether.models.device import is_intel
+from tether.models.device import half_is_slow, is_intel
+
+HALF = (torch.bfloat16, torch.float16)
 
 LEAST = 2**20
 """Minimum number of multiplications for using oneDNN; smaller products take less time than calling it."""
@@ -27,27 +34,162 @@ FEW_ROWS = 96
 LEAST_OF_FEW = 2**18
 """Minimum number of multiplications for the transposed product."""
 
+LEAST_ROWS, LEAST_ROWS_BESIDE_UNITS = 5, 64
+"""Minimum number of input rows for which half precision is converted to float32: on processors without units for it,
+and on those with slow ones."""
+
+BLOCK = 2**20
+"""Maximum number of weights that are converted to float32 at a time: the copy stays in the processor's cache."""
+
 
 class QuickLinear(nn.Linear):
-    """``nn.Linear`` that computes float32 products on a CPU with oneDNN; in every other case it is ``nn.Linear``.
+    """``nn.Linear`` that multiplies on a CPU in the fastest way; in every other case it is ``nn.Linear``.
 
         y = x Wᵀ + b        ∂x = ∂y W        ∂W = ∂yᵀ x        ∂b = Σ ∂y
 
-    As long as a product is large enough for oneDNN, a row's result does not depend on the other rows.
+    It gives the same numbers with and without gradients. As long as a float32 product is large enough for oneDNN, a
+    row's result does not depend on the other rows.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] → [..., N]."""
-        if torch.compiler.is_compiling():
-            return _compilable(input, self.weight, self.bias)
-        if torch.is_grad_enabled() and _is_ours(input, self.weight):
-            return _Product.apply(input, self.weight, self.bias)
-        return self.multiply(input, self.weight, self.bias)
+        y = _quick(input, self.weight, self.bias)
+        return super().forward(input) if y is None else y
 
-    @staticmethod
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b, [..., K], [N, K], [N] → [..., N], without a gradient if oneDNN computes it."""
-        return (product if _is_ours(x, weight) else nn.functional.linear)(x, weight, bias)
+
+class QuickConv1D(Conv1D):
+    """The linear layer of GPT-2, whose weight is transposed, in the way of ``QuickLinear``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] → [..., N]."""
+        y = _quick(x, self.weight.t(), self.bias)
+        return super().forward(x) if y is None else y
+
+
+QUICK: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: QuickLinear, Conv1D: QuickConv1D}
+
+
+def with_quick_products(model: nn.Module) -> nn.Module:
+    """Turns the model's linear layers into those of ``QUICK`` if that is faster on this machine.
+
+    Only their class changes: parameters, names, and what is saved stay the same.
+    """
+    if any(map(has_faster, (torch.float32, *HALF))):
+        for module in model.modules():
+            if (quick := QUICK.get(type(module))) is not None:
+                module.__class__ = quick
+    return model
+
+
+def has_faster(dtype: torch.dtype) -> bool:
+    """Whether this CPU has a faster way than torch's own to multiply some matrices of this dtype."""
+    return product_of_many(dtype) is product or (dtype == torch.float32 and few_rows_are_slow())
+
+
+def product_of_many(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """``product`` if it is faster on a CPU for matrices of many rows and this dtype, otherwise torch's own."""
+    is_faster = onednn_is_faster() if dtype == torch.float32 else dtype in HALF and half_is_slow(dtype)
+    return product if is_faster else nn.functional.linear
+
+
+@cache
+def onednn_is_faster() -> bool:
+    """Whether oneDNN multiplies float32 matrices faster than torch's default: if that is MKL, and the processor has
+    AVX-512 and is not Intel's. Depends only on the machine, not on a measurement, so that every run decides the same.
+
+    Also False if this release of torch has no oneDNN product, or one with different results.
+    """
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    if not has_both or torch.backends.cpu.get_cpu_capability() != "AVX512" or is_intel():
+        return False
+    # Sums of small integers are exact in any order.
+    x, y = (torch.arange(n * n, dtype=torch.float32).reshape(n, n) % 7 - 3 for n in (40, 56))
+    try:
+        pairs = [(by_onednn(x, y[:, :40]), x @ y[:, :40].t()), (by_onednn(x.t(), y[:40].t()), x.t() @ y[:40])]
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@cache
+def few_rows_are_slow() -> bool:
+    """Whether MKL computes W xᵀ faster for few rows: without AVX-512, on processors that are not Intel's.
+
+    On two cores of an AMD EPYC (Zen 3), a decoding step takes 0.6 of the time with 4 rows, 0.85 with 16. Depends only
+    on the machine, as above.
+    """
+    return torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX2" and not is_intel()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b in the fastest way, [..., K], [N, K], [N] → [..., N], for any strides and without a gradient."""
+    if x.dtype != weight.dtype or x.device.type != "cpu" or weight.device.type != "cpu":
+        return nn.functional.linear(x, weight, bias)
+    rows, multiplications = x.numel() // max(1, x.shape[-1]), x.numel() * len(weight)
+    if x.dtype == torch.float32:
+        if onednn_is_faster():
+            if multiplications >= LEAST and torch.backends.mkldnn.enabled:
+                return by_onednn(x, weight, bias)
+        elif few_rows_are_slow() and rows <= FEW_ROWS and multiplications >= LEAST_OF_FEW:
+            return transposed(x, weight, bias)
+    elif x.dtype in HALF and half_is_slow(x.dtype) and rows >= least_rows(x.dtype):
+        return widened(x, weight, bias)
+    return nn.functional.linear(x, weight, bias)
+
+
+def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b in float32 by oneDNN, for any strides, with the operator that torch.compile itself generates."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b by way of yᵀ = W xᵀ."""
+    y = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().contiguous()
+    return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], len(weight))
+
+
+def widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b of operands in half precision: multiplied and added in float32, and rounded once."""
+    (n, k), rows = weight.shape, x.reshape(-1, x.shape[-1])
+    shift = None if bias is None else bias.float()
+    if n >= k or weight.numel() <= BLOCK:
+        y, wide, step = rows.new_empty(len(rows), n), rows.float(), max(1, BLOCK // max(1, k))
+        for start in range(0, n, step):
+            part = slice(start, start + step)
+            y[:, part] = product(wide, weight[part].float(), None if shift is None else shift[part])
+    else:
+        total, step = torch.zeros(len(rows), n), max(1, BLOCK // n)
+        for start in range(0, k, step):
+            part = slice(start, start + step)
+            total += product(rows[:, part].float(), weight[:, part].float())
+        y = (total if shift is None else total.add_(shift)).to(x.dtype)
+    return y.view(*x.shape[:-1], n)
+
+
+@cache
+def least_rows(dtype: torch.dtype) -> int:
+    """Minimum number of input rows for which ``widened`` saves time."""
+    has_units = dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return LEAST_ROWS_BESIDE_UNITS if has_units else LEAST_ROWS
+
+
+def _quick(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """x Wᵀ + b by ``product``, with a gradient, in the dtype that autocast would choose; None if torch's own way is
+    the only one."""
+    if x.device.type != "cpu" or weight.device.type != "cpu":
+        return None
+    has_autocast = torch.is_autocast_enabled("cpu") and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype("cpu") if has_autocast else weight.dtype
+    if not _has_faster(dtype) or not (has_autocast or x.dtype == weight.dtype):
+        return None
+    with torch.autocast("cpu", enabled=False):
+        x, weight, bias = (None if each is None else each.to(dtype) for each in (x, weight, bias))
+        if torch.compiler.is_compiling():
+            return _opaque(x, weight, bias)
+        return _Product.apply(x, weight, bias) if torch.is_grad_enabled() else product(x, weight, bias)
+
+
+_has_faster = torch.compiler.assume_constant_result(has_faster)
 
 
 class _Product(torch.autograd.Function):
@@ -55,13 +197,19 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        _keep(ctx, (x, weight, bias), None)
         return product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return _gradients(ctx, grad, product)
+        with torch.autocast("cpu", enabled=False):
+            return _gradients(ctx, grad, product)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor | None) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
 
 
 def _gradients(
@@ -79,81 +227,6 @@ def _gradients(
     return of_x, of_weight, of_bias
 
 
-class FewRowsLinear(nn.Linear):
-    """``nn.Linear`` that computes products of few rows as yᵀ = W xᵀ, in float32 on a CPU.
-
-    This is done with and without gradients, so that scoring and update passes give the same numbers.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., K] → [..., N]."""
-        x, weight, bias = input, self.weight, self.bias
-        is_few = x.numel() <= FEW_ROWS * x.shape[-1] and x.numel() * len(weight) >= LEAST_OF_FEW
-        if not is_few or torch.compiler.is_compiling() or not _are_float32_on_cpu(x, weight):
-            return nn.functional.linear(x, weight, bias)
-        y = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().contiguous()
-        return (y if bias is None else y + bias).view(*x.shape[:-1], len(weight))
-
-
-def with_quick_products(model: nn.Module) -> nn.Module:
-    """Turns the model's linear layers into ``QuickLinear`` or ``FewRowsLinear`` if that is faster on this machine.
-
-    Only their class changes: parameters, names, and what is saved stay the same.
-    """
-    if (faster := QuickLinear if onednn_is_faster() else FewRowsLinear if few_rows_are_slow() else None) is not None:
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = faster
-    return model
-
-
-@cache
-def onednn_is_faster() -> bool:
-    """Whether oneDNN multiplies float32 matrices faster than torch's default: if that is MKL, and the processor has
-    AVX-512 and is not Intel's. Depends only on the machine, not on a measurement, so that every run decides the same.
-
-    Also False if this release of torch has no oneDNN product, or one with different results.
-    """
-    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    if not has_both or torch.backends.cpu.get_cpu_capability() != "AVX512" or is_intel():
-        return False
-    # Sums of small integers are exact in any order.
-    x, y = (torch.arange(n * n, dtype=torch.float32).reshape(n, n) % 7 - 3 for n in (40, 56))
-    try:
-        pairs = [(product(x, y[:, :40]), x @ y[:, :40].t()), (product(x.t(), y[:40].t()), x.t() @ y[:40])]
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
-
-
-@cache
-def few_rows_are_slow() -> bool:
-    """Whether MKL computes W xᵀ faster for few rows: without AVX-512, on processors that are not Intel's.
-
-    On two cores of an AMD EPYC (Zen 3), a decoding step takes 0.6 of the time with 4 rows, 0.85 with 16. Depends only
-    on the machine, as above.
-    """
-    return torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX2" and not is_intel()
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b by oneDNN, for any strides, with the operator that torch.compile itself generates."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def _is_ours(x: Tensor, weight: Tensor) -> bool:
-    is_large = x.numel() * len(weight) >= LEAST
-    return is_large and torch.backends.mkldnn.enabled and _are_float32_on_cpu(x, weight)
-
-
-def _are_float32_on_cpu(x: Tensor, weight: Tensor) -> bool:
-    return (
-        x.device.type == weight.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
 @torch.library.custom_op("tether::product", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 def _opaque(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``product`` as a single operator that torch.compile does not change."""
@@ -165,21 +238,8 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    x, weight, _ = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-
-
 def _differentiated(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     return _gradients(ctx, grad, lambda x, weight: _opaque(x, weight, None))
 
 
 _opaque.register_autograd(_differentiated, setup_context=_keep)
-
-
-def _compilable(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b as used in compiled code."""
-    is_float32 = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    if is_float32 and x.device.type == "cpu":
-        return _opaque(x, weight, bias)
-    return nn.functional.linear(x, weight, bias)

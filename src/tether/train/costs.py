@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tether.metrics.reduce import Metrics, wide
 from tether.models.bitsandbytes import num_weights
-from tether.models.products import onednn_is_faster, product
+from tether.models.products import product_of_many
 from tether.models.roles import POLICY, ModelRoles, Pass
 from tether.types import MicroBatch
 
@@ -145,8 +145,7 @@ def product_rate(roles: ModelRoles) -> float:
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second in the product of two square matrices of this dtype, the best of a few, by
     the same routine as in a model."""
-    quick = device.type == "cpu" and dtype == torch.float32 and onednn_is_faster()
-    multiply = product if quick else torch.matmul
+    multiply = product_of_many(dtype) if device.type == "cpu" else torch.matmul
     n = 512 if device.type == "cpu" else 4096
     matrix, best, begun = torch.ones(n, n, dtype=dtype, device=device), float("inf"), time.perf_counter()
     while best == float("inf") or time.perf_counter() - begun < RATE_SECONDS:

@@ -22,7 +22,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, 
 """Of the models of Qwen2.5 that are called so."""
 TRAINED = {
     "full, separate critic": {"value": {"kind": "model"}},
-    "LoRA, four roles on one base": {"model": {"lora": {}}},
+    "LoRA; policy, reference, critic on one base": {"model": {"lora": {}}},
 }
 LONGEST = 512
 """Tokens of a prompt, and of an answer."""

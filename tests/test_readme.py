@@ -14,7 +14,10 @@ from tests.compat.llamafactory import PPO as LLAMAFACTORY
 from tests.hub import fake_hub
 from tests.tiny import save_tiny
 from tests.train.runs import write_prompts
+from tether.cli.commands import COMMANDS
 from tether.cli.main import main
+from tether.config.keys import describe
+from tether.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,7 +52,7 @@ ppo:
 
 def commands() -> list[str]:
     """Indented lines of README.md, their comments left out, and the commands in its table; each once."""
-    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL).replace(" \\\n       ", "")
     indented = [line.split("  #")[0].strip() for line in re.findall(r"^ {4}([a-z.].*)", prose, flags=re.MULTILINE)]
     table = README.split("## Commands")[1].split("\n## ")[0]
     return list(dict.fromkeys(indented + re.findall(r"^\|.*\| `(tether .*)` \|$", table, flags=re.MULTILINE)))
@@ -110,8 +113,9 @@ def run_commands(folder, capsys, monkeypatch):
     assert len(told) >= 15
     for command in told:
         arguments = command.split()[1:]
-        if "--ppo.kl_coef=0.02" in arguments:
-            arguments.append("--output_dir=runs/second")
+        if "examples/preference_lora.yaml" in arguments:
+            arguments += ["--train.total_episodes=16", "--train.rollout_batch_size=16", "--train.micro_batch_size=4"]
+            arguments += ["--ppo.score_norm_samples=8", "--sampling.response_length=8", "--data.eval_fraction=0.25"]
         monkeypatch.setattr("sys.stdin", io.StringIO("the cat sees\n/quit\n"))
         assert main(arguments) == 0, f"{command}: {capsys.readouterr().err}"
     assert (folder / "merged" / "model.safetensors").exists()
@@ -124,7 +128,8 @@ def test_the_full_configuration_runs(folder):
 
 
 def test_programs_of_the_readme_run(folder):
-    load, train = programs()
+    migrate, load, train = programs()
+    exec(compile(migrate, "README.md", "exec"), {})
     assert main(["ppo", "run.yaml"]) == 0
     loaded: dict[str, object] = {}
     exec(compile(load, "README.md", "exec"), loaded)
@@ -133,6 +138,23 @@ def test_programs_of_the_readme_run(folder):
     assert (folder / "runs/python/report.html").is_file()
 
 
-def test_paths_that_the_readme_links_to_exist():
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", ["README.md", "docs/howto.md"])
+def test_paths_that_the_pages_link_to_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#]+)#?([^)]*)\)", text):
+        if target.startswith("http"):
+            continue
+        path = (ROOT / page).parent / target
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, (target, anchor)
+
+
+def test_keys_and_commands_of_the_how_to_exist():
+    page = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
+    known = {doc.key for doc in describe(RunConfig)}
+    named = re.findall(r"`((?:data|sampling|ppo|value|train|model)\.\w+)", page)
+    assert len(named) > 20 and set(named) - known == set()
+    assert {word for word in re.findall(r"`tether ([a-z-]+)", page)} <= COMMANDS.keys()

@@ -9,8 +9,9 @@ import pytest
 
 import tether.compat.trl
 from tests.train.runs import tiny_run
+from tether.cli.main import main
 from tether.config import keys
-from tether.config.load import dump_config
+from tether.config.load import dump_config, load_config
 from tether.config.schema import RunConfig
 from tether.errors import RewardResponseError
 from tether.metrics.reduce import Metrics
@@ -49,6 +50,31 @@ def test_the_command_of_the_page_runs(example, tmp_path, capsys):
         assert row["objective/scores"] == pytest.approx(sum(scores) / 8)
     assert load_causal_lm(str(tmp_path / "out"), dtype=None) is not None
     assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_a_launch_converts_to_the_keys_of_the_page(tmp_path, monkeypatch, capsys):
+    """With the command of the page; the differing defaults are those of both."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "launch.sh").write_text(
+        "python ppo.py --sft_model_path m --reward_model_path r --dataset_name d --output_dir o --stop_token eos "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --total_episodes 80 --use_peft\n"
+    )
+    (command,) = re.findall(r"^    tether (.*)$", PAGE, flags=re.MULTILINE)
+    assert main(command.split()) == 0
+    made = load_config("run.yaml")
+    assert (made.model.path, made.rewards[0].path, made.data.prompts) == ("m", "r", "d")
+    assert (made.train.micro_batch_size, made.train.rollout_batch_size, made.train.total_episodes) == (2, 8, 80)
+    assert (made.model.lora.r, made.sampling.response_length) == (16, 53)
+    sections = {"model": {"path": "m", "lora": {}}, "rewards": [{"type": "model", "path": "r"}]}
+    ours = RunConfig.model_validate(sections | {"data": {"prompts": "d"}, "train": {"max_steps": 1}, "output_dir": "o"})
+    for cells, theirs, own in (
+        ("temperature | .7 | 1", made.sampling.temperature == 0.7, ours.sampling.temperature == 1),
+        ("gradient checkpointing | on | off", made.train.gradient_checkpointing, not ours.train.gradient_checkpointing),
+        ("checkpoints | every 500 updates | none", made.train.save_steps == 500, ours.train.save_steps is None),
+        ("Adam's ε | 1e-8 | 1e-5", made.train.adam_epsilon == 1e-8, ours.train.adam_epsilon == 1e-5),
+    ):
+        assert f"| {cells}" in PAGE and theirs and own, cells
+    assert ours.sampling.stop_token == "eos" and ours.model.lora.target_modules == "all-linear"
 
 
 def test_phases_by_hand_are_those_of_the_run(example, tmp_path, monkeypatch):

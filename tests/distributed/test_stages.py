@@ -117,7 +117,7 @@ def test_a_stop_of_one_ends_both_and_the_run_goes_on_bitwise(tmp_path, name):
 
 
 MISFITS = {
-    "batch": ({"batch_size": 6}, {}, "train.batch_size: got 6, wanted a multiple of 4 (train.micro_batch_size 2 in"),
+    "batch": ({"batch_size": 6}, {}, "train.batch_size: got 6, wanted a multiple of 4 (2 rows at once in"),
     "precision": (
         {"bf16": False},
         {"ACCELERATE_MIXED_PRECISION": "bf16"},

@@ -110,6 +110,24 @@ def test_where_and_how_a_service_is_asked_may_change(key):
     assert not SERVICE_MAY_CHANGE.fullmatch(key.rpartition(".")[0] + ".path")
 
 
+def test_a_service_that_fails_in_the_first_update_does_not_cost_the_evaluation_before_it(tmp_path):
+    held_out = {"data__eval_prompts": str(tmp_path / "prompts.jsonl")}
+    with local_service(lengths) as local:
+        straight = service_run(tmp_path, local.url, "straight", **held_out)
+        train_policy(straight)
+    behaviour = Failing(lambda n: Reply({"detail": "down"}, 422))
+    behaviour.fails = lambda call: call == 3  # after the trial call and the evaluation
+    with local_service(behaviour) as local:
+        config = service_run(tmp_path, local.url, **held_out)
+        with pytest.raises(RewardError, match=local.url) as caught:
+            train_policy(config)
+        assert caught.value.__notes__ == ["the state after 0 updates is saved; --resume continues from there"]
+        assert (config.output_dir / "checkpoint-0" / "manifest.json").is_file()
+        train_policy(service_run(tmp_path, local.url, resume=True, **held_out))
+    assert reproducible(config.output_dir) == reproducible(straight.output_dir)
+    assert_same_weights(weights(config.output_dir), weights(straight.output_dir))
+
+
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
 def test_no_failure_reaches_the_optimizer(tmp_path, failure):
     behaviour = Failing(failure)

@@ -325,3 +325,29 @@ def test_units_for_bfloat16_multiply_few_rows(monkeypatch, units, least):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": units})
     assert products.least_rows.__wrapped__(torch.bfloat16) == least
     assert products.least_rows.__wrapped__(torch.float16) == LEAST_ROWS
+
+
+@pytest.mark.parametrize("way", [{"onednn": True}, {"few_rows": True}, {"slow": SLOW}])
+@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_models_may_change_what_a_layer_returns_in_place(monkeypatch, way, is_frozen, bias):
+    """As OLMo clamps queries and Gemma 3n scales its inputs."""
+    machine(monkeypatch, **way)
+    dtype = torch.bfloat16 if "slow" in way else torch.float32
+    linear, x = layer(bias).to(dtype), in_half(dtype, 4, 12, K, seed=1).requires_grad_()
+    linear.requires_grad_(not is_frozen)
+    got = linear(x).clamp_(-0.5, 0.5).mul_(2)
+    got.sum().backward()
+    plain, z = copy.deepcopy(linear), x.detach().clone().requires_grad_()
+    plain.__class__ = nn.Linear
+    wanted = plain(z).clamp(-0.5, 0.5) * 2
+    wanted.sum().backward()
+    torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(x.grad, z.grad, atol=5e-2, rtol=5e-2)
+
+
+def test_autocast_leaves_few_rows_to_torch_which_rounds_a_weight_once(monkeypatch, wide):
+    linear, x = layer(), data(LEAST_ROWS - 1, K)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+    assert wide == []

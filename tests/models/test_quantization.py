@@ -75,7 +75,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_without_the_package_the_message_says_how_to_get_it():
-    with pytest.raises(ConfigError, match=r"rewards.0.quantization 8bit needs .* pip install tether\[quant\]"):
+    with pytest.raises(ConfigError, match=r"rewards.0.quantization 8bit needs .* pip install 'tether\[quant\]'"):
         check_bitsandbytes("8bit", "rewards.0.quantization", "cuda")
 
 

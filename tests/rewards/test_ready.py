@@ -120,7 +120,8 @@ def test_columns_are_checked_once_they_are_known():
 
 def test_mathematics_needs_its_package(monkeypatch):
     monkeypatch.setattr(math_verify, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"rewards\.0: type math_match needs math-verify.*pip install tether\[math\]"):
+    told = r"rewards\.0: type math_match needs math-verify.*pip install 'tether\[math\]'"
+    with pytest.raises(ConfigError, match=told):
         check_rewards([section("math_match")])
 
 

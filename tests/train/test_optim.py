@@ -195,7 +195,7 @@ def test_moments_in_8_bits_are_refused_before_a_model_is_loaded(tmp_path, monkey
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("tether.models.bitsandbytes.version", missing)
-    with pytest.raises(ConfigError, match=r"train\.optim adamw_8bit needs .* pip install tether\[quant\]"):
+    with pytest.raises(ConfigError, match=r"train\.optim adamw_8bit needs .* pip install 'tether\[quant\]'"):
         train_policy(tiny_run(tmp_path, train__optim="adamw_8bit"))
 
 

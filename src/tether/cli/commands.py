@@ -51,7 +51,7 @@ def plan(arguments: Sequence[str]) -> int:
     from tether.config.schema import RunConfig
 
     if _wants_help(arguments):
-        return _config_help("tether plan", RunConfig)
+        return _config_help("tether plan", RunConfig, "  --processes=N  plan for N processes, one per device\n")
     parser = argparse.ArgumentParser("tether plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", type=_positive, default=1, metavar="N")
     options, rest = parser.parse_known_args(arguments)
@@ -139,7 +139,8 @@ def pipeline(arguments: Sequence[str]) -> int:
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Answer held-out prompts and score them: tether evaluate RUN"""
-    parser = _parser("evaluate", "Answers prompts with a run's policy and scores them with the run's reward sources.")
+    about = "Answers prompts with a run's policy and scores the answers with the run's reward sources."
+    parser = _parser("evaluate", about)
     parser.add_argument("run", type=Path, help="output folder of a run, or a checkpoint in it")
     parser.add_argument("--prompts", help="prompts to answer (default: the run's held-out prompts)")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for answers and scores")
@@ -298,7 +299,7 @@ def report(arguments: Sequence[str]) -> int:
 
 def demo(arguments: Sequence[str]) -> int:
     """Reward model, PPO and evaluation on a real 135M model: tether demo"""
-    parser = _parser("demo", "The whole pipeline on a small real model; README.md says what it needs.")
+    parser = _parser("demo", "The whole pipeline on a small real model; `make demo` installs what it needs.")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/demo"), help="folder (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=42, help="seed (default: %(default)s)")
     given = parser.parse_args(arguments)
@@ -382,11 +383,11 @@ def _display_of_first() -> RunDisplay:
     return RunDisplay(Console(quiet=rank() > 0))
 
 
-def _config_help(command: str, section: type[Section]) -> int:
+def _config_help(command: str, section: type[Section], options: str | None = None) -> int:
     from tether.cli.help import config_help
 
     if rank() == 0:
-        print(config_help(command, section), end="")
+        print(config_help(command, section, options), end="")
     return 0
 
 

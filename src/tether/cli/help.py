@@ -24,9 +24,15 @@ _SHORTCUTS = {
 }
 
 
-def config_help(command: str, section: type[Section]) -> str:
-    """What ``command --help`` prints, at most 80 columns wide: usage, then every key with type, default and meaning."""
+def config_help(command: str, section: type[Section], options: str | None = None) -> str:
+    """What ``command --help`` prints, at most 80 columns wide: usage, then every key with type, default and meaning.
+
+    Args:
+        options: lines about the command's own options; None for those of commands that train.
+    """
     shortcuts = "".join(line for key, line in _SHORTCUTS.items() if key in section.model_fields)
+    if options is not None:
+        shortcuts = options
     parts = [_HEAD.format(command=command, shortcuts=shortcuts)]
     group = ""
     for doc in describe(section):

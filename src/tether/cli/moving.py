@@ -14,7 +14,7 @@ def convert(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "tether convert",
         description="Reads LLaMA-Factory's YAML, verl's YAML or launch, OpenRLHF's launch, TRL's PPO command line, or "
-        "our YAML, and writes our YAML or a launch of OpenRLHF or verl. Comments list what was left out.",
+        "Tether's YAML, and writes Tether's YAML or a launch of OpenRLHF or verl. Comments list what was left out.",
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="YAML, shell script, or a file of arguments")

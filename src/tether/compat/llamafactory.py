@@ -270,7 +270,8 @@ def _output(keys: Translator) -> None:
     keys.ignore("for push_to_hub only", "hub_model_id", "hub_private_repo")
     if keys.flag("plot_loss"):
         if not can_plot():
-            keys.ignore("report.html has every curve; PNG files need matplotlib, pip install tether[plot]", "plot_loss")
+            reason = "report.html has every curve; PNG files need matplotlib, pip install 'tether[plot]'"
+            keys.ignore(reason, "plot_loss")
         else:
             keys.plots = True
             keys.covered("plot_loss", by="the curves as PNG files in output_dir")

@@ -103,7 +103,7 @@ class OwnModelReward(_Reward):
     """Run Python code that comes with the model."""
     quantization: Quantization | None = None
     """Store the linear layers, except the head, in 4 or 8 bits, as ``model.quantization`` does. All other weights have
-    type ``dtype``. Needs ``pip install tether[quant]``."""
+    type ``dtype``. Needs ``pip install 'tether[quant]'``."""
     offload: bool | None = None
     """Keep the model on the CPU while it is not scoring. Default: ``train.offload_idle_roles``."""
     compile: bool = False
@@ -234,7 +234,7 @@ class MathMatchReward(ColumnReward):
 
     type: Literal["math_match"]
     """``math_match``: 1 if the boxed or last expression of the answer equals that of the column, LaTeX or a number,
-    else 0. Needs the package math-verify: ``pip install tether[math]``."""
+    else 0. Needs the package math-verify: ``pip install 'tether[math]'``."""
 
 
 class RepetitionReward(ReadyReward):

@@ -88,7 +88,7 @@ class ModelConfig(Section):
     or another PEFT method, ``lora: {}`` continues to train that adapter."""
     quantization: Quantization | None = None
     """Store the linear layers of the frozen base in 4 bits (``4bit``: NF4 with double quantization, as in QLoRA) or 8
-    bits (``8bit``: LLM.int8()). Needs lora and ``pip install tether[quant]``. All other weights have type ``dtype``,
+    bits (``8bit``: LLM.int8()). Needs lora and ``pip install 'tether[quant]'``. All other weights have type ``dtype``,
     for which ``auto`` then means float32. Sources: https://arxiv.org/abs/2305.14314;
     https://arxiv.org/abs/2208.07339."""
 
@@ -404,7 +404,7 @@ class TrainConfig(Section):
     optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit"] = "adamw_torch_fused"
     """AdamW variant, by its name in transformers. ``adamw_torch_fused``: one kernel for all tensors, on a CPU as well.
     ``adamw_torch``: one tensor after the other. ``adamw_8bit``: 8-bit moments with bitsandbytes, a quarter of their
-    memory; needs ``pip install tether[quant]``. Source: https://arxiv.org/abs/2110.02861."""
+    memory; needs ``pip install 'tether[quant]'``. Source: https://arxiv.org/abs/2110.02861."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW weight decay."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9

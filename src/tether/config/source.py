@@ -27,7 +27,8 @@ class QueryConfig(ChatKeys):
 
 
 class SourceConfig(Section):
-    """A file with reward sources only. A run's file works too; its other keys are ignored."""
+    """A file with reward sources only. A run's file works too and is checked as a whole; of its other keys,
+    ``model``, the chat keys of ``data``, ``train.bf16`` and ``train.fp16`` count."""
 
     rewards: list[RewardConfig] = Field(min_length=1)
     """Judges of the answers, as in a run; the score is their weighted sum."""

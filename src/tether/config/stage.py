@@ -22,7 +22,8 @@ class StageTrainConfig(Section):
     batch_size: PositiveInt = 16
     """Rows per optimizer step, of all processes together."""
     micro_batch_size: PositiveInt = 8
-    """Rows in one forward and backward pass of a process."""
+    """Rows in one forward and backward pass of a process; fewer if all processes together would read more than
+    batch_size."""
     learning_rate: PositiveFloat | None = None
     """Peak learning rate. Default: 1e-4 with LoRA, 1e-5 otherwise."""
     lr_scheduler_type: str = "linear"
@@ -56,6 +57,21 @@ class StageTrainConfig(Section):
     """Name of the run in the trackers. Default: the name of ``output_dir``."""
     ddp_timeout: PositiveInt = 1800
     """Seconds that the processes of a run wait for each other before the run ends."""
+
+    def rows_at_once(self, num_processes: int) -> int:
+        """Rows in one forward and backward pass of each of so many processes.
+
+        Raises:
+            ValueError: an optimizer step cannot be divided into such passes.
+        """
+        rows = min(self.micro_batch_size, self.batch_size // num_processes)
+        if rows == 0 or self.batch_size % (rows * num_processes):
+            least = max(rows, 1) * num_processes
+            raise ValueError(
+                f"train.batch_size: got {self.batch_size}, wanted a multiple of {least} ({max(rows, 1)} rows at once "
+                f"in each of {num_processes} processes; train.micro_batch_size is {self.micro_batch_size})"
+            )
+        return rows
 
     @model_validator(mode="after")
     def _cross_checks(self) -> StageTrainConfig:

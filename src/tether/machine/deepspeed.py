@@ -20,7 +20,7 @@ def plugin_of_launch() -> DeepSpeedPlugin:
     if find_spec("deepspeed") is None:
         raise ConfigError(
             "the launcher's configuration asks for DeepSpeed, which is not installed: "
-            "pip install --no-build-isolation tether[deepspeed]"
+            "pip install --no-build-isolation 'tether[deepspeed]'"
         )
     import deepspeed
 

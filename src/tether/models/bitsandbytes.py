@@ -32,7 +32,7 @@ def check_bitsandbytes(wanted: str, key: str, device: torch.device | str) -> Non
     try:
         version("bitsandbytes")
     except PackageNotFoundError as error:
-        raise ConfigError(f"{key} {wanted} needs the package bitsandbytes: pip install tether[quant]") from error
+        raise ConfigError(f"{key} {wanted} needs the package bitsandbytes: pip install 'tether[quant]'") from error
     import bitsandbytes
 
     kind, known = torch.device(device).type, sorted(bitsandbytes.supported_torch_devices)

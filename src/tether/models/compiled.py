@@ -18,6 +18,7 @@ from torch import nn
 
 from tether.errors import ConfigError, ModelError
 from tether.models.layers import transformer_layers
+from tether.models.products import has_faster, least_rows
 
 _COMPILED: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary()
 """The compiled forward of each layer that has one."""
@@ -55,6 +56,8 @@ def compile_layers(model: nn.Module) -> None:
     layers = transformer_layers(model)
     if not layers:
         raise ModelError(f"train.compile: {type(model).__name__} has no layers to compile; set it to false")
+    for decision in (has_faster, least_rows):  # which depend on the machine alone
+        torch.compiler.assume_constant_result(decision)
     for layer in layers:
         if layer not in _COMPILED:
             _COMPILED[layer] = torch.compile(layer.forward, dynamic=True)

@@ -180,16 +180,15 @@ def _quick(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         return None
     has_autocast = torch.is_autocast_enabled("cpu") and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype("cpu") if has_autocast else weight.dtype
-    if not _has_faster(dtype) or not (has_autocast or x.dtype == weight.dtype):
+    if not has_faster(dtype) or not (has_autocast or x.dtype == weight.dtype):
         return None
+    if has_autocast and dtype in HALF and x.numel() < least_rows(dtype) * x.shape[-1]:
+        return None  # autocast rounds a weight once for many calls
     with torch.autocast("cpu", enabled=False):
         x, weight, bias = (None if each is None else each.to(dtype) for each in (x, weight, bias))
         if torch.compiler.is_compiling():
             return _opaque(x, weight, bias)
         return _Product.apply(x, weight, bias) if torch.is_grad_enabled() else product(x, weight, bias)
-
-
-_has_faster = torch.compiler.assume_constant_result(has_faster)
 
 
 class _Product(torch.autograd.Function):
@@ -198,7 +197,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _keep(ctx, (x, weight, bias), None)
-        return product(x, weight, bias)
+        y = product(x, weight, bias)
+        return torch.ops.aten._unsafe_view(y, y.shape)  # no view, so that a model may change it in place
 
     @staticmethod
     @once_differentiable

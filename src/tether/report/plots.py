@@ -32,7 +32,7 @@ def write_plots(folder: Path) -> list[Path]:
     try:
         from matplotlib.figure import Figure  # without pyplot, so that no window opens and no global state changes
     except ModuleNotFoundError:
-        raise ConfigError("plots need matplotlib: pip install tether[plot]") from None
+        raise ConfigError("plots need matplotlib: pip install 'tether[plot]'") from None
     written = []
     for name, metrics in PLOTS.items():
         curves = {metric: curve for metric in metrics if (curve := _curve(folder / METRICS, metric))}

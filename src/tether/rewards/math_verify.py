@@ -22,7 +22,8 @@ def check_installed(key: str) -> None:
         key: the configuration key of the source, for the message.
     """
     if find_spec("math_verify") is None:
-        raise ConfigError(f"{key}: type math_match needs math-verify, which is not installed: pip install tether[math]")
+        missing = "math-verify, which is not installed: pip install 'tether[math]'"
+        raise ConfigError(f"{key}: type math_match needs {missing}")
 
 
 @lru_cache(maxsize=2**16)

@@ -113,12 +113,10 @@ def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
             "model.lora and train.gradient_checkpointing"
         )
     check_precision(config)
-    train, at_once = config.train, config.train.micro_batch_size * num_processes
-    if train.batch_size % at_once:
-        raise ConfigError(
-            f"train.batch_size: got {train.batch_size}, wanted a multiple of {at_once} (train.micro_batch_size "
-            f"{train.micro_batch_size} in each of {num_processes} processes)"
-        )
+    try:
+        config.train.rows_at_once(num_processes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def as_launched(config: ConfigT) -> ConfigT:
@@ -382,7 +380,8 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
     """
     config, train, precision = run.config, run.config.train, run.precision
     eval_steps = train.eval_steps if evaluates else None
-    at_once = train.micro_batch_size * run.dist.num_processes
+    rows = train.rows_at_once(run.dist.num_processes)
+    at_once = rows * run.dist.num_processes
     accumulation = train.batch_size // at_once
     steps_an_epoch = math.ceil(math.ceil(num_rows / at_once) / accumulation)
     num_steps = train.max_steps or math.ceil(passes_over(steps_an_epoch, train.num_train_epochs or 1.0))
@@ -392,7 +391,7 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
     return {
         "output_dir": str(config.output_dir),
         "max_steps": num_steps,
-        "per_device_train_batch_size": train.micro_batch_size,
+        "per_device_train_batch_size": rows,
         "per_device_eval_batch_size": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "learning_rate": config.learning_rate,

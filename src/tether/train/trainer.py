@@ -166,7 +166,7 @@ class PPOTrainer:
             self.save()
             return str(stopped)
         except RewardError as error:
-            if self.state.step > 0:
+            if self.state.step > 0 or self.state.evaluated_step is not None:
                 set_random_states(self.before)
                 self.save()  # scoring happens before an update changes anything
                 error.add_note(f"the state after {self.state.step} updates is saved; --resume continues from there")

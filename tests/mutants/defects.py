@@ -681,8 +681,8 @@ GENERATION = in_file(
     ),
     (
         "the end token at the limit is taken for a cut",
-        "row.token_ids[-1] in self._sampling.stop_token_ids\n",
-        "len(row.token_ids) < self._sampling.max_new_tokens\n",
+        "stopped = self._sampling.stops(row.token_ids)\n",
+        "stopped = len(row.token_ids) < self._sampling.max_new_tokens\n",
     ),
     (
         "the end token is dropped from the answer",
@@ -1531,11 +1531,19 @@ ROLLOUT = (
             "completions[position] = completion",
             "completions[done - 1] = completion",
         ),
+        tests=(f"{BOOKKEEPING}::test_the_judge_is_given_each_answer_with_its_own_prompt",),
+    ),
+    *in_file(
+        "models/stop_strings.py",
         (
             "rewards see special tokens",
-            "decode(completion.token_ids, skip_special_tokens=True)",
-            "decode(completion.token_ids, skip_special_tokens=False)",
+            "return tokenizer.decode(token_ids, skip_special_tokens=True)",
+            "return tokenizer.decode(token_ids, skip_special_tokens=False)",
         ),
+        tests=(f"{BOOKKEEPING}::test_the_judge_is_given_each_answer_with_its_own_prompt",),
+    ),
+    *in_file(
+        "train/rollout.py",
         (
             "every answer is judged with the first prompt's columns",
             "[p.columns.get(name) for p in prompts]",

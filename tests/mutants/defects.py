@@ -1543,6 +1543,29 @@ ROLLOUT = (
         tests=(f"{BOOKKEEPING}::test_the_judge_is_given_each_answer_with_its_own_prompt",),
     ),
     *in_file(
+        "models/stop_strings.py",
+        (
+            "too little of an answer is read for a string that ends it",
+            "if len(text) >= size or count",
+            "if len(text) >= 1 or count",
+        ),
+        (
+            "bytes that begin within a character hide a string that ends the answer",
+            "for more in (1, 2, 3))",
+            "for more in (0,))",
+        ),
+        ("special tokens hide a string that ends the answer", "readings.append(", "list("),
+        ("a token is trusted to complete no string", "BROKEN in text or not self._last", "not self._last"),
+        tests=("tests/models/test_stop_strings.py::test_an_answer_ends_where_the_text_of_its_prefixes_says",),
+    ),
+    *in_file(
+        "models/stop_strings.py",
+        ("a stop string stays in the text", "return count, whole[:start]", "return count, whole"),
+        ("judges that read tokens read the stop string", "ids = list(token_ids[:count])", "ids = list(token_ids)"),
+        ("an answer that a string ended is not closed", "return ids + self._end", "return ids"),
+        tests=("tests/models/test_stop_strings.py",),
+    ),
+    *in_file(
         "train/rollout.py",
         (
             "every answer is judged with the first prompt's columns",

@@ -67,6 +67,24 @@ class Request:
     """Key of this answer's sampling noise, from ``noise_key``."""
 
 
+@runtime_checkable
+class TextEnds(Protocol):
+    """Ends answers by their text; ``models.stop_strings`` has the one of a run."""
+
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        """Whether an answer that has just got its last token ends with it; asked after every token."""
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """A whole answer as text, without special tokens and without what ended it."""
+        ...
+
+    def closed(self, token_ids: Sequence[int]) -> list[int]:
+        """A whole answer as judges that read token ids are given it: an end token in place of the text that ended it;
+        as sampled if a token or the length did."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How answers are sampled."""
@@ -81,6 +99,14 @@ class Sampling:
     """Samples only from the most likely tokens that add up to this probability; does not affect log-probabilities."""
     top_k: int | None = None
     """Samples only from this many most likely tokens, before ``top_p``; does not affect log-probabilities."""
+    text_ends: TextEnds | None = field(default=None, compare=False, repr=False)
+    """Ends answers by their text, besides ``stop_token_ids``. None: no text ends them."""
+
+    def stops(self, token_ids: Sequence[int]) -> bool:
+        """Whether an answer that has just got its last token ends with it, whatever its length."""
+        if token_ids[-1] in self.stop_token_ids:
+            return True
+        return self.text_ends is not None and self.text_ends.ends(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +114,9 @@ class Completion:
     """One answer. Example: ``Completion(token_ids=[713, 284, 2], finish_reason="stop")``."""
 
     token_ids: list[int]
-    """The answer without padding, including its end token; at least one token."""
+    """The answer without padding, including the token or the text that ended it; at least one token."""
     finish_reason: Literal["stop", "length"]
-    """``stop``: the last token is a stop token. ``length``: the answer was cut at ``max_new_tokens``."""
+    """``stop``: a stop token or its text ended it. ``length``: the answer was cut at ``max_new_tokens``."""
     logprobs: list[float] | None = None
     """The log-probability of each token that the engine sampled with, or None if it keeps none."""
 
@@ -104,11 +130,11 @@ class RewardBatch:
     queries: list[str]
     """Prompts as text, with the policy's chat template applied."""
     responses: list[str]
-    """Answers as text, without special tokens."""
+    """Answers as text, without special tokens and without a stop string that ended them."""
     query_ids: list[list[int]]
     """Prompts as the policy's token ids."""
     response_ids: list[list[int]]
-    """Answers as the policy's token ids, including the end token."""
+    """Answers as the policy's token ids, including the token or the text that ended them."""
     conversations: list[Sequence[Message] | None]
     """The chat messages that each query was rendered from, including the run's system message; None for plain text.
     Used by judges with their own chat template."""
@@ -117,9 +143,17 @@ class RewardBatch:
     decode: Callable[[Sequence[int]], str] | None = field(default=None, compare=False, repr=False)
     """Decodes the first tokens of an answer, without special tokens. None if there is no tokenizer: then there are no
     token ids either, and the characters of an answer take the place of its tokens."""
+    closed: Callable[[Sequence[int]], Sequence[int]] | None = field(default=None, compare=False, repr=False)
+    """``TextEnds.closed``; None if no text ends answers."""
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    def read_ids(self, row: int) -> list[int]:
+        """Prompt and answer as judges that read the policy's token ids are given them: an answer that a stop string
+        ended has an end token in its place."""
+        answer = self.response_ids[row]
+        return [*self.query_ids[row], *(answer if self.closed is None else self.closed(answer))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from tether.config.sft_stage import SftStageConfig
 from tether.config.source import load_sources
 from tether.data.pairs import load_pairs
 from tether.errors import ModelError
+from tether.generation.fake import FakeGenerator
 from tether.inference.chat import open_chat
 from tether.inference.generate import generate_path
 from tether.inference.judges import load_reader
@@ -235,3 +236,31 @@ def test_a_template_of_a_file_that_is_not_here_is_that_of_the_saved_tokenizer(mo
     asked = noted(monkeypatch)
     open_chat(str(out), **OPTIONS).say("the cat")
     assert asked == [tokenizer("you the cat", add_special_tokens=False)["input_ids"]] * 2, "the start is asked alike"
+
+
+def test_answers_and_what_is_remembered_of_them_end_before_a_stop_string(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path, sampling__stop_strings=[" we it"])
+    out = save_tiny(config.output_dir, tied=False)
+    (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    tokenizer, asked = AutoTokenizer.from_pretrained(out), []
+    written = tokenizer("you we it is very good", add_special_tokens=False)["input_ids"]
+
+    def generate(self, requests, sampling):
+        asked.extend(list(request.token_ids) for request in requests)
+        return FakeGenerator([written]).generate(requests, sampling)
+
+    monkeypatch.setattr("tether.generation.hf.HFGenerator.generate", generate)
+    chat = open_chat(str(out), **OPTIONS | {"alone": True})
+    assert chat.say("the cat") == chat.say("the sun") == ["you"]
+    messages = [
+        {"role": role, "content": text}
+        for role, text in (("user", "the cat"), ("assistant", "you"), ("user", "the sun"))
+    ]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert asked[1] == ids
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "the cat"}) + "\n", encoding="utf-8")
+    (row,) = generate_path(out, tmp_path / "asked.jsonl")
+    assert (row["response"], row["finish_reason"]) == ("you", "stop")
+    assert generate_path(save_tiny(tmp_path / "alone"), tmp_path / "asked.jsonl", response_length=6) == [
+        row | {"response": "you we it is very good", "finish_reason": "length"}
+    ]

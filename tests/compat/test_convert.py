@@ -421,9 +421,11 @@ class TestFromOurs:
         text = OURS.replace("kl_coef: 0.03,", "kl_coef: 0.03, kl_target: 6, score_norm: frozen,").replace(
             "path: org/judge}", "path: org/judge, weight: 2, max_length: 99}"
         )
+        text = text.replace("temperature: 0.9,", 'temperature: 0.9, stop_strings: ["\\nHuman:", "###"],')
         for to in ("openrlhf", "verl"):
             script = converted(written(tmp_path, "ours.yaml", text), to)
             for line in ("# dropped, ppo.kl_target: 6", "# dropped, ppo.score_norm: frozen",
+                         "# dropped, sampling.stop_strings: ['\\nHuman:', ###]",
                          "# dropped, rewards.0.weight: 2", "# dropped, rewards.0.max_length: 99"):  # fmt: skip
                 assert line in script.splitlines(), (to, line)
             assert "ppo.gamma" not in script

@@ -38,6 +38,8 @@ def test_no_key_of_ours_is_in_the_table():
         ("actor.adam.lr", "train.learning_rate"),
         ("actor_rollout_ref.actor.clip_ratio", "ppo.cliprange"),
         ("train.micro_batch_size_per_gpu", "train.micro_batch_size"),
+        ("generation.stop_token_ids", "sampling.stop_token"),
+        ("actor_rollout_ref.rollout.stop", "sampling.stop_strings"),
     ],
 )
 def test_a_known_spelling_leads_to_our_key(theirs, ours):

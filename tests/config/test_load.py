@@ -279,6 +279,57 @@ class TestProblems:
         ]
 
 
+class TestStopStrings:
+    @pytest.mark.parametrize(
+        ("written", "read"),
+        [
+            ('["\\nHuman:", "###"]', ["\nHuman:", "###"]),
+            ('"###"', ["###"]),
+            ("Human", ["Human"]),
+            ("[]", []),
+            ("['7', ' ']", ["7", " "]),
+        ],
+    )
+    def test_one_or_several(self, written, read):
+        config = parse_config(f"{FILE}sampling: {{stop_strings: {written}}}\n")
+        assert config.sampling.stop_strings == read
+        assert parse_config(dump_config(config)) == config
+
+    def test_on_the_command_line(self, file):
+        given = {"###": ["###"], "7": ["7"], '["\\n#", b]': ["\n#", "b"], '"\\n"': ["\n"], "[]": []}
+        for written, read in given.items():
+            assert load_config(file, [f"--sampling.stop_strings={written}"]).sampling.stop_strings == read
+
+    @pytest.mark.parametrize(
+        ("written", "what"),
+        [
+            ("###", "got null; wanted text or a list of text, in quotes as # begins a comment; or leave it out"),
+            ('""', "entry 0 is empty, which would end every answer at once: remove it"),
+            ('[a, ""]', "entry 1 is empty, which would end every answer at once: remove it"),
+            ("7", "got 7, wanted text or a list of text"),
+            ("[a, 7]", "got [a, 7], wanted text or a list of text"),
+            ("[[a]]", "got [[a]], wanted text or a list of text"),
+            ("{a: b}", "got {a: b}, wanted text or a list of text"),
+        ],
+    )
+    def test_mistakes(self, written, what):
+        (line,) = problems(f"{FILE}sampling:\n  stop_strings: {written}\n")
+        assert line == f"run.yaml, line 14: sampling.stop_strings: {what}"
+
+    @pytest.mark.parametrize(
+        ("key", "hint"),
+        [
+            ("stop", "here it is sampling.stop_strings"),
+            ("stop_sequences", "here it is sampling.stop_strings"),
+            ("stop_strings", "it belongs elsewhere: sampling.stop_strings"),
+            ("stop_token_id", "here it is sampling.stop_token: the token itself, not its id"),
+        ],
+    )
+    def test_other_names(self, key, hint):
+        (line,) = problems(f"{FILE}sampling: {{}}\n{key}: x\n")
+        assert line == f"run.yaml, line 14: {key}: unknown key; {hint}"
+
+
 def test_lora_targets_that_can_match_nothing(file):
     whats = {"q_proj(": r"is not a regular expression: missing \)", "[]": "an empty list names no module"}
     for targets, what in whats.items():

@@ -3,10 +3,11 @@
 import pytest
 
 from tests.generation.scopes import Scope
-from tests.tiny import EOS, tiny_causal_lm
+from tests.tiny import EOS, tiny_causal_lm, tiny_tokenizer
 from tether.errors import GenerationError
 from tether.generation.fake import FakeGenerator
 from tether.generation.hf import HFGenerator
+from tether.models.stop_strings import StopStrings
 from tether.types import Generator, Request, Sampling
 
 REQUESTS = [Request([7 + i] * (1 + 5 * (i % 3)), key=100 + i) for i in range(10)]
@@ -56,6 +57,24 @@ def test_answers_end_at_the_first_stop_token_or_at_the_limit(generator, max_new_
     assert reasons == {"stop", "length"}
 
 
+@pytest.mark.parametrize("stops", [frozenset(), frozenset({EOS, 9})])
+@pytest.mark.parametrize("max_new_tokens", [2, 6])
+def test_answers_end_at_the_first_string_in_their_text_as_at_a_stop_token(generator, max_new_tokens, stops):
+    tokenizer, strings, reasons = tiny_tokenizer(), ["dog", "not", "ru", "e s", "i"], set()
+    sampling = Sampling(max_new_tokens, 1.0, stops, text_ends=StopStrings(tokenizer, strings))
+    for _, completion in generator.generate(REQUESTS, sampling):
+        ids = completion.token_ids
+        prefixes = [ids[:end] for end in range(1, len(ids) + 1)]
+        texts = [[tokenizer.decode(each, skip_special_tokens=skips) for skips in (False, True)] for each in prefixes]
+        holds = [any(string in text for string in strings for text in both) for both in texts]
+        ends = [end or token in stops for end, token in zip(holds, ids, strict=True)]
+        assert not any(ends[:-1])
+        assert completion.finish_reason == ("stop" if ends[-1] else "length")
+        assert ends[-1] or len(ids) == max_new_tokens
+        reasons.add(completion.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
 def test_without_stop_tokens_only_the_limit_ends_an_answer(generator):
     for _, completion in generator.generate(REQUESTS, Sampling(3)):
         assert len(completion.token_ids) == 3 and completion.finish_reason == "length"
@@ -81,7 +100,7 @@ def test_the_fake_repeats_its_answers_and_yields_the_shortest_first():
 
 
 def test_the_fake_refuses_an_answer_that_no_engine_would_end():
-    with pytest.raises(GenerationError, match=r"request 1: .*no stop token"):
+    with pytest.raises(GenerationError, match=r"request 1: .*no stop token, no stop string and fewer than 5"):
         list(FakeGenerator([[EOS], [8, 8]]).generate(REQUESTS[:2], Sampling(5, 1.0, STOPS)))
 
 

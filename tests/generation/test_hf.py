@@ -8,10 +8,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from tests.generation.scopes import Scope, answers
-from tests.tiny import EOS, KINDS, PAD, VOCAB_SIZE, tiny_causal_lm, tiny_config
+from tests.tiny import EOS, KINDS, PAD, VOCAB_SIZE, tiny_causal_lm, tiny_config, tiny_tokenizer
 from tether.errors import ConfigError, GenerationError
 from tether.generation.batch import drawn_tokens
 from tether.generation.hf import HFGenerator
+from tether.models.stop_strings import StopStrings
 from tether.types import Request, Sampling, noise_key
 
 ALL_STOP = frozenset(range(VOCAB_SIZE))
@@ -108,6 +109,37 @@ def test_dropping_finished_rows_and_a_cache_of_fixed_size_change_nothing(kind):
         cut, kept = results[0][i], results[1][i]
         assert cut.token_ids == kept.token_ids and cut.finish_reason == kept.finish_reason
         torch.testing.assert_close(cut.logprobs, kept.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_static", [False, True])
+def test_strings_end_answers_where_whole_answers_contain_them_first(kind, is_static):
+    """Whatever is beside an answer: queries of other lengths, rows that are dropped or stay, other batches."""
+    tokenizer, model, asked = tiny_tokenizer(), tiny_causal_lm(kind, tied=False), requests(24)
+    whole = answers(model, asked, Sampling(30, stop_token_ids=frozenset({EOS})))
+    texts = [tokenizer.decode(completion.token_ids) for completion in whole]
+    strings = [text[40:47] for text in texts[:6] if len(text) > 60]
+    assert len(strings) > 1
+    wanted = []
+    for completion in whole:
+        ids, reason = completion.token_ids, completion.finish_reason
+        beginnings = [
+            (end, tokenizer.decode(ids[:end], skip_special_tokens=skips))
+            for end in range(1, len(ids) + 1)
+            for skips in (False, True)
+        ]
+        ends = [end for end, text in beginnings if any(string in text for string in strings)]
+        wanted.append((ids[: ends[0]], "stop") if ends else (ids, reason))
+    cut = [len(ids) < len(completion.token_ids) for (ids, _), completion in zip(wanted, whole, strict=True)]
+    assert sum(cut) > 3 and {reason for _, reason in wanted} == {"stop", "length"}
+    sampling = Sampling(30, stop_token_ids=frozenset({EOS}), text_ends=StopStrings(tokenizer, strings))
+    for batch_size in (1, 5, 24):
+        generator = HFGenerator(Scope(model), batch_size=batch_size, device="cpu", is_static=is_static)
+        got = dict(generator.generate(asked, sampling))
+        assert [(got[i].token_ids, got[i].finish_reason) for i in range(24)] == wanted
+        for i, completion in enumerate(whole):
+            length = len(got[i].token_ids)
+            torch.testing.assert_close(got[i].logprobs, completion.logprobs[:length], atol=1e-4, rtol=0)
 
 
 def test_one_forward_a_token_of_the_longest_answer():

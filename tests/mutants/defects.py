@@ -681,8 +681,8 @@ GENERATION = in_file(
     ),
     (
         "the end token at the limit is taken for a cut",
-        "row.token_ids[-1] in self._sampling.stop_token_ids\n",
-        "len(row.token_ids) < self._sampling.max_new_tokens\n",
+        "stopped = self._sampling.stops(row.token_ids)\n",
+        "stopped = len(row.token_ids) < self._sampling.max_new_tokens\n",
     ),
     (
         "the end token is dropped from the answer",
@@ -1531,11 +1531,42 @@ ROLLOUT = (
             "completions[position] = completion",
             "completions[done - 1] = completion",
         ),
+        tests=(f"{BOOKKEEPING}::test_the_judge_is_given_each_answer_with_its_own_prompt",),
+    ),
+    *in_file(
+        "models/stop_strings.py",
         (
             "rewards see special tokens",
-            "decode(completion.token_ids, skip_special_tokens=True)",
-            "decode(completion.token_ids, skip_special_tokens=False)",
+            "return tokenizer.decode(token_ids, skip_special_tokens=True)",
+            "return tokenizer.decode(token_ids, skip_special_tokens=False)",
         ),
+        tests=(f"{BOOKKEEPING}::test_the_judge_is_given_each_answer_with_its_own_prompt",),
+    ),
+    *in_file(
+        "models/stop_strings.py",
+        (
+            "too little of an answer is read for a string that ends it",
+            "if len(text) >= size or count",
+            "if len(text) >= 1 or count",
+        ),
+        (
+            "bytes that begin within a character hide a string that ends the answer",
+            "for more in (1, 2, 3))",
+            "for more in (0,))",
+        ),
+        ("special tokens hide a string that ends the answer", "readings.append(", "list("),
+        ("a token is trusted to complete no string", "BROKEN in text or not self._last", "not self._last"),
+        tests=("tests/models/test_stop_strings.py::test_an_answer_ends_where_the_text_of_its_prefixes_says",),
+    ),
+    *in_file(
+        "models/stop_strings.py",
+        ("a stop string stays in the text", "return count, whole[:start]", "return count, whole"),
+        ("judges that read tokens read the stop string", "ids = list(token_ids[:count])", "ids = list(token_ids)"),
+        ("an answer that a string ended is not closed", "return ids + self._end", "return ids"),
+        tests=("tests/models/test_stop_strings.py",),
+    ),
+    *in_file(
+        "train/rollout.py",
         (
             "every answer is judged with the first prompt's columns",
             "[p.columns.get(name) for p in prompts]",

@@ -234,6 +234,9 @@ def test_without_a_stop_token_the_eos_rate_is_not_judged(tmp_path):
     config = CONFIG.replace("stop_token: eos", "stop_token: null")
     found = findings(tmp_path, lambda i, p: {"rollout__eos_rate": 0.0}, config=config)
     assert found["rollout/eos_rate"].level == "info"
+    config = config.replace("stop_token: null", "stop_token: null, stop_strings: [x]")
+    found = findings(tmp_path, lambda i, p: {"rollout__eos_rate": 0.0}, config=config)
+    assert found["rollout/eos_rate"].level != "info"
 
 
 def test_length_that_explains_the_score_is_acted_on(tmp_path):

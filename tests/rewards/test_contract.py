@@ -1,5 +1,6 @@
 """What every reward source promises, whichever it is."""
 
+import dataclasses
 import math
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -12,7 +13,7 @@ from tests.rewards.encoders import save_encoder
 from tests.rewards.services import lengths, local_service
 from tests.rewards.test_judge_source import RUBRIC, by_length
 from tests.rewards.value_heads import save_value_head
-from tests.tiny import save_tiny, tiny_tokenizer
+from tests.tiny import EOS, save_tiny, tiny_tokenizer
 from tether.config.rewards import HttpReward, JudgeReward, LengthTargetReward
 from tether.config.schema import RunConfig
 from tether.models.adapters import with_adapter
@@ -26,7 +27,7 @@ from tether.rewards.encoder import EncoderSource
 from tether.rewards.ensemble import Ensemble
 from tether.rewards.fake import FakeRewards
 from tether.rewards.function import FunctionSource
-from tether.rewards.http import http_source
+from tether.rewards.http import http_source, llamafactory_payload
 from tether.rewards.judge import JudgeSource, judge_source
 from tether.rewards.model import ModelSource
 from tether.rewards.reading import Reads
@@ -143,6 +144,17 @@ def test_a_score_belongs_to_its_answer_alone(source, tokenizer):
     assert source.score(chat_batch(tokenizer, TURNS[::-1])).scores[::-1] == pytest.approx(scores, abs=1e-5)
     for turn, score in zip(TURNS, scores, strict=True):
         assert source.score(chat_batch(tokenizer, [turn])).scores == pytest.approx([score], abs=1e-5)
+
+
+@pytest.mark.parametrize("make", [model, adapter])
+def test_answers_that_a_string_ended_are_read_closed(make, tmp_path, tokenizer):
+    source, batch = make(tmp_path), chat_batch(tokenizer, TURNS)
+    ended = dataclasses.replace(batch, closed=lambda ids: [*ids[:1], EOS])
+    wanted = dataclasses.replace(batch, response_ids=[[*ids[:1], EOS] for ids in batch.response_ids])
+    assert source.score(ended).scores == source.score(wanted).scores != source.score(batch).scores
+    assert source.seen(ended) == source.seen(wanted)
+    payload = llamafactory_payload(tokenizer)
+    assert payload(ended, [1, 2]) == payload(wanted, [1, 2]) != payload(batch, [1, 2])
 
 
 def test_a_source_that_can_show_what_its_model_reads_shows_each_answer(source, tokenizer):

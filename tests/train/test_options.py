@@ -599,6 +599,11 @@ def test_options_that_contradict_each_other_are_refused(run, changes, message):
         run(**changes)
 
 
+@pytest.mark.parametrize("rule", [{"ppo__mask_truncated": True}, {"ppo__missing_eos_score": 0.0}])
+def test_strings_end_answers_without_a_stop_token(tmp_path, rule):
+    tiny_run(tmp_path, sampling__stop_token=None, sampling__stop_strings=["###"], **rule)
+
+
 MISTAKES = {
     "a warm-up as long as the run": (
         {"value__warmup_steps": 3},

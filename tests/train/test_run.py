@@ -124,6 +124,10 @@ RESUMED = {
     "full, head, bf16 autocast": {"value__kind": "head", "train__bf16": True},
     "full, critic model, fp16 autocast": {"value__kind": "model", "train__fp16": True},
     "LoRA, critic adapter, mini-batches": {"model__lora": {"r": 4}, "ppo__num_mini_batches": 2},
+    "stop strings, no critic": {
+        "sampling__stop_token": None, "sampling__stop_strings": ["at", "e r"], "ppo__missing_eos_penalty": 1.0,
+        "sampling__num_generations": 2, "ppo__advantage_estimator": "rloo",
+    },
 }
 
 

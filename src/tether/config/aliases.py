@@ -84,7 +84,8 @@ ALIASES = _table(
     # sampling
     ("max_new_tokens max_response_length generate_max_len max_completion_length max_tokens gen_len output_min_length",
      _to("sampling.response_length")),
-    ("stop_token_id eos_token_id stop stop_strings", _to("sampling.stop_token")),
+    ("stop_token_id stop_token_ids eos_token_id", _to("sampling.stop_token", note="the token itself, not its id")),
+    ("stop stop_strs stop_words stop_sequences", _to("sampling.stop_strings")),
     ("rollout.top_p", _to("sampling.top_p")),
     ("rollout.top_k", _to("sampling.top_k")),
     ("min_p typical_p repetition_penalty min_length min_new_tokens do_sample",

@@ -204,7 +204,11 @@ class SamplingConfig(Section):
     """Temperature of sampling and of every log-probability."""
     stop_token: str | None = "eos"
     """``eos``: every end token of the model's generation config and tokenizer ends an answer. Any other string: only
-    that token does. null: only the length limit does."""
+    that token does. null: only the length limit and ``stop_strings`` do."""
+    stop_strings: str | list[str] = Field(default_factory=list)
+    """Strings that also end an answer, as soon as its text contains one of them, whatever its tokens are: for base
+    models and formats of your own. Judges, samples and conversations get the text before the string; its tokens are
+    sampled and trained on like the others. Use double quotes: ``["\\nHuman:", "###"]``."""
     batch_size: PositiveInt = 64
     """Number of answers generated side by side. The answers do not depend on it, except for rounding."""
     cache_implementation: Literal["dynamic", "static"] = "dynamic"
@@ -223,6 +227,18 @@ class SamplingConfig(Section):
     allow_truncated_sampling: bool = False
     """Allow ``top_p`` and ``top_k``. They bias PPO: ratio and KL are still those of the full distribution, from which
     the answers then no longer come, so the measured KL is not a real KL and can fall below 0."""
+
+    @field_validator("stop_strings", mode="before")
+    @classmethod
+    def _one_or_more(cls, strings: Any) -> Any:
+        if strings is None:
+            raise ValueError(
+                "got null; wanted text or a list of text, in quotes as # begins a comment; or leave it out"
+            )
+        listed = [strings] if isinstance(strings, str) else strings
+        if isinstance(listed, list) and "" in listed:
+            raise ValueError(f"entry {listed.index('')} is empty, which would end every answer at once: remove it")
+        return listed
 
     @property
     def is_truncated(self) -> bool:
@@ -713,8 +729,10 @@ class RunConfig(Section):
             "mask_truncated": ppo.mask_truncated,
         }
         rule = next((key for key, is_set in rules.items() if is_set), None)
-        if rule is not None and self.sampling.stop_token is None:
-            raise ValueError(f"ppo.{rule}: with sampling.stop_token null no answer ends; set stop_token to eos")
+        if rule is not None and self.sampling.stop_token is None and not self.sampling.stop_strings:
+            raise ValueError(
+                f"ppo.{rule}: with sampling.stop_token null no answer ends; set stop_token to eos, or stop_strings"
+            )
         if ppo.overlong_buffer is not None and ppo.overlong_buffer > longest:
             raise ValueError(
                 f"ppo.overlong_buffer {ppo.overlong_buffer} is longer than sampling.response_length {longest}: set it "

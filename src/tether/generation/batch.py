@@ -88,10 +88,10 @@ class Batch:
             self._check_positions(model)
         ended: list[bool] = [False]
         while not any(ended):
-            tokens = self._next_tokens(model)
+            self._next_tokens(model)
             ended = [
-                token in self._sampling.stop_token_ids or len(row.token_ids) == self._sampling.max_new_tokens
-                for row, token in zip(self.rows, tokens, strict=True)
+                self._sampling.stops(row.token_ids) or len(row.token_ids) == self._sampling.max_new_tokens
+                for row in self.rows
             ]
         finished = [row for row, end in zip(self.rows, ended, strict=True) if end]
         self.keep([i for i, end in enumerate(ended) if not end])
@@ -121,7 +121,7 @@ class Batch:
             self._inputs, self._positions = added, self._positions[:, -1:] + 1
         self._seen += 1
 
-    def _next_tokens(self, model: nn.Module) -> list[int]:
+    def _next_tokens(self, model: nn.Module) -> None:
         """One forward and one more token for every unfinished row."""
         tokens, logprobs = drawn_tokens(self.logits(model), [row.noise for row in self.rows], self._sampling)
         drawn, scores = tokens.tolist(), logprobs.tolist()
@@ -134,7 +134,6 @@ class Batch:
             row.token_ids.append(token)
             row.logprobs.append(logprob)
         self.write(tokens)
-        return drawn
 
     def _forward(self, model: nn.Module) -> Float[Tensor, "M V"]:
         """Logits after the last token; the cache, if there is one, then holds every token so far."""
@@ -177,7 +176,7 @@ class Batch:
         self._slots = list(range(len(self.rows)))
 
     def _completion(self, row: Row) -> Completion:
-        stopped = row.token_ids[-1] in self._sampling.stop_token_ids
+        stopped = self._sampling.stops(row.token_ids)
         return Completion(row.token_ids, "stop" if stopped else "length", row.logprobs)
 
     def _check_positions(self, model: nn.Module) -> None:

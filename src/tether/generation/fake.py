@@ -13,8 +13,8 @@ from tether.types import Completion, Request, Sampling
 class FakeGenerator:
     """Returns the answers it was given, under the same rules as a real engine.
 
-    An answer is cut after its first stop token and at ``max_new_tokens``. Answers come shortest first, as they would
-    finish, and have no log-probabilities.
+    An answer is cut after the first token that ends it and at ``max_new_tokens``. Answers come shortest first, as they
+    would finish, and have no log-probabilities.
 
     Args:
         answers: token ids of the answer to each request, by position, starting over if there are more requests; or a
@@ -31,7 +31,8 @@ class FakeGenerator:
         """Yields (position in ``requests``, answer).
 
         Raises:
-            GenerationError: an answer neither holds a stop token nor reaches ``max_new_tokens``; no engine writes one.
+            GenerationError: an answer neither ends at a token or in its text nor reaches ``max_new_tokens``; no engine
+                writes one.
         """
         completions = [self._completion(i, request, sampling) for i, request in enumerate(requests)]
         yield from sorted(enumerate(completions), key=lambda item: len(item[1].token_ids))
@@ -46,12 +47,12 @@ class FakeGenerator:
     def _completion(self, position: int, request: Request, sampling: Sampling) -> Completion:
         answer = self._answers(request) if callable(self._answers) else self._answers[position % len(self._answers)]
         answer = list(answer)[: sampling.max_new_tokens]
-        for i, token in enumerate(answer):
-            if token in sampling.stop_token_ids:
-                return Completion(answer[: i + 1], "stop")
+        for end in range(1, len(answer) + 1):
+            if sampling.stops(answer[:end]):
+                return Completion(answer[:end], "stop")
         if len(answer) < sampling.max_new_tokens:
             raise GenerationError(
-                f"request {position}: the answer {answer} has no stop token and fewer than "
-                f"{sampling.max_new_tokens} tokens"
+                f"request {position}: the answer {answer} has no stop token, no stop string and "
+                f"fewer than {sampling.max_new_tokens} tokens"
             )
         return Completion(answer, "length")

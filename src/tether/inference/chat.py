@@ -18,6 +18,7 @@ from tether.generation.hf import HFGenerator
 from tether.inference.saved import SavedPolicy, chat_keys, load_saved_policy, policy_config
 from tether.models.chat import templated
 from tether.models.paths import check_model_path
+from tether.models.stop_strings import answer_text
 from tether.models.tokenizer import load_tokenizer
 from tether.types import Message, Request, noise_key
 
@@ -80,7 +81,7 @@ class Chat:
         model = speaker.policy.model
         generator = HFGenerator(lambda: nullcontext(model), batch_size=1, device=model.device)
         ((_, answer),) = generator.generate([Request(query, key)], speaker.policy.sampling)
-        return speaker.tokenizer.decode(answer.token_ids, skip_special_tokens=True).strip()
+        return answer_text(answer.token_ids, speaker.tokenizer, speaker.policy.sampling).strip()
 
 
 def open_chat(

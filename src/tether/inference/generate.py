@@ -19,6 +19,7 @@ from tether.inference.saved import DEFAULT_LENGTH, chat_keys, load_saved_policy,
 from tether.models.fit import check_positions, steady_positions, steady_positions_told
 from tether.models.loading import load_config as load_shape
 from tether.models.paths import check_model_path, own_weights
+from tether.models.stop_strings import answer_text
 from tether.models.tokenizer import load_tokenizer
 from tether.train.display import Display, NullDisplay
 from tether.types import Request, noise_key
@@ -100,7 +101,7 @@ def generate_path(
             rows[i] = {
                 "row": data.prompts[i].row,
                 "prompt": data.prompts[i].source,
-                "response": tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+                "response": answer_text(answer.token_ids, tokenizer, policy.sampling),
                 "finish_reason": answer.finish_reason,
             }
             display.phase("answers", done, len(rows))

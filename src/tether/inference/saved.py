@@ -85,7 +85,7 @@ def load_saved_policy(
     model = load_causal_lm(path, dtype=None, device=device, **options)
     placed(model, device)
     stops = stop_token_ids(tokenizer, model.generation_config, run.sampling.stop_token if run else "eos")
-    sampling = sampling_of(run.sampling, stops) if run else Sampling(DEFAULT_LENGTH, 1.0, stops)
+    sampling = sampling_of(run.sampling, stops, tokenizer) if run else Sampling(DEFAULT_LENGTH, 1.0, stops)
     if response_length is not None:
         sampling = replace(sampling, max_new_tokens=response_length)
     if temperature is not None:

@@ -330,7 +330,7 @@ def eos_rate(run: Run) -> Finding | None:
     early, late = run.at_start("eval_eos_rate", "rollout/eos_rate"), series.late
     if early is None or late is None:
         return None
-    if run.config and run.setting("sampling.stop_token") is None:
+    if run.config and run.setting("sampling.stop_token") is None and not run.setting("sampling.stop_strings"):
         return Finding("info", "rollout/eos_rate", "sampling.stop_token is null: answers end only at the length limit.")
     text = f"{percent(late)} of the answers end by themselves, {percent(early)} at the start"
     # two standard errors of the share at the start, in a batch of this run's size

@@ -55,7 +55,7 @@ class AdapterSource:
         Raises:
             RewardError: they exceed the base's positions.
         """
-        read = [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
+        read = [batch.read_ids(row) for row in range(len(batch))]
         check_lengths([len(ids) for ids in read], steady_positions(self.roles.policy.config), self.name)
         return read
 

@@ -181,7 +181,7 @@ def llamafactory_payload(tokenizer: PreTrainedTokenizerBase) -> Payload:
     """
 
     def payload(batch: RewardBatch, rows: Sequence[int]) -> Mapping[str, Any]:
-        ids = [batch.query_ids[row] + batch.response_ids[row] for row in rows]
+        ids = [batch.read_ids(row) for row in rows]
         return {"model": "model", "messages": tokenizer.batch_decode(ids, skip_special_tokens=False)}
 
     return payload

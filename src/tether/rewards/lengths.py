@@ -56,7 +56,7 @@ class Room:
             RewardError: a conversation cannot be put into its chat template.
         """
         if self.shares_ids:
-            return [len(query) + len(answer) for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
+            return [len(batch.read_ids(row)) for row in range(len(batch))]
         return [self._length(text) for text in self._reader.texts(batch)]
 
     def length_of(self, prompt: Prompt) -> int:

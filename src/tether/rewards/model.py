@@ -96,7 +96,7 @@ class ModelSource:
     def _sequences(self, batch: RewardBatch) -> list[Sequence[int]]:
         """Prompt and answer as the model's token ids."""
         if self.shares_ids:
-            return [query + answer for query, answer in zip(batch.query_ids, batch.response_ids, strict=True)]
+            return [batch.read_ids(row) for row in range(len(batch))]
         return [self.reader.token_ids(text) for text in self.reader.texts(batch)]
 
     def _score_batch(self, ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:

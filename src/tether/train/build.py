@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback, set_seed
+from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from tether.config.schema import ModelConfig, RunConfig, SamplingConfig
 from tether.generation.build import build_generator
@@ -19,6 +19,7 @@ from tether.models.loading import load_causal_lm
 from tether.models.offload import has_own_memory
 from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder
+from tether.models.stop_strings import StopStrings
 from tether.models.tokenizer import end_at, load_tokenizer, stop_token_ids
 from tether.rewards.build import build_rewards
 from tether.train.callbacks import Callbacks
@@ -85,7 +86,7 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
         ),
         rewards=source,
         tokenizer=tokenizer,
-        sampling=sampling_of(config.sampling, stops),
+        sampling=sampling_of(config.sampling, stops, tokenizer),
         prompts=data.prompts.prompts,
         eval_prompts=data.eval_prompts.prompts if data.eval_prompts else [],
         demonstrations=data.demonstrations,
@@ -121,9 +122,18 @@ def write_base(model: ModelConfig, folder: Path, *, is_kept: bool) -> None:
         load_tokenizer(model.path, **options).save_pretrained(partial)
 
 
-def sampling_of(config: SamplingConfig, stop_token_ids: frozenset[int]) -> Sampling:
-    """Sampling settings of a run's answers."""
-    return Sampling(config.response_length, config.temperature, stop_token_ids, config.top_p, config.top_k)
+def sampling_of(
+    config: SamplingConfig, stop_token_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase
+) -> Sampling:
+    """Sampling settings of a run's answers.
+
+    Args:
+        tokenizer: the policy's.
+    """
+    text_ends = StopStrings(tokenizer, config.stop_strings) if config.stop_strings else None
+    return Sampling(
+        config.response_length, config.temperature, stop_token_ids, config.top_p, config.top_k, text_ends
+    )
 
 
 def role_table(roles: ModelRoles) -> tuple[list[str], list[list[str]]]:

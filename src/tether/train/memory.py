@@ -100,7 +100,8 @@ def _decode_longest(config: RunConfig, parts: Parts) -> None:
     queries = sorted((prompt.token_ids for prompt in parts.prompts), key=len, reverse=True)
     asked = islice(cycle(queries), parts.dist.num_processes * _side_by_side(config, parts))
     requests = [Request(query, key) for key, query in enumerate(asked)]
-    for _ in parts.generator.generate(requests, replace(parts.sampling, stop_token_ids=frozenset())):
+    endless = replace(parts.sampling, stop_token_ids=frozenset(), text_ends=None)
+    for _ in parts.generator.generate(requests, endless):
         pass
 
 

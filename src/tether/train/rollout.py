@@ -16,11 +16,12 @@ from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import collate, plan_micro_batches
 from tether.machine.distributed import Dist
+from tether.models.stop_strings import answer_text
 from tether.rewards.base import checked
 from tether.rewards.early import Begun, begun
 from tether.rewards.tokens import check_token_scores
 from tether.train.parts import Parts
-from tether.types import Completion, MicroBatch, Prompt, Request, RewardBatch, RewardOutput
+from tether.types import Completion, MicroBatch, Prompt, Request, RewardBatch, RewardOutput, TextEnds
 
 PhaseReport = Callable[[str, int, int], None]
 """Called with the name of a phase, how much of it is done, and its total."""
@@ -33,18 +34,20 @@ class Answers:
     prompts: Sequence[Prompt]
     completions: Sequence[Completion]
     texts: Sequence[str]
-    """The answers without special tokens."""
+    """The answers without special tokens, each up to the stop string that ended it."""
+    text_ends: TextEnds | None = field(default=None, compare=False, repr=False)
+    """What ended answers by their text; None if nothing could."""
     asked: Begun | None = field(default=None, compare=False, repr=False)
     """Requests made to the reward sources while answers were being generated; None if there were none."""
 
     @property
     def ended(self) -> Bool[Tensor, " B"]:
-        """True for answers whose last token is a stop token."""
+        """True for answers that a stop token or a stop string ended."""
         return torch.tensor([completion.finish_reason == "stop" for completion in self.completions])
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
-        """Number of tokens of each answer, including its end token."""
+        """Number of tokens of each answer, including what ended it."""
         return torch.tensor([len(completion.token_ids) for completion in self.completions])
 
     def reward_batch(self, tokenizer: PreTrainedTokenizerBase) -> RewardBatch:
@@ -54,7 +57,7 @@ class Answers:
             tokenizer: the policy's.
         """
         ids = [list(completion.token_ids) for completion in self.completions]
-        return reward_batch(self.prompts, list(self.texts), ids, tokenizer)
+        return reward_batch(self.prompts, list(self.texts), ids, tokenizer, self.text_ends)
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,13 @@ def answer(
     """
     completions: list[Completion | None] = [None] * len(requests)
     texts, ids = [""] * len(requests), [[] for _ in requests]
-    asked = begun(parts.rewards, reward_batch(prompts, texts, ids, parts.tokenizer)) if ask else None
+    ends = parts.sampling.text_ends
+    asked = begun(parts.rewards, reward_batch(prompts, texts, ids, parts.tokenizer, ends)) if ask else None
     phase(name, 0, len(requests))
     try:
         for done, (position, completion) in enumerate(parts.generator.generate(requests, parts.sampling), start=1):
             completions[position] = completion
-            texts[position] = parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            texts[position] = answer_text(completion.token_ids, parts.tokenizer, parts.sampling)
             ids[position] += completion.token_ids
             if asked is not None:
                 asked.finished([position])
@@ -118,11 +122,15 @@ def answer(
             asked.give_up()
         raise
     assert all(c is not None for c in completions), "a generator yields every request once"
-    return Answers(prompts, completions, texts, asked)
+    return Answers(prompts, completions, texts, ends, asked)
 
 
 def reward_batch(
-    prompts: Sequence[Prompt], texts: list[str], ids: list[list[int]], tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt],
+    texts: list[str],
+    ids: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    text_ends: TextEnds | None,
 ) -> RewardBatch:
     """The input of the reward sources; the lists of answers are not copied and may still be filled."""
     return RewardBatch(
@@ -134,6 +142,7 @@ def reward_batch(
         conversations=[p.conversation for p in prompts],
         columns={name: [p.columns.get(name) for p in prompts] for name in prompts[0].columns},
         decode=partial(tokenizer.decode, skip_special_tokens=True),
+        closed=None if text_ends is None else text_ends.closed,
     )
 
 

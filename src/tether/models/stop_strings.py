@@ -1,0 +1,145 @@
+"""Answers as text, and strings that end them: ``sampling.stop_strings``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.models.chat import turn_end
+from tether.types import Sampling
+
+BROKEN = "\ufffd"
+"""What bytes are decoded to that are no character, or not yet."""
+SLACK = 8
+"""Number of characters at the beginning of the last tokens of a text that may read differently there than in the whole
+text: a blank that is dropped, the end of a character, a contraction that the tokenizer cleans up."""
+
+
+class StopStrings:
+    """Ends an answer as soon as its text contains one of some strings.
+
+    The text is that of the answer alone, read with special tokens and read without them: a string may contain the name
+    of a special token, and no special token within a string hides it. All tokens stay part of the answer; its text ends
+    before the first string.
+
+    Nothing is kept of an answer that is being written. Only a token that may complete a string makes its last tokens be
+    decoded, and only if these contain a string, the whole answer, whose text decides. A token's text may depend on its
+    neighbors: several tokens may hold the bytes of one character, and many tokenizers drop the first blank of a text.
+
+    Args:
+        tokenizer: the policy's.
+        strings: at least one, none of them empty.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+        assert strings and all(strings)
+        self._tokenizer, self._strings = tokenizer, tuple(strings)
+        added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = added | set(tokenizer.all_special_ids)
+        self._least = max(map(len, strings)) + SLACK
+        self._last = {string[-1] for string in strings}
+        # A blank may belong to the next token, and cleaning up may pull a string together that ended before.
+        self._any_completes = any(map(str.isspace, self._last)) or bool(
+            getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        )
+        ends = (turn_end(tokenizer), tokenizer.eos_token_id)
+        self._end = [token for token in ends if token is not None][:1]
+        self._completing: dict[int, int] = {}
+
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        """Whether an answer that did not end before its last token ends with it."""
+        if (size := self._size(token_ids[-1])) == 0:
+            return False
+        readings = [token_ids]
+        if not self._special.isdisjoint(token_ids):
+            readings.append([token for token in token_ids if token not in self._special])
+        return any(self._start(self._tail(ids, size)) is not None for ids in readings) and (
+            self._cut(token_ids) is not None
+        )
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """An answer as text, without special tokens, up to the first string."""
+        return self._plain(token_ids) if (cut := self._cut(token_ids)) is None else cut[1]
+
+    def closed(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens of an answer up to the first string and an end token, if the tokenizer has one; as they are if the
+        answer contains no string.
+
+        A token that holds the beginning of the string is replaced by tokens of what stands before it.
+        """
+        if (cut := self._cut(token_ids)) is None:
+            return list(token_ids)
+        count, text = cut
+        ids = list(token_ids[:count])
+        if (before := self._plain(ids)) != text:
+            ids += self._encoded(text[len(before) :])
+            ids = ids if self._plain(ids) == text else self._encoded(text)
+        return ids + self._end
+
+    def _size(self, token: int) -> int:
+        """Number of characters at the end of an answer in which a string may be that this token completes; 0 if it
+        completes none."""
+        if token not in self._completing:
+            text = self._tokenizer.decode([token])
+            completes = self._any_completes or BROKEN in text or not self._last.isdisjoint(text)
+            self._completing[token] = self._least + len(text) if completes else 0
+        return self._completing[token]
+
+    def _tail(self, token_ids: Sequence[int], size: int) -> str:
+        """The end of a text, at least ``size`` characters if it has as many."""
+        count = size
+        while True:
+            text = self._tokenizer.decode(token_ids[-count:])
+            if BROKEN in text:
+                # Some tokenizers read no byte of a row of bytes that begins within a character.
+                texts = [text, *(self._tokenizer.decode(token_ids[-count - more :]) for more in (1, 2, 3))]
+                text = min(texts, key=lambda text: text.count(BROKEN))
+            if len(text) >= size or count >= len(token_ids):
+                return text
+            count *= 2
+
+    def _cut(self, token_ids: Sequence[int]) -> tuple[int, str] | None:
+        """Number of tokens before the one that the first string begins in, and the text before it; None if there is no
+        string."""
+        for is_plain in (True, False):
+            whole = self._tokenizer.decode(token_ids, skip_special_tokens=is_plain)
+            if (start := self._start(whole)) is None:
+                continue
+            count, before = len(token_ids), whole
+            while len(before) > start or not whole.startswith(before):
+                count -= 1
+                before = self._tokenizer.decode(token_ids[:count], skip_special_tokens=is_plain)
+            if is_plain:
+                return count, whole[:start]
+            plain, text = self._plain(token_ids), self._plain(token_ids[:count])
+            rest = whole[len(before) : start]
+            if token_ids[count] not in self._special and plain.startswith(text + rest):
+                text += rest
+            return count, text
+        return None
+
+    def _start(self, text: str) -> int | None:
+        """Where the first string begins; None if there is none."""
+        starts = [start for string in self._strings if (start := text.find(string)) >= 0]
+        return min(starts, default=None)
+
+    def _plain(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _encoded(self, text: str) -> list[int]:
+        """Token ids of text, none of them special by its name."""
+        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        return list(encoded["input_ids"])
+
+
+def answer_text(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> str:
+    """An answer as everything reads it: without special tokens, and without a stop string that ended it.
+
+    Args:
+        tokenizer: the policy's.
+        sampling: how it was sampled.
+    """
+    if sampling.text_ends is not None:
+        return sampling.text_ends.text(token_ids)
+    return tokenizer.decode(token_ids, skip_special_tokens=True)

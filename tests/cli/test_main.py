@@ -163,6 +163,11 @@ class TestExitCode:
         assert main(["ppo"]) == 1
         assert "before the state could be saved" in capsys.readouterr().err
 
+    def test_a_command_that_has_no_state_does_not_speak_of_it(self, monkeypatch, capsys):
+        monkeypatch.setitem(commands.COMMANDS, "generate", lambda arguments: (_ for _ in ()).throw(KeyboardInterrupt()))
+        assert main(["generate"]) == 1
+        assert capsys.readouterr().err.endswith("tether: interrupted\n")
+
     @pytest.mark.parametrize(("ended", "code"), [(None, 0), (3, 3), ("message", 1)])
     def test_an_exit_keeps_its_code(self, ended, code, ending_with):
         ending_with(SystemExit(ended))

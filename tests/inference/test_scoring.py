@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.rewards.services import Reply, local_service
 from tests.rewards.test_judge_source import says
 from tests.tiny import save_tiny
 from tether.config.source import SourceConfig
-from tether.errors import ConfigError, DataError, RewardError
+from tether.errors import ConfigError, DataError, RewardError, RewardResponseError
 from tether.inference.scoring import accuracy, answer_tables, correlation, pair_tables, score_file, thirds
 from tether.metrics.writers import read_jsonl
 from tether.rewards.http import WANTED
@@ -299,6 +300,43 @@ def test_rows_that_are_scored_are_kept_when_the_rest_fails(tmp_path, monkeypatch
         (0, 3.0, 1.0),
         (1, 2.0, 1.0),
     ]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_rows_that_are_scored_are_kept_when_the_process_is_told_to_end(tmp_path, monkeypatch, name):
+    number = getattr(signal, name)
+    monkeypatch.setattr("tether.inference.scoring.BATCH", 2)
+    (tmp_path / "told.py").write_text(
+        "import os\n"
+        "def told(prompts, completions):\n"
+        f"    'stop' in completions and os.kill(os.getpid(), {int(number)})\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    source = {"type": "function", "path": str(tmp_path / "told.py"), "name": "told"}
+    file = written(tmp_path, *({"prompt": "p", "response": text} for text in ("a", "bb", "stop", "c")))
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt, match=name):
+            score_file(config(tmp_path, source), file, output=tmp_path / "out.jsonl")
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+    assert [row["response"] for row in read_jsonl(tmp_path / "out.jsonl")] == ["a", "bb"]
+
+
+def test_components_that_only_some_batches_have_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("tether.inference.scoring.BATCH", 2)
+
+    def answer(payload):
+        more = {"components": {"b": [9.0, 9.5]}} if "late" in payload["responses"] else {}
+        return Reply({"scores": [1.0] * len(payload["responses"]), **more})
+
+    with local_service(answer) as local:
+        file = written(tmp_path, *({"prompt": "p", "response": text} for text in ("a", "bb", "late", "c")))
+        source = {"type": "http", "url": local.url}
+        with pytest.raises(RewardResponseError, match=r"components .* for answers 2 to 3 \(counted from 0\)"):
+            score_file(config(tmp_path, source), file, output=tmp_path / "out.jsonl")
+    assert [row["response"] for row in read_jsonl(tmp_path / "out.jsonl")] == ["a", "bb"]
 
 
 def test_answers_that_a_source_gave_no_score_are_counted_in_rows_and_are_no_source_of_the_tables(tmp_path):

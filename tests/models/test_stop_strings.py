@@ -303,3 +303,14 @@ def test_without_strings_an_answer_is_all_of_its_text():
     ids = [VOCABULARY.index("the"), VOCABULARY.index("cat"), EOS]
     assert answer_text(ids, tokenizer, Sampling(5)) == "the cat"
     assert answer_text(ids, tokenizer, Sampling(5, text_ends=StopStrings(tokenizer, ["at"]))) == "the c"
+
+
+def test_a_stop_token_that_is_no_special_token_is_not_read():
+    tokenizer = tiny_tokenizer()
+    the, cat, end = tokenizer.convert_tokens_to_ids(["the", "cat", "and"])
+    for ends in (None, StopStrings(tokenizer, ["dog"])):
+        sampling = Sampling(5, stop_token_ids=frozenset({end, EOS}), text_ends=ends)
+        assert answer_text([the, cat, end], tokenizer, sampling) == "the cat"
+        assert answer_text([the, end, cat, EOS], tokenizer, sampling) == "the and cat"
+        assert answer_text([the, cat], tokenizer, sampling) == "the cat"
+        assert answer_text([end], tokenizer, sampling) == answer_text([], tokenizer, sampling) == ""

@@ -83,6 +83,17 @@ def test_a_missing_score_is_an_error_that_names_function_and_row(answer):
         scores(lambda prompts, completions: answer, text_batch("a", "b"))
 
 
+@pytest.mark.parametrize("missing", [None, -1.0])
+def test_scores_may_come_from_an_iterator(missing):
+    source = FunctionSource(lambda completions, **_: map(len, completions), "brevity", missing=missing)
+    assert source.score(text_batch("yes", "no")).scores == [3.0, 2.0]
+
+
+def test_a_file_does_not_inherit_how_tether_reads_annotations(tmp_path):
+    (tmp_path / "r.py").write_text("def f(prompts: list, completions: list) -> list:\n    return [0.0 for _ in completions]\n")
+    assert load_function(str(tmp_path / "r.py"), "f", "rewards.0").__annotations__["completions"] is list
+
+
 def test_an_exception_names_the_answer_that_causes_it():
     def judge(prompts, completions):
         return [1 / len(completion) for completion in completions]

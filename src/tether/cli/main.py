@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(_trains(arguments))  # for other commands, the reader has seen enough
     except KeyboardInterrupt as error:
-        print(signed("tether: interrupted before the state could be saved"), file=sys.stderr)
+        before = " before the state could be saved" if _trains(arguments) else ""
+        print(signed(f"tether: interrupted{before}"), file=sys.stderr)
         return end(1, error)
     except Exception as error:
         if debug:

@@ -204,7 +204,7 @@ class SamplingConfig(Section):
     """Temperature of sampling and of every log-probability."""
     stop_token: str | None = "eos"
     """``eos``: every end token of the model's generation config and tokenizer ends an answer. Any other string: only
-    that token does. null: only the length limit and ``stop_strings`` do."""
+    that token does. null: only the length limit and ``stop_strings`` do. Judges that read text do not see the token."""
     stop_strings: str | list[str] = Field(default_factory=list)
     """Strings that also end an answer, as soon as its text contains one of them, whatever its tokens are: for base
     models and formats of your own. Judges, samples and conversations get the text before the string; its tokens are

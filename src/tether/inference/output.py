@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,13 +37,15 @@ def check_output(path: str | Path | None) -> Path | None:
 
 @contextmanager
 def kept(output: Path | None, rows: Callable[[], Sequence[Mapping[str, Any]]], display: Display) -> Iterator[None]:
-    """Writes rows to ``output``, if it is not None, on exit, also after an exception.
+    """Writes rows to ``output``, if it is not None, on exit, also after an exception and after signals that ask the
+    process to end, which raise ``KeyboardInterrupt`` here.
 
     Args:
         rows: returns the complete rows, in order; if there are none after an exception, no file is written.
     """
     try:
-        yield
+        with _signals_raised():
+            yield
     except BaseException:
         if output is not None and (complete := rows()):
             JsonlWriter(output).write_all(complete)
@@ -49,3 +53,22 @@ def kept(output: Path | None, rows: Callable[[], Sequence[Mapping[str, Any]]], d
         raise
     if output is not None:
         JsonlWriter(output).write_all(rows())
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raises ``KeyboardInterrupt`` for SIGTERM and SIGHUP, unless the caller handles or ignores them (``nohup``)."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if is_main and hasattr(signal, name)]
+    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)

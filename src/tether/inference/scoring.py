@@ -14,7 +14,7 @@ from tether.config.source import SourceConfig
 from tether.data.judged import JudgedData, JudgedRow, load_judged
 from tether.data.pairs import pair_accuracy
 from tether.data.sources import check_source
-from tether.errors import DataError
+from tether.errors import DataError, RewardResponseError
 from tether.inference.judges import Judges, PolicyReader, check_sources, load_judges, load_reader
 from tether.inference.output import check_output, kept
 from tether.report.read import is_missing_share
@@ -217,11 +217,23 @@ def _check_lengths(
 
 
 def _scored(rewards: RewardSource, batches: Sequence[RewardBatch], display: Display) -> Iterator[RewardOutput]:
-    """Yields the outputs of the sources for all answers, batch by batch."""
-    done, total = 0, sum(map(len, batches))
+    """Yields the outputs of the sources for all answers, batch by batch.
+
+    Raises:
+        RewardResponseError: not all batches have the same components.
+    """
+    done, total, names = 0, sum(map(len, batches)), None
     for batch in batches:
         display.phase("scoring", done, total)
-        yield rewards.score(batch)
+        output = rewards.score(batch)
+        names = output.components.keys() if names is None else names
+        if output.components.keys() != names:
+            raise RewardResponseError(
+                f"the rewards returned the components {', '.join(output.components) or 'none'} for answers {done} to "
+                f"{done + len(batch) - 1} (counted from 0) and {', '.join(names) or 'none'} for those before; wanted "
+                "the same for all"
+            )
+        yield output
         done += len(batch)
     display.phase("scoring", total, total)
 

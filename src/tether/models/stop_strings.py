@@ -134,12 +134,14 @@ class StopStrings:
 
 
 def answer_text(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> str:
-    """An answer as everything reads it: without special tokens, and without a stop string that ended it.
+    """An answer as everything reads it: without special tokens, and without the token or string that ended it.
 
     Args:
         tokenizer: the policy's.
         sampling: how it was sampled.
     """
+    if token_ids and token_ids[-1] in sampling.stop_token_ids:
+        token_ids = token_ids[:-1]  # it need not be a special token
     if sampling.text_ends is not None:
         return sampling.text_ends.text(token_ids)
     return tokenizer.decode(token_ids, skip_special_tokens=True)

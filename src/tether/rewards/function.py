@@ -107,6 +107,7 @@ class FunctionSource:
         """What the function returned for these rows, checked."""
         asked = f", asked for {named(rows)}," if len(rows) < len(batch) else ""
         source = f"reward function {self.name}{asked}"
+        scores = list(scores) if isinstance(scores, Iterator) else scores  # which can be read once
         output = judged(self.missing.filled(scores, source), batch, source, by_token=True, rows=rows)
         return self.missing.marked(output, listed(scores))
 
@@ -250,7 +251,7 @@ def _run_file(file: Path, source: bytes) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look modules up by name
     try:
         with _imports_from(file.parent):
-            exec(compile(source, str(file), "exec"), vars(module))
+            exec(compile(source, str(file), "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
         raise

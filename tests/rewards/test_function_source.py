@@ -90,7 +90,8 @@ def test_scores_may_come_from_an_iterator(missing):
 
 
 def test_a_file_does_not_inherit_how_tether_reads_annotations(tmp_path):
-    (tmp_path / "r.py").write_text("def f(prompts: list, completions: list) -> list:\n    return [0.0 for _ in completions]\n")
+    text = "def f(prompts: list, completions: list) -> list:\n    return [0.0 for _ in completions]\n"
+    (tmp_path / "r.py").write_text(text)
     assert load_function(str(tmp_path / "r.py"), "f", "rewards.0").__annotations__["completions"] is list
 
 

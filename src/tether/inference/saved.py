@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config import text
@@ -17,6 +18,7 @@ from tether.machine.distributed import Dist
 from tether.models.bitsandbytes import placed
 from tether.models.checkpoints import run_folders
 from tether.models.loading import load_causal_lm
+from tether.models.paths import is_adapter
 from tether.models.tokenizer import stop_token_ids
 from tether.train.build import sampling_of
 from tether.train.folder import CONFIG
@@ -76,13 +78,17 @@ def load_saved_policy(
 ) -> SavedPolicy:
     """Loads a model onto the device of this process.
 
+    A model with an adapter is merged and kept in float32: in the half precision of its base, most of what PPO changed
+    would be rounded away.
+
     Args:
         run: its sampling settings are used.
         response_length, temperature: override the run's, if given.
         options: for loading the model.
     """
     device = Dist().device
-    model = load_causal_lm(path, dtype=None, device=device, **options)
+    dtype = torch.float32 if is_adapter(path, options.get("revision")) else None
+    model = load_causal_lm(path, dtype=dtype, device=device, **options)
     placed(model, device)
     stops = stop_token_ids(tokenizer, model.generation_config, run.sampling.stop_token if run else "eos")
     sampling = sampling_of(run.sampling, stops, tokenizer) if run else Sampling(DEFAULT_LENGTH, 1.0, stops)

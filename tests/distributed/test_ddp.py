@@ -34,7 +34,10 @@ PROMPTS = (
     "cat", "i like the red dog and you", "the sun", "you run", "is it good", "a very nice day and a very bad night",
     "rain",
 )  # fmt: skip
-EVERYWHERE = {"train__max_steps": 2, "ppo__kl_coef": 0.2, "sampling__response_length": 8}
+EVERYWHERE = {
+    "train__max_steps": 2, "ppo__kl_coef": 0.2, "sampling__response_length": 8,
+    "train__adam_epsilon": 1e-4,  # as in tests/train/test_invariances.py
+}  # fmt: skip
 CASES = {
     "critic model, several mini-batches, whitening, adaptive KL, running score norm": {
         "value__kind": "model", "ppo__num_mini_batches": 2, "ppo__whiten_rewards": True, "ppo__kl_target": 0.1,

@@ -50,9 +50,9 @@ def preset(tmp_path, monkeypatch):
         tokenizer = save_tiny(tmp_path / name, num_labels=num_labels) / "tokenizer.json"
         tokenizer.write_text(tokenizer.read_text().replace('"two"', '"2"').replace('"three"', '"3"'))
     sizes = {
-        "model.path": tmp_path / "policy", "data.prompts": prompts, "data.eval_prompts": prompts, "data.eval_fraction": "null",
-        "output_dir": tmp_path / "out", "sampling.response_length": 24, "train.rollout_batch_size": 16,
-        "train.save_steps": 1,
+        "model.path": tmp_path / "policy", "data.prompts": prompts, "data.eval_prompts": prompts,
+        "data.eval_fraction": "null", "output_dir": tmp_path / "out", "sampling.response_length": 24,
+        "train.rollout_batch_size": 16, "train.save_steps": 1,
     }  # fmt: skip
     judged = {
         "rewards.0.path": tmp_path / "judge", "train.total_episodes": 48, "train.micro_batch_size": 4,

@@ -114,8 +114,9 @@ def run_commands(folder, capsys, monkeypatch):
     for command in told:
         arguments = command.split()[1:]
         if "examples/preference_lora.yaml" in arguments:
-            arguments += ["--train.total_episodes=16", "--train.rollout_batch_size=16", "--train.micro_batch_size=4"]
+            arguments += ["--train.total_episodes=32", "--train.rollout_batch_size=16", "--train.micro_batch_size=4"]
             arguments += ["--ppo.score_norm_samples=8", "--sampling.response_length=8", "--data.eval_fraction=0.25"]
+            arguments += ["--value.warmup_steps=1"]
         monkeypatch.setattr("sys.stdin", io.StringIO("the cat sees\n/quit\n"))
         assert main(arguments) == 0, f"{command}: {capsys.readouterr().err}"
     assert (folder / "merged" / "model.safetensors").exists()

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tests.distributed.harness import alone, together
 from tests.distributed.runs import (
+    MOST_PARAMETER_ERROR,
     assert_both_left_out,
     assert_same_run,
     distance,
@@ -36,7 +37,7 @@ PROMPTS = (
 )  # fmt: skip
 EVERYWHERE = {
     "train__max_steps": 2, "ppo__kl_coef": 0.2, "sampling__response_length": 8,
-    "train__adam_epsilon": 1e-4,  # as in tests/train/test_invariances.py
+    "train__adam_epsilon": 1e-4,  # and half the bound, as in tests/train/test_invariances.py
 }  # fmt: skip
 CASES = {
     "critic model, several mini-batches, whitening, adaptive KL, running score norm": {
@@ -113,7 +114,7 @@ def test_two_processes_train_as_one_does(folder, case):
     assert (first.engine, first.num_processes, one.engine) == ("DDP", 2, "one process")
     assert distance(first.weights, second.weights) == 0
     assert metric_errors(first.updates, second.updates, most=0) == []
-    assert_same_run(first, one)
+    assert_same_run(first, one, most=MOST_PARAMETER_ERROR / 2)
 
 
 def refused(folder: Path, changes: Mapping[str, Any]) -> str:

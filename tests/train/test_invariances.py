@@ -39,7 +39,7 @@ SHARINGS = {
     "full, head": {"value__kind": "head"},
     "LoRA, critic adapter": {"model__lora": {"r": 4}, "value__kind": "adapter"},
 }
-MOST_GRADIENT_ERROR, MOST_PARAMETER_ERROR = 2e-6, 1e-6
+MOST_GRADIENT_ERROR, MOST_PARAMETER_ERROR = 2e-6, 5e-7
 LEAST_MOVE = 5e-4
 """Of the parameter that moves most in an update, which makes the bounds mean something."""
 
@@ -120,8 +120,8 @@ def run(tmp_path_factory):
         usual = {
             "data__prompts": str(folder / "unequal.jsonl"), "sampling__response_length": LENGTH, "ppo__kl_coef": 0.3,
             "ppo__num_ppo_epochs": 1, "train__max_steps": 1, "train__learning_rate": 1e-3, "train__seed": 4,
-            # With 1e-5, Adam moves a parameter whose gradient nearly cancels out by 1e-3 · rounding / 1e-5, which is
-            # above the bound on some processors.
+            # With 1e-5, Adam moves a parameter whose gradient nearly cancels out by 1e-3 · rounding / 1e-5: 2e-6 on
+            # some processors. The bound is half of what it is elsewhere for that.
             "train__adam_epsilon": 1e-4,
         }  # fmt: skip
         return tiny_run(folder, kind=kind, **usual | SHARINGS[sharing] | changes)

@@ -130,7 +130,7 @@ class RewardBatch:
     queries: list[str]
     """Prompts as text, with the policy's chat template applied."""
     responses: list[str]
-    """Answers as text, without special tokens and without a stop string that ended them."""
+    """Answers as text, without special tokens and without the token or string that ended them."""
     query_ids: list[list[int]]
     """Prompts as the policy's token ids."""
     response_ids: list[list[int]]

@@ -601,7 +601,10 @@ def test_options_that_contradict_each_other_are_refused(run, changes, message):
 
 @pytest.mark.parametrize("rule", [{"ppo__mask_truncated": True}, {"ppo__missing_eos_score": 0.0}])
 def test_strings_end_answers_without_a_stop_token(tmp_path, rule):
-    tiny_run(tmp_path, sampling__stop_token=None, sampling__stop_strings=["###"], **rule)
+    sampling = tiny_run(tmp_path, sampling__stop_token=None, sampling__stop_strings=["###"], **rule).sampling
+    assert (sampling.stop_token, sampling.stop_strings) == (None, ["###"])
+    with pytest.raises(ValueError, match=r"with sampling\.stop_token null no answer ends; set stop_token to eos, or"):
+        tiny_run(tmp_path, sampling__stop_token=None, **rule)
 
 
 MISTAKES = {

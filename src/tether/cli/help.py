@@ -14,7 +14,7 @@ usage: {command} FILE.yaml [--KEY=VALUE …]
 Every key below can be set in the file, nested at its dots, and on the command
 line, which takes precedence: --train.seed=7, or --rewards.0.path=DIR for the
 first of a list. Values are YAML. Relative paths start at the current folder.
-{shortcuts}  --debug      full traceback on failure
+{options}  --debug      full traceback on failure
 """
 _SHORTCUTS = {
     "resume": "  --resume     short for --resume=true; --resume=DIR names the checkpoint,\n"
@@ -30,10 +30,9 @@ def config_help(command: str, section: type[Section], options: str | None = None
     Args:
         options: lines about the command's own options; None for those of commands that train.
     """
-    shortcuts = "".join(line for key, line in _SHORTCUTS.items() if key in section.model_fields)
-    if options is not None:
-        shortcuts = options
-    parts = [_HEAD.format(command=command, shortcuts=shortcuts)]
+    if options is None:
+        options = "".join(line for key, line in _SHORTCUTS.items() if key in section.model_fields)
+    parts = [_HEAD.format(command=command, options=options)]
     group = ""
     for doc in describe(section):
         if doc.group != group:

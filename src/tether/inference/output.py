@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ from tether.errors import ConfigError
 from tether.metrics.writers import JsonlWriter
 from tether.models.saving import check_can_be_made
 from tether.train.display import Display
+from tether.train.interrupt import Stopped, StopRequest
 
 
 def check_output(path: str | Path | None) -> Path | None:
@@ -44,7 +43,7 @@ def kept(output: Path | None, rows: Callable[[], Sequence[Mapping[str, Any]]], d
         rows: returns the complete rows, in order; if there are none after an exception, no file is written.
     """
     try:
-        with _signals_raised():
+        with _interruptible():
             yield
     except BaseException:
         if output is not None and (complete := rows()):
@@ -56,19 +55,10 @@ def kept(output: Path | None, rows: Callable[[], Sequence[Mapping[str, Any]]], d
 
 
 @contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Raises ``KeyboardInterrupt`` for SIGTERM and SIGHUP, unless the caller handles or ignores them (``nohup``)."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if is_main and hasattr(signal, name)]
-    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, interrupt)
+def _interruptible() -> Iterator[None]:
+    """Raises ``KeyboardInterrupt`` for every signal that would stop a run."""
     try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        with StopRequest() as stop, stop.at_once():
+            yield
+    except Stopped as stopped:
+        raise KeyboardInterrupt(str(stopped)) from None

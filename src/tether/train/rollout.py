@@ -34,7 +34,7 @@ class Answers:
     prompts: Sequence[Prompt]
     completions: Sequence[Completion]
     texts: Sequence[str]
-    """The answers without special tokens, each up to the stop string that ended it."""
+    """The answers without special tokens, each up to the token or string that ended it."""
     text_ends: TextEnds | None = field(default=None, compare=False, repr=False)
     """What ended answers by their text; None if nothing could."""
     asked: Begun | None = field(default=None, compare=False, repr=False)

@@ -77,6 +77,9 @@ class TestHelp:
         assert "short for --resume=true" in capsys.readouterr().out
         main(["pipeline", "--help"])
         assert "short for --resume" not in capsys.readouterr().out
+        main(["plan", "--help"])
+        shown = capsys.readouterr().out
+        assert "\n  --processes=N  plan for N processes" in shown and "short for --resume" not in shown
 
     def test_the_version_is_the_packages(self, capsys):
         assert main(["--version"]) == 0

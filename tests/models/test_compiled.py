@@ -1,6 +1,7 @@
 """Layers that are compiled in passes: the same numbers and gradients, decoding left alone, and what is refused."""
 
 import sysconfig
+from functools import partial
 
 import pytest
 import torch
@@ -93,6 +94,22 @@ def test_compiled_numbers_and_gradients_are_those_without(tmp_path, monkeypatch)
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     one, other = gradients
     assert (one - other).norm() <= 2e-6 * one.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_how_a_layer_multiplies_does_not_break_its_graph(tmp_path, monkeypatch):
+    """The processor is asked outside of compiled code, as it really is asked."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True))
+    for asked in (products.half_is_slow, products.onednn_is_faster, products.few_rows_are_slow, products.least_rows):
+        asked.cache_clear()
+    folder = save_model(tmp_path)
+    roles = roles_of(run_config(folder, train={"compile": True}))
+    for module in roles.policy.modules():
+        module.__class__ = products.QUICK.get(type(module), type(module))
+    out = roles.score_pass(micro_batch(), 0.7)
+    assert torch.isfinite(out.logprobs).all()
 
 
 def test_what_compiling_needs_is_asked_for_before_a_model_is_loaded(tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ from tether.data.collate import collate, pad_left, pad_right
 from tether.errors import ModelError
 from tether.generation.batch import Decoding
 from tether.generation.decoding import decoding
-from tether.models import forward
+from tether.models import forward, products
 from tether.models.forward import (
     check_causal,
     head_matches,
@@ -311,6 +311,18 @@ def test_a_head_that_is_more_than_a_product_is_called(change, monkeypatch):
     wanted, _ = logprobs_from_logits(logits, batch.token_ids[batch.response_columns], temperature=0.7)
     assert torch.allclose(out.logprobs[batch.response_mask], wanted, atol=1e-5)
     assert as_product.called == (change is None)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_head_is_multiplied_in_the_fastest_way_for_the_type_of_its_product(monkeypatch, autocast):
+    seen, real = [], products.product
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(products, "half_is_slow", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(products, "product", lambda *args: (seen.append(args[1].shape), real(*args))[1])
+    model, batch = products.with_quick_products(tiny_causal_lm("llama", tied=False)), micro_batch()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        response_outputs(model, batch, temperature=1.0)
+    assert (model.get_output_embeddings().weight.shape in seen) == autocast
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -348,6 +348,21 @@ def test_models_may_change_what_a_layer_returns_in_place(monkeypatch, way, is_fr
 
 def test_autocast_leaves_few_rows_to_torch_which_rounds_a_weight_once(monkeypatch, wide):
     linear, x = layer(), data(LEAST_ROWS - 1, K)
+    ours = counted(monkeypatch, "product")
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
-    assert wide == []
+        assert wide == ours == []
+        linear(data(LEAST_ROWS, K))
+    assert len(wide) == len(ours) - 1 == 1  # the second product is that of the float32 copies
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("n", "k"), [(7, 40), (40, 7), (1, 3), (16, 16)])
+def test_blocks_of_rows_and_of_columns_add_up_to_the_whole(monkeypatch, wide, n, k, bias):
+    monkeypatch.setattr(products, "BLOCK", 30)
+    x, weight = in_half(torch.bfloat16, 2, 5, k, seed=1), in_half(torch.bfloat16, n, k, seed=2)
+    shift = in_half(torch.bfloat16, n, seed=3) if bias else None
+    wanted = nn.functional.linear(x.double(), weight.double(), None if shift is None else shift.double())
+    got = products.widened(x, weight, shift)
+    assert got.shape == wanted.shape and got.is_contiguous()
+    assert ((got.double() - wanted).abs() <= torch.finfo(torch.bfloat16).eps * wanted.abs() + 1e-5).all()

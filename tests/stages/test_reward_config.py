@@ -43,3 +43,17 @@ def test_a_tenth_is_held_out_unless_pairs_are_given_or_another_share():
 def test_what_does_not_fit_is_refused_with_both_values_and_a_way_out(sections, message):
     with pytest.raises(ValidationError, match=message):
         config(**sections)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "processes", "rows"),
+    [(16, 8, 1, 8), (16, 8, 2, 8), (16, 8, 4, 4), (16, 8, 8, 2), (16, 8, 16, 1), (16, 4, 2, 4), (16, 8, 3, None),
+     (16, 8, 32, None)],
+)
+def test_processes_share_the_rows_of_a_step(batch, micro, processes, rows):
+    train = config(train={"batch_size": batch, "micro_batch_size": micro}).train
+    if rows is not None:
+        assert train.rows_at_once(processes) == rows
+        return
+    with pytest.raises(ValueError, match=rf"^train\.batch_size: got 16, wanted a multiple of .* {processes} processes"):
+        train.rows_at_once(processes)

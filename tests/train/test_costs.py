@@ -10,6 +10,7 @@ from tests.train.runs import tiny_run
 from tests.train.trainers import trainer_of
 from tether.generation.fake import FakeGenerator
 from tether.metrics.reduce import Metrics
+from tether.models import products
 from tether.train.costs import matrix_rate, phase
 from tether.types import RewardOutput
 
@@ -105,3 +106,12 @@ def test_the_rate_of_matrix_products_is_measured_once_and_quickly():
     rate = matrix_rate(torch.device("cpu"), torch.float32)
     assert time.perf_counter() - start < 2 and 1e8 < rate < 1e15
     assert matrix_rate(torch.device("cpu"), torch.float32) == rate
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_the_rate_is_that_of_the_routine_that_models_use(monkeypatch, is_slow):
+    seen, real = [], products.product
+    monkeypatch.setattr(products, "half_is_slow", lambda dtype: is_slow)
+    monkeypatch.setattr(products, "product", lambda *args: (seen.append(args[0].dtype), real(*args))[1])
+    assert matrix_rate.__wrapped__(torch.device("cpu"), torch.bfloat16) > 0
+    assert (torch.bfloat16 in seen) == is_slow

@@ -30,6 +30,7 @@ METHODS = {
     "OFT": peft.OFTConfig(**LAYERS, r=0, oft_block_size=4),
     "VeRA": peft.VeraConfig(**LAYERS, r=4),
     "HRA": peft.HRAConfig(**LAYERS, r=4),
+    **({"GLoRA": peft.GloraConfig(**LAYERS)} if hasattr(peft, "GloraConfig") else {}),  # takes torch's own layers alone
 }
 IDS = torch.tensor([[5, 7, 8, 9]])
 

@@ -180,6 +180,8 @@ def test_text_and_closed_tokens_are_those_before_the_first_string(tokenizer):
         assert closed[-1] == tokenizer.eos_token_id
         if has_every_byte(tokenizer) and "\ufffd" not in got:
             assert tokenizer.decode(closed, skip_special_tokens=True) == got, "every byte can be encoded"
+        limited = StopStrings(tokenizer, strings, longest=len(ids)).closed(ids)
+        assert len(limited) <= len(ids) and limited in (closed, [*ids[: len(limited) - 1], closed[-1]])
         cut += got != plain
     assert cut > 100
 
@@ -314,3 +316,22 @@ def test_a_stop_token_that_is_no_special_token_is_not_read():
         assert answer_text([the, end, cat, EOS], tokenizer, sampling) == "the and cat"
         assert answer_text([the, cat], tokenizer, sampling) == "the cat"
         assert answer_text([end], tokenizer, sampling) == answer_text([], tokenizer, sampling) == ""
+
+
+def test_a_judge_is_given_no_more_tokens_than_it_has_room_for():
+    """What stands before the string in its token is a token of its own, beside that of the end."""
+    tokenizer = byte_level()
+    ids = ids_of(tokenizer, "a", ".#")
+    for longest, wanted in ((None, ["a", ".", "</s>"]), (3, ["a", ".", "</s>"]), (2, ["a", "</s>"])):
+        ends = StopStrings(tokenizer, ["#"], longest=longest)
+        assert ends.text(ids) == "a." and tokenizer.convert_ids_to_tokens(ends.closed(ids)) == wanted
+
+
+def test_a_string_that_the_stop_token_completes_is_cut_as_a_whole():
+    tokenizer = tiny_tokenizer()
+    the, cat, end = tokenizer.convert_tokens_to_ids(["the", "cat", "and"])
+    for strings, ids in ((["cat and"], [the, cat, end]), ([f" cat {tokenizer.eos_token}"], [the, cat, EOS])):
+        ends = StopStrings(tokenizer, strings)
+        sampling = Sampling(5, stop_token_ids=frozenset({end, EOS}), text_ends=ends)
+        assert answer_text(ids, tokenizer, sampling).strip() == "the"
+        assert ends.closed(ids)[0] == the and cat not in ends.closed(ids)

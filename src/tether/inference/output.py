@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.errors import ConfigError
-from tether.metrics.writers import JsonlWriter
+from tether.metrics.writers import write_new
 from tether.models.saving import check_can_be_made
 from tether.train.display import Display
 from tether.train.interrupt import Stopped, StopRequest
@@ -36,29 +36,27 @@ def check_output(path: str | Path | None) -> Path | None:
 
 @contextmanager
 def kept(output: Path | None, rows: Callable[[], Sequence[Mapping[str, Any]]], display: Display) -> Iterator[None]:
-    """Writes rows to ``output``, if it is not None, on exit, also after an exception and after signals that ask the
-    process to end, which raise ``KeyboardInterrupt`` here.
+    """Writes rows to ``output``, if it is not None, on exit, also after an exception and after signals that would stop
+    a run. Signals wait for the end of the writing, except for a second Ctrl-C.
 
     Args:
         rows: returns the complete rows, in order; if there are none after an exception, no file is written.
+
+    Raises:
+        KeyboardInterrupt: there was a signal.
     """
     try:
-        with _interruptible():
-            yield
-    except BaseException:
-        if output is not None and (complete := rows()):
-            JsonlWriter(output).write_all(complete)
-            display.message(f"{len(complete)} complete rows are in {output}")
-        raise
-    if output is not None:
-        JsonlWriter(output).write_all(rows())
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Raises ``KeyboardInterrupt`` for every signal that would stop a run."""
-    try:
-        with StopRequest() as stop, stop.at_once():
-            yield
+        with StopRequest() as stop:
+            try:
+                with stop.at_once():
+                    yield
+            except BaseException:
+                if output is not None and (complete := rows()):
+                    write_new(output, complete)
+                    display.message(f"{len(complete)} complete rows are in {output}")
+                raise
+            if output is not None:
+                write_new(output, rows())
+            stop.check()
     except Stopped as stopped:
         raise KeyboardInterrupt(str(stopped)) from None

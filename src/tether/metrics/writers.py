@@ -136,6 +136,20 @@ def _mend(path: Path) -> None:
         write_whole(path, content + b"\n" if _is_whole(tail) else content[: len(content) - len(tail)])
 
 
+def write_new(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Creates a file of records: all of it or nothing.
+
+    Raises:
+        DataError: the file exists; names the file that the records are in instead.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    JsonlWriter(temporary).write_all(records)
+    if path.exists():
+        raise DataError(f"{path} was created by something else meanwhile; the rows are in {temporary}")
+    os.replace(temporary, path)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Replaces the file by ``content``: all of it or nothing."""
     temporary = path.with_name(f".{path.name}.tmp")

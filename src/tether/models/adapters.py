@@ -39,6 +39,7 @@ from tether.models.heads import (
 )
 from tether.models.layers import num_rows
 from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, is_same_model, model_errors, some_of
+from tether.models.products import with_plain_products, with_quick_products
 
 DEFAULT = "default"
 """PEFT's name for the policy's adapter: the one that it saves at a folder's root."""
@@ -210,7 +211,7 @@ def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
     with warnings.catch_warnings():
         # PEFT reads a property that transformers 5.24 renamed; users cannot do anything about the warning.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        return kind(model, config, DEFAULT)
+        return with_quick_products(kind(with_plain_products(model), config, DEFAULT))
 
 
 def place_adapter(model: PeftModel, name: str, adapter: Adapter) -> None:
@@ -274,7 +275,9 @@ def add_reward(model: PeftModel, name: str, path: str, base_source: str, *, floa
     adapter = read_adapter(path)
     check_beside(path, adapter.config, next(iter(model.peft_config.values())).peft_type, base_source)
     head = head_from(reward_head(adapter), state_size(model.get_base_model()), path)
-    model.add_adapter(name, changed_config(adapter.config, task_type="CAUSAL_LM", inference_mode=False))
+    config = changed_config(adapter.config, task_type="CAUSAL_LM", inference_mode=False)
+    with_plain_products(model).add_adapter(name, config)
+    with_quick_products(model)
     fill_adapter(model, name, adapter, float32=float32)
     return head
 

@@ -47,8 +47,8 @@ class QuickLinear(nn.Linear):
 
         y = x Wᵀ + b        ∂x = ∂y W        ∂W = ∂yᵀ x        ∂b = Σ ∂y
 
-    It gives the same numbers with and without gradients. As long as a float32 product is large enough for oneDNN, a
-    row's result does not depend on the other rows.
+    It gives the same numbers with and without gradients, which cannot be differentiated again. As long as a float32
+    product is large enough for oneDNN, a row's result does not depend on the other rows.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -78,6 +78,15 @@ def with_quick_products(model: nn.Module) -> nn.Module:
         for module in model.modules():
             if (quick := QUICK.get(type(module))) is not None:
                 module.__class__ = quick
+    return model
+
+
+def with_plain_products(model: nn.Module) -> nn.Module:
+    """Undoes ``with_quick_products``: some of PEFT's methods take layers of torch's own class alone."""
+    plain = {quick: kind for kind, quick in QUICK.items()}
+    for module in model.modules():
+        if (kind := plain.get(type(module))) is not None:
+            module.__class__ = kind
     return model
 
 

@@ -30,11 +30,14 @@ class StopStrings:
     Args:
         tokenizer: the policy's.
         strings: at least one, none of them empty.
+        longest: maximum number of tokens of an answer, for which judges have room; None if there is no limit.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], *, longest: int | None = None
+    ) -> None:
         assert strings and all(strings)
-        self._tokenizer, self._strings = tokenizer, tuple(strings)
+        self._tokenizer, self._strings, self._longest = tokenizer, tuple(strings), longest
         added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | set(tokenizer.all_special_ids)
         self._least = max(map(len, strings)) + SLACK
@@ -66,7 +69,8 @@ class StopStrings:
         """The tokens of an answer up to the first string and an end token, if the tokenizer has one; as they are if the
         answer contains no string.
 
-        A token that holds the beginning of the string is replaced by tokens of what stands before it.
+        A token that holds the beginning of the string is replaced by tokens of what stands before it, or left out if
+        judges have no room for these.
         """
         if (cut := self._cut(token_ids)) is None:
             return list(token_ids)
@@ -75,6 +79,8 @@ class StopStrings:
         if (before := self._plain(ids)) != text:
             ids += self._encoded(text[len(before) :])
             ids = ids if self._plain(ids) == text else self._encoded(text)
+        if self._longest is not None and len(ids) + len(self._end) > self._longest:
+            ids = list(token_ids[:count])
         return ids + self._end
 
     def _size(self, token: int) -> int:
@@ -140,8 +146,10 @@ def answer_text(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, sa
         tokenizer: the policy's.
         sampling: how it was sampled.
     """
+    if sampling.text_ends is not None:
+        text = sampling.text_ends.text(token_ids)
+        if text != tokenizer.decode(token_ids, skip_special_tokens=True):
+            return text
     if token_ids and token_ids[-1] in sampling.stop_token_ids:
         token_ids = token_ids[:-1]  # it need not be a special token
-    if sampling.text_ends is not None:
-        return sampling.text_ends.text(token_ids)
     return tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -130,7 +130,8 @@ def sampling_of(
     Args:
         tokenizer: the policy's.
     """
-    text_ends = StopStrings(tokenizer, config.stop_strings) if config.stop_strings else None
+    strings = config.stop_strings
+    text_ends = StopStrings(tokenizer, strings, longest=config.response_length) if strings else None
     return Sampling(
         config.response_length, config.temperature, stop_token_ids, config.top_p, config.top_k, text_ends
     )

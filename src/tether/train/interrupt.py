@@ -80,9 +80,9 @@ class StopRequest:
     def at_once(self) -> Iterator[None]:
         """Within this context, a signal stops the run at any point: for waits that do not change the run's state, and
         may take longer than the time left on the machine. With several processes, only ``interruptible`` does this."""
-        self.check()
-        self._is_waiting = self._dist is None or self._dist.num_processes == 1
         try:
+            self._is_waiting = self._dist is None or self._dist.num_processes == 1
+            self.check()
             yield
         finally:
             self._is_waiting = False
@@ -93,11 +93,11 @@ class StopRequest:
         Raises:
             Stopped: there was a signal, which the other processes do not know of yet.
         """
-        if (reason := self.asked()) is not None:
-            raise Stopped(reason)
         try:
             try:
                 self._is_waiting = True
+                if (reason := self.asked()) is not None:
+                    raise Stopped(reason)
                 return work()
             finally:
                 self._is_waiting = False

@@ -1561,8 +1561,15 @@ ROLLOUT = (
     *in_file(
         "models/stop_strings.py",
         ("a stop string stays in the text", "return count, whole[:start]", "return count, whole"),
-        ("judges that read tokens read the stop string", "ids = list(token_ids[:count])", "ids = list(token_ids)"),
+        ("judges that read tokens read the stop string", "list(token_ids[:count])", "list(token_ids)"),
+        ("judges get more tokens than they have room for", "            ids = whole\n", "            pass\n"),
         ("an answer that a string ended is not closed", "return ids + self._end", "return ids"),
+        (
+            "a stop token hides a string that it completes",
+            "        if text != tokenizer.decode(token_ids, skip_special_tokens=True):\n            return text\n",
+            "        token_ids = token_ids[:-1]\n",
+        ),
+        ("judges read a stop token that is no special token", "token_ids = token_ids[:-1]", "pass"),
         tests=("tests/models/test_stop_strings.py",),
     ),
     *in_file(

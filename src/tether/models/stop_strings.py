@@ -75,12 +75,12 @@ class StopStrings:
         if (cut := self._cut(token_ids)) is None:
             return list(token_ids)
         count, text = cut
-        ids = list(token_ids[:count])
-        if (before := self._plain(ids)) != text:
-            ids += self._encoded(text[len(before) :])
+        ids = whole = list(token_ids[:count])
+        if (before := self._plain(whole)) != text:
+            ids = [*whole, *self._encoded(text[len(before) :])]
             ids = ids if self._plain(ids) == text else self._encoded(text)
         if self._longest is not None and len(ids) + len(self._end) > self._longest:
-            ids = list(token_ids[:count])
+            ids = whole
         return ids + self._end
 
     def _size(self, token: int) -> int:

@@ -27,10 +27,9 @@ h3 { font-size: 13px; font-weight: 600; color: var(--soft); margin: 26px 0 10px;
 .verdict { font-size: clamp(20px, 2.6vw, 27px); line-height: 1.3; letter-spacing: -.015em; font-weight: 600;
   max-width: 40em; margin: 24px 0 8px; text-wrap: pretty; }
 .verdict b.ok { color: var(--ok); } .verdict b.warn { color: var(--warn); } .verdict b.act { color: var(--act); }
-.tiles { margin-top: 22px; display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 176px), 1fr));
-  gap: 1px;
+.tiles { margin-top: 22px; display: flex; flex-wrap: wrap; gap: 1px;
   background: var(--rule); border: 1px solid var(--rule); border-radius: 10px; overflow: hidden; }
-.tile { background: var(--card); padding: 14px 16px 13px; }
+.tile { flex: 1 1 176px; background: var(--card); padding: 14px 16px 13px; }
 .tile dt { font-size: 13px; color: var(--soft); }
 .tile dd { font-size: 21px; font-weight: 600; letter-spacing: -.01em; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
@@ -111,7 +110,7 @@ th { font-weight: 600; color: var(--soft); } th:first-child, td:first-child { te
 footer { margin-top: 52px; color: var(--faint); font-size: 13px; }
 @media (max-width: 640px) { main { padding: 20px 14px 40px; }
 .findings li { grid-template-columns: minmax(0, 1fr); gap: 5px; }
-  h2 { margin-top: 40px; } .tiles { grid-template-columns: 1fr 1fr; } .tile { padding: 11px 12px; }
+  h2 { margin-top: 40px; } .tile { flex-basis: 40%; padding: 11px 12px; }
 .tile dd { font-size: 17px; } }
 """
 

@@ -1,4 +1,4 @@
-"""torch.compile for the layers of a model, used in passes but not in decoding, which has different shapes."""
+"""torch.compile: layers of policy and critic in passes, but not in decoding, which has other shapes; whole judges."""
 
 from __future__ import annotations
 
@@ -56,11 +56,22 @@ def compile_layers(model: nn.Module) -> None:
     layers = transformer_layers(model)
     if not layers:
         raise ModelError(f"train.compile: {type(model).__name__} has no layers to compile; set it to false")
-    for decision in (has_faster, least_rows):  # which depend on the machine alone
-        torch.compiler.assume_constant_result(decision)
+    _keep_decisions_out()
     for layer in layers:
         if layer not in _COMPILED:
             _COMPILED[layer] = torch.compile(layer.forward, dynamic=True)
+
+
+def compile_whole(model: nn.Module) -> None:
+    """Makes all forwards of the model use torch.compile from now on."""
+    _keep_decisions_out()
+    model.compile(dynamic=True)
+
+
+def _keep_decisions_out() -> None:
+    """Lets compiled code take what depends on the machine alone as given, instead of tracing how it is found out."""
+    for decision in (has_faster, least_rows):
+        torch.compiler.assume_constant_result(decision)
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:

@@ -38,6 +38,7 @@ from tether.models.classifiers import (
     load_value_head_model,
     reads_last_token,
 )
+from tether.models.compiled import compile_whole
 from tether.models.device import bf16_supported, default_device, weight_dtype
 from tether.models.fit import has_few_bits
 from tether.models.heads import value_head_file
@@ -352,7 +353,7 @@ def _model_source(
         for part in parts:
             placed(part, device)
     if config.compile:
-        (model if head is None else model.base_model).compile(dynamic=True)
+        compile_whole(model if head is None else model.base_model)
     options = {
         "name": name,
         "input_format": config.input_format,

@@ -32,11 +32,22 @@ LAUNCHERS = {
 }
 
 
+TELLS_ITS_THREADS = """
+import atexit
+from pathlib import Path
+
+atexit.register(lambda: print("left:", *(name.read_text() for name in Path("/proc/self/task").glob("*/comm"))))
+"""
+"""A sitecustomize module; what it registers is called last."""
+
+
 def launched(folder: Path, launcher: str, **changes) -> subprocess.Popen:
-    """A run in two processes, with a session of its own."""
+    """A run in two processes, with a session of its own. Each process says which threads it has at its end."""
+    (folder / "sitecustomize.py").write_text(TELLS_ITS_THREADS, encoding="utf-8")
     (folder / "run.yaml").write_text(dump_config(tiny_run(folder, **changes)), encoding="utf-8")
     command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "tether", "ppo", str(folder / "run.yaml")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
@@ -52,6 +63,7 @@ def test_a_launched_run_says_what_it_runs_on_and_one_process_speaks(tmp_path):
     assert said(tmp_path).count("on 2 processes, this one on cpu: DDP") == 1
     assert said(tmp_path).count("update 1/1") == 1 and "Warning" not in said(tmp_path)
     assert len(read_jsonl(tmp_path / "out" / "metrics.jsonl")) == 1
+    assert said(tmp_path).count("left:") >= 2 and "gloo" not in said(tmp_path)  # with threads, its end may be an abort
     for rank in (0, 1):
         log = (tmp_path / "out" / "logs" / f"process-{rank}.log").read_text(encoding="utf-8")
         lines = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in log.splitlines()]

@@ -14,12 +14,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import is_initialized
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    gather_object,
+    is_deepspeed_available,
+)
 from torch import Tensor
 
 from tether.config import launched
@@ -249,6 +255,10 @@ def _accelerator(timeout: float) -> Accelerator:
             "accelerate to-fsdp2 --config_file FILE --output_file NEW converts one"
         )
     on_cpu, backend, plugin = not torch.accelerator.is_available() and launched.num_processes() > 1, {}, None
+    if on_cpu and is_deepspeed_available():
+        # transformers imports it when a model is first saved. By then its functions would keep the group as the default
+        # of their parameters, ``_leave`` could not end gloo's threads, and a late one aborts a process that ends.
+        import_module("deepspeed")
     if launched.uses_deepspeed():
         from tether.machine.deepspeed import plugin_of_launch
 

@@ -32,7 +32,9 @@ from tether.generation import batch as decoding_batch  # noqa: E402
 from tether.generation.batch import Decoding, drawn_tokens  # noqa: E402
 from tether.generation.hf import HFGenerator  # noqa: E402
 from tether.machine import heap  # noqa: E402
+from tether.models import forward  # noqa: E402
 from tether.models import products as quick  # noqa: E402
+from tether.models.attention import wide_gradients  # noqa: E402
 from tether.models.build import build_roles  # noqa: E402
 from tether.models.compiled import check_compile, compile_layers, compiled_layers  # noqa: E402
 from tether.models.forward import response_outputs  # noqa: E402
@@ -169,6 +171,24 @@ def half(bench: Bench) -> Iterator[Row]:
     for name, work in works.items():
         pair = with_and_without(model, "half_is_slow", work)
         yield f"products of bfloat16 in float32: {name}", "s", *bench.seconds(*pair)
+
+
+def gradients(bench: Bench) -> Iterator[Row]:
+    """The gradient of attention in float32 and in the type of its operands."""
+    batch, halved = bench.batch(), copy.deepcopy(bench.model).bfloat16()
+
+    def passed(model: PreTrainedModel, is_wide: bool) -> None:
+        scope = wide_gradients if is_wide else lambda backbone: nullcontext()
+        is_autocast = model.dtype == torch.float32
+        with mock.patch.object(forward, "wide_gradients", scope), torch.autocast("cpu", enabled=is_autocast):
+            out = response_outputs(model, batch, temperature=1.0)
+        out.logprobs.sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    for name, model in {"bfloat16 autocast": bench.model, "bfloat16 weights": halved}.items():
+        yield f"gradient of attention in float32: {name}, forward and backward", "s", *bench.seconds(
+            lambda model=model: passed(model, False), lambda model=model: passed(model, True)
+        )
 
 
 def with_and_without(model: nn.Module, faster: str, work: Callable[[], None]) -> list[Callable[[], None]]:
@@ -405,7 +425,9 @@ def compiled(bench: Bench) -> Iterator[Row]:
     yield "the same, once compiled", "s", *bench.seconds(*actions)
 
 
-TRICKS = (products, few_rows, half, logits, lengths, rows, cache, draws, optimizer, roles, autocast, compiled)
+TRICKS = (
+    products, few_rows, half, gradients, logits, lengths, rows, cache, draws, optimizer, roles, autocast, compiled,
+)  # fmt: skip
 
 
 def main() -> int:

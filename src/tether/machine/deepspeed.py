@@ -1,4 +1,4 @@
-"""The launcher's DeepSpeed settings, for the first Accelerator of a process."""
+"""DeepSpeed before the first Accelerator of a process: its import, and the launcher's settings for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from importlib.util import find_spec
 from accelerate.utils import DeepSpeedPlugin
 
 from tether.errors import ConfigError
+
+
+def import_before_group() -> None:
+    """Imports DeepSpeed before there is a process group.
+
+    transformers imports it when a model is first saved. By then its functions would keep the group as the default of
+    their parameters; gloo's threads would outlive the group, and one that is late aborts a process that ends.
+    """
+    import deepspeed  # noqa: F401
 
 
 def plugin_of_launch() -> DeepSpeedPlugin:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +30,7 @@ from torch import Tensor
 from tether.config import launched
 from tether.errors import ConfigError, LostProcess, OutOfStep, TetherError, TrainingError
 from tether.machine import heap
+from tether.machine.deepspeed import import_before_group, plugin_of_launch
 from tether.metrics.reduce import Metrics
 
 T = TypeVar("T")
@@ -256,12 +256,8 @@ def _accelerator(timeout: float) -> Accelerator:
         )
     on_cpu, backend, plugin = not torch.accelerator.is_available() and launched.num_processes() > 1, {}, None
     if on_cpu and is_deepspeed_available():
-        # transformers imports it when a model is first saved. By then its functions would keep the group as the default
-        # of their parameters, ``_leave`` could not end gloo's threads, and a late one aborts a process that ends.
-        import_module("deepspeed")
+        import_before_group()
     if launched.uses_deepspeed():
-        from tether.machine.deepspeed import plugin_of_launch
-
         plugin = None if is_initialized() else plugin_of_launch()  # only the first Accelerator gets it
         if on_cpu:  # with cpu=True, Accelerate would not use DeepSpeed
             on_cpu, backend = False, {"backend": "gloo"}

@@ -74,6 +74,11 @@ def _keep_decisions_out() -> None:
         torch.compiler.assume_constant_result(decision)
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether ``compile_layers`` has compiled layers of the model."""
+    return any(layer in _COMPILED for layer in transformer_layers(model))
+
+
 def forward_of(layer: nn.Module) -> Callable[..., Any]:
     """The forward of a layer in a pass: the compiled one, if it has one."""
     return _COMPILED.get(layer, layer.forward)

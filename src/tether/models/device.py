@@ -12,6 +12,8 @@ from tether.config.schema import TrainConfig
 from tether.config.source import SourceConfig
 from tether.config.stage import StageTrainConfig
 
+HALF = (torch.bfloat16, torch.float16)
+"""Types of half precision."""
 INFORMATION = Path("/proc/cpuinfo")
 """The file in which Linux describes the processor."""
 
@@ -36,12 +38,17 @@ def bf16_supported(device: torch.device | str) -> bool:
     return False
 
 
+def is_x86() -> bool:
+    """Whether this is a processor with the x86 instructions."""
+    return torch.cpu.get_capabilities().get("architecture") == "x86_64"
+
+
 @cache
 def half_is_slow(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of bfloat16 or float16 more slowly than float32 ones. False for processors
     that are not x86, on which this was not measured."""
     abilities = torch.cpu.get_capabilities()
-    if abilities.get("architecture") != "x86_64":
+    if not is_x86():
         return False
     if dtype == torch.bfloat16:
         return not bf16_supported("cpu")

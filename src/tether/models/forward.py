@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from tether.algo import LinearHead, linear_logprobs, logits_at_once, logprobs_from_logits, selected_logprobs
 from tether.errors import ModelError
+from tether.models.attention import wide_gradients
 from tether.models.compiled import compiled_layers
 from tether.models.fit import positions
 from tether.models.heads import ScalarHead
@@ -212,7 +213,7 @@ def _hidden_states(
     causal: bool = True,
 ) -> Float[Tensor, "M T D"]:
     """The trunk's last hidden states."""
-    with compiled_layers(backbone):
+    with compiled_layers(backbone), wide_gradients(backbone):
         return backbone(**_inputs(backbone, ids, mask, position_ids, causal=causal)).last_hidden_state
 
 
@@ -250,7 +251,7 @@ def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[T
     kept = sampled_in.any(dim=0).nonzero()[:, 0]
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         inputs["logits_to_keep"] = kept
-    with compiled_layers(model.base_model), _heard(model.base_model, seen):
+    with compiled_layers(model.base_model), wide_gradients(model.base_model), _heard(model.base_model, seen):
         logits = model(**inputs).logits
     if logits.shape[1] > len(kept):  # the model takes no logits_to_keep and returned them for every token
         logits = logits[:, kept]

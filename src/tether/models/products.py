@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from tether.models.device import half_is_slow, is_intel
-
-HALF = (torch.bfloat16, torch.float16)
+from tether.models.device import HALF, half_is_slow, is_intel
 
 LEAST = 2**20
 """Minimum number of multiplications for using oneDNN; smaller products take less time than calling it."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tether.errors import ModelError
+from tether.models.attention import wide_gradients
 from tether.models.compiled import forward_of
 from tether.models.layers import transformer_layers
 
@@ -30,7 +31,13 @@ def recomputed_layers(model: nn.Module) -> Iterator[None]:
     overridden = {layer: vars(layer)["forward"] for layer in layers if "forward" in vars(layer)}
     try:
         for layer in layers:
-            layer.forward = partial(checkpoint, forward_of(layer), use_reentrant=False, preserve_rng_state=False)
+            layer.forward = partial(
+                checkpoint,
+                forward_of(layer),
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (wide_gradients(model), wide_gradients(model)),
+            )
         yield
     finally:
         for layer in layers:

@@ -441,6 +441,20 @@ def test_padding_by_the_end_token_on_the_left_is_taken_off(tmp_path, starts):
         prompts_of([{"input_ids": [EOS] * 3}], tokenizer, None, "rows")
 
 
+def test_rows_that_are_not_tokenized_are_read_as_those_of_a_file():
+    turn = {"role": "user", "content": "the cat"}
+    rows = [
+        {"prompt": None, "messages": [{"role": "human", "content": [{"type": "text", "text": "the cat"}]}], "id": 1},
+        {"prompt": [turn], "messages": [], "id": 2},
+        {"prompt": json.dumps([turn]), "messages": None, "id": 3},
+    ]
+    data = prompts_of(rows, tiny_tokenizer(), None, "rows")
+    assert [prompt.source for prompt in data.prompts] == [[turn]] * 3 and data.columns == ["id"]
+    with pytest.raises(DataError) as refused:
+        prompts_of([{"prompt": 3}, rows[1], {"prompt": None}], tiny_tokenizer(), None, "rows")
+    assert [line[:11] for line in str(refused.value).splitlines()] == ["rows, row 0", "rows, row 2"]
+
+
 def test_padding_in_the_dataset_is_no_part_of_a_prompt(tmp_path):
     """Left, right, by mask or by the pad token: the same run."""
     tokenizer, histories = tiny_tokenizer(), []

@@ -40,6 +40,7 @@ def test_no_key_of_ours_is_in_the_table():
         ("train.micro_batch_size_per_gpu", "train.micro_batch_size"),
         ("generation.stop_token_ids", "sampling.stop_token"),
         ("actor_rollout_ref.rollout.stop", "sampling.stop_strings"),
+        ("dataset_revision", "data.revision"),
     ],
 )
 def test_a_known_spelling_leads_to_our_key(theirs, ours):

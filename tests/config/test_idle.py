@@ -25,6 +25,8 @@ RLOO, GRPO, REINFORCE = (f"ppo.advantage_estimator={name}" for name in ("rloo", 
 CASES = [
     (["data.eval_split=test"], HELD_OUT, "set data.eval_prompts"),
     (["data.eval_subset=main"], HELD_OUT, "source of data.prompts again"),
+    (["data.eval_revision=v1"], HELD_OUT, "source of data.prompts again"),
+    (["data.ptx_revision=v1"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
     (["data.ptx_subset=main"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
     (["data.ptx_columns={completion: answer}"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
     (["data.ptx_split=test"], ["data.ptx=d.jsonl", "ppo.ptx_coef=1"], "set data.ptx"),
@@ -75,7 +77,11 @@ def test_a_key_that_would_do_nothing_is_refused_until_it_is_read(given, lacking,
 @pytest.mark.parametrize(
     ("stage", "source"), [(SftStageConfig, "demonstrations"), (RewardStageConfig, "pairs")], ids=["sft", "reward"]
 )
-@pytest.mark.parametrize("part", [{"eval_split": "test"}, {"eval_subset": "main"}], ids=["split", "subset"])
+@pytest.mark.parametrize(
+    "part",
+    [{"eval_split": "test"}, {"eval_subset": "main"}, {"eval_revision": "v1"}],
+    ids=["split", "subset", "revision"],
+)
 def test_a_stage_refuses_a_part_of_held_out_data_that_is_not_named(stage, source, part):
     def run(**data):
         return stage.model_validate({"model": {"path": "m"}, "data": {source: "org/it"} | data, "output_dir": "out"})

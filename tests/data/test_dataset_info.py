@@ -136,6 +136,20 @@ def test_messages_of_the_api(entry):
     assert read_entry(folder, "d", "k").rows[0]["messages"] == [user("the cat"), assistant("is good")]
 
 
+def test_turns_answers_and_history_may_be_json_text_and_content_may_be_in_parts(entry):
+    """As columns of CSV and of text are."""
+    columns = {"messages": "talk", "chosen": "better", "rejected": "worse"}
+    rows = [{"talk": json.dumps(TURNS[:1]), "better": json.dumps(TURNS[1]), "worse": "{bad}"}]
+    (row,) = read_entry(entry(rows, formatting="sharegpt", ranking=True, columns=columns), "d", "k").rows
+    assert row == {"prompt": [user("the cat")], "chosen": "is good", "rejected": "{bad}"}
+    turns = [user([{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]), assistant("is good")]
+    folder = entry([{"talk": turns}], formatting="openai", columns={"messages": "talk"})
+    assert read_entry(folder, "d", "k").rows[0]["prompt"] == [user("the cat")]
+    rows = [{"instruction": "you", "output": "run", "h": json.dumps([["one", "two"]])}]
+    folder = entry(rows, columns={"prompt": "instruction", "response": "output", "history": "h"})
+    assert read_entry(folder, "d", "k").rows[0]["prompt"] == [user("one"), assistant("two"), user("you")]
+
+
 def test_calls_of_functions_are_handed_to_the_template(entry):
     call = {"name": "look", "arguments": {"at": "cat"}}
     turns = [
@@ -307,6 +321,12 @@ ALPACA = {"instruction": "a", "output": "b"}
             {"formatting": "sharegpt"},
             "turn 0: got .*, wanted text under from and value",
         ),
+        ({"conversations": "[{"}, {"formatting": "sharegpt"}, "conversations: not JSON: "),
+        (
+            {"conversations": [{"from": "human", "value": [{"type": "image"}]}]},
+            {"formatting": "sharegpt"},
+            "turn 0: content is .*: part 0 is of type 'image'",
+        ),
         (
             {"conversations": [*TURNS, {"from": "function_call", "value": "look"}]},
             {"formatting": "sharegpt"},
@@ -317,7 +337,10 @@ ALPACA = {"instruction": "a", "output": "b"}
 def test_rows_that_do_not_fit_are_named(entry, row, settings, message):
     good = {"conversations": TURNS} if settings.get("formatting") else ALPACA
     with pytest.raises(DataError, match=f"row 1, {'conversations, ' if 'turn ' in message[:5] else ''}{message}"):
-        read_entry(entry([good, row], **settings), "d", "k")
+        load_prompts(
+            "d", tiny_tokenizer(), split="train", max_prompt_length=64, key="k", **CHAT,
+            dataset_dir=entry([good, row], **settings),
+        )  # fmt: skip
 
 
 def test_several_datasets_are_joined_and_each_is_cut(tmp_path):

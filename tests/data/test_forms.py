@@ -1,13 +1,18 @@
 """Forms of prompts, answers and pairs that other systems have: TRL's, ShareGPT's, and HH-RLHF's transcripts."""
 
+import csv
 import json
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.tiny import EOS, tiny_bpe_tokenizer, tiny_tokenizer
 from tether.data.demonstrations import load_demonstrations
 from tether.data.forms import transcript_messages, transcript_parts
 from tether.data.held_out import split_off
+from tether.data.judged import load_judged
 from tether.data.pairs import load_pairs
 from tether.data.prompts import load_prompts, split_prompts
 from tether.errors import DataError
@@ -101,6 +106,258 @@ def test_sharegpt_columns(write):
     assert tokenizer.decode(demonstration.response_ids) == "sees <eos>"
     with pytest.raises(DataError, match=r"row 0 .*messages: got the turn .*wanted from and value"):
         prompts(write({"conversations": [turns[0], {"from": "gpt"}]}))
+
+
+def write_csv(path, rows):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_folder(path, rows):
+    path.mkdir()
+    write_csv(path / "train.csv", rows)
+
+
+FORMATS = {
+    "rows.jsonl": lambda path, rows: path.write_text("\n".join(map(json.dumps, rows))),
+    "rows.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "rows.csv": write_csv,
+    "rows.parquet": lambda path, rows: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path),
+    "folder": write_folder,
+    "saved": lambda path, rows: datasets.Dataset.from_list(rows).save_to_disk(path),
+}
+ASKED = [{"role": "user", "content": 'the "cat"'}]
+ANSWERED = {word: [*ASKED, {"role": "assistant", "content": word}] for word in ("sees", "runs")}
+SHARED = [{"from": "human", "value": 'the "cat"'}, {"from": "gpt", "value": "sees"}]
+AS_JSON = {
+    "prompt": {"prompt": ASKED, "completion": "sees", "chosen": "sees", "rejected": "runs"},
+    "messages": {"messages": ANSWERED["sees"]},
+    "conversations": {"conversations": SHARED},
+    "completion": {"prompt": "x", "completion": ANSWERED["sees"]},
+    "pairs": {"chosen": ANSWERED["sees"], "rejected": ANSWERED["runs"]},
+    "answers": {"prompt": ASKED, "chosen": ANSWERED["sees"][1:], "rejected": ANSWERED["runs"][1:]},
+    "response": {"prompt": ASKED, "response": ANSWERED["sees"][1:]},
+}
+
+
+@pytest.fixture
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def read_every_way(source):
+    """What each kind of reader makes of a dataset, or the words in which it refuses it."""
+    tokenizer = tiny_tokenizer()
+    readers = {
+        "prompts": lambda: [p.source for p in prompts(source, tokenizer)],
+        "demonstrations": lambda: load_demonstrations(source, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS),
+        "pairs": lambda: load_pairs(source, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS),
+        "judged": lambda: [
+            (r.prompt, r.answers) for r in load_judged(source, split="train", key="data.k", is_chat=True).rows
+        ],
+    }
+    found = {}
+    for name, read in readers.items():
+        try:
+            found[name] = read()
+        except DataError as error:
+            found[name] = str(error).partition(", row 0")[2].replace(" (line 1)", "").replace(" (line 2)", "")
+    return found
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("form", AS_JSON)
+def test_messages_that_are_json_text_are_the_messages_in_every_format(tmp_path, form):
+    """As CSV has to hold them, and as other tools write them into columns of text."""
+    wanted = None
+    for name, writer in FORMATS.items():
+        for encode in (json.dumps, lambda value: json.dumps(value, indent=1)):
+            row = {column: v if isinstance(v, str) else encode(v) for column, v in AS_JSON[form].items()}
+            folder = tmp_path / f"{name}_{encode is json.dumps}"
+            folder.mkdir()
+            writer(folder / name, [row])
+            found = read_every_way(str(folder / name))
+            if wanted is None:
+                (tmp_path / "lists.jsonl").write_text(json.dumps(AS_JSON[form]))
+                wanted = read_every_way(str(tmp_path / "lists.jsonl"))
+                assert any(not isinstance(each, str) for each in wanted.values())
+            assert found == wanted, name
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("name", FORMATS)
+def test_tools_and_arguments_of_the_template_may_be_json_text(tmp_path, name):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson if tools else '' }}{{ one }}{{ messages[0].content }}"
+    tools = [{"name": "cat"}, {"name": "dog"}]
+    row = {"prompt": "you", "tools": json.dumps(tools), "chat_template_kwargs": json.dumps({"one": 3})}
+    FORMATS[name](tmp_path / name, [row, row | {"tools": "", "chat_template_kwargs": " "}])
+    texts = [prompt.text for prompt in prompts(str(tmp_path / name), tokenizer)]
+    assert texts == [f"{json.dumps(tools)}3you", "you"]
+
+
+def test_each_tool_may_be_json_text(write):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson }}"
+    (prompt,) = prompts(write({"prompt": "you", "tools": ['{"name": "cat"}', {"name": "dog"}]}), tokenizer)
+    assert prompt.text == '[{"name": "cat"}, {"name": "dog"}]'
+    with pytest.raises(DataError, match=r"row 0 \(line 1\), tools, tool 0: not JSON: "):
+        prompts(write({"prompt": "you", "tools": ["cat"]}), tokenizer)
+    with pytest.raises(DataError, match=r"row 0 \(line 1\), chat_template_kwargs: not JSON: "):
+        prompts(write({"prompt": "you", "chat_template_kwargs": "{"}), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"from": "the sun", "to": "the sea"}]', '[{"value": 3}]', "[a] dog", '[{"role": "cat"}]', "[{", "[]"]
+)
+def test_text_that_is_no_conversation_stays_text(write, text):
+    (prompt,) = prompts(write({"prompt": text}))
+    assert prompt.source == text
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages", "chosen"])
+def test_messages_as_python_writes_them_are_refused_by_row(tmp_path, column):
+    write_csv(tmp_path / "rows.csv", [{column: str(ASKED)}])
+    told = rf"row 0 \(line 2\), {column}: not JSON: .*wanted text, or a JSON list of chat messages"
+    with pytest.raises(DataError, match=told):
+        prompts(str(tmp_path / "rows.csv"))
+
+
+ROLES = {
+    "user": ("human", "Human", "prompter", "USER"),
+    "assistant": ("gpt", "chatgpt", "model", "bot", "Chatbot", "AI", "Assistant"),
+}
+
+
+@pytest.mark.parametrize("names", [("role", "content"), ("from", "value")])
+def test_turns_are_known_by_the_names_that_datasets_have_for_their_roles(write, names):
+    role, content = names
+    for user in ROLES["user"]:
+        for assistant in ROLES["assistant"]:
+            turns = [{role: user, content: "the cat"}, {role: assistant, content: "sees"}]
+            read = load_demonstrations(
+                write({"messages": turns}), tiny_tokenizer(), max_length=64, end_ids={EOS}, **OPTIONS
+            ).demonstrations
+            assert tiny_tokenizer().decode(read[0].query_ids) == "<user> the cat <eos> <assistant>"
+            with pytest.raises(DataError, match="already ends its answer"):
+                prompts(write({"messages": turns}))
+
+
+@pytest.mark.parametrize("turn", [{"role": "robot", "content": "sees"}, {"from": "robot", "value": "sees"}])
+def test_a_role_that_no_one_knows_is_refused_with_the_way_to_map_it(write, turn):
+    name, text = turn
+    asked = {name: "user", text: "the cat"}
+    told = r"the role 'robot' is neither one of system, user, assistant, tool nor .* tags of a dataset_info\.json"
+    with pytest.raises(DataError, match=rf"row 0 \(line 1\): message 1: {told}"):
+        prompts(write({"messages": [asked, turn, asked]}))
+    file, tokenizer = write({"messages": [asked, turn]}), tiny_tokenizer()
+    with pytest.raises(DataError, match=rf"row 0 \(line 1\), messages: the last message is .*{told}"):
+        load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS)
+    tokenizer.chat_template = "{# robot #}" + tokenizer.chat_template
+    assert prompts(write({"messages": [asked, turn, asked]}), tokenizer), "a template may have roles of its own"
+
+
+def test_calls_and_results_of_sharegpt(write):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% for call in m.tool_calls or [] %}{{ call.function | tojson }}"
+        "{% endfor %}{{ m.content }} {% endfor %}"
+    )
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "b"},
+        {"from": "gpt", "value": "c"},
+        {"from": "function_response", "value": "d"},
+    ]
+    (prompt,) = prompts(write({"conversations": turns}), tokenizer)
+    assert prompt.text == (
+        '<user>a <assistant>{"name": "f", "arguments": {"x": 1}} <tool>b <assistant>c <tool>d '
+    )
+    with pytest.raises(DataError, match=r"row 0 .*messages: the function call is not JSON"):
+        prompts(write({"conversations": [turns[0], {"from": "function_call", "value": "look"}]}), tokenizer)
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_content_in_parts_of_text_is_that_text(write):
+    turns = [{"role": "user", "content": parts("the ", "cat")}, {"role": "assistant", "content": parts("sees")}]
+    (prompt,) = prompts(write({"messages": turns[:1]}))
+    assert prompt.source == [{"role": "user", "content": "the cat"}]
+    assert prompt.text == "<user> the cat <eos> <assistant>"
+    worse = [turns[0], {"role": "assistant", "content": parts("runs", " <eos>")}]
+    file, tokenizer = write({"chosen": turns, "rejected": worse}), tiny_tokenizer()
+    (pair,) = load_pairs(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).pairs
+    assert tokenizer.decode(pair.chosen_ids) == "<user> the cat <eos> <assistant> sees <eos>"
+    (demonstration,) = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+    assert tokenizer.decode(demonstration.response_ids) == "sees <eos>"
+
+
+def test_nulls_that_parquet_fills_into_parts_are_passed_over(tmp_path):
+    content = [{"type": "text", "text": "the cat", "image": None}]
+    table = pyarrow.Table.from_pylist(
+        [{"prompt": [{"role": "user", "content": content}]}, {"prompt": [{"role": "user", "content": parts("you")}]}]
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert [p.source[0]["content"] for p in prompts(str(tmp_path / "rows.parquet"))] == ["the cat", "you"]
+
+
+def test_parts_that_are_not_text_are_named(write):
+    image = {"type": "image_url", "image_url": {"url": "a" * 1000}}
+    told = r"content is \[.*\], wanted text, or parts of \{.*\} alone: part 1 is of type 'image_url'"
+    with pytest.raises(DataError, match=rf"row 0 \(line 1\), message 0: {told}") as refused:
+        prompts(write({"prompt": [{"role": "user", "content": [*parts("the cat"), image]}]}))
+    assert "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" not in str(refused.value)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [*parts("b"), image]}]
+    with pytest.raises(DataError, match=rf"row 0 .*, messages: the last message is .*: its {told}"):
+        load_demonstrations(write({"messages": turns}), tiny_tokenizer(), max_length=64, end_ids={EOS}, **OPTIONS)
+
+
+TURN = {"role": "user", "content": "the cat"}
+EMPTY = [None, "", " ", []]
+
+
+@pytest.mark.parametrize("nothing", EMPTY, ids=repr)
+def test_of_prompt_and_messages_the_one_that_is_there_is_read(write, nothing):
+    tokenizer, says, runs = tiny_tokenizer(), *({"role": "assistant", "content": word} for word in ("sees", "runs"))
+    query = "<user> the cat <eos> <assistant>"
+    rows = [
+        {"prompt": nothing, "messages": [TURN], "id": 1},
+        {"prompt": "the cat", "messages": nothing, "id": 2},
+        {"prompt": nothing, "messages": nothing, "conversations": [{"from": "human", "value": "the cat"}], "id": 3},
+    ]
+    read = prompts(write(*rows))
+    assert [prompt.text for prompt in read] == [query] * 3
+    assert [prompt.columns["id"] for prompt in read] == [1, 2, 3] and "prompt" not in read[0].columns
+    rows = [
+        {"prompt": nothing, "completion": nothing, "messages": [TURN, says]},
+        {"prompt": "the cat", "completion": "sees", "messages": nothing},
+        {"prompt": nothing, "completion": "sees", "messages": [TURN]},
+    ]
+    shown = load_demonstrations(write(*rows), tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+    whole = [tokenizer.decode([*each.query_ids, *each.response_ids]) for each in shown]
+    assert whole == [f"{query} sees <eos>"] * 3
+    judged = load_judged(write(*rows), split="train", key="FILE", is_chat=True).rows
+    assert [(row.prompt, row.answers) for row in judged] == [
+        ([TURN], ("sees",)), ("the cat", ("sees",)), ([TURN], ("sees",)),
+    ]  # fmt: skip
+    pairs = [
+        {"prompt": nothing, "messages": [TURN], "chosen": "sees", "rejected": "runs"},
+        {"prompt": "the cat", "messages": nothing, "chosen": "sees", "rejected": "runs"},
+        {"prompt": nothing, "messages": nothing, "chosen": [TURN, says], "rejected": [TURN, runs]},
+    ]
+    read = load_pairs(write(*pairs), tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).pairs
+    assert [tokenizer.decode(pair.chosen_ids) for pair in read] == [f"{query} sees <eos>"] * 3
+
+
+def test_answers_beside_a_finished_conversation_are_no_whole_texts(write):
+    row = {"messages": [TURN, {"role": "assistant", "content": "x"}], "chosen": "sees", "rejected": "runs"}
+    with pytest.raises(DataError, match=r"are whole texts, but there is a column messages\. Rename it to prompt"):
+        load_pairs(write(row), tiny_tokenizer(), max_length=64, end_ids={EOS}, **OPTIONS)
 
 
 def test_the_prompt_of_a_preferred_conversation(write):

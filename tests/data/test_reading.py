@@ -1,12 +1,14 @@
 """What the keys of a configuration read of a source: parts of splits, subsets, and columns under other names."""
 
 import json
+import re
 
 import datasets
 import pytest
 
 from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
+from tether.cli.main import main
 from tether.config.load import dump_config, parse_config
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.sft_stage import SftStageConfig
@@ -15,7 +17,7 @@ from tether.errors import ConfigError, DataError
 from tether.inference.evaluate import evaluate_path
 from tether.inference.generate import generate_path
 from tether.stages import reward, sft
-from tether.train.inputs import load_data
+from tether.train.inputs import check, load_data
 
 WORDS = ("cat", "dog", "sun", "sea", "day")
 
@@ -108,6 +110,109 @@ def test_prompts_of_the_command_line_are_whole_and_have_the_runs_columns(folder,
     assert read == [["you run", "you see", "a sea"]] * 2
 
 
+def test_each_source_of_a_run_is_read_in_its_own_revision_and_the_run_says_which(tmp_path, monkeypatch):
+    asked = {}
+
+    def load_dataset(name, split, revision=None):
+        asked[name] = revision
+        return datasets.Dataset.from_list([{"prompt": f"the {word}", "completion": "runs"} for word in WORDS])
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, **options: ["train"])
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    names = {"data__prompts": "org/a", "data__eval_prompts": "org/b", "data__ptx": "org/c"}
+    revisions = {"data__revision": "v1", "data__eval_revision": "v2", "data__ptx_revision": "v3"}
+    config = tiny_run(tmp_path, **names, **revisions, ppo__ptx_coef=1.0)
+    check(config)
+    data = load_data(config)
+    assert asked == {"org/a": "v1", "org/b": "v2", "org/c": "v3"}
+    assert data.prompts.note.startswith("org/a (split train, revision v1): ")
+    assert "revision: v1" in dump_config(config)
+    load_data(tiny_run(tmp_path, **names, ppo__ptx_coef=1.0))
+    assert asked == {"org/a": None, "org/b": None, "org/c": None}
+
+
+def test_a_revision_of_a_local_file_is_refused_before_a_row_is_read(folder, tmp_path):
+    file = str(folder / "main.jsonl")
+    told = r"^data\.{}: got v1, but .*main\.jsonl is a local file, which has no revisions: leave it out$"
+    runs = {
+        "revision": {"data__prompts": ["org/a", file], "data__revision": "v1"},
+        "eval_revision": {"data__eval_prompts": file, "data__eval_revision": "v1"},
+        "ptx_revision": {"data__ptx": file, "data__ptx_revision": "v1", "ppo__ptx_coef": 1.0},
+    }
+    for key, given in runs.items():
+        with pytest.raises(DataError, match=told.format(key)):
+            check(tiny_run(tmp_path, **given))
+    with pytest.raises(DataError, match=told.format("revision")):
+        sft.check(stage(SftStageConfig, folder, demonstrations=file, revision="v1"))
+    with pytest.raises(DataError, match=told.format("eval_revision")):
+        reward.check(stage(RewardStageConfig, folder, pairs="org/a", eval_pairs=file, eval_revision="v1"))
+
+
+@pytest.fixture
+def trained(folder, tmp_path):
+    """The folder of a run that held out a split called test."""
+    config = tiny_run(tmp_path, data__prompts=str(folder / "main.jsonl"), data__columns={"prompt": "question"})
+    save_tiny(config.output_dir)
+    (config.output_dir / "config.yaml").write_text(dump_config(config))
+    return config.output_dir
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_a_command_reads_the_part_that_its_options_name(folder, trained, monkeypatch, command):
+    read = []
+
+    def asked(prompts, *given, **options):
+        read.append([prompt.source for prompt in load_prompts(prompts, *given, **options).prompts])
+        raise DataError("read")
+
+    monkeypatch.setattr(f"tether.inference.{command}.load_prompts", asked)
+    given = [command, str(trained), "--prompts", str(folder)]
+    for part, wanted in ((["--split", "train[3:]"], ["a sea", "a day"]), ([], [f"a {word}" for word in WORDS])):
+        assert main([*given, "--subset", "other", *part]) == 2
+        assert read.pop() == wanted
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], r"--prompts: .* has the subsets main, other: choose one with --subset$"),
+        (["--subset", "third"], r"--prompts: .* main, other, but none called third: choose one with --subset$"),
+        (["--subset", "main", "--split", "train[9"], r"--prompts: the split train\[9 cannot be read"),
+        (["--subset", "main", "--split", "a+b"], None),
+    ],
+)
+def test_mistakes_of_a_command_name_its_options(folder, trained, capsys, command, options, message):
+    for name in ("main", "other"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"prompt": 3}) + "\n")
+    assert main([command, str(trained), "--prompts", str(folder), *options]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    if message is None:
+        assert "the prompt is a int" in told
+    else:
+        assert re.search(message.rstrip("$"), told), told
+    assert "data." not in told
+
+
+def test_limits_and_system_prompts_of_a_command_name_its_options(folder, trained, tmp_path):
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "the cat sees a dog"}))
+    with pytest.raises(DataError, match=r"all 1 prompts of .* are longer than --max_prompt_length 2; "):
+        generate_path(trained, tmp_path / "asked.jsonl", max_prompt_length=2)
+    plain = save_tiny(tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"^the system prompt \(--system, or the run's\) needs a chat template"):
+        generate_path(plain, tmp_path / "asked.jsonl", system="you nice", response_length=4)
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "the cat"}]}))
+    with pytest.raises(DataError, match=r"has no chat template\. Use prompts that are text, or a model that has one$"):
+        generate_path(plain, tmp_path / "asked.jsonl", response_length=4)
+
+
+def test_a_split_without_prompts_is_refused(trained):
+    for part in ({"split": "test"}, {"subset": "main"}):
+        with pytest.raises(ConfigError, match=r"^--split and --subset choose from --prompts, which is missing"):
+            evaluate_path(trained, **part)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -134,7 +239,8 @@ def test_mistakes_name_the_key(folder, tmp_path, changes, message):
 def test_keys_that_do_nothing_are_refused():
     data = {"dataset_dir": "data", "demonstrations": "d"}
     rest = {"model": {"path": "m"}, "output_dir": "o"}
-    for name, value in (("subset", "main"), ("eval_subset", "main"), ("columns", {"prompt": "question"})):
+    values = {"subset": "main", "eval_subset": "main", "revision": "v1", "columns": {"prompt": "question"}}
+    for name, value in values.items():
         with pytest.raises(ConfigError, match=rf"data: {name} \(.*\) applies only to sources that dataset_dir"):
             parse_config(json.dumps(rest | {"data": data | {name: value}}), SftStageConfig)
     with pytest.raises(ConfigError, match=r"data\.columns: promt is not a column that is read here; wanted prompt, "):

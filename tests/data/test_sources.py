@@ -83,19 +83,10 @@ def test_all_forms_hold_the_same_rows(tmp_path, name):
     assert read_rows(str(tmp_path / name), split="train", key="data.prompts").rows == ROWS
 
 
-def test_csv_holds_chat_messages_as_json(tmp_path):
-    messages = [{"role": "user", "content": "the, \"cat\""}]
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["messages"], [json.dumps(messages)], ["a dog"]])
-    rows = read_rows(str(tmp_path / "rows.csv"), split="train", key="k").rows
-    assert rows == [{"messages": messages}, {"messages": "a dog"}]
+def test_a_cell_of_csv_may_be_long(tmp_path):
     with (tmp_path / "long.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["prompt"], ["a" * 200_000]])
     assert read_rows(str(tmp_path / "long.csv"), split="train", key="k").rows == [{"prompt": "a" * 200_000}]
-    with (tmp_path / "pairs.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["chosen", "rejected", "tags"], [json.dumps(messages), "[a] dog", '[{"role": 1}]']])
-    rows = read_rows(str(tmp_path / "pairs.csv"), split="train", key="k").rows
-    assert rows == [{"chosen": messages, "rejected": "[a] dog", "tags": '[{"role": 1}]'}]
 
 
 def test_home_is_expanded(tmp_path, monkeypatch):
@@ -108,8 +99,10 @@ def test_home_is_expanded(tmp_path, monkeypatch):
 def test_splits(tmp_path, name):
     WRITERS[name](tmp_path / name)
     assert len(read_rows(str(tmp_path / name), split="test", key="k").rows) == 1
-    with pytest.raises(DataError, match=r"data.prompts: .* has no split valid; it has train, test"):
-        read_rows(str(tmp_path / name), split="valid", key="data.prompts")
+    named = {"data.prompts": "data.split", "data.eval_pairs": "data.eval_split", "--prompts": "--split"}
+    for key, option in named.items():
+        with pytest.raises(DataError, match=rf"^{key}: .* no split valid; it has train, test: choose with {option}$"):
+            read_rows(str(tmp_path / name), split="valid", key=key)
 
 
 def test_a_single_split_is_read_whatever_it_is_called(tmp_path):
@@ -216,15 +209,17 @@ def test_of_datasets_no_more_rows_are_made_than_are_asked_for(tmp_path, monkeypa
 def test_subsets_are_named_by_their_key(tmp_path):
     write_configurations(tmp_path / "data")
     folder = str(tmp_path / "data")
-    rows = read_rows(folder, split="train", subset="socratic", key="data.prompts", subset_key="data.subset").rows
+    rows = read_rows(folder, split="train", subset="socratic", key="data.prompts").rows
     assert rows == [{"question": "the socratic", "answer": "4"}]
-    asked = {"split": "train", "key": "data.prompts", "subset_key": "data.subset"}
+    asked = {"split": "train", "key": "data.prompts"}
     with pytest.raises(DataError, match=r"^data\.prompts: .* subsets main, socratic: choose one with data\.subset$"):
         read_rows(folder, **asked)
     with pytest.raises(DataError, match=r"main, socratic, but none called other: choose one with data\.subset$"):
         read_rows(folder, subset="other", **asked)
-    with pytest.raises(DataError, match=r"main, socratic: save one of them, and name its file$"):
+    with pytest.raises(DataError, match=r"main, socratic: choose one with --subset$"):
         read_rows(folder, split="train", key="--prompts")
+    with pytest.raises(DataError, match=r"main, socratic: save one of them, and name its file$"):
+        read_rows(folder, split="train", key="data.prompts: d in dataset_info.json, file_name")
     write_jsonl(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match=r"^data\.subset: got main, but .*rows\.jsonl is a file, which has no subsets"):
         read_rows(str(tmp_path / "rows.jsonl"), subset="main", **asked)
@@ -285,10 +280,8 @@ BROKEN = {
     "list.jsonl": ('{"prompt": "a"}\n["b"]\n', "line 2: got list, wanted an object with one entry per column"),
     "rows.json": ('[\n  {"prompt": "a"},\n  {"prompt": b}\n]', "line 3: not JSON: .* at column 14"),
     "object.json": ('{\n "data": [{"prompt": "a"}]\n}', "got one object with the keys data; wanted a list of rows"),
-    "chosen.csv": ("chosen\n\"[{'role': 'user'}]\"\n", "line 2: chosen is not JSON: .*a JSON list of chat"),
     "text.json": ('[{"prompt": "a"}, "b"]', "row 1: got str, wanted an object"),
     "rows.csv": ('prompt,answer\n"a\nb",c\nd\n', "line 4: got 1 cells, the header has 2"),
-    "messages.csv": ("messages\n\"[{'role': 'user'}]\"\n", "line 2: messages is not JSON: .*a JSON list of chat"),
     "open.csv": ('prompt,answer\n"a\nb,c\nd\n', "line 2: not CSV: "),
     "rows.parquet": ("prompt", "not a parquet file: "),
     "empty.jsonl": ("", "is empty"),
@@ -349,6 +342,46 @@ def test_a_hub_id_is_loaded_by_datasets(monkeypatch):
     table = read_rows("org/prompts", split="test", key="k")
     assert table.rows == ROWS and asked == [("org/prompts", "test")]
     assert table.where(1) == "org/prompts (split test), row 1"
+
+
+def test_a_revision_of_a_hub_dataset_is_asked_for_everywhere_and_named(monkeypatch):
+    asked = []
+
+    def of_revision(name, *given, revision, **options):
+        asked.append((name, revision, options))
+        return ["train"]
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", of_revision)
+
+    def load_dataset(*given, **options):
+        of_revision(*given, **options)
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    table = read_rows("org/prompts", split="train", revision="v1", key="k")
+    assert table.name == "org/prompts (split train, revision v1)"
+    assert asked == [("org/prompts", "v1", {}), ("org/prompts", "v1", {"split": "train"})]
+
+    def none(name, *given, **options):
+        raise ValueError("which of them")
+
+    monkeypatch.setattr(datasets, "load_dataset", none)
+    monkeypatch.setattr(
+        datasets, "get_dataset_config_names", lambda *given, **options: [*of_revision(*given, **options), "test"]
+    )
+    with pytest.raises(DataError, match=r"the subsets train, test: choose one with data\.subset"):
+        read_rows("org/prompts", split="train", revision="v1", key="data.prompts")
+    assert asked[-1] == ("org/prompts", "v1", {})
+
+
+@pytest.mark.parametrize(("name", "what"), [("rows.jsonl", "file"), ("saved", "folder"), ("folder", "folder")])
+def test_what_is_local_has_no_revisions(tmp_path, name, what):
+    WRITERS[name](tmp_path / name)
+    for look in (check_source, lambda *given, **options: read_rows(*given[:1], split="train", key=given[1], **options)):
+        with pytest.raises(
+            DataError, match=rf"^data\.eval_revision: got v1, but .*{name} is a local {what}, which .*: leave it out$"
+        ):
+            look(str(tmp_path / name), "data.eval_prompts", revision="v1")
 
 
 def test_rows_are_called_by_number_and_line(tmp_path):

@@ -143,6 +143,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = _parser("evaluate", about)
     parser.add_argument("run", type=Path, help="output folder of a run, or a checkpoint in it")
     parser.add_argument("--prompts", help="prompts to answer (default: the run's held-out prompts)")
+    parser.add_argument("--split", help="split to read where --prompts has several (default: train, or as in the run)")
+    parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for answers and scores")
     given = parser.parse_args(arguments)
 
@@ -150,7 +152,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     from tether.inference.evaluate import evaluate_path
 
     with RunDisplay() as display:
-        result = evaluate_path(given.run, given.prompts, output=given.output, display=display)
+        where = {"split": given.split, "subset": given.subset}
+        result = evaluate_path(given.run, given.prompts, **where, output=given.output, display=display)
         display.samples(result.samples)
         display.table("evaluation", ["metric", "value"], list(result.metrics.items()))
     return 0
@@ -161,6 +164,8 @@ def generate(arguments: Sequence[str]) -> int:
     parser = _parser("generate", "Answers prompts with a run's policy or any model; one JSON line per answer.")
     parser.add_argument("model", help="output folder of a run, a model or adapter folder, or a hub id")
     parser.add_argument("--prompts", required=True, help="prompts to answer")
+    parser.add_argument("--split", default="train", help="split where --prompts has several (default: %(default)s)")
+    parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for the answers (default: standard output)")
     parser.add_argument(
         "--response_length", type=_positive, help="maximum tokens of an answer (default: the run's, or 256)"
@@ -188,6 +193,8 @@ def generate(arguments: Sequence[str]) -> int:
         rows = generate_path(
             given.model,
             given.prompts,
+            split=given.split,
+            subset=given.subset,
             output=given.output,
             response_length=given.response_length,
             max_prompt_length=given.max_prompt_length,

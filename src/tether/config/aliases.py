@@ -81,6 +81,7 @@ ALIASES = _table(
     ("default_system system_message", _to("data.system_prompt")),
     ("input_key prompt_key dataset_text_field", _to("data.columns", note="`{prompt: NAME}`")),
     ("dataset_config dataset_config_name", _to("data.subset")),
+    ("dataset_revision", _to("data.revision")),
     # sampling
     ("max_new_tokens max_response_length generate_max_len max_completion_length max_tokens gen_len output_min_length",
      _to("sampling.response_length")),

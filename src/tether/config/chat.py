@@ -65,6 +65,10 @@ class DataKeys(ChatKeys):
     ``instruction``, ``input`` and ``output``."""
     max_samples: PositiveInt | None = None
     """Maximum number of rows to read from each source, counted from the first."""
+    drop_bad_rows: bool = False
+    """Leave out rows that cannot be used (no prompt, an unfinished conversation, a message that is not text, …) and
+    count them, in the log and in the first lines of the run. If false, one such row refuses its dataset, and the
+    message names the first five. A file that cannot be parsed, or lacks a column, is always refused."""
     columns: Columns = Field(default_factory=dict)
     """Names of columns that the sources call something else: ``{prompt: question}`` reads the column ``question`` as
     the prompt, also where the source has another column ``prompt``, which is then not read. A source without
@@ -77,16 +81,18 @@ class DataKeys(ChatKeys):
             "key": f"data.{name}",
             "split": getattr(self, f"{prefix}split"),
             "subset": getattr(self, f"{prefix}subset"),
+            "revision": getattr(self, f"{prefix}revision"),
             "columns": getattr(self, "ptx_columns" if prefix == "ptx_" else "columns"),
             "dataset_dir": self.dataset_dir,
             "max_samples": self.max_samples,
+            "drop_bad_rows": self.drop_bad_rows,
         }
 
     @model_validator(mode="after")
     def _entries_say_it_themselves(self) -> DataKeys:
         if self.dataset_dir is not None:
             for name in type(self).model_fields:
-                if name.endswith(("subset", "columns")) and (value := getattr(self, name)):
+                if name.endswith(("subset", "revision", "columns")) and (value := getattr(self, name)):
                     raise ValueError(
                         f"{name} ({value}) applies only to sources that dataset_dir ({self.dataset_dir}) does not "
                         "describe: set it in the entries of dataset_info.json"
@@ -94,10 +100,13 @@ class DataKeys(ChatKeys):
         return self
 
 
-def subset_key(key: str) -> str | None:
-    """The key that names the subset of the dataset under ``key``; None if there is none."""
+def part_key(key: str, part: str) -> str | None:
+    """The key that names the ``part`` (``subset``, …) of the dataset under ``key``, or the option if that is an option;
+    None for an entry of a ``dataset_info.json``, which names its own."""
     section, _, name = key.rpartition(".")
-    return f"{section}.{_prefix(name)}subset" if section else None
+    if ":" in key:
+        return None
+    return f"{section}.{_prefix(name)}{part}" if section else f"--{part}"
 
 
 def _prefix(name: str) -> str:

@@ -46,8 +46,10 @@ _DEMONSTRATIONS = Needs(
 NEEDS: Mapping[str, Sequence[Needs]] = {
     "data.eval_split": [_HELD_OUT],
     "data.eval_subset": [_HELD_OUT],
+    "data.eval_revision": [_HELD_OUT],
     "data.ptx_split": [_DEMONSTRATIONS],
     "data.ptx_subset": [_DEMONSTRATIONS],
+    "data.ptx_revision": [_DEMONSTRATIONS],
     "data.ptx_columns": [_DEMONSTRATIONS],
     "data.max_ptx_length": [_DEMONSTRATIONS],
     "ppo.kl_in": [_REFERENCE],

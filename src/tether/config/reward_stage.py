@@ -35,9 +35,13 @@ class PairsConfig(DataKeys):
     ``train+test``."""
     subset: str | None = None
     """Subset of ``pairs`` to read if the hub dataset or folder has several (``main`` of ``openai/gsm8k``)."""
+    revision: str | None = None
+    """Branch, tag or commit of ``pairs`` on the hub."""
     eval_split: str = "train"
     """The same for ``eval_pairs``. If the source has only one split, that is read, whatever its name."""
     eval_subset: str | None = None
+    """The same for ``eval_pairs``."""
+    eval_revision: str | None = None
     """The same for ``eval_pairs``."""
     max_length: PositiveInt = 1024
     """Maximum length of prompt plus answer in tokens. Pairs with a longer text are dropped and counted."""

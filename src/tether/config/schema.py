@@ -162,9 +162,13 @@ class DataConfig(DataKeys):
     ``train+test``."""
     subset: str | None = None
     """Subset of ``prompts`` to read if the hub dataset or folder has several (``main`` of ``openai/gsm8k``)."""
+    revision: str | None = None
+    """Branch, tag or commit of ``prompts`` on the hub."""
     eval_split: str = "train"
     """The same for ``eval_prompts``. If the source has only one split, that is read, whatever its name."""
     eval_subset: str | None = None
+    """The same for ``eval_prompts``."""
+    eval_revision: str | None = None
     """The same for ``eval_prompts``."""
     max_prompt_length: PositiveInt = 512
     """Maximum length of a prompt in tokens, chat template included. Longer prompts are dropped and counted."""
@@ -175,6 +179,8 @@ class DataConfig(DataKeys):
     """Split of ``ptx`` to read if the source has several."""
     ptx_subset: str | None = None
     """Subset of ``ptx`` to read if the source has several."""
+    ptx_revision: str | None = None
+    """Branch, tag or commit of ``ptx`` on the hub."""
     ptx_columns: Columns = Field(default_factory=dict)
     """``columns`` for ``ptx``."""
     max_ptx_length: PositiveInt = 1024

@@ -35,9 +35,13 @@ class DemonstrationsConfig(DataKeys):
     ``train[90%:]`` and ``train+test``."""
     subset: str | None = None
     """Subset of ``demonstrations`` to read if the hub dataset or folder has several (``main`` of ``openai/gsm8k``)."""
+    revision: str | None = None
+    """Branch, tag or commit of ``demonstrations`` on the hub."""
     eval_split: str = "train"
     """The same for ``eval_demonstrations``. If the source has only one split, that is read, whatever its name."""
     eval_subset: str | None = None
+    """The same for ``eval_demonstrations``."""
+    eval_revision: str | None = None
     """The same for ``eval_demonstrations``."""
     max_length: PositiveInt = 1024
     """Maximum length of prompt plus answer in tokens. Longer demonstrations are dropped and counted, never

@@ -153,7 +153,7 @@ def check_held_out(data: DataKeys, source: str) -> None:
         raise ValueError(
             f"{key} ({others}) and eval_fraction ({fraction}) both name what is held out: set one of them"
         )
-    for part in ("eval_split", "eval_subset"):
+    for part in ("eval_split", "eval_subset", "eval_revision"):
         value, default = getattr(data, part), type(data).model_fields[part].default
         if others is None and value != default:
             raise ValueError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.data.forms import ROLES, content_told, role_told
 from tether.errors import ConfigError, DataError
 
 _ANSWER = "Xyzzy, said he."
@@ -23,7 +25,12 @@ def last_turn(conversation: Any, where: str) -> tuple[list[Any], str]:
         raise DataError(f"{where}: got {conversation!r}, wanted text or a list of chat messages")
     last = conversation[-1]
     if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        raise DataError(f"{where}: the last message is {last!r}, wanted the assistant's, with text as content")
+        told = f"{where}: the last message is {reprlib.repr(last)}, wanted the assistant's, with text as content"
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
+            told += f": its {content_told(last.get('content'))}"
+        elif isinstance(last, Mapping) and last.get("role") not in (None, *ROLES):
+            told += f": {role_told(last.get('role'))}"
+        raise DataError(told)
     return list(conversation[:-1]), last["content"]
 
 

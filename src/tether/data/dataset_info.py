@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tether.data.forms import as_text, content_told, decoded, function_calls
 from tether.data.sources import Row, Rows, check_source, read_hub, read_rows
 from tether.errors import DataError
 from tether.types import Message
@@ -106,9 +107,11 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
         folder, name, key: as in ``check_entry``.
         max_rows: maximum number of rows to read.
 
+    Returns:
+        The rows, and under ``bad`` those that lack a column or have one of the wrong type.
+
     Raises:
-        DataError: as in ``check_entry``; a row lacks a column or has one of the wrong type, or no conversation is left.
-            Names the row.
+        DataError: as in ``check_entry``, or no conversation is left.
     """
     entry = _entry(folder, name, key)
     settings, split = entry.settings, entry.settings.get("split", "train")
@@ -123,6 +126,7 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
     table = table.taken(_drawn(len(table.rows), settings.get("num_samples"), name)[:max_rows])
     read = _alpaca if entry.formatting == "alpaca" else _sharegpt
     rows, places, broken = [], [], []
+    bad: dict[str, DataError] = {}
     for i, row in enumerate(table.rows):
         place = table.where(i)
         try:
@@ -130,11 +134,13 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
             places.append(place)
         except _Broken as error:
             broken.append(str(error))
-    if broken and not rows:
+        except DataError as error:
+            bad[f"{key}: {place}"] = error
+    if broken and not rows and not bad:
         raise DataError(broken[0])
     if broken:
         logger.warning("%d of %d rows are left out; the first: %s", len(broken), len(table.rows), broken[0])
-    return replace(table, rows=rows, places=places)
+    return replace(table, rows=rows, places=places, bad=bad)
 
 
 class _Broken(Exception):
@@ -217,7 +223,7 @@ def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
     columns = entry.columns
     rest = {name: value for name, value in row.items() if name not in columns.values()}
     column = columns["messages"]
-    turns = row.get(column)
+    turns = decoded(row.get(column), f"{where}, {column}")
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise DataError(f"{where}, {column}: got {turns!r}, wanted a list of turns")
     if not turns:
@@ -236,10 +242,12 @@ def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
 
 def _turn(turn: Any, entry: _Entry, where: str) -> Message:
     tags, given = entry.tags, turn if isinstance(turn, Mapping) else {}
-    role, content = given.get(tags["role_tag"]), given.get(tags["content_tag"])
+    role, content = given.get(tags["role_tag"]), as_text(given.get(tags["content_tag"]))
     calls = given.get("tool_calls") if entry.formatting == "openai" else None
     if calls:
         return {"role": "assistant", "content": content or "", "tool_calls": _api_calls(calls, where)}
+    if isinstance(role, str) and isinstance(content, list):
+        raise DataError(f"{where}: {content_told(content)}")
     if not isinstance(role, str) or not isinstance(content, str):
         raise DataError(f"{where}: got {turn!r}, wanted text under {tags['role_tag']} and {tags['content_tag']}")
     roles = {
@@ -249,23 +257,10 @@ def _turn(turn: Any, entry: _Entry, where: str) -> Message:
         tags["system_tag"]: "system",
     }
     if role == tags["function_tag"]:
-        return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
+        return {"role": "assistant", "content": "", "tool_calls": function_calls(content, where)}
     if role not in roles:
         raise _Broken(f"{where}: {tags['role_tag']} is {role!r}, wanted one of {', '.join(roles)}")
     return {"role": roles[role], "content": content}
-
-
-def _calls(content: str, where: str) -> list[dict[str, Any]]:
-    """Function calls, which a turn holds as JSON: a single call, or a list."""
-    try:
-        calls = json.loads(content)
-    except ValueError as error:
-        raise DataError(f"{where}: the function call is not JSON: {error}") from error
-    calls = calls if isinstance(calls, list) else [calls]
-    for call in calls:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
-            raise DataError(f"{where}: got the function call {call!r}, wanted name and arguments")
-    return [{"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls]
 
 
 def _api_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -288,6 +283,8 @@ def _arguments(given: Any) -> Any:
 def _ranked(row: Row, column: str, entry: _Entry, where: str) -> str:
     """One answer of a pair: text, or one turn."""
     value = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith("{") and f'"{entry.tags["role_tag"]}"' in value:
+        value = decoded(value, f"{where}, {column}")
     if isinstance(value, Mapping):
         value = _turn(value, entry, f"{where}, {column}")["content"]
     if not isinstance(value, str):
@@ -297,7 +294,8 @@ def _ranked(row: Row, column: str, entry: _Entry, where: str) -> str:
 
 def _history(row: Row, column: str | None, where: str) -> list[Message]:
     messages: list[Message] = []
-    for i, pair in enumerate((row.get(column) or ()) if column else ()):
+    pairs = decoded(row.get(column), f"{where}, {column}") if column else None
+    for i, pair in enumerate(pairs or ()):
         if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise DataError(f"{where}, {column}, entry {i}: got {pair!r}, wanted a question and its answer")
         messages += [{"role": "user", "content": pair[0]}, _assistant(pair[1])]

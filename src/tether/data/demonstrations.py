@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
 from tether.data.answers import closing_token, encodable, encoded_answers, last_turn, text_start
+from tether.data.bad_rows import every, usable
 from tether.data.collate import collate, plan_micro_batches
-from tether.data.forms import plain_rows
+from tether.data.forms import given_names, is_given, plain_row
 from tether.data.joined import column_names, read_datasets
 from tether.data.pairs import answer_leads, prompt_and_answer
 from tether.data.prompts import before_answer, checked_prompt, encoded_queries, template_arguments, uses_template
@@ -53,6 +55,8 @@ class DemonstrationData:
     """Number of demonstrations dropped for exceeding the limit."""
     num_unanswered: int = 0
     """Number of rows dropped because their prompt has no answer."""
+    num_bad: int = 0
+    """Number of rows left out because they cannot be used."""
 
 
 def load_demonstrations(
@@ -72,9 +76,11 @@ def load_demonstrations(
     dataset_dir: str | None = None,
     max_samples: int | None = None,
     subset: str | None = None,
+    revision: str | None = None,
     columns: Mapping[str, str] | None = None,
     special_tokens: bool = False,
     drops_unanswered: bool = False,
+    drop_bad_rows: bool = False,
 ) -> DemonstrationData:
     """Demonstrations of ``source`` as token ids.
 
@@ -85,7 +91,7 @@ def load_demonstrations(
     Args:
         source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several of these, with columns
             ``prompt`` and ``completion`` (text, or messages that continue the prompt), else ``messages``, else
-            ``text``, else ``chosen``: the better answer of a pair.
+            ``text``, else ``chosen``: the better answer of a pair. In each row, the first that is not empty counts.
         max_length: maximum number of tokens in a demonstration; longer ones are dropped.
         system_prompt: system message for prompts without one.
         end_ids: ids of the tokens that end an answer of the policy.
@@ -93,63 +99,70 @@ def load_demonstrations(
         length_key: the configuration key of ``max_length``, for messages.
         every_turn: whether every turn of the assistant in ``messages`` is a demonstration, and not only the last.
         ends_text: whether plain text is closed by the end token, too.
-        chat_template_kwargs, dataset_dir, max_samples, subset, columns, special_tokens: as in ``load_prompts``.
+        chat_template_kwargs, dataset_dir, max_samples, subset, revision, columns, special_tokens, drop_bad_rows:
+            as in ``load_prompts``.
         drops_unanswered: whether rows with only a prompt are dropped and counted instead of being an error.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or answers for a tokenizer without an end token.
         DataError: the source cannot be read or is empty; a row lacks its prompt, answer or text, or has one of the
-            wrong type; no demonstration is within the limit. Names the row.
+            wrong type; no demonstration is within the limit. Names the first such rows.
     """
     table = read_datasets(
-        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset, columns=columns
-    )
-    places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
-    rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
-    unanswered = {i for i, row in enumerate(rows) if drops_unanswered and _has_prompt_alone(row)}
-    if len(unanswered) == len(rows):
-        raise DataError(f"{key}: none of the {len(rows)} rows of {table.name} has an answer; wanted some to train on")
-    used = _columns(rows, table, key)
-    plain = [i for i, column in enumerate(used) if column == "text"]
-    encoded: list[tuple[int, list[int], list[int]]] = []
-    if plain:
-        closing = [closing_token(tokenizer, end_ids)] if ends_text else []
-        texts = _encoded_texts([rows[i] for i in plain], tokenizer, [places[i] for i in plain])
-        encoded = [(i, query, response + closing) for i, (query, response) in zip(plain, texts, strict=True)]
-    if len(plain) < len(rows):
-        closing_id = closing_token(tokenizer, end_ids)
-        split_rows = [
-            (i, prompt, answer)
-            for i, (row, column, place) in enumerate(zip(rows, used, places, strict=True))
-            if column != "text" and i not in unanswered
-            for prompt, answer in _split(row, column, place, every_turn)
+        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset,
+        revision=revision, columns=columns,
+    )  # fmt: skip
+    is_chat = uses_template(tokenizer, chat_template)
+
+    def read(given: list[Row], places: list[str], numbers: Sequence[int]) -> DemonstrationData:
+        rows = every(partial(plain_row, is_chat=is_chat), places, given)
+        unanswered = {i for i, row in enumerate(rows) if drops_unanswered and _has_prompt_alone(row)}
+        if len(unanswered) == len(rows):
+            raise DataError(
+                f"{key}: none of the {len(rows)} rows of {table.name} has an answer; wanted some to train on"
+            )
+        used = _columns(rows, table, key)
+        plain = [i for i, column in enumerate(used) if column == "text"]
+        encoded: list[tuple[int, list[int], list[int]]] = []
+        if plain:
+            closing = [closing_token(tokenizer, end_ids)] if ends_text else []
+            texts = _encoded_texts([rows[i] for i in plain], tokenizer, [places[i] for i in plain])
+            encoded = [(i, query, response + closing) for i, (query, response) in zip(plain, texts, strict=True)]
+        if len(plain) < len(rows):
+            closing_id = closing_token(tokenizer, end_ids)
+            answered = [i for i, column in enumerate(used) if column != "text" and i not in unanswered]
+            columns_of = ([each[i] for i in answered] for each in (places, rows, used))
+            parts = every(partial(_split, every_turn=every_turn), *columns_of)
+            split_rows = [(i, *part) for i, each in zip(answered, parts, strict=True) for part in each]
+            indices, prompts = [i for i, _, _ in split_rows], [prompt for _, prompt, _ in split_rows]
+            arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
+            _, queries = encoded_queries(
+                prompts,
+                tokenizer,
+                chat_template,
+                system_prompt,
+                [places[i] for i in indices],
+                [arguments[i] for i in indices],
+                special_tokens=special_tokens,
+            )
+            leads = answer_leads(prompts, tokenizer, chat_template)
+            answers = encoded_answers([answer for _, _, answer in split_rows], leads, tokenizer, closing_id)
+            encoded = sorted([*encoded, *zip(indices, queries, answers, strict=True)], key=lambda each: each[0])
+        kept = [
+            Demonstration(numbers[i], tuple(query), tuple(response))
+            for i, query, response in encoded
+            if len(query) + len(response) <= max_length
         ]
-        numbers, prompts = [i for i, _, _ in split_rows], [prompt for _, prompt, _ in split_rows]
-        arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-        _, queries = encoded_queries(
-            prompts,
-            tokenizer,
-            chat_template,
-            system_prompt,
-            [places[i] for i in numbers],
-            [arguments[i] for i in numbers],
-            special_tokens=special_tokens,
-        )
-        leads = answer_leads(prompts, tokenizer, chat_template)
-        answers = encoded_answers([answer for _, _, answer in split_rows], leads, tokenizer, closing_id)
-        encoded = sorted([*encoded, *zip(numbers, queries, answers, strict=True)], key=lambda each: each[0])
-    kept = [
-        Demonstration(i, tuple(query), tuple(response))
-        for i, query, response in encoded
-        if len(query) + len(response) <= max_length
-    ]
-    if not kept:
-        shortest = min(len(query) + len(response) for _, query, response in encoded)
-        raise DataError(
-            f"{key}: all {len(encoded)} demonstrations of {table.name} are longer than {length_key} "
-            f"{max_length}; the shortest has {shortest} tokens"
-        )
-    return DemonstrationData(kept, len(rows), len(encoded) - len(kept), len(unanswered))
+        if not kept:
+            shortest = min(len(query) + len(response) for _, query, response in encoded)
+            raise DataError(
+                f"{key}: all {len(encoded)} demonstrations of {table.name} are longer than {length_key} "
+                f"{max_length}; the shortest has {shortest} tokens"
+            )
+        return DemonstrationData(kept, len(rows), len(encoded) - len(kept), len(unanswered))
+
+    data, num_bad = usable(table, key, read, drops=drop_bad_rows)
+    return replace(data, num_rows=data.num_rows + num_bad, num_bad=num_bad)
 
 
 def demonstration_batches(
@@ -183,7 +196,7 @@ def demonstration_batches(
 
 def _columns(rows: Sequence[Row], table: Rows, key: str) -> list[Column]:
     """The column of each row that holds the text to train on; for a row that has none, the one that another row has."""
-    found = [_column(row) for row in rows]
+    found = [_column(given_names(row)) for row in rows]
     names = column_names(rows)
     usual = _column(names)
     if usual is not None:
@@ -204,10 +217,10 @@ def _column(names: Collection[str]) -> Column | None:
 
 def _has_prompt_alone(row: Row) -> bool:
     """Whether a row has a prompt but no answer to it."""
-    return _column(row) is None and row.get("prompt") is not None
+    return _column(given_names(row)) is None and is_given(row.get("prompt"))
 
 
-def _split(row: Row, column: str, where: str, every_turn: bool) -> list[tuple[str | list[Message], str]]:
+def _split(row: Row, column: str, where: str, *, every_turn: bool) -> list[tuple[str | list[Message], str]]:
     """The prompts of a row, and the answers to them."""
     value, place = row.get(column), f"{where}, {column}"
     if column == "messages":
@@ -217,7 +230,7 @@ def _split(row: Row, column: str, where: str, every_turn: bool) -> list[tuple[st
         prompt = checked_prompt(before, where)
         earlier = _earlier_turns(prompt, place) if every_turn else []
         return [*earlier, (prompt, _checked(answer, place))]
-    if column == "chosen" and row.get("prompt") is None:
+    if column == "chosen" and not is_given(row.get("prompt")):
         before, answer = before_answer(value, place)
         return [(checked_prompt(before, where), _checked(answer, place))]
     checked_prompt(row.get("prompt"), where)
@@ -238,15 +251,17 @@ def _encoded_texts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, places: Sequence[str]
 ) -> list[tuple[list[int], list[int]]]:
     """Plain texts, split after the first token of each."""
-    texts = [_checked(row.get("text"), f"{place}, text") for row, place in zip(rows, places, strict=True)]
-    start, encoded = text_start(tokenizer), []
-    for ids, place in zip(tokenizer(texts, add_special_tokens=False)["input_ids"], places, strict=True):
+    texts = every(lambda row, where: _checked(row.get("text"), f"{where}, text"), places, rows)
+    start = text_start(tokenizer)
+
+    def parts(ids: list[int], where: str) -> tuple[list[int], list[int]]:
         if ids[:1] != start:
             ids = start + ids
         if len(ids) < 2:
-            raise DataError(f"{place}, text: wanted at least 2 tokens, as the first is not trained on; got {len(ids)}")
-        encoded.append((ids[:1], ids[1:]))
-    return encoded
+            raise DataError(f"{where}, text: wanted at least 2 tokens, as the first is not trained on; got {len(ids)}")
+        return ids[:1], ids[1:]
+
+    return every(parts, places, tokenizer(texts, add_special_tokens=False)["input_ids"])
 
 
 def _checked(text: Any, where: str) -> str:

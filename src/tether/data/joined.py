@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tether.config.chat import Sources, sources, subset_key
+from tether.config.chat import Sources, sources
 from tether.data.dataset_info import check_entry, read_entry
 from tether.data.sources import Row, Rows, check_source, read_rows
 from tether.errors import DataError
 
 
-def check_datasets(given: Sources, key: str, *, dataset_dir: str | None = None) -> None:
+def check_datasets(
+    given: Sources, key: str, *, dataset_dir: str | None = None, revision: str | None = None
+) -> None:
     """Checks that datasets can be read, in milliseconds and without reading a row.
 
     Args:
         given: the value that the user wrote.
         key: its configuration key, for messages.
         dataset_dir: folder of a ``dataset_info.json``, whose entries ``given`` then names.
+        revision: the revision of hub datasets to read.
 
     Raises:
-        DataError: one of them does not exist, or has an unknown format.
+        DataError: one of them does not exist or has an unknown format, or has no revisions and one is wanted.
     """
     for source in sources(given):
         if dataset_dir is None:
-            check_source(source, key)
+            check_source(source, key, revision=revision)
         else:
             check_entry(dataset_dir, source, key)
 
@@ -37,6 +40,7 @@ def read_datasets(
     dataset_dir: str | None = None,
     max_samples: int | None = None,
     subset: str | None = None,
+    revision: str | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Rows:
     """The rows of one or several datasets, in order; at least one.
@@ -44,21 +48,23 @@ def read_datasets(
     Args:
         split, subset: split and subset to read if a source has several; entries of a ``dataset_info.json`` name their
             own.
+        revision: branch, tag or commit of hub datasets.
         max_samples: maximum number of rows to read from each source.
         columns: the sources' column names by ours, where they differ. In a run's own sources they take precedence over
             a column with our name; in sources named on the command line, that column does.
 
     Raises:
-        DataError: a source does not exist, cannot be read, has no rows or lacks a column.
+        DataError: a source does not exist, cannot be read, has no rows or lacks a column. Rows of a
+            ``dataset_info.json`` that cannot be converted are under ``bad`` instead.
     """
     tables = []
     for source in sources(given):
         if dataset_dir is None:
-            which = {"split": split, "subset": subset, "subset_key": subset_key(key)}
+            which = {"split": split, "subset": subset, "revision": revision}
             table = _renamed(read_rows(source, **which, key=key, max_rows=max_samples), columns or {}, key)
         else:
             table = read_entry(dataset_dir, source, key, max_rows=max_samples)
-        if not table.rows:
+        if not table.rows and not table.bad:
             raise DataError(f"{key}: {table.name} has no rows")
         tables.append(table)
     rows: list[Row] = []
@@ -66,7 +72,8 @@ def read_datasets(
     for table in tables:
         rows += table.rows
         places += [table.where(i) for i in range(len(table.rows))]
-    return Rows(", ".join(table.name for table in tables), rows, places=places)
+    bad = {place: error for table in tables for place, error in table.bad.items()}
+    return Rows(", ".join(table.name for table in tables), rows, places=places, bad=bad)
 
 
 def _renamed(table: Rows, columns: Mapping[str, str], key: str) -> Rows:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tether.data.answers import encodable
-from tether.data.forms import plain_rows
+from tether.data.bad_rows import every, usable
+from tether.data.forms import is_given, plain_row
+from tether.data.joined import column_names
 from tether.data.pairs import check_prompts, pair_texts, prompt_and_answer
 from tether.data.prompts import checked_prompt
-from tether.data.sources import Rows, read_rows
+from tether.data.sources import Row, Rows, read_rows
 from tether.errors import DataError
 from tether.types import Message
 
@@ -53,36 +56,36 @@ def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str
         source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id. With columns ``chosen`` and ``rejected``
             it holds pairs: answers to ``prompt``, or whole texts, conversations or transcripts if there is no
             ``prompt``. Otherwise it holds answers: ``response`` or ``completion`` to ``prompt``, or ``messages`` that
-            end with the assistant's.
+            end with the assistant's; in each row, the first of them that is there counts.
         split, subset: split and subset to read if the source has several.
         key: name of ``source`` in messages.
         is_chat: whether prompts go through a chat template; transcripts then become messages.
 
     Raises:
         DataError: the source cannot be read, has no rows or no such columns; a row lacks its prompt or answer, or has
-            one of the wrong type. Names the row.
+            one of the wrong type. Names the first such rows.
     """
-    table = read_rows(source, split=split, key=key, subset=subset, subset_key="--subset")
+    table = read_rows(source, split=split, key=key, subset=subset)
     if not table.rows:
         raise DataError(f"{key}: {table.name} has no rows")
-    places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
-    plain = plain_rows(table.rows, places, is_chat=is_chat)
-    names = list(dict.fromkeys(name for row in plain for name in row))
-    is_pairs = {"chosen", "rejected"} <= set(names)
-    column = "" if is_pairs else _answer_column(table, names, key)
-    used = {"prompt", "chosen", "rejected"} if is_pairs else {"prompt", column}
-    columns = [name for name in names if name not in used]
-    rows = []
-    for row, place in zip(plain, places, strict=True):
-        if is_pairs:
-            prompt, *answers = pair_texts(row, place)
-        else:
-            given, answer = prompt_and_answer(row, column, f"{place}, {column}")
-            prompt, answers = checked_prompt(given, place), [answer]
-        checked = tuple(checked_answer(answer, place) for answer in answers)
-        rows.append(JudgedRow(prompt, checked, {name: row.get(name) for name in columns}, place))
-    check_prompts([row.prompt for row in rows], names, [row.place for row in rows], f"{key}: {table.name}")
-    return JudgedData(table.name, is_pairs, rows, columns)
+
+    def read(given: list[Row], places: list[str], _: Sequence[int]) -> JudgedData:
+        plain = every(partial(plain_row, is_chat=is_chat), places, given)
+        names = column_names(plain)
+        is_pairs = {"chosen", "rejected"} <= set(names)
+        usual = "" if is_pairs else _answer_column(table, names, key)
+        answers = [] if is_pairs else [_own_answer_column(row) or usual for row in plain]
+        used = {"prompt", "chosen", "rejected"} if is_pairs else {"prompt", *answers}
+        columns = [name for name in names if name not in used]
+        texts = every(pair_texts, places, plain) if is_pairs else every(_answered, places, plain, answers)
+        rows = [
+            JudgedRow(prompt, tuple(own), {name: row.get(name) for name in columns}, place)
+            for (prompt, *own), row, place in zip(texts, plain, places, strict=True)
+        ]
+        check_prompts([row.prompt for row in rows], names, places, f"{key}: {table.name}")
+        return JudgedData(table.name, is_pairs, rows, columns)
+
+    return usable(table, key, read)[0]
 
 
 def checked_answer(value: Any, where: str) -> str:
@@ -94,6 +97,19 @@ def checked_answer(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: an answer is a {type(value).__name__}, wanted text")
     return encodable(value, where)
+
+
+def _answered(row: Row, column: str, where: str) -> tuple[str | list[Message], str]:
+    """The prompt of a row, and its answer."""
+    prompt, answer = prompt_and_answer(row, column, f"{where}, {column}")
+    return checked_prompt(prompt, where), checked_answer(answer, where)
+
+
+def _own_answer_column(row: Row) -> str | None:
+    """The column that holds a row's answer, which beside a prompt may be empty text; None if it has none."""
+    may_be_empty = is_given(row.get("prompt"))
+    values = {name: row.get(name) for name in ANSWER_COLUMNS}
+    return next((name for name, value in values.items() if is_given(value) or (may_be_empty and value == "")), None)
 
 
 def _answer_column(table: Rows, names: list[str], key: str) -> str:

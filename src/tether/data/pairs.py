@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
 from tether.data.answers import answer_lead, closing_token, encodable, encoded_answers, last_turn, text_start
-from tether.data.forms import plain_rows
+from tether.data.bad_rows import BadRows, every, usable
+from tether.data.forms import is_given, plain_row
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
 from tether.data.prompts import checked_prompt, conversation, encoded_queries, template_arguments, uses_template
@@ -18,7 +20,7 @@ from tether.data.sources import Row, Rows
 from tether.errors import ConfigError, DataError
 from tether.types import Message
 
-PROMPT_NAMES = ("question", "instruction", "query", "input", "problem")
+PROMPT_NAMES = ("question", "instruction", "query", "input", "problem", "messages")
 """Names of the prompt column in other datasets."""
 
 
@@ -50,6 +52,8 @@ class PairData:
     """Number of rows dropped because an answer with its prompt exceeds the limit."""
     num_equal: int
     """Number of rows dropped because both answers are the same."""
+    num_bad: int = 0
+    """Number of rows left out because they cannot be used."""
 
 
 def load_pairs(
@@ -66,8 +70,10 @@ def load_pairs(
     dataset_dir: str | None = None,
     max_samples: int | None = None,
     subset: str | None = None,
+    revision: str | None = None,
     columns: Mapping[str, str] | None = None,
     special_tokens: bool = False,
+    drop_bad_rows: bool = False,
 ) -> PairData:
     """Preference pairs of ``source`` as token ids.
 
@@ -81,44 +87,51 @@ def load_pairs(
         max_length: maximum number of tokens in a prompt with its answer; longer ones are dropped.
         end_ids: ids of the tokens that end an answer of the policy.
         key: the configuration key of ``source``, for messages.
-        chat_template_kwargs, dataset_dir, max_samples, subset, columns, special_tokens: as in ``load_prompts``.
+        chat_template_kwargs, dataset_dir, max_samples, subset, revision, columns, special_tokens, drop_bad_rows:
+            as in ``load_prompts``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or a tokenizer without an end token.
         DataError: the source cannot be read or is empty; a row lacks an answer or has one of the wrong type; no pair is
-            left. Names the row.
+            left. Names the first such rows.
     """
     closing_id = closing_token(tokenizer, end_ids)
     table = read_datasets(
-        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset, columns=columns
-    )
+        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset,
+        revision=revision, columns=columns,
+    )  # fmt: skip
     _check_columns(table, key)
-    places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
-    rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
-    texts = [pair_texts(row, place) for row, place in zip(rows, places, strict=True)]
-    prompts = [text.prompt for text in texts]
-    check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
-    arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-    queries = encoded_prompts(
-        prompts, tokenizer, chat_template, system_prompt, places, arguments, special_tokens=special_tokens
-    )
-    leads = answer_leads(prompts, tokenizer, chat_template)
-    chosen, rejected = (
-        encoded_answers([getattr(text, name) for text in texts], leads, tokenizer, closing_id)
-        for name in ("chosen", "rejected")
-    )
-    pairs = [
-        Pair(i, text, (*ids, *better), (*ids, *worse), query_length=len(ids))
-        for i, ((text, ids), better, worse) in enumerate(zip(queries, chosen, rejected, strict=True))
-    ]
-    differing = [pair for pair in pairs if pair.chosen_ids != pair.rejected_ids]
-    kept = [pair for pair in differing if max(len(pair.chosen_ids), len(pair.rejected_ids)) <= max_length]
-    if not kept:
-        raise DataError(
-            f"{key}: none of the {len(pairs)} rows of {table.name} can be used: in {len(pairs) - len(differing)} both "
-            f"answers are the same, {len(differing)} are longer than data.max_length {max_length}"
+    is_chat = uses_template(tokenizer, chat_template)
+
+    def read(given: list[Row], places: list[str], numbers: Sequence[int]) -> PairData:
+        rows = every(partial(plain_row, is_chat=is_chat), places, given)
+        texts = every(pair_texts, places, rows)
+        prompts = [text.prompt for text in texts]
+        check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
+        arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
+        queries = encoded_prompts(
+            prompts, tokenizer, chat_template, system_prompt, places, arguments, special_tokens=special_tokens
         )
-    return PairData(kept, len(pairs), len(differing) - len(kept), len(pairs) - len(differing))
+        leads = answer_leads(prompts, tokenizer, chat_template)
+        chosen, rejected = (
+            encoded_answers([getattr(text, name) for text in texts], leads, tokenizer, closing_id)
+            for name in ("chosen", "rejected")
+        )
+        pairs = [
+            Pair(number, text, (*ids, *better), (*ids, *worse), query_length=len(ids))
+            for number, (text, ids), better, worse in zip(numbers, queries, chosen, rejected, strict=True)
+        ]
+        differing = [pair for pair in pairs if pair.chosen_ids != pair.rejected_ids]
+        kept = [pair for pair in differing if max(len(pair.chosen_ids), len(pair.rejected_ids)) <= max_length]
+        if not kept:
+            raise DataError(
+                f"{key}: none of the {len(pairs)} rows of {table.name} can be used: in {len(pairs) - len(differing)} "
+                f"both answers are the same, {len(differing)} are longer than data.max_length {max_length}"
+            )
+        return PairData(kept, len(pairs), len(differing) - len(kept), len(pairs) - len(differing))
+
+    data, num_bad = usable(table, key, read, drops=drop_bad_rows)
+    return replace(data, num_rows=data.num_rows + num_bad, num_bad=num_bad)
 
 
 def split_pairs(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair], list[Pair]]:
@@ -146,7 +159,7 @@ def check_prompts(
     prompts: Sequence[object | None], names: Sequence[str], places: Sequence[str], source: str
 ) -> None:
     """Raises ``DataError`` if answers would wrongly be taken for whole texts: other rows have a prompt, or a column's
-    name says that it holds one.
+    name says that it holds one. Names every row without a prompt in the first case.
 
     Args:
         prompts: prompt of each row; None if its answers are whole texts.
@@ -156,7 +169,7 @@ def check_prompts(
     """
     missing = [place for prompt, place in zip(prompts, places, strict=True) if prompt is None]
     if missing and len(missing) < len(places):
-        raise DataError(f"{missing[0]} has no prompt, although other rows have one; correct the row, or remove it")
+        raise BadRows({place: DataError(f"{place} has no prompt, although other rows have one") for place in missing})
     named = [name for name in names if name.lower() in PROMPT_NAMES]
     if missing and named:
         raise DataError(
@@ -195,7 +208,7 @@ def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
     before, answer = last_turn(value, where)
     if not before and prompt is None:
         raise DataError(f"{where}: one message and no column prompt; wanted the whole conversation")
-    if not before or prompt is None:
+    if not before or not is_given(prompt):
         return before or prompt, answer
     goes_on = name in ("completion", "response") or _role(before[0]) == "assistant"
     return [*_turns(prompt), *before] if goes_on else before, answer

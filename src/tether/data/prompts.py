@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
 from tether.data.answers import encodable, last_turn, text_start
-from tether.data.forms import plain_rows
+from tether.data.bad_rows import UNUSABLE, every, usable
+from tether.data.forms import ROLES, content_told, decoded, given_names, plain_row, role_told
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
 from tether.data.sources import Row, Rows
 from tether.data.typed import TypedTokens
 from tether.errors import ConfigError, DataError
 from tether.types import Message, Prompt
+
+PROMPTS_OPTION = "--prompts"
+"""The option that names prompts on a command line, as messages call it."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class PromptData:
     """Names of the other columns; every prompt has all of them, with None for missing values."""
     note: str
     """One line for the start of a run: where the prompts come from, how many are used and how many were dropped."""
+    num_bad: int = 0
+    """Number of rows left out because they cannot be used."""
 
     @property
     def longest_query(self) -> int:
@@ -55,8 +61,11 @@ def load_prompts(
     dataset_dir: str | None = None,
     max_samples: int | None = None,
     subset: str | None = None,
+    revision: str | None = None,
     columns: Mapping[str, str] | None = None,
     special_tokens: bool = False,
+    drop_bad_rows: bool = False,
+    length_key: str = "data.max_prompt_length",
 ) -> PromptData:
     """Prompts of ``source`` as token ids.
 
@@ -67,9 +76,10 @@ def load_prompts(
     Args:
         source: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, or several of these; with a column
             ``prompt``, else ``messages``, that holds text or chat messages, else ``chosen``, whose last turn is
-            dropped.
+            dropped. In each row, the first of them that is not empty counts.
         tokenizer: the policy's, with the chat template of the run.
         split, subset: split and subset to read if the source has several.
+        revision: branch, tag or commit of a hub dataset.
         max_prompt_length: maximum number of tokens in a query, chat template included; longer ones are dropped.
         chat_template: ``none`` takes text as it is.
         system_prompt: system message for prompts without one.
@@ -79,49 +89,55 @@ def load_prompts(
         max_samples: maximum number of rows to read from each source.
         columns: the source's column names by ours, where they differ.
         special_tokens: as in ``encoded_queries``.
+        drop_bad_rows: whether rows that cannot be used are left out and counted instead of being an error.
+        length_key: the configuration key of ``max_prompt_length``, for messages.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template to put it in.
         DataError: the source cannot be read or is empty; a row has no prompt, one of the wrong type, or one that
-            already contains the end of its answer; no prompt is within the limit. Names the row.
+            already contains the end of its answer; no prompt is within the limit. Names the first such rows.
     """
     table = read_datasets(
-        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset, columns=columns
-    )
-    places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
-    rows = plain_rows(table.rows, places, is_chat=uses_template(tokenizer, chat_template))
-    used, others = _columns(rows, table, key)
-    sources = [
-        checked_prompt(_prompt(row, column, place), place)
-        for row, column, place in zip(rows, used, places, strict=True)
-    ]
-    arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-    texts, queries = encoded_queries(
-        sources, tokenizer, chat_template, system_prompt, places, arguments, special_tokens=special_tokens
-    )
+        source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset,
+        revision=revision, columns=columns,
+    )  # fmt: skip
+    is_chat = uses_template(tokenizer, chat_template)
 
-    prompts = [
-        Prompt(
-            i,
-            prompt,
-            text,
-            tuple(ids),
-            {name: row.get(name) for name in others},
-            conversation(prompt, tokenizer, chat_template, system_prompt),
+    def read(given: list[Row], places: list[str], numbers: Sequence[int]) -> PromptData:
+        rows = every(partial(plain_row, is_chat=is_chat), places, given)
+        used, others = _columns(rows, table, key)
+        sources = every(_checked_source, places, rows, used)
+        arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
+        texts, queries = encoded_queries(
+            sources, tokenizer, chat_template, system_prompt, places, arguments, special_tokens=special_tokens
         )
-        for i, (row, prompt, text, ids) in enumerate(zip(rows, sources, texts, queries, strict=True))
-        if len(ids) <= max_prompt_length
-    ]
-    if not prompts:
-        raise DataError(
-            f"{key}: all {len(queries)} prompts of {table.name} are longer than max_prompt_length "
-            f"{max_prompt_length}; the shortest has {min(map(len, queries))} tokens"
-        )
-    num_too_long = len(queries) - len(prompts)
-    note = f"{table.name}: {len(prompts)} of {len(queries)} prompts"
-    if num_too_long:
-        note += f", {num_too_long} dropped as longer than {max_prompt_length} tokens"
-    return PromptData(prompts, len(queries), num_too_long, others, note)
+        prompts = [
+            Prompt(
+                number,
+                prompt,
+                text,
+                tuple(ids),
+                {name: row.get(name) for name in others},
+                conversation(prompt, tokenizer, chat_template, system_prompt),
+            )
+            for number, row, prompt, text, ids in zip(numbers, rows, sources, texts, queries, strict=True)
+            if len(ids) <= max_prompt_length
+        ]
+        if not prompts:
+            raise DataError(
+                f"{key}: all {len(queries)} prompts of {table.name} are longer than {length_key} "
+                f"{max_prompt_length}; the shortest has {min(map(len, queries))} tokens"
+            )
+        return PromptData(prompts, len(queries), len(queries) - len(prompts), others, table.name)
+
+    data, num_bad = usable(table, key, read, drops=drop_bad_rows)
+    num_rows = data.num_rows + num_bad
+    note = f"{table.name}: {len(data.prompts)} of {num_rows} prompts"
+    if data.num_too_long:
+        note += f", {data.num_too_long} dropped as longer than {max_prompt_length} tokens"
+    if num_bad:
+        note += f", {num_bad} left out as {UNUSABLE}"
+    return replace(data, num_rows=num_rows, note=note, num_bad=num_bad)
 
 
 def split_prompts(data: PromptData, fraction: float, seed: int) -> tuple[PromptData, PromptData]:
@@ -148,8 +164,8 @@ def _columns(rows: Sequence[Row], table: Rows, key: str) -> tuple[list[str], lis
         if key.startswith("data."):
             way_out += ", or name it by data.columns: {prompt: …}"
         raise DataError(f"{key}: {table.name} has no column prompt or messages; its columns are: {got}. {way_out}")
-    used = [_column(row) or usual for row in rows]
-    return used, [name for name in names if name not in used]
+    used = [_column(given_names(row)) or usual for row in rows]
+    return used, [name for name in names if name not in used and name != "prompt"]
 
 
 def _column(names: Collection[str]) -> str | None:
@@ -157,9 +173,10 @@ def _column(names: Collection[str]) -> str | None:
     return next((name for name in ("prompt", "messages", "chosen") if name in names), None)
 
 
-def _prompt(row: Row, column: str, where: str) -> Any:
+def _checked_source(row: Row, column: str, where: str) -> str | list[Message]:
     """A row's prompt; for a preferred conversation, all but its answer."""
-    return row.get(column) if column != "chosen" else before_answer(row.get(column), f"{where}, chosen")[0]
+    value = row.get(column)
+    return checked_prompt(before_answer(value, f"{where}, chosen")[0] if column == "chosen" else value, where)
 
 
 def before_answer(value: Any, where: str) -> tuple[list[Any], str]:
@@ -185,34 +202,40 @@ def template_arguments(
     Raises:
         DataError: they are of the wrong type, or the chat template does not use tools; names the row.
     """
-    arguments = []
-    for row, place in zip(rows, places, strict=True):
-        own, tools = row.get("chat_template_kwargs") or {}, _tools(row.get("tools"), tokenizer, f"{place}, tools")
+
+    def arguments(row: Row, where: str) -> dict[str, Any]:
+        own = decoded(row.get("chat_template_kwargs"), f"{where}, chat_template_kwargs") or {}
         if not isinstance(own, Mapping):
-            raise DataError(f"{place}, chat_template_kwargs: got {own!r}, wanted an object")
-        if tools:
+            raise DataError(f"{where}, chat_template_kwargs: got {own!r}, wanted an object")
+        if tools := _tools(row.get("tools"), tokenizer, f"{where}, tools"):
             own = {**own, "tools": tools}
-        arguments.append({**(given or {}), **{name: value for name, value in own.items() if value is not None}})
-    return arguments
+        return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
+
+    return every(arguments, places, rows)
 
 
 def _tools(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
-    """The tools of a row, which may be JSON text; empty if it has none."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise DataError(f"{where}: not JSON: {error}") from error
-    if value is None or (isinstance(value, str) and not value.strip()):
+    """The tools of a row, which may be JSON text, all of them or each; empty if it has none."""
+    value = decoded(value, where)
+    if value is None:
         return []
     if not isinstance(value, list):
         raise DataError(f"{where}: got {type(value).__name__}, wanted a list of tools")
     if value and not re.search(r"\btools\b", str(tokenizer.chat_template)):
         raise DataError(
-            f"{where}: the chat template does not use tools; choose one that does (data.chat_template: auto is the "
-            "model's own, if it has one), leave the column out, or rename it"
+            f"{where}: the chat template does not use tools; {_other_template(where)}leave the column out, or rename it"
         )
-    return _without_nulls(value)
+    return _without_nulls([decoded(tool, f"{where}, tool {i}") for i, tool in enumerate(value)])
+
+
+def _has_keys(where: str) -> bool:
+    """Whether a row is read for a configuration, and not for the prompts of a command line."""
+    return not where.startswith(PROMPTS_OPTION)
+
+
+def _other_template(where: str) -> str:
+    """The way out by another template, where one can be chosen."""
+    return "choose one that does (data.chat_template: auto is the model's own, if it has one), " * _has_keys(where)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -251,10 +274,12 @@ def _message(message: Any, where: str) -> Message:
         raise DataError(f"{where}: got {type(message).__name__}, wanted an object with role and content")
     if message.get("tool_calls"):
         message = {**message, "content": message.get("content") or ""}
+    if not isinstance(message.get("role"), str):
+        raise DataError(f"{where}: role is {message.get('role')!r}, wanted text")
+    if not isinstance(message.get("content"), str):
+        raise DataError(f"{where}: {content_told(message.get('content'))}")
     for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
-            raise DataError(f"{where}: {name} is {message.get(name)!r}, wanted text")
-    encodable(message["content"], where)
+        encodable(message[name], where)
     return _without_nulls(message)
 
 
@@ -284,25 +309,23 @@ def encoded_queries(
     plain = [messages is None for messages in conversations]
     if system_prompt is not None and any(plain):
         why = "the tokenizer has none" if tokenizer.chat_template is None else "data.chat_template is none"
+        name = "data.system_prompt" if _has_keys(places[0]) else "the system prompt (--system, or the run's)"
         raise ConfigError(
-            f"data.system_prompt needs a chat template for prompts that are text, and {why}: "
+            f"{name} needs a chat template for prompts that are text, and {why}: "
             "leave it out, or put it into the prompts"
         )
     typed = TypedTokens(tokenizer)
     hidden = [None if messages is None or special_tokens else typed.hidden(messages) for messages in conversations]
-    texts = [
-        source if messages is None else _rendered(marked or messages, tokenizer, place, given)
-        for source, messages, marked, place, given in zip(
-            sources, conversations, hidden, places, arguments, strict=True
-        )
-    ]
+    shown = [marked or messages or source
+             for source, messages, marked in zip(sources, conversations, hidden, strict=True)]  # fmt: skip
+    texts = every(partial(_rendered, tokenizer), places, shown, arguments)
     bos = text_start(tokenizer)
     queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
     for i, marked in enumerate(hidden):
         if marked is not None:
             texts[i], queries[i] = typed.encoded(texts[i])
-    for i, (ids, is_plain, place) in enumerate(zip(queries, plain, places, strict=True)):
-        _check_query(ids, tokenizer, place)
+    every(partial(_check_query, tokenizer), places, queries)
+    for i, (ids, is_plain) in enumerate(zip(queries, plain, strict=True)):
         if is_plain and bos and ids[:1] != bos:
             texts[i], queries[i] = tokenizer.bos_token + texts[i], bos + ids
     return texts, queries
@@ -330,20 +353,26 @@ def conversation(
 
 
 def _rendered(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, arguments: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, messages: str | list[Message], arguments: Mapping[str, Any], where: str
 ) -> str:
-    """The chat template's text up to the beginning of the assistant's turn."""
+    """The chat template's text up to the beginning of the assistant's turn; text that is no turn, as it is."""
+    if isinstance(messages, str):
+        return messages
     if tokenizer.chat_template is None:
+        way_out = "Use prompts that are text, or a model that has one"
+        if _has_keys(where):
+            way_out = "Set data.chat_template to one by name (chatml, llama3, …) or file, or use prompts that are text"
         raise DataError(
-            f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template. "
-            "Set data.chat_template to one by name (chatml, llama3, …) or file, or use prompts that are text"
+            f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template. {way_out}"
         )
+    for i, role in enumerate(message["role"] for message in messages):
+        if role not in ROLES and not (role and re.search(rf"\b{re.escape(role)}\b", str(tokenizer.chat_template))):
+            raise DataError(f"{where}: message {i}: {role_told(role)}")
     calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
     if calling is not None and "tool_calls" not in str(tokenizer.chat_template):
         raise DataError(
-            f"{where}: message {calling} calls functions (tool_calls), which the chat template does not render: "
-            "they would be lost. Choose one that does (data.chat_template: auto is the model's own, if it has one), "
-            "write the calls into the content, or remove the row"
+            f"{where}: message {calling} calls functions (tool_calls), which the chat template does not render: they "
+            f"would be lost; {_other_template(where)}write the calls into the content, or remove the row"
         )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
@@ -353,7 +382,7 @@ def _rendered(
     return encodable(text, where)  # roles, tools and template arguments are text as well
 
 
-def _check_query(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+def _check_query(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], where: str) -> None:
     if len(ids) == 0:
         raise DataError(f"{where} has no prompt: the tokenizer returns no tokens for its text")
     if ids[-1] == tokenizer.eos_token_id:

@@ -9,12 +9,13 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tether.config.chat import part_key
 from tether.data.splits import Part, is_whole, rows_read, split_parts
 from tether.errors import DataError
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_CHATS = frozenset({"prompt", "messages", "conversations", "completion", "chosen", "rejected"})
-"""Columns that may hold chat messages."""
-_CHAT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 _FORMS = (
     "a .jsonl, .json, .csv or .parquet file (the first three with .gz, too), a folder saved by datasets or "
     "one that holds such files, or a hub id"
@@ -47,6 +45,8 @@ class Rows:
     """Line of the file on which each row starts, from 1, if the file has lines."""
     places: list[str] | None = None
     """Each row's name in messages, if that is not its index in ``rows``."""
+    bad: Mapping[str, DataError] = field(default_factory=dict)
+    """What is wrong with rows that could not be converted, by their names in messages; ``rows`` lacks them."""
 
     def where(self, i: int) -> str:
         """The name of row ``i`` in messages; rows count from 0, lines from 1."""
@@ -59,17 +59,24 @@ class Rows:
         return Rows(self.name, [self.rows[i] for i in chosen], places=[self.where(i) for i in chosen])
 
 
-def check_source(source: str, key: str) -> None:
+def check_source(source: str, key: str, *, revision: str | None = None) -> None:
     """Checks that ``source`` can be a prompt dataset, in milliseconds and without reading it.
 
     Args:
         source: the value that the user wrote.
         key: its configuration key, for messages.
+        revision: the revision of it to read.
 
     Raises:
-        DataError: the file or folder does not exist, is empty or has an unknown format. A hub id is let through.
+        DataError: the file or folder does not exist, is empty or has an unknown format, or a revision of it is wanted.
+            A hub id is let through.
     """
     path = Path(source).expanduser()
+    if revision is not None and path.exists():
+        raise DataError(
+            f"{part_key(key, 'revision')}: got {revision}, but {source} is a local "
+            f"{'folder' if path.is_dir() else 'file'}, which has no revisions: leave it out"
+        )
     if path.is_dir():
         if not any(entry.is_file() for entry in path.rglob("*")):
             raise DataError(f"{key}: folder {source} holds no files; wanted {_FORMS}")
@@ -88,7 +95,7 @@ def read_rows(
     split: str,
     key: str,
     subset: str | None = None,
-    subset_key: str | None = None,
+    revision: str | None = None,
     max_rows: int | None = None,
 ) -> Rows:
     """All rows of a dataset, or the first ones.
@@ -99,25 +106,28 @@ def read_rows(
             splits, or several, as in ``split_parts``.
         key: the configuration key of ``source``, for messages.
         subset: subset to read if a folder or hub dataset has several.
-        subset_key: the setting that names the subset, for messages; None if there is none.
+        revision: branch, tag or commit of a hub dataset.
         max_rows: maximum number of rows to read.
 
     Raises:
         DataError: it does not exist, cannot be read, or has no such split or subset; names the file, and the line if
             there is one.
     """
-    check_source(source, key)
+    check_source(source, key, revision=revision)
     path = Path(source).expanduser()
     is_single = path.is_file() or (path.is_dir() and _is_saved_dataset(path))
     if subset is not None and is_single:
         what = "file" if path.is_file() else "folder saved by datasets"
-        raise DataError(f"{subset_key}: got {subset}, but {source} is a {what}, which has no subsets: leave it out")
+        raise DataError(
+            f"{part_key(key, 'subset')}: got {subset}, but {source} is a {what}, which has no subsets: leave it out"
+        )
     if path.is_file():
         return _file_rows(path, source, split, key, max_rows)
     if is_single:
         return _saved_rows(path, source, split, key, max_rows)
     location = str(path) if path.is_dir() else None
-    return _loaded_rows(source, location, split, key, subset=subset, subset_key=subset_key, max_rows=max_rows)
+    options = {"subset": subset, "subset_key": part_key(key, "subset"), "revision": revision, "max_rows": max_rows}
+    return _loaded_rows(source, location, split, key, **options)
 
 
 def _form(path: Path) -> str:
@@ -210,28 +220,10 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
                 if cells:
                     if len(cells) != len(header):
                         raise _RowError(f", line {start}: got {len(cells)} cells, the header has {len(header)}")
-                    yield start, {
-                        name: _messages(cell, name, start) if name in _CHATS else cell
-                        for name, cell in zip(header, cells, strict=True)
-                    }
+                    yield start, dict(zip(header, cells, strict=True))
                 start = reader.line_num + 1
         except csv.Error as error:
             raise _RowError(f", line {start}: not CSV: {error}") from error
-
-
-def _messages(cell: str, name: str, line: int) -> Any:
-    """Chat messages that a cell of column ``name`` holds as JSON, since CSV has no lists; other text as it is."""
-    if not _CHAT.match(cell):
-        return cell
-    try:
-        return json.loads(cell)
-    except json.JSONDecodeError as error:
-        raise _RowError(
-            f", line {line}: {name} is not JSON: {error.msg} at column {error.colno} of the cell; wanted text, or "
-            "a JSON list of chat messages"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise _RowError(f", line {line}: {name} is JSON that cannot be read: {error}") from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[int | None, Row]]:
@@ -306,8 +298,8 @@ def read_hub(
     Raises:
         DataError: it cannot be loaded, or has no such split or subset.
     """
-    options = {"subset": subset, "subset_key": "its subset", "max_rows": max_rows}
-    return _loaded_rows(source, None, split, key, **options, data_dir=folder, revision=revision)
+    options = {"subset": subset, "subset_key": "its subset", "revision": revision, "max_rows": max_rows}
+    return _loaded_rows(source, None, split, key, **options, data_dir=folder)
 
 
 def _loaded_rows(
@@ -318,9 +310,9 @@ def _loaded_rows(
     *,
     subset: str | None,
     subset_key: str | None,
+    revision: str | None,
     max_rows: int | None,
     data_dir: str | None = None,
-    revision: str | None = None,
 ) -> Rows:
     import datasets
 
@@ -330,9 +322,10 @@ def _loaded_rows(
         splits = datasets.get_dataset_split_names(location, **within, **_given(config_name=subset))
         chosen = _written(split_parts(split, splits, source, key))
         loaded = datasets.load_dataset(location, split=chosen, **within, **_given(name=subset))
-        return Rows(f"{source} (split {chosen})", _dataset_rows(loaded, max_rows))
+        of_revision = "" if revision is None else f", revision {revision}"
+        return Rows(f"{source} (split {chosen}{of_revision})", _dataset_rows(loaded, max_rows))
     except (*_UNREADABLE, datasets.exceptions.DatasetsError) as error:
-        told = _subset_told(location, source, subset, subset_key) if isinstance(error, ValueError) else None
+        told = _subset_told(location, source, subset, within, subset_key) if isinstance(error, ValueError) else None
         if told is not None:
             raise DataError(f"{key}: {told}") from error
         if folder is not None:
@@ -352,12 +345,18 @@ def _written(parts: Sequence[Part]) -> str:
     return "+".join(map(str, parts))
 
 
-def _subset_told(location: str, source: str, subset: str | None, subset_key: str | None) -> str | None:
-    """What is wrong with the requested subset; None if the dataset cannot be loaded for another reason."""
+def _subset_told(
+    location: str, source: str, subset: str | None, within: Mapping[str, str], subset_key: str | None
+) -> str | None:
+    """What is wrong with the requested subset; None if the dataset cannot be loaded for another reason.
+
+    Args:
+        within: folder and revision of the dataset.
+    """
     import datasets
 
     try:
-        names = datasets.get_dataset_config_names(location)
+        names = datasets.get_dataset_config_names(location, **within)
     except (*_UNREADABLE, datasets.exceptions.DatasetsError):
         return None
     if subset in names or (subset is None and len(names) < 2):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from tether.config.chat import part_key
 from tether.errors import DataError
 
 _PART = re.compile(r"(?P<name>\w+(\.\w+)*)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
@@ -68,7 +69,9 @@ def split_parts(split: str, splits: Collection[str], source: str, key: str) -> l
         if len(names) == 1:
             return [replace(part, name=only) for part in parts]
     if missing := [name for name in names if name not in splits]:
-        raise DataError(f"{key}: {source} has no split {missing[0]}; it has {', '.join(splits)}")
+        told = f"{key}: {source} has no split {missing[0]}; it has {', '.join(splits)}"
+        chosen_by = part_key(key, "split")
+        raise DataError(f"{told}: choose with {chosen_by}" if chosen_by else told)
     return parts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tether.algo import ScoreMoments
 from tether.config.rewards import measured_norms
-from tether.data.prompts import load_prompts
+from tether.data.prompts import PROMPTS_OPTION, load_prompts
 from tether.data.sources import check_source
 from tether.data.splits import whole_splits
 from tether.errors import ConfigError
@@ -44,6 +44,8 @@ def evaluate_path(
     run: str | Path,
     prompts: str | Path | None = None,
     *,
+    split: str | None = None,
+    subset: str | None = None,
     output: str | Path | None = None,
     display: Display | None = None,
 ) -> Evaluation:
@@ -52,6 +54,8 @@ def evaluate_path(
     Args:
         run: the run's output folder, or a checkpoint in it.
         prompts: prompts to answer; the run's held-out prompts if omitted.
+        split, subset: split and subset to read if ``prompts`` has several; by default the split that the run's
+            held-out prompts are from.
         output: file for the samples, in the format of samples.jsonl.
 
     Raises:
@@ -72,7 +76,9 @@ def evaluate_path(
         )
     if prompts is not None:
         prompts = str(prompts)
-        check_source(prompts, "--prompts")
+        check_source(prompts, PROMPTS_OPTION)
+    elif split is not None or subset is not None:
+        raise ConfigError("--split and --subset choose from --prompts, which is missing: add it, or leave them out")
     elif not config.data.has_eval:
         raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
     check_model_path(str(run), str(run))
@@ -89,10 +95,18 @@ def evaluate_path(
     else:
         length = config.data.max_prompt_length
         # held-out parts only exist in the run's own prompts
-        options = {"split": whole_splits(config.data.eval_split), "max_prompt_length": length, "key": "--prompts"}
-        options["columns"] = config.data.columns
-        data = load_prompts(prompts, tokenizer, **options, **config.data.chat)
-    if data.num_too_long:
+        data = load_prompts(
+            prompts,
+            tokenizer,
+            split=split or whole_splits(config.data.eval_split),
+            subset=subset,
+            max_prompt_length=length,
+            key=PROMPTS_OPTION,
+            length_key="the run's data.max_prompt_length",
+            columns=config.data.columns,
+            **config.data.chat,
+        )
+    if data.num_too_long or data.num_bad:
         display.message(f"prompts: {data.note}")
     base, revision = own_weights(str(run))
     shape = load_shape(base, revision=revision, trust_remote_code=config.model.trust_remote_code)

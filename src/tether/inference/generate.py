@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from tether.config.schema import RunConfig
-from tether.data.prompts import load_prompts
+from tether.data.prompts import PROMPTS_OPTION, load_prompts
 from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
@@ -30,6 +30,8 @@ def generate_path(
     model: str | Path,
     prompts: str | Path,
     *,
+    split: str = "train",
+    subset: str | None = None,
     output: str | Path | None = None,
     response_length: int | None = None,
     max_prompt_length: int | None = None,
@@ -46,6 +48,7 @@ def generate_path(
     Args:
         model: folder or hub id.
         prompts: prompts to answer.
+        split, subset: split and subset to read if ``prompts`` has several; parts of a split as ``train[:100]``.
         output: JSONL file for the answers.
         response_length: maximum number of tokens of an answer; default: the run's, or 256.
         max_prompt_length: maximum number of tokens of a query; default: the run's, or what the model's positions leave
@@ -64,7 +67,7 @@ def generate_path(
     """
     model, prompts, display = str(model), str(prompts), display or NullDisplay()
     check_model_path(model, "model", takes_gguf=True)
-    check_source(prompts, "--prompts")
+    check_source(prompts, PROMPTS_OPTION)
     output = check_output(output)
     config = policy_config(Path(model))
     run = config if isinstance(config, RunConfig) else None
@@ -77,10 +80,12 @@ def generate_path(
     data = load_prompts(
         prompts,
         tokenizer,
-        split="train",
+        split=split,
+        subset=subset,
         max_prompt_length=max_prompt_length
         or (run.data.max_prompt_length if run else _room_for_prompts(shape, longest_answer)),
-        key="--prompts",
+        key=PROMPTS_OPTION,
+        length_key="--max_prompt_length",
         columns=config.data.columns if config else None,
         **chat,
     )

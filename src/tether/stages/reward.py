@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_
 
 from tether.config.reward_stage import RewardModelConfig, RewardStageConfig
 from tether.data.answers import closing_token
+from tether.data.bad_rows import UNUSABLE
 from tether.data.joined import check_datasets
 from tether.data.pairs import Pair, load_pairs, pair_accuracy, split_pairs
 from tether.errors import ModelError
@@ -153,7 +154,8 @@ def check(config: RewardStageConfig) -> None:
     running.check_stage(config, "reward")
     for key in ("pairs", "eval_pairs"):
         if (source := getattr(config.data, key)) is not None:
-            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir)
+            revision = config.data.reading(key)["revision"]
+            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir, revision=revision)
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ class _Data:
     held_out: list[Pair]
     num_too_long: int
     num_equal: int
+    num_bad: int
 
     @property
     def counts(self) -> dict[str, float]:
@@ -172,11 +175,13 @@ class _Data:
             "pairs/eval": float(len(self.held_out)),
             "pairs/too_long": float(self.num_too_long),
             "pairs/equal": float(self.num_equal),
+            "pairs/unusable": float(self.num_bad),
         }
 
     @property
     def note(self) -> str:
         dropped = f"{self.num_too_long} dropped as too long, {self.num_equal} as equal"
+        dropped += f", {self.num_bad} left out as {UNUSABLE}" if self.num_bad else ""
         return f"{len(self.train)} to train on, {len(self.held_out)} held out, {dropped}"
 
     @property
@@ -220,10 +225,10 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
     pairs = load_pairs(data.pairs, tokenizer, **data.reading("pairs"), **same)
     train, held_out = split_pairs(pairs.pairs, data.held_out_fraction, config.train.seed)
     if data.eval_pairs is None:
-        return tokenizer, _Data(train, held_out, pairs.num_too_long, pairs.num_equal)
+        return tokenizer, _Data(train, held_out, pairs.num_too_long, pairs.num_equal, pairs.num_bad)
     others = load_pairs(data.eval_pairs, tokenizer, **data.reading("eval_pairs"), **same)
     too_long, equal = pairs.num_too_long + others.num_too_long, pairs.num_equal + others.num_equal
-    return tokenizer, _Data(train, others.pairs, too_long, equal)
+    return tokenizer, _Data(train, others.pairs, too_long, equal, pairs.num_bad + others.num_bad)
 
 
 # The model

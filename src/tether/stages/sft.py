@@ -20,6 +20,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 from tether.config.sft_stage import DemonstrationsConfig, SftModelConfig, SftStageConfig
+from tether.data.bad_rows import UNUSABLE
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.held_out import split_off
 from tether.data.joined import check_datasets
@@ -117,7 +118,8 @@ def check(config: SftStageConfig) -> None:
     running.check_stage(config, "sft")
     for key in ("demonstrations", "eval_demonstrations"):
         if (source := getattr(config.data, key)) is not None:
-            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir)
+            revision = config.data.reading(key)["revision"]
+            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir, revision=revision)
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class SftData:
     held_out: list[Demonstration]
     num_too_long: int
     num_unanswered: int
+    num_bad: int
 
     @property
     def counts(self) -> dict[str, float]:
@@ -139,6 +142,7 @@ class SftData:
             "demonstrations/eval": float(len(self.held_out)),
             "demonstrations/too_long": float(self.num_too_long),
             "demonstrations/unanswered": float(self.num_unanswered),
+            "demonstrations/unusable": float(self.num_bad),
         }
 
     @property
@@ -153,6 +157,7 @@ class SftData:
         first = self.train[0]
         query, response = self.tokenizer.decode(first.query_ids), self.tokenizer.decode(first.response_ids)
         without = f", {self.num_unanswered} without an answer" if self.num_unanswered else ""
+        without += f", {self.num_bad} left out as {UNUSABLE}" if self.num_bad else ""
         return [
             f"demonstrations: {len(self.train)} to train on, {len(self.held_out)} held out, "
             f"{self.num_too_long} dropped as too long{without}",
@@ -184,7 +189,8 @@ def _loaded(config: SftStageConfig) -> SftData:
         others = _read("eval_demonstrations", data, tokenizer, end_ids)
         too_long = read.num_too_long + others.num_too_long
         unanswered = read.num_unanswered + others.num_unanswered
-        return SftData(tokenizer, end_ids, read.demonstrations, others.demonstrations, too_long, unanswered)
+        bad = read.num_bad + others.num_bad
+        return SftData(tokenizer, end_ids, read.demonstrations, others.demonstrations, too_long, unanswered, bad)
     # a row's turns, and rows with equal prompts, begin alike and so are never on both sides
     first = {each.row: each.query_ids for each in reversed(read.demonstrations)}
     train, held_out = split_off(
@@ -192,7 +198,7 @@ def _loaded(config: SftStageConfig) -> SftData:
     )
     if data.held_out_fraction > 0 and not held_out:
         raise DataError("data.eval_fraction: all demonstrations have the same prompt, so none can be held out")
-    return SftData(tokenizer, end_ids, train, held_out, read.num_too_long, read.num_unanswered)
+    return SftData(tokenizer, end_ids, train, held_out, read.num_too_long, read.num_unanswered, read.num_bad)
 
 
 def _same(query: tuple[int, ...], row: int) -> tuple[int, ...] | int:

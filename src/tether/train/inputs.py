@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from tether.config import launched
 from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
 from tether.config.schema import RunConfig
+from tether.data.bad_rows import UNUSABLE
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.joined import check_datasets
 from tether.data.prompts import PromptData, load_prompts, split_prompts
@@ -82,7 +83,8 @@ def check(config: RunConfig) -> None:
     check_template(config.data.chat_template)
     for key in ("prompts", "eval_prompts", "ptx"):
         if (source := getattr(config.data, key)) is not None:
-            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir)
+            revision = config.data.reading(key)["revision"]
+            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir, revision=revision)
     check_rewards(config.rewards)
     check_report_to(config.train.report_to)
     if config.value.init not in (None, "reward", "policy"):
@@ -335,6 +337,7 @@ def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
     if data.ptx is not None:
         dropped = f", {data.ptx.num_too_long} of them dropped as too long" if data.ptx.num_too_long else ""
         dropped += f", {data.ptx.num_unanswered} without an answer" if data.ptx.num_unanswered else ""
+        dropped += f", {data.ptx.num_bad} left out as {UNUSABLE}" if data.ptx.num_bad else ""
         display.message(f"demonstrations: {config.data.ptx}: {data.ptx.num_rows} rows{dropped}")
     if config.sampling.is_truncated:
         display.message(

@@ -33,6 +33,7 @@ from tether.config.rewards import (
     reward_names,
 )
 from tether.config.schema import RunConfig
+from tether.data.bad_rows import UNUSABLE
 from tether.models.adapters import (
     DEFAULT,
     MODULE_PREFIX,
@@ -141,8 +142,9 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     count, longest = len(prompts.prompts), prompts.longest_query
     updates, rollout = config.num_updates(count), config.train.rollout_batch_size
     epochs, minis = config.ppo.num_ppo_epochs, config.ppo.num_mini_batches
+    dropped = f"{prompts.num_too_long} too long" + (f", {prompts.num_bad} {UNUSABLE}" if prompts.num_bad else "")
     arithmetic = [
-        ("prompts", f"{count} of {prompts.num_rows} rows ({prompts.num_too_long} too long), longest {longest} tokens"),
+        ("prompts", f"{count} of {prompts.num_rows} rows ({dropped}), longest {longest} tokens"),
         ("held-out prompts", str(len(eval_prompts.prompts)) if eval_prompts else "none"),
         ("updates", f"{updates} of {rollout} answers{_each(config)} = {updates * rollout} episodes"),
         ("passes over the prompts", f"{updates * config.prompts_per_update / count:.3g}"),

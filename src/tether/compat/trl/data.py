@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.data.prompts import PromptData, checked_prompt, conversation, encoded_queries, template_arguments
+from tether.data.bad_rows import every
+from tether.data.forms import is_given, plain_row
+from tether.data.prompts import (
+    PromptData,
+    checked_prompt,
+    conversation,
+    encoded_queries,
+    template_arguments,
+    uses_template,
+)
 from tether.errors import ConfigError, DataError
 from tether.types import Prompt
 
@@ -51,9 +61,12 @@ def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Colla
         )
     else:
         queries = None
-    sources = None
+    sources, used = None, set()
     if text is not None:
-        sources = [checked_prompt(row.get(text), place) for row, place in zip(rows, places, strict=True)]
+        plain = every(partial(plain_row, is_chat=uses_template(tokenizer, "auto")), places, rows)
+        of_rows = [next((name for name in TEXTS if is_given(row.get(name))), text) for row in plain]
+        values = [row.get(name) for row, name in zip(plain, of_rows, strict=True)]
+        sources, used = every(checked_prompt, places, values), {*of_rows, "prompt"}
     if queries is None:
         arguments = template_arguments(rows, tokenizer, None, places)
         texts, queries = encoded_queries(sources, tokenizer, "auto", None, places, arguments)
@@ -63,7 +76,7 @@ def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Colla
         texts = [tokenizer.decode(ids) for ids in queries]
         sources = sources or [tokenizer.decode(ids, skip_special_tokens=True) for ids in queries]
         chats = [None if isinstance(source, str) else source for source in sources]
-    others = [column for column in columns if column not in OF_TOKENIZERS and column != text]
+    others = [column for column in columns if column not in OF_TOKENIZERS and column not in used]
     prompts = [
         Prompt(i, sources[i], texts[i], tuple(queries[i]), {column: row.get(column) for column in others}, chats[i])
         for i, row in enumerate(rows)

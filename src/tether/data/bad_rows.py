@@ -1,0 +1,115 @@
+"""Rows of a dataset that cannot be used: all of them are named at once, or left out and counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from tether.data.sources import Row, Rows
+from tether.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+SHOWN = 5
+"""Number of bad rows that a message names."""
+UNUSABLE = "unusable"
+"""What the notes of a run call rows that are left out."""
+
+
+class BadRows(DataError):
+    """Rows that cannot be used, with the reasons.
+
+    Args:
+        errors: what is wrong with each row, by the row's name in messages.
+    """
+
+    def __init__(self, errors: Mapping[str, DataError]) -> None:
+        told = [str(error) for error in list(errors.values())[:SHOWN]]
+        if len(errors) > SHOWN:
+            told.append(f"and {len(errors) - SHOWN} more rows")
+        super().__init__("\n".join(told))
+        self.errors = dict(errors)
+
+
+def every(read: Callable[..., Result], places: Sequence[str], *columns: Sequence[object]) -> list[Result]:
+    """What ``read`` returns for every row; it gets the row's values, one of each column, and its name in messages.
+
+    Args:
+        places: what messages call each row.
+
+    Raises:
+        BadRows: ``read`` raises ``DataError`` for some rows; names them all.
+    """
+    results, errors = [], {}
+    for place, *values in zip(places, *columns, strict=True):
+        try:
+            results.append(read(*values, place))
+        except DataError as error:
+            errors.setdefault(place, error)
+    if errors:
+        raise BadRows(errors)
+    return results
+
+
+def usable(
+    table: Rows, key: str, read: Callable[[list[Row], list[str], Sequence[int]], Result], *, drops: bool = False
+) -> tuple[Result, int]:
+    """What ``read`` makes of the rows that it can use, and the number of the others.
+
+    Args:
+        key: the configuration key of the dataset, for messages.
+        read: gets rows, what messages call them, and their indices in ``table``; raises ``BadRows`` for those that it
+            cannot use, and is then called again without them.
+        drops: whether rows that cannot be used are left out with a warning instead of being an error.
+
+    Raises:
+        DataError: some rows cannot be used and ``drops`` is false, or none can; names the first ones, and their number.
+    """
+    places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
+    total, errors = len(places) + len(table.bad), dict(table.bad)
+    left: Sequence[int] = range(len(places))
+    while left:
+        try:
+            result = read([table.rows[i] for i in left], [places[i] for i in left], left)
+        except BadRows as error:
+            errors |= error.errors
+            left = [i for i in left if places[i] not in errors]
+        except DataError:
+            if drops or not errors:
+                raise
+            break
+        else:
+            if errors and not drops:
+                break
+            if errors:
+                logger.warning("%s", _told(table, key, places, errors, total - len(left), "left out"))
+            return result, total - len(left)
+    raise DataError(_refused(table, key, places, errors, total - len(left)))
+
+
+def _told(
+    table: Rows, key: str, places: Sequence[str], errors: Mapping[str, DataError], count: int, what: str
+) -> str:
+    """The number of bad rows, and what is wrong with the first ones of the dataset."""
+    ordered = [errors[place] for place in dict.fromkeys([*table.bad, *places]) if place in errors]
+    first = "".join("\n  " + str(error).removeprefix(f"{key}: ") for error in ordered[:SHOWN])
+    total = len(table.rows) + len(table.bad)
+    sign = ":" if count <= SHOWN else "; the first:"
+    return f"{key}: {count} of {total} rows of {table.name} {what}{sign}{first}"
+
+
+def _refused(
+    table: Rows, key: str, places: Sequence[str], errors: Mapping[str, DataError], count: int
+) -> str:
+    """What is said of a dataset with bad rows."""
+    few = count == 1
+    told = str(*errors.values()) if few else _told(table, key, places, errors, count, "cannot be used")
+    if count == len(table.rows) + len(table.bad):
+        return told
+    way_out = f"Correct or remove {'the row' if few else 'them'}"
+    if key.startswith("data."):
+        way_out += f", or set data.drop_bad_rows: true to leave {'it' if few else 'them'} out"
+    return f"{told}\n{way_out}"

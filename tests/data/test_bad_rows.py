@@ -14,10 +14,10 @@ from tether.data.demonstrations import load_demonstrations
 from tether.data.judged import load_judged
 from tether.data.pairs import load_pairs
 from tether.data.prompts import load_prompts
-from tether.errors import DataError
+from tether.errors import ConfigError, DataError
 from tether.stages import reward, sft
 from tether.train.display import NullDisplay
-from tether.train.inputs import load_data, tell_data
+from tether.train.inputs import check_data, load_data, tell_data
 from tether.train.plan import plan
 
 OPTIONS = {"split": "train", "chat_template": "auto", "system_prompt": None, "key": "data.k"}
@@ -201,6 +201,34 @@ def test_the_first_lines_of_a_run_and_its_plan_say_how_many(write, tmp_path):
     assert dict(plan(config).arithmetic)["prompts"].startswith("3 of 6 rows (0 too long, 3 unusable)")
     with pytest.raises(DataError, match=r"^data\.prompts: 3 of 6 rows"):
         load_data(tiny_run(tmp_path, **asked))
+
+
+def test_rows_that_a_reward_cannot_use_are_named_together_or_left_out_too(write, tmp_path, caplog):
+    file = write([{"prompt": f"the {word}", "answer": answer} for word, answer in
+                  (("cat", "1"), ("dog", None), ("sun", "2"), ("sea", [1]), ("day", "3"))])  # fmt: skip
+    exact = {"data__prompts": file, "data__eval_prompts": file}
+    exact["rewards"] = [{"type": "exact_match", "column": "answer"}]
+    config = tiny_run(tmp_path, **exact)
+    with pytest.raises(DataError) as refused:
+        check_data(config, load_data(config))
+    first, second, way_out = str(refused.value).splitlines()
+    assert first.startswith("row 1 of the prompts, for rewards.0: column answer")
+    assert second.startswith("row 3 of the prompts, for rewards.0: column answer")
+    assert way_out == "Correct or remove such rows, or set data.drop_bad_rows: true to leave them out"
+    config = tiny_run(tmp_path, **exact, data__drop_bad_rows=True)
+    with caplog.at_level(logging.WARNING):
+        data = load_data(config)
+    check_data(config, data)
+    for read in (data.prompts, data.eval_prompts):
+        assert [prompt.row for prompt in read.prompts] == [0, 2, 4] and (read.num_rows, read.num_bad) == (5, 2)
+        assert read.note.endswith("5 of 5 prompts; 2 of these left out, as rewards cannot use their columns")
+    assert len(caplog.records) == 2 and "row 3 of the prompts" in caplog.records[0].getMessage()
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "the cat", "answer": None}))
+    with pytest.raises(DataError, match=r"^row 0 of the prompts, for rewards\.0"):
+        load_data(config)
+    with pytest.raises(ConfigError, match="other"):
+        load_data(tiny_run(tmp_path, **exact | {"rewards": [{"type": "exact_match", "column": "other"}]},
+                           data__drop_bad_rows=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("held_out", [True, False])

@@ -209,6 +209,20 @@ def test_each_tool_may_be_json_text(write):
         prompts(write({"prompt": "you", "chat_template_kwargs": "{"}), tokenizer)
 
 
+def test_calls_in_a_message_may_be_json_text(write):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls else m.content }}{% endfor %}"
+    )
+    calls = [{"function": {"name": "f", "arguments": {"x": 1}}}]
+    asks = {"role": "assistant", "content": "", "tool_calls": json.dumps(calls)}
+    turns = [TURN, asks, {"role": "tool", "content": "b"}]
+    (prompt,) = prompts(write({"messages": turns}), tokenizer)
+    assert prompt.text == f"the cat{json.dumps(calls)}b"
+    with pytest.raises(DataError, match=r"row 0 \(line 1\), messages, tool_calls: not JSON: "):
+        prompts(write({"messages": [TURN, {**asks, "tool_calls": "f(x)"}, turns[2]]}), tokenizer)
+
+
 @pytest.mark.parametrize(
     "text", ['[{"from": "the sun", "to": "the sea"}]', '[{"value": 3}]', "[a] dog", '[{"role": "cat"}]', "[{", "[]"]
 )

@@ -202,6 +202,9 @@ def test_limits_and_system_prompts_of_a_command_name_its_options(folder, trained
     (plain / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match=r"^the system prompt \(--system, or the run's\) needs a chat template"):
         generate_path(plain, tmp_path / "asked.jsonl", system="you nice", response_length=4)
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": [{"role": "robot", "content": "the cat"}]}))
+    with pytest.raises(DataError, match=r"the role 'robot' .* in the chat template: rename it$"):
+        generate_path(trained, tmp_path / "asked.jsonl")
     (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "the cat"}]}))
     with pytest.raises(DataError, match=r"has no chat template\. Use prompts that are text, or a model that has one$"):
         generate_path(plain, tmp_path / "asked.jsonl", response_length=4)

@@ -381,7 +381,7 @@ class TestLengths:
     def test_a_limit_of_ones_own(self, model, asked, loaded):
         with pytest.raises(ConfigError, match=r"--response_length 5 after .* 124 .* 128: .*--max_prompt_length"):
             generate_path(model, asked, response_length=5, max_prompt_length=124)
-        with pytest.raises(DataError, match=r"longer than max_prompt_length 4; the shortest has 5"):
+        with pytest.raises(DataError, match=r"longer than --max_prompt_length 4; the shortest has 5"):
             generate_path(model, asked, response_length=5, max_prompt_length=4)
         with pytest.raises(ConfigError, match=r"--response_length 128 leaves no positions .* has 128: lower it"):
             generate_path(model, asked, response_length=128)

@@ -66,9 +66,10 @@ class DataKeys(ChatKeys):
     max_samples: PositiveInt | None = None
     """Maximum number of rows to read from each source, counted from the first."""
     drop_bad_rows: bool = False
-    """Leave out rows that cannot be used (no prompt, an unfinished conversation, a message that is not text, …) and
-    count them, in the log and in the first lines of the run. If false, one such row refuses its dataset, and the
-    message names the first five. A file that cannot be parsed, or lacks a column, is always refused."""
+    """Leave out rows that cannot be used (no prompt, an unfinished conversation, a message that is not text, a value
+    that a reward cannot compare with, …) and count them, in the log and in the first lines of the run. If false, one
+    such row refuses its dataset, and the message names the first five. A file that cannot be parsed, or lacks a column,
+    is always refused."""
     columns: Columns = Field(default_factory=dict)
     """Names of columns that the sources call something else: ``{prompt: question}`` reads the column ``question`` as
     the prompt, also where the source has another column ``prompt``, which is then not read. A source without

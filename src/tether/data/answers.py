@@ -29,7 +29,7 @@ def last_turn(conversation: Any, where: str) -> tuple[list[Any], str]:
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             told += f": its {content_told(last.get('content'))}"
         elif isinstance(last, Mapping) and last.get("role") not in (None, *ROLES):
-            told += f": {role_told(last.get('role'))}"
+            told += f": {role_told(last.get('role'), where)}"
         raise DataError(told)
     return list(conversation[:-1]), last["content"]
 

@@ -15,6 +15,8 @@ Result = TypeVar("Result")
 
 SHOWN = 5
 """Number of bad rows that a message names."""
+DROP_THEM = "data.drop_bad_rows: true"
+"""The setting that leaves bad rows out."""
 UNUSABLE = "unusable"
 """What the notes of a run call rows that are left out."""
 
@@ -111,5 +113,5 @@ def _refused(
         return told
     way_out = f"Correct or remove {'the row' if few else 'them'}"
     if key.startswith("data."):
-        way_out += f", or set data.drop_bad_rows: true to leave {'it' if few else 'them'} out"
+        way_out += f", or set {DROP_THEM} to leave {'it' if few else 'them'} out"
     return f"{told}\n{way_out}"

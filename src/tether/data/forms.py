@@ -95,7 +95,7 @@ def messages(value: Any, where: str) -> Any:
     turns = listed(value, where)
     if not isinstance(turns, list):
         return turns
-    return [_shared(turn, where) if is_shared(turns) else _message(turn) for turn in turns]
+    return [_shared(turn, where) if is_shared(turns) else _message(turn, where) for turn in turns]
 
 
 def listed(value: Any, where: str) -> Any:
@@ -155,12 +155,16 @@ def _other_part(content: Sequence[Any]) -> int | None:
     )
 
 
-def role_told(role: Any) -> str:
-    """What is wrong with a role that is not known, and the ways out."""
-    return (
-        f"the role {role!r} is neither one of {', '.join(ROLES)} nor named in the chat template: rename it, or map it "
-        "to one by the tags of a dataset_info.json (data.dataset_dir)"
-    )
+def role_told(role: Any, where: str) -> str:
+    """What is wrong with a role that is not known, and the ways out.
+
+    Args:
+        where: what messages call the row.
+    """
+    told = f"the role {role!r} is neither one of {', '.join(ROLES)} nor named in the chat template: rename it"
+    if where.startswith("data."):
+        told += ", or map it to one by the tags of a dataset_info.json (data.dataset_dir)"
+    return told
 
 
 def is_shared(value: Any) -> bool:
@@ -231,14 +235,14 @@ def _shared(turn: Any, where: str) -> Message:
     if turn["from"] == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": function_calls(turn["value"], where)}
     role = _SHARED.get(turn["from"], turn["from"]) if isinstance(turn["from"], str) else turn["from"]
-    return _message({"role": role, "content": turn["value"]})
+    return _message({"role": role, "content": turn["value"]}, where)
 
 
-def _message(message: Any) -> Any:
-    """A message with our name of its role, and text as content; unchecked."""
+def _message(message: Any, where: str) -> Any:
+    """A message with our name of its role, text as content, and calls that are no longer JSON text; unchecked."""
     if not isinstance(message, Mapping):
         return message
-    known = {"role": _role, "content": as_text}
+    known = {"role": _role, "content": as_text, "tool_calls": lambda calls: decoded(calls, f"{where}, tool_calls")}
     return {name: known[name](value) if name in known else value for name, value in message.items()}
 
 

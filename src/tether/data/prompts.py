@@ -367,7 +367,7 @@ def _rendered(
         )
     for i, role in enumerate(message["role"] for message in messages):
         if role not in ROLES and not (role and re.search(rf"\b{re.escape(role)}\b", str(tokenizer.chat_template))):
-            raise DataError(f"{where}: message {i}: {role_told(role)}")
+            raise DataError(f"{where}: message {i}: {role_told(role, where)}")
     calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
     if calling is not None and "tool_calls" not in str(tokenizer.chat_template):
         raise DataError(

@@ -28,6 +28,7 @@ from tether.config.rewards import (
     reward_names,
     sources_of,
 )
+from tether.data.bad_rows import every
 from tether.errors import ConfigError, DataError, ModelError, RewardError
 from tether.models.bitsandbytes import FewBits, check_bitsandbytes, is_quantized, placed
 from tether.models.classifiers import (
@@ -143,14 +144,15 @@ def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Ma
         rows: prompt, other columns and name of each row.
 
     Raises:
-        DataError: the first that they cannot use, with the reward's key and the row.
+        BadRows: some that they cannot use; names the reward's key and the rows.
     """
     sources = [
         (key, config)
         for key, config in sources_of(configs)
         if isinstance(config, ColumnReward) or (isinstance(config, HttpReward) and config.protocol == "tether")
     ]
-    for prompt, columns, place in rows if sources else ():
+
+    def check(prompt: Any, columns: Mapping[str, Any], where: str) -> None:
         for key, config in sources:
             try:
                 if isinstance(config, HttpReward):
@@ -158,9 +160,13 @@ def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Ma
                 else:
                     check_value(config, columns.get(config.column))
             except ValueError as error:
-                raise DataError(f"{place}, for {key}: column {config.column} {error}") from error
+                raise DataError(f"{where}, for {key}: column {config.column} {error}") from error
             except RewardError as error:
-                raise DataError(f"{place}, for {key}: {error}") from error
+                raise DataError(f"{where}, for {key}: {error}") from error
+
+    if sources and (given := list(rows)):
+        prompts, columns, places = zip(*given, strict=True)
+        every(check, places, prompts, columns)
 
 
 def check_conversations(

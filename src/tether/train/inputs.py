@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from peft import PeftConfig, PeftType
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -11,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from tether.config import launched
 from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
 from tether.config.schema import RunConfig
-from tether.data.bad_rows import UNUSABLE
+from tether.data.bad_rows import DROP_THEM, UNUSABLE, BadRows
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.joined import check_datasets
 from tether.data.prompts import PromptData, load_prompts, split_prompts
@@ -41,7 +43,9 @@ from tether.rewards.lengths import check_room
 from tether.train.display import Display
 from tether.train.optim import check_schedule
 from tether.train.rollout import Answers
-from tether.types import Completion, RewardBatch
+from tether.types import Completion, Message, Prompt, RewardBatch
+
+logger = logging.getLogger(__name__)
 
 OF_SCRIPT = "train_dataset"
 """``data.prompts`` of a run whose prompts were passed by a script that uses ``tether.compat.trl``."""
@@ -140,17 +144,41 @@ def load_prompt_sets(
 ) -> tuple[PromptData, PromptData | None]:
     """Loads the prompts to train on, and the held-out prompts if there are any."""
     data = config.data
-    same = {"max_prompt_length": data.max_prompt_length, **data.chat}
-    prompts = load_prompts(data.prompts, tokenizer, **data.reading("prompts"), **same)
+    prompts = _prompts(config, "prompts", tokenizer)
     if data.eval_prompts is not None:
-        others = load_prompts(data.eval_prompts, tokenizer, **data.reading("eval_prompts"), **same)
-        return prompts, others
+        return prompts, _prompts(config, "eval_prompts", tokenizer)
     if not data.eval_fraction:
         return prompts, None
     prompts, held_out = split_prompts(prompts, data.eval_fraction, config.train.seed)
     if not held_out.prompts:
         raise DataError("data.eval_fraction: all rows of data.prompts have the same prompt, so none can be held out")
     return prompts, held_out
+
+
+def _prompts(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> PromptData:
+    """The prompts under the key ``name``; without those that a reward source cannot score, if bad rows are dropped."""
+    data = config.data
+    same = {"max_prompt_length": data.max_prompt_length, **data.chat}
+    read = load_prompts(getattr(data, name), tokenizer, **data.reading(name), **same)
+    if not data.drop_bad_rows:
+        return read
+    check_reward_columns(config.rewards, read.columns)
+    try:
+        check_contents(config.rewards, map(_named, read.prompts))
+    except BadRows as error:
+        kept = [prompt for prompt in read.prompts if _named(prompt)[2] not in error.errors]
+        count = len(read.prompts) - len(kept)
+        if not kept:
+            raise
+        logger.warning("data.%s: %d rows are left out, as rewards cannot use their columns:\n%s", name, count, error)
+        note = f"{read.note}; {count} of these left out, as rewards cannot use their columns"
+        return replace(read, prompts=kept, num_bad=read.num_bad + count, note=note)
+    return read
+
+
+def _named(prompt: Prompt) -> tuple[str | list[Message], Mapping[str, Any], str]:
+    """A prompt, its other columns, and its name in messages."""
+    return prompt.source, prompt.columns, f"row {prompt.row} of the prompts"
 
 
 def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DemonstrationData:
@@ -182,7 +210,12 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
     Raises:
         ConfigError, DataError: names the problem.
     """
-    notes = check_judged(config, data.prompt_sets, data.tokenizer)
+    try:
+        notes = check_judged(config, data.prompt_sets, data.tokenizer)
+    except BadRows as error:
+        if config.data.prompts == OF_SCRIPT:
+            raise
+        raise DataError(f"{error}\nCorrect or remove such rows, or set {DROP_THEM} to leave them out") from error
     model = config.model
     base, revision = own_weights(model.path, model.revision)
     goes_on = model.lora is not None and is_adapter(model.path, model.revision)
@@ -220,9 +253,7 @@ def check_judged(
         check_reward_columns(config.rewards, prompts.columns)
     every = [prompt for prompts in prompt_sets for prompt in prompts.prompts]
     check_conversations(config.rewards, every, tokenizer)
-    check_contents(
-        config.rewards, ((prompt.source, prompt.columns, f"row {prompt.row} of the prompts") for prompt in every)
-    )
+    check_contents(config.rewards, map(_named, every))
     return check_room(config.rewards, every, tokenizer, config.sampling.response_length)
 
 

@@ -35,10 +35,37 @@ def test_a_run_makes_as_many_updates_as_its_epochs_need(epochs, prompts, batch, 
     assert run_of(train).num_updates(prompts) == updates
 
 
-def run_of(train):
+@pytest.mark.parametrize(
+    ("batch", "minis", "processes", "rows"),
+    [(64, 1, 1, 8), (64, 1, 4, 8), (4, 1, 1, 4), (4, 1, 8, 4), (100, 1, 1, 5), (12, 1, 4, 6), (64, 16, 1, 4),
+     (48, 4, 1, 6), (48, 4, 4, 6), (24, 2, 4, 6), (26, 1, 2, 1), (13, 1, 1, 1), (1000, 1, 1, 8), (1000, 1, 2, 5)],
+)  # fmt: skip
+def test_micro_batches_are_as_large_as_fits_up_to_eight(batch, minis, processes, rows):
+    config = run_of({"max_steps": 1, "rollout_batch_size": batch}, ppo={"num_mini_batches": minis})
+    at_once = config.answers_at_once(processes)
+    assert config.mini_batch_size % at_once == 0 and at_once == min(rows * processes, config.mini_batch_size)
+    saved = config.resolved(bf16=False, num_processes=processes)
+    assert saved.train.micro_batch_size == rows
+    assert RunConfig.model_validate(saved.model_dump(mode="json")) == saved
+
+
+def test_micro_batches_that_are_set_stay_as_they_are():
+    with pytest.raises(ValueError, match="micro_batch_size 8 must divide rollout_batch_size 100"):
+        run_of({"max_steps": 1, "rollout_batch_size": 100, "micro_batch_size": 8})
+    budget = run_of({"max_steps": 1, "rollout_batch_size": 100, "max_tokens_per_micro_batch": 512})
+    assert budget.resolved(bf16=False).train.micro_batch_size is None
+
+
+def test_a_mini_batch_that_the_processes_cannot_share_is_refused():
+    config = run_of({"max_steps": 1, "rollout_batch_size": 64})
+    with pytest.raises(ValueError, match=r"in each of 3 processes .* mini-batch size 64: launch a different number"):
+        config.answers_at_once(3)
+
+
+def run_of(train, **sections):
     return RunConfig.model_validate(
         {
             "model": {"path": "m"}, "rewards": [{"type": "http", "url": "http://judge"}], "data": {"prompts": "p"},
             "train": train, "output_dir": "o",
-        }
+        } | sections
     )  # fmt: skip

@@ -246,7 +246,7 @@ class TestProblems:
         ]
 
     def test_a_rule_over_absurd_numbers_answers_at_once(self):
-        (line,) = problems(FILE, f"--train.rollout_batch_size={10**30 + 57}")
+        (line,) = problems(FILE, f"--train.rollout_batch_size={10**30 + 57}", "--train.micro_batch_size=8")
         assert line.endswith("micro_batch_size 8 must divide rollout_batch_size 1000000000000000000000000000057: try 1")
 
     @pytest.mark.parametrize("value", ["'0.1'", "true", "[0.1]", "null", "{}"])

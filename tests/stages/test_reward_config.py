@@ -4,6 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from tether.config.reward_stage import RewardStageConfig
+from tether.errors import ConfigError
+from tether.stages.running import as_launched
 
 
 def config(**sections):
@@ -57,3 +59,21 @@ def test_processes_share_the_rows_of_a_step(batch, micro, processes, rows):
         return
     with pytest.raises(ValueError, match=rf"^train\.batch_size: got 16, wanted a multiple of .* {processes} processes"):
         train.rows_at_once(processes)
+
+
+@pytest.mark.parametrize(
+    ("batch", "processes", "rows"), [(16, 1, 8), (16, 4, 4), (4, 1, 4), (100, 1, 5), (24, 3, 8), (30, 3, 5), (13, 1, 1)]
+)
+def test_rows_at_once_follow_the_rows_of_a_step_if_they_are_not_set(batch, processes, rows, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    given = config(train={"batch_size": batch})
+    assert given.train.rows_at_once(processes) == rows
+    saved = as_launched(given)
+    assert saved.train.micro_batch_size == rows
+    assert RewardStageConfig.model_validate(saved.model_dump(mode="json")) == saved
+
+
+def test_a_step_that_the_processes_cannot_share_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"^train\.batch_size: got 16, wanted a multiple of 3, the number"):
+        as_launched(config(train={"batch_size": 16}))

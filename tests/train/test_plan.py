@@ -135,6 +135,23 @@ def test_a_finished_run_can_be_planned_again_and_its_configuration_is_resolved(t
     assert parse_config(plan(config).config) == written
 
 
+def test_the_size_of_micro_batches_that_was_found_is_planned_and_saved(tmp_path):
+    config = tiny_run(tmp_path, train__max_steps=1, train__rollout_batch_size=10, train__micro_batch_size=None)
+    planned = plan(config)
+    assert dict(planned.arithmetic)["micro-batches"] == "2 of 5 answers"
+    assert parse_config(planned.config).train.micro_batch_size == 5 and planned.notes == []
+    assert dict(plan(config, num_processes=2).arithmetic)["micro-batches"] == "1 of 5 answers in each of 2 processes"
+    train_policy(config)
+    assert load_config(config.output_dir / "config.yaml").train.micro_batch_size == 5
+
+
+def test_a_mini_batch_that_hardly_anything_divides_is_warned_of(tmp_path):
+    few = plan(tiny_run(tmp_path, train__rollout_batch_size=13, train__micro_batch_size=None))
+    (note,) = few.notes
+    assert note.startswith("train.micro_batch_size is 1,") and "mini-batch size 13" in note
+    assert dict(few.arithmetic)["micro-batches"] == "13 of 1 answers"
+
+
 def test_adapters_that_are_continued_or_judge_are_counted_as_they_were_saved(tmp_path):
     first = tiny_run(tmp_path, model__lora={"r": 2, "target_modules": ["q_proj"]}, train__max_steps=1)
     train_policy(first)

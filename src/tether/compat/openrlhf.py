@@ -386,7 +386,7 @@ def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "train.dynamic_batch_enable", True
         yield "train.max_tokens_per_gpu", train.max_tokens_per_micro_batch
     else:
-        yield "train.micro_batch_size", train.max_rows_per_micro_batch
+        yield "train.micro_batch_size", config.max_rows_per_micro_batch()
     yield "actor.eps_clip_low_high", [ppo.cliprange, ppo.cliprange_high or ppo.cliprange]
     if ppo.kl_in == "loss":
         yield "algo.kl.use_loss", True

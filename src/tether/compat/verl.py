@@ -386,9 +386,9 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield f"{ACTOR}.use_dynamic_bsz", True
         yield f"{ACTOR}.ppo_max_token_len_per_gpu", train.max_tokens_per_micro_batch
     else:
-        yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", train.max_rows_per_micro_batch
-        yield f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", train.max_rows_per_micro_batch
-        yield "critic.ppo_micro_batch_size_per_gpu", train.max_rows_per_micro_batch
+        yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
+        yield f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
+        yield "critic.ppo_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
     yield from _kl_settings(config)
     yield f"{ACTOR}.clip_ratio", ppo.cliprange
     yield f"{ACTOR}.clip_ratio_low", ppo.cliprange

@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Quantization = Literal["4bit", "8bit"]
 """How many bits the weights of linear layers are held in."""
+LARGEST_DEFAULT = 8
+"""The most rows in one forward and backward pass of a process if ``train.micro_batch_size`` is left out."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """What the generators of Python, NumPy and torch alike can begin with."""
 
@@ -20,6 +22,11 @@ def check_precision(bf16: bool | None, fp16: bool) -> None:
 def passes_over(count: int, num_epochs: float) -> Fraction:
     """The exact product of ``num_epochs`` and ``count``: 1.1 is eleven tenths, not a float."""
     return Fraction(str(num_epochs)) * count
+
+
+def divisors(count: int, *, most: int) -> list[int]:
+    """The divisors of ``count`` that are at most ``most``, the largest first."""
+    return [size for size in range(most, 0, -1) if count % size == 0]
 
 
 class Section(BaseModel):

@@ -22,7 +22,15 @@ from pydantic import (
     model_validator,
 )
 
-from tether.config.base import Quantization, Section, Seed, check_precision, passes_over
+from tether.config.base import (
+    LARGEST_DEFAULT,
+    Quantization,
+    Section,
+    Seed,
+    check_precision,
+    divisors,
+    passes_over,
+)
 from tether.config.chat import Columns, DataKeys, Sources
 from tether.config.idle import idle
 from tether.config.keys import shown
@@ -397,7 +405,8 @@ class TrainConfig(Section):
     rollout_batch_size: PositiveInt = 64
     """Answers per update."""
     micro_batch_size: PositiveInt | None = None
-    """Answers in one forward and backward pass of a process. Default: 8, unless max_tokens_per_micro_batch is set."""
+    """Answers in one forward and backward pass of a process; must divide the mini-batch. Default: the largest number up
+    to 8 that fits the mini-batch and the processes, unless max_tokens_per_micro_batch is set."""
     max_tokens_per_micro_batch: PositiveInt | None = None
     """Instead of micro_batch_size: as many answers per pass as fit into this many tokens, padding included."""
     learning_rate: PositiveFloat | None = None
@@ -521,18 +530,12 @@ class TrainConfig(Section):
                 f"micro_batch_size ({self.micro_batch_size}) counts answers and max_tokens_per_micro_batch "
                 f"({self.max_tokens_per_micro_batch}) tokens: set one of them"
             )
-        micro = self.max_rows_per_micro_batch
+        micro = self.micro_batch_size
         if micro is not None and self.rollout_batch_size % micro:
             raise ValueError(_divide("micro_batch_size", micro, "rollout_batch_size", self.rollout_batch_size))
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise ValueError("load_best_model_at_end needs metric_for_best_model, for example eval_scores")
         return self
-
-
-    @property
-    def max_rows_per_micro_batch(self) -> int | None:
-        """Answers in one forward and backward pass, the default resolved; None with a token budget."""
-        return None if self.max_tokens_per_micro_batch else self.micro_batch_size or 8
 
 
 class RunConfig(Section):
@@ -578,12 +581,13 @@ class RunConfig(Section):
         """The policy's peak learning rate, the default resolved."""
         return self.train.learning_rate or (5e-5 if self.model.lora else 3e-6)
 
-    def resolved(self, *, bf16: bool, fp16: bool = False) -> RunConfig:
-        """The same run with every default filled in that depends on other keys or on the machine.
+    def resolved(self, *, bf16: bool, fp16: bool = False, num_processes: int = 1) -> RunConfig:
+        """The same run with every default filled in that depends on other keys, on the machine or on the launch.
 
         Args:
             bf16: whether the machine has bfloat16 arithmetic; used if ``train.bf16`` is left out.
             fp16: whether the launcher asks for float16.
+            num_processes: number of processes of the run.
         """
         fp16 = self.train.fp16 or fp16
         value = self.value.model_copy(update={"kind": self.value_kind}) if self.ppo.has_critic else self.value
@@ -592,7 +596,7 @@ class RunConfig(Section):
             "learning_rate": self.learning_rate,
             "bf16": bf16 and not fp16 if self.train.bf16 is None else self.train.bf16,
             "fp16": fp16,
-            "micro_batch_size": self.train.max_rows_per_micro_batch,
+            "micro_batch_size": self.max_rows_per_micro_batch(num_processes),
         }
         return self.model_copy(
             update={"value": value, "ppo": ppo, "train": self.train.model_copy(update=filled)}
@@ -603,13 +607,21 @@ class RunConfig(Section):
         """Answers per optimizer step."""
         return self.train.rollout_batch_size // self.ppo.num_mini_batches
 
+    def max_rows_per_micro_batch(self, num_processes: int = 1) -> int | None:
+        """Answers in one forward and backward pass of a process, the default resolved; None with a token budget."""
+        train, mini = self.train, self.mini_batch_size
+        if train.max_tokens_per_micro_batch is not None or train.micro_batch_size is not None:
+            return train.micro_batch_size
+        fits = divisors(mini, most=LARGEST_DEFAULT)
+        return next((rows for rows in fits if mini % min(rows * num_processes, mini) == 0), fits[0])
+
     def answers_at_once(self, num_processes: int) -> int:
         """Answers that the processes of a run train on at once, with a token budget the most of them.
 
         Raises:
             ValueError: mini-batches would not hold equally many answers.
         """
-        micro, mini = self.train.max_rows_per_micro_batch, self.mini_batch_size
+        micro, mini = self.max_rows_per_micro_batch(num_processes), self.mini_batch_size
         if micro is None:
             return mini
         at_once = min(micro * num_processes, mini)
@@ -637,7 +649,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_batches(self) -> RunConfig:
         rollout, minis = self.train.rollout_batch_size, self.ppo.num_mini_batches
-        micro, answers = self.train.max_rows_per_micro_batch, self.sampling.num_generations
+        micro, answers = self.train.micro_batch_size, self.sampling.num_generations
         if rollout % minis:
             raise ValueError(_divide("ppo.num_mini_batches", minis, "train.rollout_batch_size", rollout))
         if micro is not None and self.mini_batch_size % micro:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from tether.config.base import Section, Seed, check_precision
+from tether.config.base import LARGEST_DEFAULT, Section, Seed, check_precision, divisors
 from tether.config.chat import DataKeys
 from tether.config.schema import Fraction, HeldOut, ModelConfig, check_weights
 
@@ -21,9 +21,9 @@ class StageTrainConfig(Section):
     """Number of optimizer steps, instead of num_train_epochs."""
     batch_size: PositiveInt = 16
     """Rows per optimizer step, of all processes together."""
-    micro_batch_size: PositiveInt = 8
+    micro_batch_size: PositiveInt | None = None
     """Rows in one forward and backward pass of a process; fewer if all processes together would read more than
-    batch_size."""
+    batch_size, which it must divide. Default: the largest number up to 8 that fits batch_size and the processes."""
     learning_rate: PositiveFloat | None = None
     """Peak learning rate. Default: 1e-4 with LoRA, 1e-5 otherwise."""
     lr_scheduler_type: str = "linear"
@@ -64,6 +64,13 @@ class StageTrainConfig(Section):
         Raises:
             ValueError: an optimizer step cannot be divided into such passes.
         """
+        if self.micro_batch_size is None:
+            if self.batch_size % num_processes:
+                raise ValueError(
+                    f"train.batch_size: got {self.batch_size}, wanted a multiple of {num_processes}, the number of "
+                    "processes"
+                )
+            return divisors(self.batch_size // num_processes, most=LARGEST_DEFAULT)[0]
         rows = min(self.micro_batch_size, self.batch_size // num_processes)
         if rows == 0 or self.batch_size % (rows * num_processes):
             least = max(rows, 1) * num_processes
@@ -76,7 +83,7 @@ class StageTrainConfig(Section):
     @model_validator(mode="after")
     def _cross_checks(self) -> StageTrainConfig:
         check_precision(self.bf16, self.fp16)
-        if self.batch_size % self.micro_batch_size:
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} must divide batch_size {self.batch_size}: "
                 f"set batch_size to {self.micro_batch_size * max(1, self.batch_size // self.micro_batch_size)}"

@@ -113,19 +113,27 @@ def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
             "model.lora and train.gradient_checkpointing"
         )
     check_precision(config)
+    _rows_at_once(config, num_processes)
+
+
+def _rows_at_once(config: StageConfig, num_processes: int) -> int:
     try:
-        config.train.rows_at_once(num_processes)
+        return config.train.rows_at_once(num_processes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
 def as_launched(config: ConfigT) -> ConfigT:
-    """The configuration with the precision that the launcher asks for, if any."""
-    asked = launched.mixed_precision()
-    if asked == "no":
-        return config
-    precision = {"bf16": asked == "bf16", "fp16": asked == "fp16"}
-    return config.model_copy(update={"train": config.train.model_copy(update=precision)})
+    """The configuration with the micro-batches that fit the launched processes, if it leaves them open, and with the
+    precision that the launcher asks for, if any.
+
+    Raises:
+        ConfigError: an optimizer step cannot be divided over the processes.
+    """
+    train, asked = config.train, launched.mixed_precision()
+    filled = {"micro_batch_size": train.micro_batch_size or _rows_at_once(config, launched.num_processes())}
+    precision = {} if asked == "no" else {"bf16": asked == "bf16", "fp16": asked == "fp16"}
+    return config.model_copy(update={"train": train.model_copy(update=filled | precision)})
 
 
 def check_folder(config: StageConfig) -> None:
@@ -165,7 +173,7 @@ class Begun(Generic[ConfigT]):
     dist: Dist
     """The processes, of which only the main one writes files and messages."""
     config: ConfigT
-    """The configuration, with the precision that the launcher asks for."""
+    """The configuration ``as_launched``."""
     tell: Tell
     """Silent in all processes except the main one."""
     checkpoint: Path | None

@@ -33,7 +33,7 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
     evaluates = config.data.has_eval
     args = TrainingArguments(
         output_dir=str(config.output_dir),
-        per_device_train_batch_size=train.max_rows_per_micro_batch or config.mini_batch_size,
+        per_device_train_batch_size=config.max_rows_per_micro_batch() or config.mini_batch_size,
         learning_rate=config.learning_rate,
         lr_scheduler_type=_named_schedule(train),
         lr_scheduler_kwargs=train.lr_scheduler_kwargs,

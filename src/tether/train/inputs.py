@@ -11,6 +11,7 @@ from peft import PeftConfig, PeftType
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.config import launched
+from tether.config.base import LARGEST_DEFAULT, divisors
 from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
 from tether.config.schema import RunConfig
 from tether.data.bad_rows import DROP_THEM, UNUSABLE, BadRows
@@ -112,10 +113,17 @@ def check_batches(config: RunConfig, num_processes: int) -> None:
         raise ConfigError(str(error)) from error
 
 
-def resolved(config: RunConfig) -> RunConfig:
-    """The configuration with those defaults filled in that depend on this machine and on the launcher."""
+def resolved(config: RunConfig, num_processes: int | None = None) -> RunConfig:
+    """The configuration with those defaults filled in that depend on this machine and on the launcher.
+
+    Args:
+        num_processes: number of processes of the run. Default: those that were launched.
+    """
     asked = launched.mixed_precision()
-    return config.resolved(bf16=asked == "bf16" or bf16_supported(default_device()), fp16=asked == "fp16")
+    bf16 = asked == "bf16" or bf16_supported(default_device())
+    return config.resolved(
+        bf16=bf16, fp16=asked == "fp16", num_processes=num_processes or launched.num_processes()
+    )
 
 
 def model_paths(config: RunConfig) -> dict[str, str]:
@@ -216,6 +224,7 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
         if config.data.prompts == OF_SCRIPT:
             raise
         raise DataError(f"{error}\nCorrect or remove such rows, or set {DROP_THEM} to leave them out") from error
+    notes = notes + _slow_passes(config)
     model = config.model
     base, revision = own_weights(model.path, model.revision)
     goes_on = model.lora is not None and is_adapter(model.path, model.revision)
@@ -235,6 +244,18 @@ def check_data(config: RunConfig, data: RunData, *, has_policy: bool = True) -> 
     if has_policy:
         _check_adapters(config, base, PeftType.LORA if start is None else start.peft_type)
     return notes
+
+
+def _slow_passes(config: RunConfig) -> list[str]:
+    """A warning about a mini-batch that only few answers at a time divide; none with a token budget."""
+    rows, mini = config.train.micro_batch_size, config.mini_batch_size
+    if rows is None or mini <= LARGEST_DEFAULT or divisors(mini, most=LARGEST_DEFAULT)[0] >= LARGEST_DEFAULT // 2:
+        return []
+    return [
+        f"train.micro_batch_size is {rows}, as no number from {LARGEST_DEFAULT // 2} to {LARGEST_DEFAULT} divides the "
+        f"mini-batch size {mini}, and passes over few answers take longer; a multiple of {LARGEST_DEFAULT} is faster: "
+        "change train.rollout_batch_size or ppo.num_mini_batches, or set train.max_tokens_per_micro_batch"
+    ]
 
 
 def check_judged(

@@ -114,7 +114,7 @@ def halved(config: RunConfig, halvings: int, error: torch.OutOfMemoryError) -> t
     Raises:
         TrainingError: they already hold only one answer.
     """
-    size = config.train.max_rows_per_micro_batch or config.mini_batch_size
+    size = config.max_rows_per_micro_batch() or config.mini_batch_size
     if 2**halvings >= size:
         raise TrainingError(
             f"out of memory with one answer in a micro-batch ({error}): set train.gradient_checkpointing, lower "

@@ -135,7 +135,7 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     """
     check(config)
     check_batches(config, num_processes)
-    config = resolved(config)
+    config = resolved(config, num_processes)
     data = load_data(config)
     notes = check_data(config, data)
     prompts, eval_prompts = data.prompts, data.eval_prompts

@@ -252,7 +252,7 @@ class Update:
             step,
             batch_size=config.mini_batch_size,
             seed=config.train.seed,
-            max_rows=max(1, (config.train.max_rows_per_micro_batch or config.mini_batch_size) >> self.halvings),
+            max_rows=max(1, (config.max_rows_per_micro_batch() or config.mini_batch_size) >> self.halvings),
             max_tokens=config.train.max_tokens_per_micro_batch,
         )
         own, most = list(self.dist.dealt(batches)), len(self.dist.dealt(batches, to=0))

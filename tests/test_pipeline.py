@@ -188,6 +188,30 @@ def test_finished_stages_are_skipped_and_an_unfinished_one_goes_on_bitwise(file,
     assert [line for line in told.lines if ": finished in " in line] == told.lines[:3]
 
 
+def test_a_pipeline_that_moved_goes_on_where_it_is(file, tmp_path, monkeypatch):
+    overrides = [*FULL, f"--ppo.model.path={tmp_path}/out/sft"]
+    with monkeypatch.context() as patch:
+        patch.setattr("tether.train.run.save_final", None)
+        with pytest.raises(TypeError):
+            run_pipeline(load_pipeline(file, overrides))
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("model", "out", "pairs.jsonl"):
+        (tmp_path / name).rename(other / name)
+    moved = other / "run.yaml"
+    moved.write_text(PIPELINE.format(folder=other))
+    overrides = [*FULL, f"--ppo.model.path={other}/out/sft"]
+    told = Told()
+    run_pipeline(load_pipeline(moved, overrides), display=told)
+    stages = [line for line in told.lines if line.startswith(("sft: ", "reward: ", "ppo: "))]
+    assert [line.split(" in ")[0] for line in stages[:3]] == ["sft: finished", "reward: finished", "ppo: continues"]
+    (other / "pairs.jsonl").write_text("\n".join((other / "pairs.jsonl").read_text().splitlines()[::-1]))
+    (other / "pairs.jsonl").rename(tmp_path / "pairs.jsonl")
+    changed = [*overrides, f"--sft.data.demonstrations={tmp_path}/pairs.jsonl"]
+    with pytest.raises(ConfigError, match=r"holds this stage with a different data\.demonstrations"):
+        run_pipeline(load_pipeline(moved, changed))
+
+
 def test_what_is_to_run_anew_is_not_finished_where_the_pipeline_stops_before_it(file, tmp_path, monkeypatch):
     """Not by its earlier model either, nor by checkpoints of it."""
     run(file, "--reward.train.save_steps=1")

@@ -31,7 +31,7 @@ from tether.stages.reward import RewardStageResult, train_reward_model
 from tether.stages.sft import SftResult, train_sft
 from tether.train import inputs
 from tether.train.display import Display, NullDisplay
-from tether.train.folder import CONFIG, CRITIC, prepare_folder
+from tether.train.folder import CONFIG, CRITIC, other_contents, prepare_folder, recorded
 from tether.train.folder import check_folder as check_run_folder
 from tether.train.interrupt import StopRequest
 from tether.train.run import check_processes, train_policy, try_outside
@@ -302,7 +302,7 @@ def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
     differing = [
         key for key in differences(saved, now) if not _may_change(config, key, is_finished=is_finished)
     ]
-    if differing:
+    if differing := differing and _other_contents(now, differing, folder):
         raise ConfigError(
             f"output_dir: {folder} holds this stage with a different {' and '.join(differing[:3])}. Choose another "
             "output_dir, or add --overwrite to run all stages anew"
@@ -313,6 +313,14 @@ def _may_change(config: Any, key: str, *, is_finished: bool) -> bool:
     if not isinstance(config, RunConfig):
         return key in running.MAY_CHANGE
     return may_change(key, is_finished=is_finished)
+
+
+def _other_contents(config: Any, changed: Sequence[str], folder: Path) -> list[str]:
+    """Keys that changed since the stage in ``folder`` in more than the places of inputs, else sets of other rows."""
+    if isinstance(config, RunConfig):
+        return other_contents(config, changed, recorded(folder))
+    stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
+    return running.other_contents(config, changed, stage.read_now)
 
 
 def _ready(config: Any, state: State) -> Any:

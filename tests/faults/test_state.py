@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 
 from tests.faults.test_bad_numbers import Heard
-from tests.models.build import save_adapter, save_model
+from tests.models.build import edit_json, save_adapter, save_model
 from tests.train.runs import PROMPTS, tiny_run, write_prompts
-from tests.train.test_run import NOT_REPRODUCIBLE, CrashAfter, assert_same_weights, reproducible, weights
+from tests.train.test_run import NOT_REPRODUCIBLE, CrashAfter, assert_same_weights, ended, reproducible, weights
 from tether.config.schema import TrainConfig
 from tether.errors import CheckpointError, ConfigError
 from tether.machine.claim import claimed
@@ -254,7 +254,7 @@ def test_where_the_best_checkpoint_is_damaged_at_the_end_the_last_policy_is_kept
     assert len(result.updates) == 3 and (config.output_dir / "model.safetensors").is_file()
     (told,) = [text for text in display.said if "instead of the best one" in text]
     assert "roles.safetensors is damaged" in told
-    assert json.loads((config.output_dir / "finished.json").read_text()) == {"step": 3, "kept_step": 3}
+    assert ended(config.output_dir) == {"step": 3, "kept_step": 3}
 
 
 def test_a_state_of_another_version_is_named(again):
@@ -333,6 +333,21 @@ def test_a_digest_of_a_model_is_of_its_weights_wherever_they_are(tmp_path, of_ba
         save_adapter(tmp_path / "adapter", base, seed=2)
     assert model_digest(str(adapter)) not in (before, None)
     assert model_digest("org/model") is None
+
+
+def test_a_digest_of_a_model_does_not_depend_on_where_it_is(tmp_path):
+    base = save_model(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    before = model_digest(str(adapter))
+    base.rename(tmp_path / "elsewhere")
+    moved = adapter.rename(tmp_path / "moved")
+    edit_json(moved / "adapter_config.json", lambda config: config.update(base_model_name_or_path="org/model"))
+    on_the_hub = model_digest(str(moved))
+    edit_json(moved / "adapter_config.json", lambda config: config.update(base_model_name_or_path="org/other"))
+    assert len({before, on_the_hub, model_digest(str(moved))}) == 3
+    place = str(tmp_path / "elsewhere")
+    edit_json(moved / "adapter_config.json", lambda config: config.update(base_model_name_or_path=place))
+    assert model_digest(str(moved)) == before
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,17 @@ def test_lora_saves_an_adapter_on_a_base_that_plain_peft_loads(tmp_path, run):
     assert (out / "base" / "manifest.json").is_file()
 
 
+def test_a_run_folder_that_moved_still_holds_the_base_of_its_adapters(tmp_path, run):
+    config = run(lora=True, train__save_steps=1)
+    train_policy(config)
+    before = evaluate_path(config.output_dir).metrics
+    place = config.output_dir.rename(tmp_path / "elsewhere")
+    assert evaluate_path(place).metrics == before == evaluate_path(place / "checkpoint-1").metrics
+    merge_adapter(str(place), tmp_path / "merged")
+    again = run(lora=True, train__save_steps=1, train__max_steps=2, output_dir=str(place), resume=True)
+    assert [row["step"] for row in train_policy(again).updates] == [2]
+
+
 def test_a_start_from_a_file_is_the_start_from_its_folder(tmp_path, run):
     """KL 0 at the first step, and the same metrics as from the de-quantized folder."""
     model = load_causal_lm(str(tmp_path / "tiny.gguf"), dtype=torch.float32)

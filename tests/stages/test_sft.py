@@ -300,6 +300,32 @@ def test_a_run_goes_on_with_the_rows_and_the_model_that_it_began_with(tmp_path):
     assert train_sft(resumed).interrupted is None
 
 
+def test_a_run_whose_model_data_and_folder_moved_goes_on_or_is_finished(tmp_path):
+    straight = stage(tmp_path, max_steps=3, out="straight", data={"eval_fraction": 0.2})
+    train_sft(straight)
+    train_sft(stage(tmp_path, max_steps=3, data={"eval_fraction": 0.2}), stop=lambda: "SIGTERM")
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("model", "out", "rows.jsonl"):
+        (tmp_path / name).rename(other / name)
+    config = stage(other, max_steps=3, data={"eval_fraction": 0.2}).model_copy(update={"resume": "auto"})
+    train_sft(config)
+    assert all(torch.equal(x, weights(config.output_dir)[name]) for name, x in weights(straight.output_dir).items())
+    (other / "model").rename(tmp_path / "model")
+    back = {"model": {"path": str(tmp_path / "model")}, "data": {"demonstrations": str(tmp_path / "rows.jsonl")}}
+    (other / "rows.jsonl").rename(tmp_path / "rows.jsonl")
+    again = SftStageConfig.model_validate(config.model_dump(mode="json") | {"model": back["model"]} | {
+        "data": back["data"] | {"eval_fraction": 0.2}
+    })  # fmt: skip
+    assert train_sft(again).metrics == {}
+    stage(tmp_path, rows=ROWS[::-1])
+    with pytest.raises(CheckpointError, match=r"data\.demonstrations and held-out demonstrations changed since"):
+        train_sft(again)
+    save_tiny(tmp_path / "model", "llama", seed=1)
+    with pytest.raises(CheckpointError, match=r"another run: .*model\.path .* one in a folder by its contents"):
+        train_sft(again)
+
+
 def test_the_model_that_a_run_starts_from_is_not_removed_with_the_checkpoints_of_the_run_before(tmp_path):
     config = stage(tmp_path, max_steps=2)
     train_sft(config, stop=lambda: "SIGTERM")

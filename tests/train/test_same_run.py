@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from tests.faults.test_bad_numbers import Heard
-from tests.train.runs import tiny_run
-from tests.train.test_run import Signal, reproducible, weights
+from tests.tiny import save_tiny
+from tests.train.runs import REWARD, tiny_run, write_prompts
+from tests.train.test_run import Signal, assert_same_weights, reproducible, weights
+from tether.errors import CheckpointError
 from tether.train.engines.base import out_of_step
+from tether.train.folder import is_finished
 from tether.train.run import open_trainer, train_policy
-from tether.train.same_run import ERROR_MAY_CHANGE, may_change
+from tether.train.same_run import ERROR_MAY_CHANGE, check_same_run, may_change
 
 
 def test_every_key_that_would_help_a_run_of_several_processes_may_change():
@@ -91,3 +94,74 @@ def test_more_answers_are_decoded_where_as_many_as_were_asked_for_had_fitted(tmp
     train_policy(tiny_run(tmp_path, train__save_steps=1, sampling__batch_size=8))
     with open_trainer(tiny_run(tmp_path, train__save_steps=1, sampling__batch_size=16, resume=True)) as trainer:
         assert trainer.parts.generator.batch_size == 16
+
+
+def moved(folder, **changes):
+    """A run whose model, prompts, rewards and earlier output were moved to ``folder``, with what its file says then."""
+    for name in ("llama-tied", "prompts.jsonl", "rewards.py", "out"):
+        (folder.parent / name).rename(folder / name)
+    return tiny_run(folder, **changes)
+
+
+@pytest.fixture
+def other(tmp_path):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    return folder
+
+
+def test_a_run_whose_model_data_reward_and_folder_moved_goes_on_bitwise(tmp_path, other):
+    straight = tiny_run(tmp_path, output_dir=str(tmp_path / "straight"))
+    train_policy(straight)
+    train_policy(tiny_run(tmp_path), callbacks=[Signal(signal.SIGTERM, 1)])
+    display = Heard()
+    config = moved(other, resume=True)
+    assert [row["step"] for row in train_policy(config, display=display).updates] == [2]
+    assert_same_weights(weights(config.output_dir), weights(straight.output_dir))
+    assert reproducible(config.output_dir) == reproducible(straight.output_dir)
+    for key in ("model.path", "data.prompts", "rewards.0.path", "output_dir"):
+        assert any(text.startswith(f"resuming with a change, {key}: was ") for text in display.said), key
+
+
+@pytest.mark.parametrize("place", ["model", "reward", "prompts"])
+def test_what_lies_elsewhere_must_be_the_same(tmp_path, other, place):
+    train_policy(tiny_run(tmp_path), callbacks=[Signal(signal.SIGTERM, 1)])
+    config = moved(other, resume=True)
+    if place == "model":
+        save_tiny(other / "llama-tied", "llama", tied=True, seed=1)
+    elif place == "reward":
+        (other / "rewards.py").write_text(REWARD.replace("/ 10", "/ 9"))
+    else:
+        write_prompts(other / "prompts.jsonl", ["the dog"])
+    told = {
+        "model": r"model\.path: was '.*llama-tied', now '.*other/llama-tied'\n.* one in a folder by its contents",
+        "reward": r"rewards\.0\.path: was .*What may change: .* where unchanged models, datasets and files of rewards",
+        "prompts": r"data\.prompts changed since",
+    }
+    with pytest.raises(CheckpointError, match=f"(?s){told[place]}"):
+        train_policy(config)
+
+
+def test_a_reward_function_is_repaired_in_its_place(tmp_path):
+    train_policy(tiny_run(tmp_path), callbacks=[Signal(signal.SIGTERM, 1)])
+    config = tiny_run(tmp_path, resume=True)
+    (tmp_path / "rewards.py").write_text(REWARD.replace("/ 10", "/ 9"))
+    assert [row["step"] for row in train_policy(config).updates] == [2]
+
+
+def test_a_model_of_the_hub_is_known_by_its_name(tmp_path):
+    before, now = (tiny_run(tmp_path, model__path=path) for path in ("org/model", "org/other"))
+    with pytest.raises(CheckpointError, match=r"'org/model', now 'org/other'\n.* on the hub is known by its name and"):
+        check_same_run(before, now, tmp_path, {"data.prompts": "1"}, {})
+    assert check_same_run(before, before.model_copy(update={"resume": True}), tmp_path, {}, {}) == []
+
+
+def test_a_finished_run_that_moved_is_finished(tmp_path, other, monkeypatch):
+    train_policy(tiny_run(tmp_path, train__save_steps=1))
+    config = moved(other, resume="auto", train__save_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("tether.train.build.build_roles", None)
+        assert train_policy(config).updates == []
+        write_prompts(other / "prompts.jsonl", ["the dog"])
+        changed = tiny_run(tmp_path, resume="auto", output_dir=str(config.output_dir))
+        assert not is_finished(changed.model_copy(update={"model": config.model, "data": config.data}))

@@ -1,4 +1,4 @@
-"""A hash of what a run reads from a dataset, by which a resumed run recognizes it."""
+"""Hashes of what a run reads from datasets and files, by which a resumed run recognizes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+
+def file_digest(path: str) -> str | None:
+    """A hash of a file's contents; None if there is no such file."""
+    file = Path(path)
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def rows_digest(rows: Iterable[tuple[int, Sequence[Iterable[int]], Mapping[str, Any]]]) -> str:

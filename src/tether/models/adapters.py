@@ -38,7 +38,15 @@ from tether.models.heads import (
     value_head_file,
 )
 from tether.models.layers import num_rows
-from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, is_same_model, model_errors, some_of
+from tether.models.paths import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    base_in_place,
+    is_adapter,
+    is_same_model,
+    model_errors,
+    some_of,
+)
 from tether.models.products import with_plain_products, with_quick_products
 
 DEFAULT = "default"
@@ -91,7 +99,8 @@ def read_adapter(path: str, revision: str | None = None) -> Adapter:
     kept = [m for m in getattr(config, "modules_to_save", None) or () if not is_head_key(f"{m}.weight")]
     if config.task_type == "SEQ_CLS":  # PEFT lists both possible names of a classifier's head
         kept = [module for module in kept if module != "classifier"]
-    config = changed_config(config, modules_to_save=kept or None)
+    base = config.base_model_name_or_path and base_in_place(config.base_model_name_or_path, path)
+    config = changed_config(config, modules_to_save=kept or None, base_model_name_or_path=base)
     return Adapter(path, config, rest, head)
 
 

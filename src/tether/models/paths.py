@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,8 @@ from tether.errors import ModelError
 from tether.models.gguf import check_gguf, gguf_source
 
 ADAPTER_CONFIG = "adapter_config.json"
+BASE = "base"
+"""Folder in ``output_dir`` for the base of an adapter that was trained on a GGUF model."""
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MODEL_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
@@ -77,7 +80,8 @@ def is_adapter(path: str, revision: str | None = None) -> bool:
 
 
 def own_weights(path: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Path and revision of the full model: ``path`` itself, or the base if ``path`` holds an adapter.
+    """Path and revision of the full model: ``path`` itself, or the base if ``path`` holds an adapter. A base that a run
+    wrote into its own folder is found there, also after the folder has moved.
 
     Raises:
         ModelError: it is an adapter that names no base.
@@ -88,7 +92,22 @@ def own_weights(path: str, revision: str | None = None) -> tuple[str, str | None
         config = PeftConfig.from_pretrained(path, revision=revision)
     if not config.base_model_name_or_path:
         raise ModelError(f"{path}: base_model_name_or_path in {ADAPTER_CONFIG} is empty; wanted the adapter's base")
-    return config.base_model_name_or_path, config.revision
+    return base_in_place(config.base_model_name_or_path, path), config.revision
+
+
+def base_in_place(base: str, adapter: str) -> str:
+    """The path of an adapter's base. A run on a GGUF model writes the base into its folder, beside the adapter or the
+    checkpoint; if that folder has moved, the base is no longer where the adapter says.
+
+    Args:
+        base: what the adapter says.
+        adapter: the adapter's folder.
+    """
+    if Path(base).is_absolute() and Path(base).name == BASE and not Path(base).exists():
+        folder = Path(adapter).resolve()
+        beside = (place / BASE for place in (folder, folder.parent))
+        return next((str(place) for place in beside if (place / "config.json").is_file()), base)
+    return base
 
 
 def absolute_source(path: str) -> str:
@@ -125,21 +144,30 @@ def _samples(file: Path, blocks: int = 256, block: int = 4096) -> Iterator[bytes
 
 def model_digest(path: str) -> str | None:
     """A hash of what ``is_same_model`` compares and of the configuration, including an adapter's base; None for a model
-    that is not local."""
+    that is not local. It does not depend on where they lie."""
     folder, digest = Path(path), hashlib.sha256()
     if not folder.exists():
         return None
     found = [folder] if folder.is_file() else weight_files(folder)
     if folder.is_dir() and is_adapter(path):
         found = [folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
-        digest.update(str(model_digest(own_weights(path)[0])).encode())
-    if folder.is_dir():
-        found += [file for name in ("config.json", ADAPTER_CONFIG) if (file := folder / name).is_file()]
+        base, revision = own_weights(path)
+        digest.update((model_digest(base) or f"{base}\0{revision}").encode())
+        digest.update(_without_base(folder / ADAPTER_CONFIG))
+    if (folder / "config.json").is_file():
+        found.append(folder / "config.json")
     for file in found:
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        name = "" if folder.is_file() else file.name
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
         for sample in _samples(file):
             digest.update(sample)
     return digest.hexdigest()
+
+
+def _without_base(settings: Path) -> bytes:
+    """An adapter's settings without the path of its base, which may move."""
+    read = json.loads(settings.read_text(encoding="utf-8"))
+    return json.dumps({**read, "base_model_name_or_path": None}, sort_keys=True).encode()
 
 
 def downloaded(path: str, revision: str | None, patterns: Iterable[str]) -> Path:

@@ -95,7 +95,7 @@ def train_reward_model(
             loaded wherever possible.
         TrainingError: the loss is not finite; no model is saved.
     """
-    run = running.begin(config, "reward", check, tell)
+    run = running.begin(config, "reward", check, read_now, tell)
     if run.is_finished:
         return RewardStageResult(config.output_dir, {})
     config, dist, tell, precision = run.config, run.dist, run.tell, run.precision
@@ -147,6 +147,11 @@ def train_reward_model(
 
 
 # Before a model is loaded
+
+
+def read_now(config: RewardStageConfig) -> dict[str, str]:
+    """``fingerprints`` of what the run would read now."""
+    return running.fingerprints(config, load_data(config)[1].rows)
 
 
 def check(config: RewardStageConfig) -> None:

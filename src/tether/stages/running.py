@@ -34,8 +34,9 @@ from transformers import (
 from tether.config import launched
 from tether.config.base import passes_over
 from tether.config.load import dump_config, parse_config
+from tether.config.places import FILE_OF, different, is_place, may_have_moved
 from tether.config.stage import StageConfig
-from tether.data.digest import rows_digest
+from tether.data.digest import file_digest, rows_digest
 from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, met_by_all
@@ -187,11 +188,18 @@ class Begun(Generic[ConfigT]):
         return half_dtype(self.config.train, self.dist.device)
 
 
-def begin(config: ConfigT, command: str, check: Callable[[ConfigT], None], tell: Tell) -> Begun[ConfigT]:
+def begin(
+    config: ConfigT,
+    command: str,
+    check: Callable[[ConfigT], None],
+    read: Callable[[ConfigT], Mapping[str, str]],
+    tell: Tell,
+) -> Begun[ConfigT]:
     """Checks all that can be checked without loading a tokenizer or a model, and reports what the run computes on.
 
     Args:
         check: the stage's own checks.
+        read: loads the data for ``fingerprints``; called for a finished run whose data lies elsewhere now.
 
     Raises:
         ConfigError, DataError, ModelError: a mistake; raised in all processes.
@@ -203,7 +211,7 @@ def begin(config: ConfigT, command: str, check: Callable[[ConfigT], None], tell:
     config = as_launched(config)
     dist.each(lambda: check(config))
     dist.by_main(lambda: check_folder(config))
-    finished = dist.by_main(lambda: is_finished(config))
+    finished = dist.by_main(lambda: is_finished(config, read))
     checkpoint = None if finished else dist.by_main(lambda: find_checkpoint(config, tell))
     if finished:
         tell(f"finished: {config.output_dir} holds the model after the last step")
@@ -215,15 +223,19 @@ def begin(config: ConfigT, command: str, check: Callable[[ConfigT], None], tell:
 # The folder of a run
 
 
-def is_finished(config: StageConfig) -> bool:
+def is_finished(config: ConfigT, read: Callable[[ConfigT], Mapping[str, str]]) -> bool:
     """Whether a run with ``resume: auto`` has nothing left to train, as ``output_dir`` already holds its model.
+
+    Args:
+        read: as in ``begin``.
 
     Raises:
         CheckpointError: the model is another run's, or damaged.
     """
     if config.resume != "auto" or not (config.output_dir / MANIFEST).is_file():
         return False
-    _check_same_run(config.output_dir, config.output_dir, config)
+    if _check_same_run(config.output_dir, config.output_dir, config):
+        _check_read(config.output_dir, config.output_dir, read(config))
     verify_manifest(config.output_dir)
     return True
 
@@ -251,7 +263,8 @@ def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
         if found is None:
             raise CheckpointError(
                 f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, or with "
-                "--overwrite to replace an earlier run, and set train.save_steps to write checkpoints"
+                "--overwrite to replace an earlier run, and set train.save_steps to write checkpoints. If the folder "
+                "of the run has moved, name its new place as output_dir"
             )
     _check_same_run(found, found.parent, config)
     return found
@@ -278,20 +291,34 @@ def _is_complete(checkpoint: Path) -> bool:
     return _step(checkpoint) is not None
 
 
-def _check_same_run(held: Path, folder: Path, config: StageConfig) -> None:
-    """Raises ``CheckpointError`` if ``held``, a checkpoint or a trained model, belongs to another run."""
+def _check_same_run(held: Path, folder: Path, config: StageConfig) -> list[str]:
+    """Keys that name other places than in the run that ``held``, a checkpoint or a trained model, belongs to; models
+    and files there are the same, and ``check_same_data`` compares rows.
+
+    Raises:
+        CheckpointError: it belongs to another run.
+    """
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise CheckpointError(f"resume: {file} is missing, so it is not known which run {held} belongs to")
     saved = parse_config(file.read_text(encoding="utf-8"), type(config), source=str(file))
     before, now = (dict(_leaves(each.model_dump(mode="json"))) for each in (saved, config))
     changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in MAY_CHANGE]
-    if changed:
-        differences = ", ".join(f"{key} {before.get(key)} → {now.get(key)}" for key in sorted(changed))
+    recorded = _recorded(folder) if changed else {}
+    places = place_digests(config) if changed else {}
+    refused = [key for key in changed if not recorded or not may_have_moved(key, recorded, places)]
+    if refused:
+        differences = ", ".join(f"{key} {before.get(key)} → {now.get(key)}" for key in sorted(refused))
+        moved = (
+            " A model on the hub is known by its name and revision alone, one in a folder by its contents."
+            if any(is_place(key) for key in refused)
+            else ""
+        )
         raise CheckpointError(
             f"resume: {held} belongs to another run: {differences}. Restore these values, or start anew: choose "
-            "another output_dir, or use --overwrite instead of --resume"
+            f"another output_dir, or use --overwrite instead of --resume.{moved}"
         )
+    return changed
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -307,14 +334,47 @@ Rows = Iterable[tuple[int, Sequence[Iterable[int]], Mapping[str, Any]]]
 
 
 def fingerprints(config: StageConfig, rows: Mapping[str, Rows]) -> dict[str, str]:
-    """Hashes of the model that a run starts from, unless it is on the hub, and of each of its datasets.
+    """Hashes of the model and the file of the chat template that a run reads, unless they are not in a folder, and of
+    each of its datasets.
 
     Args:
         rows: rows of each dataset, by its name in messages.
     """
-    model = model_digest(config.model.path)
-    own = {} if model is None else {"model.path": model}
-    return own | {name: rows_digest(each) for name, each in rows.items()}
+    return place_digests(config) | {name: rows_digest(each) for name, each in rows.items()}
+
+
+def place_digests(config: StageConfig) -> dict[str, str]:
+    """Hashes of what a stage reads from folders except its data, by key; see ``tether.config.places``."""
+    template = file_digest(config.data.chat_template)
+    digests = {"model.path": model_digest(config.model.path), f"{FILE_OF}data.chat_template": template}
+    return {key: digest for key, digest in digests.items() if digest is not None}
+
+
+def other_contents(
+    config: ConfigT, changed: Iterable[str], read: Callable[[ConfigT], Mapping[str, str]]
+) -> list[str]:
+    """Keys that changed since the run in ``output_dir`` in more than the places of inputs, else datasets of other rows.
+
+    Args:
+        changed: keys that were different then.
+        read: as in ``begin``.
+    """
+    saved, places = _recorded(config.output_dir), place_digests(config)
+    others = [key for key in changed if not may_have_moved(key, saved, places)]
+    return others or different(saved, read(config))
+
+
+def _recorded(folder: Path) -> dict[str, str]:
+    """The ``fingerprints`` of the run in a folder; none if a version without them wrote it.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    file = folder / FINGERPRINTS_FILE
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"resume: {file} cannot be read: {error}") from error
 
 
 def check_same_data(run: Begun[Any], read: Mapping[str, str]) -> None:
@@ -327,18 +387,18 @@ def check_same_data(run: Begun[Any], read: Mapping[str, str]) -> None:
         CheckpointError: the model or a dataset has changed. The trainer skips as many rows as were trained on, so other
             rows would be trained on twice, or never.
     """
-    if run.checkpoint is None or not (file := run.checkpoint.parent / FINGERPRINTS_FILE).is_file():
-        return
-    try:
-        saved = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"resume: {file} cannot be read: {error}") from error
-    if changed := sorted(key for key in read.keys() | saved.keys() if read.get(key) != saved.get(key)):
+    if run.checkpoint is not None:
+        _check_read(run.checkpoint, run.checkpoint.parent, read)
+
+
+def _check_read(held: Path, folder: Path, read: Mapping[str, str]) -> None:
+    saved = _recorded(folder)
+    if changed := different(saved, read) if saved else []:
         of_data = [key for key in changed if key != "model.path"]
         what = "rows, their order, the tokenizer or its chat template" if of_data else "weights or shape"
         raise CheckpointError(
-            f"resume: {' and '.join(changed)} changed since {run.checkpoint} was written: {what}. Restore what was "
-            f"there, or start anew: remove {run.config.output_dir}, or choose another output_dir"
+            f"resume: {' and '.join(changed)} changed since {held} was written: {what}. Restore what was "
+            f"there, or start anew: remove {folder}, or choose another output_dir"
         )
 
 

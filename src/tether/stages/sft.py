@@ -79,7 +79,7 @@ def train_sft(
             loaded wherever possible.
         TrainingError: the loss is not finite; no model is saved.
     """
-    run = running.begin(config, "sft", check, tell)
+    run = running.begin(config, "sft", check, read_now, tell)
     if run.is_finished:
         return SftResult(config.output_dir, {})
     config, dist, tell, precision = run.config, run.dist, run.tell, run.precision
@@ -111,6 +111,11 @@ def train_sft(
 
 
 # Before a model is loaded
+
+
+def read_now(config: SftStageConfig) -> dict[str, str]:
+    """``fingerprints`` of what the run would read now."""
+    return running.fingerprints(config, load_data(config).rows)
 
 
 def check(config: SftStageConfig) -> None:

@@ -17,6 +17,7 @@ from tether.models.device import half_dtype
 from tether.models.gguf import gguf_source
 from tether.models.loading import load_causal_lm
 from tether.models.offload import has_own_memory
+from tether.models.paths import BASE
 from tether.models.roles import ModelRoles
 from tether.models.saving import atomic_folder
 from tether.models.stop_strings import StopStrings
@@ -30,9 +31,6 @@ from tether.train.parts import Parts
 from tether.train.sharing import shared, shared_generator
 from tether.train.trainer import PPOTrainer
 from tether.types import RewardSource, Sampling
-
-BASE = "base"
-"""Folder in a run's output with the base model of its adapters, if that was a GGUF file."""
 
 
 def build_trainer(

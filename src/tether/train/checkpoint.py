@@ -463,7 +463,8 @@ def find_checkpoint(config: RunConfig, *, tell: Callable[[str], None]) -> Path |
         return None
     raise CheckpointError(
         f"resume: no complete checkpoint in {config.output_dir}; run without --resume to start, or with --overwrite to "
-        "replace an earlier run, and set train.save_steps to write checkpoints"
+        "replace an earlier run, and set train.save_steps to write checkpoints. If the folder of the run has moved, "
+        "name its new place as output_dir"
     )
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.load import dump_config, parse_config
+from tether.config.places import different, may_have_moved
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.metrics.writers import truncate_after, write_whole
@@ -29,7 +30,7 @@ from tether.models.checkpoints import (
     is_checkpoint_name,
     list_checkpoints,
 )
-from tether.models.paths import ADAPTER_CONFIG
+from tether.models.paths import ADAPTER_CONFIG, BASE
 from tether.models.roles import ModelRoles
 from tether.models.saving import (
     FINAL,
@@ -46,13 +47,13 @@ from tether.models.saving import (
 from tether.report.card import CARD, write_card
 from tether.report.html import REPORT
 from tether.report.read import FINISHED
-from tether.train.build import BASE, is_from_gguf
+from tether.train.build import is_from_gguf
 from tether.train.checkpoint import read_state
 from tether.train.guard import BAD_BATCHES
-from tether.train.inputs import check, load_data, model_paths, resolved
+from tether.train.inputs import check, load_data, model_paths, place_digests, resolved
 from tether.train.log import SAMPLES
 from tether.train.norms import SCORE_NORM
-from tether.train.same_run import OF_END, differences, may_change
+from tether.train.same_run import OF_END, differences, fingerprints, may_change
 
 CONFIG, CRITIC = "config.yaml", "critic"
 FOLDERS = (CRITIC, BASE)
@@ -96,15 +97,40 @@ def is_finished(config: RunConfig) -> bool:
     config = resolved(config)
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), RunConfig, source=str(folder / CONFIG))
     changed = differences(saved, config)
-    if any(key not in OF_END and not may_change(key, is_finished=True) for key in changed):
-        return False
+    other = [key for key in changed if key not in OF_END and not may_change(key, is_finished=True)]
     folders = [folder, folder / CRITIC] if config.value.save else [folder]
     if not all(is_whole(each) for each in folders) or FINISHED not in files_written(folder):
         return False
     end = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
+    if other and other_contents(config, other, recorded(folder)):
+        return False
     depends_on_data = config.train.num_train_epochs is not None
     num_prompts = len(load_data(config).prompts.prompts) if depends_on_data else 0
     return end["step"] == config.num_updates(num_prompts)
+
+
+def recorded(folder: Path) -> Mapping[str, str]:
+    """``fingerprints`` of the run in a folder: of its end, else of its newest checkpoint; none without either."""
+    if (folder / FINISHED).is_file():
+        return json.loads((folder / FINISHED).read_text(encoding="utf-8")).get("data", {})
+    paths = list_checkpoints(folder)
+    return read_state(paths[-1])["data"] if paths else {}
+
+
+def other_contents(config: RunConfig, changed: Iterable[str], saved: Mapping[str, str]) -> list[str]:
+    """Keys that changed since an earlier run in more than the places of inputs, else datasets of other rows.
+
+    Args:
+        config: the configuration now.
+        changed: keys that were different then.
+        saved: ``fingerprints`` of the earlier run.
+    """
+    places = place_digests(config)
+    if others := [key for key in changed if not may_have_moved(key, saved, places)]:
+        return others
+    data = load_data(config)
+    held_out = data.eval_prompts.prompts if data.eval_prompts else []
+    return different(saved, fingerprints(data.prompts.prompts, held_out, data.demonstrations, places))
 
 
 def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:

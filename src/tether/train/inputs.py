@@ -12,10 +12,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.config import launched
 from tether.config.base import LARGEST_DEFAULT, divisors
-from tether.config.rewards import AdapterReward, OwnModelReward, sources_of
+from tether.config.places import FILE_OF
+from tether.config.rewards import AdapterReward, FunctionReward, OwnModelReward, sources_of
 from tether.config.schema import RunConfig
 from tether.data.bad_rows import DROP_THEM, UNUSABLE, BadRows
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
+from tether.data.digest import file_digest
 from tether.data.joined import check_datasets
 from tether.data.prompts import PromptData, load_prompts, split_prompts
 from tether.errors import ConfigError, DataError, ModelError
@@ -37,7 +39,7 @@ from tether.models.fit import (
 )
 from tether.models.gguf import gguf_source
 from tether.models.loading import load_config
-from tether.models.paths import absolute_source, check_model_path, is_adapter, model_errors, own_weights
+from tether.models.paths import absolute_source, check_model_path, is_adapter, model_digest, model_errors, own_weights
 from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 from tether.rewards.build import check_contents, check_conversations, check_reward_columns, check_rewards
 from tether.rewards.lengths import check_room
@@ -135,6 +137,15 @@ def model_paths(config: RunConfig) -> dict[str, str]:
     }
     critic = {"value.init": config.value.init} if config.value.init not in (None, "reward", "policy") else {}
     return {"model.path": config.model.path} | rewards | critic
+
+
+def place_digests(config: RunConfig) -> dict[str, str]:
+    """Hashes of every model and file that the run reads from a folder, by key; see ``tether.config.places``."""
+    files = {f"{key}.path": each.path for key, each in sources_of(config.rewards) if isinstance(each, FunctionReward)}
+    files["data.chat_template"] = config.data.chat_template
+    digests = {key: model_digest(path) for key, path in model_paths(config).items()}
+    digests |= {f"{FILE_OF}{key}": file_digest(path) for key, path in files.items()}
+    return {key: digest for key, digest in digests.items() if digest is not None}
 
 
 def load_data(config: RunConfig) -> RunData:

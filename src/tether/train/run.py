@@ -15,10 +15,11 @@ from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, lost_told
 from tether.machine.precision import check_precision
 from tether.metrics.trackers import trackers_of
+from tether.models.paths import BASE
 from tether.models.saving import critic_weights, policy_weights
 from tether.report.html import REPORT, write_report
 from tether.rewards.build import check_sharded, try_sources
-from tether.train.build import BASE, build_trainer, is_from_gguf, write_base
+from tether.train.build import build_trainer, is_from_gguf, write_base
 from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
 from tether.train.display import Display, NullDisplay
 from tether.train.engines.build import build_engine
@@ -32,7 +33,7 @@ from tether.train.inputs import (
     check_data,
     first_answer,
     load_data,
-    model_paths,
+    place_digests,
     resolved,
     tell_data,
 )
@@ -161,7 +162,8 @@ def open_trainer(
     if checkpoint is not None:
         record = dist.each(lambda: read_state(checkpoint))
         saved = dist.each(lambda: parse_config(record["config"], RunConfig))
-        for change in dist.each(lambda: check_same_run(saved, config, checkpoint)):
+        places = dist.each(lambda: place_digests(config))
+        for change in dist.each(lambda: check_same_run(saved, config, checkpoint, record["data"], places)):
             display.message(f"resuming with a change, {change}")
         if (told := told_of_move(saved, record, config, dist, build_engine(dist).name)) is not None:
             display.message(told)
@@ -169,8 +171,8 @@ def open_trainer(
     for note in dist.each(lambda: check_data(config, data)):
         display.message(f"warning: {note}")
     if checkpoint is not None:
-        held_out, models = data.eval_prompts.prompts if data.eval_prompts else [], model_paths(config)
-        read = fingerprints(data.prompts.prompts, held_out, data.demonstrations, models)
+        held_out = data.eval_prompts.prompts if data.eval_prompts else []
+        read = fingerprints(data.prompts.prompts, held_out, data.demonstrations, places)
         dist.each(lambda: check_same_data(record["data"], read, checkpoint))
     tell_data(config, data, display)
     dist.by_main(lambda: try_outside(config, data, with_services=rewards is None))

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tether.config.base import Section
+from tether.config.places import different, is_place, may_have_moved
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration
 from tether.data.digest import rows_digest
 from tether.errors import CheckpointError
 from tether.machine.distributed import Dist
-from tether.models.paths import model_digest
 from tether.types import Prompt
 
 OF_MEMORY = frozenset({
@@ -122,20 +122,33 @@ def differences(saved: Section, config: Section) -> dict[str, str]:
     }
 
 
-def check_same_run(saved: RunConfig, config: RunConfig, path: Path) -> list[str]:
-    """A line for every key that differs between a checkpoint's run and this one, and may differ.
+def check_same_run(
+    saved: RunConfig, config: RunConfig, path: Path, recorded: Mapping[str, str], read: Mapping[str, str]
+) -> list[str]:
+    """A line for every key that differs between a checkpoint's run and this one, and may differ. Keys that name places
+    may differ if models and files are the same there; ``check_same_data`` compares rows.
+
+    Args:
+        recorded: ``fingerprints`` of the checkpoint's run.
+        read: ``place_digests`` of this run.
 
     Raises:
         CheckpointError: keys differ that may not; names them, and those that may.
     """
     lines = differences(saved, config)
-    if changed := [key for key in lines if not may_change(key)]:
-        differ = "".join(f"  {lines[key]}\n" for key in changed)
+    if refused := [key for key in lines if not may_change(key) and not may_have_moved(key, recorded, read)]:
+        differ = "".join(f"  {lines[key]}\n" for key in refused)
+        moved = (
+            " A model on the hub is known by its name and revision alone, one in a folder by its contents, which are "
+            "not those that the run began with."
+            if any(is_place(key) for key in refused)
+            else ""
+        )
         raise CheckpointError(
             f"resume: {path} was written with a different configuration:\n{differ}Restore these values, or start a new "
-            f"run in another output_dir. What may change: {', '.join(sorted(MAY_CHANGE))}, where and how a reward "
-            "service is called, which processes hold a reward model and how much it reads at a time, and how an answer "
-            "without a score gets one"
+            f"run in another output_dir.{moved} What may change: {', '.join(sorted(MAY_CHANGE))}, where and how a "
+            "reward service is called, which processes hold a reward model and how much it reads at a time, how an "
+            "answer without a score gets one, and where unchanged models, datasets and files of rewards lie"
         )
     return [line for key, line in lines.items() if key not in ("resume", "overwrite_output_dir")]
 
@@ -144,15 +157,15 @@ def fingerprints(
     prompts: Iterable[Prompt],
     eval_prompts: Iterable[Prompt],
     demonstrations: Iterable[Demonstration],
-    models: Mapping[str, str],
+    places: Mapping[str, str],
 ) -> dict[str, str]:
-    """Hashes of what the run reads from each of its datasets and models, by the key that names it.
+    """Hashes of what the run reads from each of its datasets, models and files, by the key that names it.
 
     Args:
-        models: ``model_paths`` of the run; models of the hub are left out.
+        places: ``place_digests`` of the run.
     """
-    digests = {key: model_digest(path) for key, path in models.items()}
-    return {key: digest for key, digest in digests.items() if digest is not None} | {
+    return {
+        **places,
         "data.prompts": rows_digest((each.row, (each.token_ids,), each.columns) for each in prompts),
         "held-out prompts": rows_digest((each.row, (each.token_ids,), each.columns) for each in eval_prompts),
         "data.ptx": rows_digest((each.row, (each.query_ids, each.response_ids), {}) for each in demonstrations),
@@ -171,7 +184,7 @@ def check_same_data(saved: Mapping[str, str], data: Mapping[str, str], path: Pat
         CheckpointError: a dataset or a model has changed, so the order of the prompts and what was trained on would not
             fit.
     """
-    if changed := sorted(key for key in data.keys() | saved.keys() if data.get(key) != saved.get(key)):
+    if changed := different(saved, data):
         of_models = [key for key in changed if key.endswith((".path", ".init"))]
         what = "weights or shape" if of_models == changed else "rows, their order, their other columns, the tokenizer"
         raise CheckpointError(

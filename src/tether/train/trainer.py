@@ -46,7 +46,7 @@ from tether.train.engines.base import out_of_step
 from tether.train.evaluate import evaluate
 from tether.train.experience import Outputs, experience, joined, targets
 from tether.train.guard import Guard, NotFinite, suspicions
-from tether.train.inputs import model_paths
+from tether.train.inputs import place_digests
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import RunLog
 from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
@@ -97,7 +97,7 @@ class PPOTrainer:
         self.engine.prepare(self.optimizers)
         trained, decay = parts.roles.role(POLICY).trained, config.train.ema_decay
         self.average = PolicyAverage(trained, decay, self.engine.part) if decay else None
-        data = fingerprints(parts.prompts, parts.eval_prompts, parts.demonstrations, model_paths(config))
+        data = fingerprints(parts.prompts, parts.eval_prompts, parts.demonstrations, place_digests(config))
         self.checkpoints = Checkpoints(config, parts, self.optimizers, self.average, data)
         self.callbacks = callbacks
         self.callbacks.attach(parts.roles.policy, parts.tokenizer)
@@ -172,7 +172,7 @@ class PPOTrainer:
                 error.add_note(f"the state after {self.state.step} updates is saved; --resume continues from there")
             raise
         self.check_trained()
-        self.log.finished(self.state.step, self.restore_best())
+        self.log.finished(self.state.step, self.restore_best(), self.checkpoints.data)
         self.callbacks.train_end()
         return None
 

@@ -58,6 +58,7 @@ from tether.train.engines.build import build_engine
 from tether.train.engines.deepspeed import Zero
 from tether.train.engines.fsdp import FullySharded
 from tether.train.folder import CONFIG, FOLDERS, check_files, prepare_folder
+from tether.train.inputs import place_digests
 from tether.train.log import RunLog
 from tether.train.optim import check_schedule
 from tether.train.parts import Parts
@@ -365,7 +366,8 @@ class PPOTrainer:
         # The same number of updates as before; their share depends on the length of the run.
         same_warmup = saved.train.model_copy(update={"warmup_ratio": config.train.warmup_ratio})
         saved = saved.model_copy(update={"train": same_warmup})
-        self._dist.each(lambda: check_same_run(saved, config, checkpoint))
+        places = self._dist.each(lambda: place_digests(config))
+        self._dist.each(lambda: check_same_run(saved, config, checkpoint, record["data"], places))
         if (told := told_of_move(saved, record, config, self._dist, self._engine.name)) is not None:
             display.message(told)
 

@@ -1,6 +1,7 @@
 """Launches of other systems as our YAML, and ours as theirs: by hand, and there and back."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -255,8 +256,6 @@ class TestToOurs:
             (f"{TRL.strip()} --stop_token stop", "stop_token: got stop; wanted eos, or no stop_token"),
             (f"{TRL.strip()} --use_peft perhaps", "use_peft: got perhaps; wanted true or false"),
             (f"{TRL.strip()} --stop_token_id 5", "stop_token_id: got 5; set sampling.stop_token to the token's text"),
-            (f"{TRL.strip().replace('--total_episodes 1000000', '')} --warmup_steps 50",
-             "warmup_steps: got 50; without total_episodes the share of the run is unknown: write warmup_ratio"),
             (f"{TRL.strip().replace('--total_episodes 1000000', '')} --save_steps 0.1",
              "save_steps: got 0.1; without total_episodes the number of steps in this share is unknown"),
             (f"{OPENRLHF_OLD.strip()} --lr_scheduler", "actor.lr_scheduler: train.lr_scheduler_type: got true, want"),
@@ -320,11 +319,12 @@ class TestToOurs:
 
 
     @pytest.mark.parametrize(
-        ("given", "ratio"), [("0", 0.0), ("0.1", 0.1), ("3125", 0.2), ("99999", 1.0)]
+        ("given", "steps", "ratio"), [("0", None, 0.0), ("0.1", None, 0.1), ("3125", 3125, 0.0), ("99999", 99999, 0.0)]
     )
-    def test_trls_warm_up_in_updates_is_a_share_of_them(self, tmp_path, given, ratio):
+    def test_trls_warm_up_is_in_updates_or_a_share_of_them(self, tmp_path, given, steps, ratio):
         launch = written(tmp_path, "launch.sh", f"{TRL.strip()} --warmup_steps {given}\n")
-        assert parse_config(converted(launch)).train.warmup_ratio == ratio  # of 1000000 / 64 updates
+        train = parse_config(converted(launch)).train
+        assert (train.warmup_steps, train.warmup_ratio) == (steps, ratio)
 
     @pytest.mark.parametrize(
         ("launcher", "processes"),
@@ -338,10 +338,10 @@ class TestToOurs:
     )  # fmt: skip
     def test_trls_batch_is_of_each_process(self, tmp_path, launcher, processes):
         words = TRL.strip().replace("accelerate launch --config_file deepspeed_zero3.yaml", launcher)
-        text = converted(written(tmp_path, "launch.sh", f"{words} --warmup_steps 125\n"))
+        text = converted(written(tmp_path, "launch.sh", f"{words} --save_steps 0.1\n"))
         train = parse_config(text).train
         assert (train.rollout_batch_size, train.micro_batch_size) == (64 * (processes or 1), 16)
-        assert train.warmup_ratio == pytest.approx(0.008 * (processes or 1), rel=1e-2)  # of 1000000 / the batch
+        assert train.save_steps == math.ceil(0.1 * math.ceil(1000000 / 64 / (processes or 1)))
         assert ("# Their batch size is that of one process" in text) is (processes is None)
         assert "num_processes" not in text and "nproc" not in text
 

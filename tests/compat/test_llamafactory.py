@@ -1,11 +1,13 @@
 """LLaMA-Factory's files: what becomes of each key, and whole runs of their examples."""
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 
 from tests.compat.llamafactory import MODEL, PPO, REWARD, RM, SFT, write_home, write_reward
 from tests.models.build import save_adapter
@@ -250,7 +252,6 @@ class TestKeys:
             ("save_strategy=epoch", "wanted steps"),
             ("save_steps=0.1", "without max_steps the number of steps in this share is unknown: write whole steps"),
             ("flash_attn=fa3", "wanted auto, disabled, sdpa or fa2"),
-            ("warmup_steps=20", "write warmup_ratio"),
             ("val_size=100", "below 1"),
             ("load_best_model_at_end=true", "the last policy is kept"),
             ("reward_model_type=gguf", "wanted lora, full or api"),
@@ -305,15 +306,32 @@ class TestKeys:
         config, _ = read(PPO, "--ppo.kl_coef=0.3", "--resume=true", "--learning_rate", "2e-5", folder=tmp_path)
         assert (config.ppo.kl_coef, config.resume, config.train.learning_rate) == (0.3, True, 2e-5)
 
+    @pytest.mark.parametrize(
+        ("steps", "ratio", "warmup"),
+        [("20", "0.1", (20, 0.0)), ("20", "0", (20, 0.0)), ("0", "0.1", (None, 0.1)), ("0.2", "0.1", (None, 0.2)),
+         ("20.0", "0", (20, 0.0)), ("0", "0", (None, 0.0))],
+    )  # fmt: skip
+    @pytest.mark.parametrize("stage", ["ppo", "sft"])
+    def test_warm_up_is_resolved_as_transformers_does(self, tmp_path, stage, steps, ratio, warmup):
+        """Over epochs, so that the number of steps in the run is not known before the data is read."""
+        text, section = {"ppo": (PPO, RunConfig), "sft": (SFT, SftStageConfig)}[stage]
+        given = [f"--warmup_steps={steps}", f"--warmup_ratio={ratio}"]
+        (tmp_path / "warm.yaml").write_text(text)
+        config, _ = load_any(tmp_path / "warm.yaml", given, section, stage)
+        assert (config.train.warmup_steps, config.train.warmup_ratio) == warmup
+        theirs = TrainingArguments(output_dir="o", warmup_steps=float(steps) or float(ratio), use_cpu=True)
+        ours = config.train.warmup_steps or math.ceil(config.train.warmup_ratio * 500)
+        assert config.train.num_train_epochs is not None and ours == theirs.get_warmup_steps(500)
+
     def test_mapped_keys(self, tmp_path):
         text = f"{PPO}ppo_score_norm: true\nppo_whiten_rewards: true\nppo_epochs: 2\nppo_target: 3.5\nlora_alpha: 7\n"
-        overrides = ["--lora_target=q_proj,v_proj", "--warmup_ratio=0", "--max_steps=40", "--warmup_steps=10"]
+        overrides = ["--lora_target=q_proj,v_proj", "--max_steps=40"]
         more = ["--eval_dataset=identity", "--eval_strategy=steps", "--eval_steps=5", "--flash_attn=sdpa"]
         config, _ = read(text, *overrides, *more, "--default_system=be kind", folder=tmp_path)
         assert config.ppo.score_norm == "running" and config.ppo.whiten_rewards
         assert (config.ppo.num_ppo_epochs, config.ppo.kl_target) == (2, 3.5)
         assert (config.model.lora.alpha, config.model.lora.target_modules) == (7, ["q_proj", "v_proj"])
-        assert (config.train.max_steps, config.train.warmup_ratio, config.train.num_train_epochs) == (40, 0.25, None)
+        assert (config.train.max_steps, config.train.num_train_epochs) == (40, None)
         assert (config.data.eval_prompts, config.train.eval_steps) == (["identity"], 5)
         assert (config.model.attn_implementation, config.data.system_prompt) == ("sdpa", "be kind")
 

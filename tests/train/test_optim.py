@@ -302,6 +302,20 @@ def test_total_steps_are_updates_times_epochs_times_mini_batches():
     assert optimizer.learning_rate == 0.0
 
 
+@pytest.mark.parametrize(("updates", "peak"), [(1, 12), (2, 24), (8, None)])
+def test_warm_up_is_over_as_many_updates_as_were_said(updates, peak):
+    """One that is longer than the run never reaches its peak, as in transformers."""
+    config = run_config(ppo={"num_ppo_epochs": 3, "num_mini_batches": 4}, warmup_steps=updates)
+    check_schedule(config, 4)
+    optimizer, _ = optimizer_of(config, num_updates=4)
+    rates = []
+    for _ in range(48):
+        rates.append(optimizer.learning_rate / RATE)
+        take_step(optimizer, [1.0])
+    assert rates[6] == pytest.approx(6 / (12 * updates)) and (rates.index(1.0) if peak else None) == peak
+    assert max(rates) == pytest.approx(1.0 if peak else 47 / 96)
+
+
 def test_every_name_of_transformers_is_known_and_tested():
     names = {each.value for each in SchedulerType}
     assert set(get_args(TrainConfig.model_fields["lr_scheduler_type"].annotation)) == names
@@ -462,6 +476,9 @@ MISTAKES = {
     "warm-up that is not there": (
         scheduled("constant", warmup_ratio=0.1), r"^train\.warmup_ratio: got 0\.1, wanted 0: schedule constant has no"
     ),
+    "steps without warm-up": (
+        scheduled("constant", warmup_steps=3), r"^train\.warmup_steps: got 3, but schedule constant has no warm-up"
+    ),
     "warm-up on a plateau": (scheduled("reduce_lr_on_plateau", warmup_ratio=0.1), r"^train\.warmup_ratio: got 0\.1"),
     "above the peak": (
         scheduled("cosine_with_min_lr", {"min_lr": 0.02}),
@@ -496,7 +513,7 @@ def test_mistake_is_told_by_key(case):
     config, message = MISTAKES[case]
     with pytest.raises(ConfigError, match=message) as error:
         check_schedule(config, 5)
-    assert str(error.value).startswith(("train.lr_scheduler_kwargs", "train.warmup_ratio"))
+    assert str(error.value).startswith(("train.lr_scheduler_kwargs", "train.warmup_ratio", "train.warmup_steps"))
 
 
 def test_critics_learning_rate_is_checked_too():

@@ -354,7 +354,7 @@ def _schedule(keys: Translator) -> None:
     """Optimizer and learning rate."""
     keys.put("train.learning_rate", keys.take("learning_rate", 5e-5), "learning_rate")
     keys.put("train.lr_scheduler_type", keys.take("lr_scheduler_type", "linear"), "lr_scheduler_type")
-    keys.warmup(keys.number("max_steps", -1), length="max_steps")
+    keys.warmup()
     keys.put("train.weight_decay", keys.take("weight_decay", 0.0), "weight_decay")
     keys.put("train.max_grad_norm", keys.take("max_grad_norm", 1.0) or None, "max_grad_norm")
     keys.put("train.seed", keys.take("seed", 42), "seed")

@@ -207,21 +207,17 @@ class Translator:
             self.put("data.columns.prompt", column, key)
         self.covered(key, by="the column prompt or messages")
 
-    def warmup(self, updates: float, *, length: str) -> None:
-        """Sets train.warmup_ratio from their ``warmup_steps`` or ``warmup_ratio``.
-
-        Args:
-            updates: number of steps in the whole run; 0 or less if the file does not give it.
-            length: the key that would give it.
-        """
+    def warmup(self) -> None:
+        """Sets train.warmup_steps or train.warmup_ratio from their ``warmup_steps``, of which a number below 1 is a
+        share, or ``warmup_ratio``, as transformers does."""
         steps, ratio = self.number("warmup_steps", 0), self.number("warmup_ratio", 0.0)
-        if steps >= 1 and updates <= 0:
-            self.refuse("warmup_steps", f"without {length} the share of the run is unknown: write warmup_ratio")
-        elif steps >= 1:
-            self.put("train.warmup_ratio", warmup_share(steps, updates), "warmup_steps", length)
+        if steps >= 1:
+            self.put("train.warmup_steps", int(steps), "warmup_steps")
         elif steps or ratio:
             self.put("train.warmup_ratio", steps or ratio, "warmup_steps" if steps else "warmup_ratio")
-        self.covered("warmup_steps", "warmup_ratio", by="train.warmup_ratio")
+        if steps:
+            self.ignore("warmup_steps takes precedence", "warmup_ratio")
+        self.covered("warmup_steps", "warmup_ratio", by="no warm-up, as by default here")
 
     def single(self, *theirs: str, names: bool = False) -> None:
         """Refuses lists and groups of keys where a single value is expected, and continues without them.

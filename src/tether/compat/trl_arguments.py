@@ -168,7 +168,7 @@ def _prompts(keys: Translator, script: str, processes: int) -> None:
 def _steps(keys: Translator, processes: int) -> None:
     """Settings that count updates: warm-up and checkpoints."""
     updates = _updates(keys, processes)
-    keys.warmup(updates, length="total_episodes")
+    keys.warmup()
     strategy = keys.take("save_strategy", "steps")
     if strategy == "steps":
         keys.put("train.save_steps", keys.steps("save_steps", 500, updates, length="total_episodes"), "save_steps")

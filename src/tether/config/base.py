@@ -19,6 +19,12 @@ def check_precision(bf16: bool | None, fp16: bool) -> None:
         raise ValueError("bf16 and fp16 are both true: set one of them, preferably bf16 if the hardware supports it")
 
 
+def check_warmup(ratio: float, steps: int | None) -> None:
+    """Raises ``ValueError`` if the warm-up has two lengths."""
+    if ratio and steps is not None:
+        raise ValueError(f"warmup_ratio ({ratio:g}) and warmup_steps ({steps}) are both set: remove one of them")
+
+
 def passes_over(count: int, num_epochs: float) -> Fraction:
     """The exact product of ``num_epochs`` and ``count``: 1.1 is eleven tenths, not a float."""
     return Fraction(str(num_epochs)) * count

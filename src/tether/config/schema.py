@@ -28,6 +28,7 @@ from tether.config.base import (
     Section,
     Seed,
     check_precision,
+    check_warmup,
     divisors,
     passes_over,
 )
@@ -432,6 +433,8 @@ class TrainConfig(Section):
     raise the rate up to its ``max_lr``."""
     warmup_ratio: Fraction = 0.0
     """Share of the optimizer steps over which the learning rate rises from 0."""
+    warmup_steps: PositiveInt | None = None
+    """Number of updates over which the learning rate rises from 0, instead of warmup_ratio."""
     optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit"] = "adamw_torch_fused"
     """AdamW variant, by its name in transformers. ``adamw_torch_fused``: one kernel for all tensors, on a CPU as well.
     ``adamw_torch``: one tensor after the other. ``adamw_8bit``: 8-bit moments with bitsandbytes, a quarter of their
@@ -525,6 +528,7 @@ class TrainConfig(Section):
         if len(given) != 1:
             got = ", ".join(f"{k}={v}" for k, v in given.items()) or "none of them"
             raise ValueError(f"set exactly one of total_episodes, num_train_epochs and max_steps; got {got}")
+        check_warmup(self.warmup_ratio, self.warmup_steps)
         if self.micro_batch_size is not None and self.max_tokens_per_micro_batch is not None:
             raise ValueError(
                 f"micro_batch_size ({self.micro_batch_size}) counts answers and max_tokens_per_micro_batch "

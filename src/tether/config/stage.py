@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from tether.config.base import LARGEST_DEFAULT, Section, Seed, check_precision, divisors
+from tether.config.base import LARGEST_DEFAULT, Section, Seed, check_precision, check_warmup, divisors
 from tether.config.chat import DataKeys
 from tether.config.schema import Fraction, HeldOut, ModelConfig, check_weights
 
@@ -30,6 +30,8 @@ class StageTrainConfig(Section):
     """Any schedule of transformers that needs no further arguments: linear, cosine, constant, …"""
     warmup_ratio: Fraction = 0.0
     """Share of the optimizer steps over which the learning rate rises from 0."""
+    warmup_steps: PositiveInt | None = None
+    """Number of optimizer steps over which the learning rate rises from 0, instead of warmup_ratio."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW weight decay."""
     max_grad_norm: PositiveFloat | None = 1.0
@@ -83,6 +85,7 @@ class StageTrainConfig(Section):
     @model_validator(mode="after")
     def _cross_checks(self) -> StageTrainConfig:
         check_precision(self.bf16, self.fp16)
+        check_warmup(self.warmup_ratio, self.warmup_steps)
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} must divide batch_size {self.batch_size}: "

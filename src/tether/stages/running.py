@@ -464,7 +464,7 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
         "gradient_accumulation_steps": accumulation,
         "learning_rate": config.learning_rate,
         "lr_scheduler_type": train.lr_scheduler_type,
-        "warmup_steps": round(train.warmup_ratio * num_steps),
+        "warmup_steps": train.warmup_steps or round(train.warmup_ratio * num_steps),
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm or 0.0,
         "bf16": precision is torch.bfloat16,

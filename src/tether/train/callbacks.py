@@ -37,7 +37,7 @@ def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments
         learning_rate=config.learning_rate,
         lr_scheduler_type=_named_schedule(train),
         lr_scheduler_kwargs=train.lr_scheduler_kwargs,
-        warmup_steps=train.warmup_ratio,
+        warmup_steps=train.warmup_steps or train.warmup_ratio,
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm or 0.0,
         max_steps=num_updates,

@@ -232,18 +232,22 @@ def loss_scale(train: TrainConfig) -> LossScale | None:
 
 def schedule(config: RunConfig, optimizer: Optimizer, num_updates: int) -> Schedule:
     """The learning rate of ``optimizer`` over the optimizer steps of ``num_updates`` updates."""
-    return _schedule(config.train, optimizer, _total_steps(config, num_updates))
+    return _schedule(config, optimizer, _total_steps(config, num_updates))
 
 
 def _total_steps(config: RunConfig, num_updates: int) -> int:
     return num_updates * config.ppo.num_ppo_epochs * config.ppo.num_mini_batches
 
 
-def _warmup_steps(train: TrainConfig, total_steps: int) -> int:
+def _warmup_steps(config: RunConfig, total_steps: int) -> int:
+    train = config.train
+    if train.warmup_steps is not None:
+        return _total_steps(config, train.warmup_steps)
     return round(train.warmup_ratio * total_steps)
 
 
-def _schedule(train: TrainConfig, optimizer: Optimizer, total_steps: int) -> Schedule:
+def _schedule(config: RunConfig, optimizer: Optimizer, total_steps: int) -> Schedule:
+    train = config.train
     options = dict(train.lr_scheduler_kwargs)
     if "mode" in _OPTIONS[train.lr_scheduler_type]:
         options.setdefault("mode", "max")
@@ -252,7 +256,7 @@ def _schedule(train: TrainConfig, optimizer: Optimizer, total_steps: int) -> Sch
         return get_scheduler(
             train.lr_scheduler_type,
             optimizer,
-            num_warmup_steps=_warmup_steps(train, total_steps),
+            num_warmup_steps=_warmup_steps(config, total_steps),
             num_training_steps=total_steps,
             scheduler_specific_kwargs=options,
         )
@@ -275,8 +279,8 @@ def check_schedule(config: RunConfig, num_updates: int) -> None:
     for key, rate, updates in rates:
         total_steps = _total_steps(config, updates)
         whose = "the run" if updates == num_updates else "the policy after value.warmup_steps"
-        _check_stages(train, total_steps, whose)
-        _check_rates(train, total_steps, key, rate)
+        _check_stages(config, total_steps, whose)
+        _check_rates(config, total_steps, key, rate)
 
 
 def _check_options(train: TrainConfig) -> None:
@@ -307,35 +311,43 @@ def _listed(names: Sequence[Any]) -> str:
     return ", ".join(str(name).lower() for name in names)
 
 
-def _check_stages(train: TrainConfig, total_steps: int, whose: str) -> None:
+def _check_stages(config: RunConfig, total_steps: int, whose: str) -> None:
     """Raises ``ConfigError`` for a warm-up that the schedule does not have, or stages longer than ``total_steps``.
 
     Args:
         whose: whose steps they are, for the message.
     """
+    train = config.train
     name, options = train.lr_scheduler_type, train.lr_scheduler_kwargs
+    if train.warmup_steps is not None and name in _WITHOUT_WARMUP:
+        raise ConfigError(
+            f"train.warmup_steps: got {train.warmup_steps}, but schedule {name} has no warm-up. Remove it, or choose "
+            "another train.lr_scheduler_type"
+        )
     if train.warmup_ratio > 0 and name in _WITHOUT_WARMUP:
         raise ConfigError(
             f"train.warmup_ratio: got {train.warmup_ratio}, wanted 0: schedule {name} has no warm-up. Remove it, or "
             "choose another train.lr_scheduler_type"
         )
-    warmup = _warmup_steps(train, total_steps)
+    warmup = _warmup_steps(config, total_steps)
     stable, decay = options.get("num_stable_steps", 0), options.get("num_decay_steps", 0)
-    if warmup + stable + decay > total_steps:
+    if stable + decay and warmup + stable + decay > total_steps:
         raise ConfigError(
             f"train.lr_scheduler_kwargs: got {stable} stable and {decay} decay steps after {warmup} of warm-up, wanted "
             f"at most the {total_steps} optimizer steps of {whose}"
         )
 
 
-def _check_rates(train: TrainConfig, total_steps: int, key: str, rate: float) -> None:
+def _check_rates(config: RunConfig, total_steps: int, key: str, rate: float) -> None:
     """Raises ``ConfigError`` if the schedule cannot start from ``rate``, or leaves the range from 0 to it."""
-    name, warmup, options = train.lr_scheduler_type, _warmup_steps(train, total_steps), train.lr_scheduler_kwargs
+    train, warmup = config.train, _warmup_steps(config, total_steps)
+    name, options = train.lr_scheduler_type, train.lr_scheduler_kwargs
     settings = f"schedule {name} with options {options} over {total_steps} optimizer steps, {warmup} of them warm-up,"
     try:
-        scheduler = _schedule(train, AdamW([nn.Parameter(torch.zeros(1))], lr=rate), total_steps)
+        scheduler = _schedule(config, AdamW([nn.Parameter(torch.zeros(1))], lr=rate), total_steps)
         if isinstance(scheduler, LambdaLR):
-            steps = sorted({0, warmup, (warmup + total_steps) // 2, total_steps - 1})
+            reached = min(warmup, total_steps)
+            steps = sorted({0, reached, (reached + total_steps) // 2, total_steps - 1})
             factors = [scheduler.lr_lambdas[0](step) for step in steps]
         else:
             scheduler.step(0.0)

@@ -43,6 +43,31 @@ def python(*arguments, **kwargs):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, **kwargs)
 
 
+class TestLocalRank:
+    """deepspeed and torch.distributed.launch add it to the arguments, before or behind those of the program."""
+
+    @pytest.mark.parametrize("words", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"]])
+    def test_is_what_the_environment_says(self, file, monkeypatch, words):
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        monkeypatch.setattr(commands, "COMMANDS", {"ppo": (ppo := Mock(return_value=0))})
+        assert main([*words, "ppo", file, "train.seed=1"]) == main(["ppo", file, "train.seed=1", *words]) == 0
+        assert [call.args for call in ppo.call_args_list] == 2 * [([file, "train.seed=1"],)]
+
+    @pytest.mark.parametrize("word", ["--local_rank=0", "--local_rank=-1"])
+    def test_of_a_single_process_needs_no_launcher(self, file, monkeypatch, word):
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        monkeypatch.setattr(commands, "COMMANDS", {"ppo": Mock(return_value=0)})
+        assert main(["ppo", file, word]) == 0
+
+    @pytest.mark.parametrize(("said", "told"), [(None, "not set"), ("0", "0")])
+    def test_that_the_environment_does_not_know_is_told(self, file, monkeypatch, capsys, said, told):
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if said is not None:
+            monkeypatch.setenv("LOCAL_RANK", said)
+        assert main(["ppo", file, "--local_rank=1"]) == 2
+        assert f"--local_rank: got 1, but LOCAL_RANK is {told}: launchers set both" in capsys.readouterr().err
+
+
 class TestHelp:
     def test_names_every_command(self, capsys):
         assert main(["--help"]) == 0

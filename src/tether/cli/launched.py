@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from tether.config.launched import local_rank, num_processes, rank
@@ -27,6 +27,30 @@ def alike() -> Iterator[None]:
         if error.is_shared:
             time.sleep(HEAD_START)
         raise
+
+
+def without_local_rank(arguments: Sequence[str]) -> list[str]:
+    """The arguments without ``--local_rank=N``, which deepspeed and torch.distributed.launch add: the environment says
+    the same.
+
+    Raises:
+        ConfigError: the environment says something else.
+    """
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in ("--local_rank", "--local-rank"):
+            kept.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if value not in (str(local_rank()), "-1"):
+            told = os.environ.get("LOCAL_RANK")
+            raise ConfigError(
+                f"{name}: got {value or 'nothing'}, but LOCAL_RANK is {'not set' if told is None else told}: "
+                "launchers set both to the same number; start with torchrun, accelerate launch or deepspeed"
+            )
+    return kept
 
 
 def check_command(name: str) -> None:

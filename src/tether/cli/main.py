@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from tether import __version__
 from tether.cli import commands
-from tether.cli.launched import LAUNCHED, alike, check_command, end, signed, speaks
+from tether.cli.launched import LAUNCHED, alike, check_command, end, signed, speaks, without_local_rank
 from tether.cli.quiet import quieten
 from tether.errors import USER_ERRORS, ConfigError, TetherError
 
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # characters that its encoding lacks are shown as escapes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        arguments = without_local_rank(arguments)
         return _run(arguments, debug=debug)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)

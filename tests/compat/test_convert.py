@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.compat.llamafactory import PPO, RM, SFT
 from tether.cli.main import main
@@ -247,6 +248,10 @@ class TestToOurs:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
+            ("set -x\npython train.py --lr 1\n", r"TRL's PPO; got line 2 \(python train\.py\)"),
+            ("A=(1\n2", "line 1: the array that begins here has no closing parenthesis"),
+            (f"{TRL.strip()} --kl_coef $(cat kl)", "kl_coef: got .*; the script does not set that variable"),
+            ("echo\nllamafactory-cli train no.yaml", r"line 2: there is no file no\.yaml, in the current folder or"),
             ("python train.py --lr 1\n", "wanted our YAML, LLaMA-Factory's or verl's, or a script that launches"),
             ("python -m openrlhf.cli.train_ppo_ray --pretrain m\n", "reward.model_name_or_path: missing"),
             ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m\n", "data.train_files: missing"),
@@ -333,7 +338,7 @@ class TestToOurs:
             ("torchrun --nproc_per_node 4", 4), ("torchrun --nproc-per-node=4 --nnodes=2", 8),
             ("python -m torch.distributed.run --nproc_per_node 2", 2), ("python", 1),
             ("accelerate launch --config_file zero3.yaml", None), ("accelerate launch", None), ("torchrun", None),
-            ("deepspeed --num_gpus 2", None),
+            ("deepspeed --num_gpus 2", 2), ("deepspeed --num_gpus=2 --num_nodes=3", 6), ("deepspeed", None),
         ],
     )  # fmt: skip
     def test_trls_batch_is_of_each_process(self, tmp_path, launcher, processes):
@@ -405,6 +410,54 @@ class TestToOurs:
             assert parse_config(converted(launch)).model.lora.target_modules == chosen
 
 
+    @pytest.mark.parametrize("form", ["array", "variables", "words", "module"])
+    def test_scripts_are_read_as_a_shell_reads_them(self, tmp_path, form):
+        program, *rest = TRL.strip().replace("\\\n", "").partition(" --dataset_name")
+        arguments = "--dataset_name" + rest[1]
+        script = {
+            "array": f"""#!/bin/bash
+                set -euo pipefail
+                ARGS=(
+                    {arguments.replace("--learning_rate 3e-6", "")}  # those of the paper
+                )
+                ARGS+=( --learning_rate "3e-6" )
+                CUDA_VISIBLE_DEVICES=0,1 WANDB_MODE=offline {program} "${{ARGS[@]}}" "$@" 2>&1 | tee logs/train.log
+            """,
+            "variables": f"""
+                export LAUNCH="{program}" RATE=$((1+2))e-6
+                ARGS='{arguments}'
+                mkdir -p logs && cd "$HOME"; nohup $LAUNCH $ARGS > logs/$(date +%F).log 2>&1 &
+            """,
+            "words": f"if true; then {program} \\\n # --kl_coef 9 \\\n {arguments} >>log; fi",
+            "module": f"python -m torch.distributed.run examples/scripts/ppo/ppo_tldr.py {arguments}|tee log",
+        }[form]
+        assert parse_config(converted(written(tmp_path, "launch.sh", script))) == parse_config(TRL_OURS)
+
+    @pytest.mark.parametrize("form", ["options", "file", "deepspeed", "old"])
+    def test_llamafactorys_launches(self, tmp_path, form):
+        given = yaml.safe_load(PPO)
+        file = written(tmp_path, "their.yaml", PPO.replace("per_device_train_batch_size: 1", ""))
+        options = " ".join(f"--{key} {str(value)!r}" for key, value in given.items())
+        script = {
+            "options": f"FORCE_TORCHRUN=1 llamafactory-cli train \\\n{options} 2>&1 | tee log",
+            "file": f"llamafactory-cli train {file.name} per_device_train_batch_size=1 > log",
+            "deepspeed": f"deepspeed --num_gpus 2 --master_port=9901 src/train.py {options}",
+            "old": f"CUDA_VISIBLE_DEVICES=0 python src/train_bash.py {options}",
+        }[form]
+        made = converted(written(tmp_path, "launch.sh", script))
+        wanted = parse_config(converted(written(tmp_path, "same.yaml", PPO)))
+        if form == "deepspeed":
+            size = 2 * wanted.train.rollout_batch_size
+            wanted = wanted.model_copy(update={"train": wanted.train.model_copy(update={"rollout_batch_size": size})})
+        assert parse_config(made) == wanted
+        assert ("# Their batch size is that of one process" in made) is (form != "deepspeed")
+
+    def test_a_launch_of_another_stage_is_for_its_command(self, tmp_path):
+        options = " ".join(f"--{key} {str(value)!r}" for key, value in yaml.safe_load(SFT).items())
+        made = converted(written(tmp_path, "launch.sh", f"llamafactory-cli train {options}"))
+        assert made.startswith("# tether sft ")
+
+
 class TestFromOurs:
     @pytest.mark.parametrize("to", ["openrlhf", "verl"])
     def test_there_and_back(self, tmp_path, to):
@@ -463,6 +516,12 @@ class TestCommand:
         assert load_config(out) == parse_config(VERL_OURS)
         shown = capsys.readouterr().out
         assert "algorithm.lam (default)" in shown and str(out) in shown
+
+    @pytest.mark.parametrize("command", ["ppo", "sft", "plan"])
+    def test_a_script_is_no_configuration(self, tmp_path, capsys, command):
+        path = written(tmp_path, "launch.sh", TRL)
+        assert main([command, str(path)]) == 2
+        assert f"is a script, wanted a YAML file: `tether convert {path} --to tether" in capsys.readouterr().err
 
     def test_scripts_can_be_run(self, tmp_path):
         out = tmp_path / "run.sh"

@@ -10,7 +10,7 @@ from tether.compat import llamafactory, openrlhf, trl_arguments, verl
 from tether.compat.launch import Launch, flat, launches, options, overrides, processes
 from tether.compat.translation import OF_ONE_PROCESS, Translation
 from tether.config import text
-from tether.config.launched import num_processes
+from tether.config.launched import num_processes, planned
 from tether.config.load import checked_config, read_file
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import RunConfig
@@ -35,8 +35,8 @@ def convert(path: str | Path, to: Target, output: str | Path) -> Converted:
     """The file, written for another system.
 
     Args:
-        path: our YAML, LLaMA-Factory's or verl's, or a script or list of arguments that launches OpenRLHF, verl or
-            TRL's PPO.
+        path: our YAML, LLaMA-Factory's or verl's, or a script or list of arguments that launches OpenRLHF, verl,
+            LLaMA-Factory or TRL's PPO.
         output: path of the new file, for the command in its first line.
 
     Raises:
@@ -68,11 +68,18 @@ def _read(path: str | Path) -> tuple[str, Translation | None]:
         if any(key.startswith("actor_rollout_ref.") for key in settings):
             return "ppo", verl.translated(source, settings)
         return "ppo", None
+    others = []
     for launch in launches(read_file(path), source):
+        if _is_llamafactory(launch):
+            return _of_llamafactory(launch, Path(path))
         if (translation := _launched(launch, source)) is not None:
             return "ppo", translation
+        if any(word.startswith("--") for word in launch.words):
+            others.append(f"line {launch.line} ({launch.program[:60]})")
+    seen = f"; got {', '.join(others[:3])}" if others else ""
     raise ConfigError(
-        f"{path}: wanted our YAML, LLaMA-Factory's or verl's, or a script that launches OpenRLHF, verl or TRL's PPO"
+        f"{path}: wanted our YAML, LLaMA-Factory's or verl's, or a script that launches OpenRLHF, verl, LLaMA-Factory "
+        f"or TRL's PPO{seen}"
     )
 
 
@@ -84,6 +91,36 @@ def _data(path: str | Path) -> Any:
         if Path(path).suffix in (".yaml", ".yml", ".json"):
             raise ConfigError(f"{path}, line {error.line}: {error}") from error
         return None
+
+
+def _is_llamafactory(launch: Launch) -> bool:
+    """Whether a command line starts a training run of LLaMA-Factory, by its command or its script."""
+    words = [*launch.program.split(), *launch.words]
+    starts = any(Path(word).name in ("llamafactory-cli", "lmf") for word in words) and "train" in words
+    return starts or any(word in ("src/train.py", "src/train_bash.py", "llamafactory.launcher") for word in words)
+
+
+def _of_llamafactory(launch: Launch, script: Path) -> tuple[str, Translation]:
+    """Our command for a launch of LLaMA-Factory, from a YAML file and ``key=value``, or from options."""
+    where = f"{script}, line {launch.line}"
+    words = [*launch.program.split(), *launch.words]
+    begin = next(i for i, word in enumerate(words) if word == "train" or word.endswith(("train.py", "train_bash.py")))
+    words = words[begin + 1 :]
+    file = next((word for word in words[:1] if word.endswith((".yaml", ".yml", ".json"))), None)
+    if file is None:
+        given = options(words, where)
+    else:
+        found = next((place for place in (Path(file), script.parent / file) if place.is_file()), None)
+        if found is None:
+            raise ConfigError(f"{where}: there is no file {file}, in the current folder or beside the script")
+        given = _data(found)
+        if not isinstance(given, dict):
+            raise ConfigError(f"{where}: {found} holds no keys and values; wanted a file of LLaMA-Factory")
+        given = given | overrides(words[1:])
+    count = processes(launch)
+    with planned(count or 1):
+        command, translation = llamafactory.translated(where, given, {})
+    return command, translation if count is not None and count > 1 else translation.noting(OF_ONE_PROCESS)
 
 
 def _launched(launch: Launch, source: str) -> Translation | None:

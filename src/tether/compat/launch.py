@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tether.compat.shell import commands
 from tether.config import text
 from tether.errors import ConfigError
 
@@ -21,6 +22,8 @@ class Launch:
     """The program: the words before its first argument."""
     words: Sequence[str]
     """The arguments."""
+    line: int
+    """Number of its first line in the script."""
 
 
 class Unset(str):
@@ -30,35 +33,18 @@ class Unset(str):
 def launches(script: str, source: str) -> list[Launch]:
     """The command lines of a shell script, or a single one if it holds nothing but arguments.
 
-    A trailing backslash continues a line; variables set in the script and HOME are expanded, others are left as they
-    are; a wrapper (``ray job submit … --``) counts as part of the program.
+    A wrapper (``ray job submit … --``) counts as part of the program.
 
     Raises:
-        ConfigError: a line has an unclosed quote.
+        ConfigError: a line has an unclosed quote or parenthesis.
     """
-    variables = {"HOME": str(Path.home())}
     found = []
-    for number, line in _lines(script):
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise ConfigError(f"{source}, line {number}: {error}") from error
-        words = [_filled(word, variables) for word in words]
-        while words and (assigned := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.DOTALL)):
-            variables[assigned[1]] = assigned[2]
-            words = words[1:]
-        if words[:1] in (["export"], ["set"], ["cd"], ["echo"]):
-            for word in words[1:]:
-                name, equals, value = word.partition("=")
-                if equals:
-                    variables[name] = value
-            continue
-        if words:
-            first = next((i for i, word in enumerate(words) if _is_argument(word)), len(words))
-            if "--" in words:  # ray job submit … -- python …
-                inner = words.index("--") + 1
-                first = next((i for i in range(inner, len(words)) if _is_argument(words[i])), len(words))
-            found.append(Launch(" ".join(words[:first]), words[first:]))
+    for number, words in commands(script, source):
+        first = next((i for i, word in enumerate(words) if _is_argument(word)), len(words))
+        if "--" in words:  # ray job submit … -- python …
+            inner = words.index("--") + 1
+            first = next((i for i in range(inner, len(words)) if _is_argument(words[i])), len(words))
+        found.append(Launch(" ".join(words[:first]), words[first:], number))
     return found
 
 
@@ -69,8 +55,9 @@ def processes(launch: Launch) -> int | None:
     """
     words = [*launch.program.split(), *launch.words]
     told = _told(words, "num_processes")
-    if told is None and (told := _told(words, "nproc_per_node")) is not None:
-        told *= _told(words, "nnodes") or 1
+    for each, machines in (("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")):
+        if told is None and (told := _told(words, each)) is not None:
+            told *= _told(words, machines) or 1
     launchers = {"accelerate", "torchrun", "torch.distributed.run", "deepspeed"}
     is_launched = any(Path(word).name in launchers for word in words)
     return told or (None if is_launched else 1)
@@ -81,33 +68,6 @@ def _told(words: Sequence[str], name: str) -> int | None:
     text = " ".join(words)
     found = re.search(rf"(?:^| )--{name.replace('_', '[-_]')}[ =](\d+)(?: |$)", text)
     return int(found[1]) if found else None
-
-
-def _lines(script: str) -> Iterator[tuple[int, str]]:
-    """Complete commands with the number of their first line."""
-    begun, start = "", 1
-    for number, line in enumerate(script.splitlines(), start=1):
-        if not begun:
-            start = number
-        stripped = line.rstrip()
-        if re.match(r"\s*#", line):
-            continue
-        if stripped.endswith("\\"):
-            begun += stripped[:-1] + " "
-            continue
-        whole, begun = begun + line, ""
-        if whole.strip():
-            yield start, whole
-    if begun.strip():
-        yield start, begun
-
-
-def _filled(word: str, variables: Mapping[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[3], match[2]
-        return variables.get(name, default if default is not None else match[0])
-
-    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, word)
 
 
 def _is_argument(word: str) -> bool:
@@ -170,8 +130,8 @@ def command(program: Sequence[str], words: Sequence[tuple[str, ...]]) -> str:
 
 
 def _unset(word: str) -> bool:
-    """Whether the word still holds a shell variable; ``${a.b}`` and ``${oc.select:…}`` are Hydra's."""
-    return re.search(r"\$(\w|\{\w+\})", word) is not None
+    """Whether the word still holds a shell's variable or command; ``${a.b}`` and ``${oc.select:…}`` are Hydra's."""
+    return re.search(r"\$(\w|\{\w+(\[[@*]\])?\}|\()", word) is not None
 
 
 def _value(word: str) -> Any:

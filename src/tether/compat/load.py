@@ -30,6 +30,11 @@ def load_any(
     Raises:
         ConfigError: names every problem at once; or the file is for another command.
     """
+    if Path(path).suffix in (".sh", ".bash") and Path(path).is_file():
+        raise ConfigError(
+            f"{path} is a script, wanted a YAML file: `tether convert {path} --to tether -o run.yaml` reads launches "
+            "of other systems"
+        )
     document = _document(path)
     if document is not None and pipeline.recognised(document.data):
         raise ConfigError(

@@ -56,7 +56,7 @@ SCALARS = (
 )
 
 
-LAUNCHER = ("num_processes", "nproc_per_node", "nnodes", "num_machines")
+LAUNCHER = ("num_processes", "nproc_per_node", "nnodes", "num_machines", "num_gpus", "num_nodes")
 """Options of a launcher that give the number of processes."""
 
 

@@ -1,0 +1,203 @@
+"""Reads shell scripts as far as a launch needs it: words, quotes, variables, arrays, pipes and redirections.
+
+Nothing is run. What only a shell can know, such as the output of a command, stays as it is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tether.errors import ConfigError
+
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_ENDS = "\n;|&"
+"""Characters that end a command."""
+_SETS = ("export", "set", "cd", "echo", "declare", "local", "readonly")
+"""Commands that start nothing; some of them set variables."""
+
+
+def commands(script: str, source: str) -> Iterator[tuple[int, list[str]]]:
+    """The words of every command that starts something, with the number of its first line.
+
+    Pipes, redirections and ``&`` end a command; a trailing backslash, an open quote or an open array continues it.
+    Variables and arrays that are set in the script and HOME are expanded, others are left as they are, except the
+    arguments of the script, which are left out.
+
+    Raises:
+        ConfigError: a quote or a parenthesis is not closed.
+    """
+    variables: dict[str, str] = {"HOME": str(Path.home())}
+    arrays: dict[str, Sequence[str]] = {}
+    for number, given in _commands(script, source):
+        while given and (assigned := _ASSIGNED.match(given[0][0].text)) and not given[0][0].quote:
+            _assign(assigned, given.pop(0), variables, arrays)
+        words = [word for parts in given for word in _expanded(parts, variables, arrays)]
+        if words and words[0] in _SETS:
+            for parts in given[1:]:
+                if assigned := _ASSIGNED.match(parts[0].text):
+                    _assign(assigned, parts, variables, arrays)
+        elif words:
+            yield number, words
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece of a word."""
+
+    text: str
+    quote: str = ""
+    """The quote around it, if any."""
+
+
+def _commands(script: str, source: str) -> Iterator[tuple[int, list[list[_Part]]]]:
+    """The words of each command, in pieces, with the number of the command's first line. The words of an array in
+    parentheses are the pieces of one word, separated by newlines."""
+    at, line, start = 0, 1, 0
+    words: list[list[_Part]] = []
+    word: list[_Part] | None = None
+    array: list[list[_Part]] | None = None
+
+    is_target = False  # whether the next word is where a redirection leads to
+
+    def close() -> None:
+        nonlocal word, is_target
+        if word is not None and not is_target:
+            (words if array is None else array).append(word)
+        is_target = is_target and word is None
+        word = None
+
+    while at < len(script):
+        sign, rest = script[at], script[at:]
+        if word is None and not words and array is None:
+            start = line
+        if rest.startswith("\\\n"):
+            close()
+            at, line = at + 2, line + 1
+            while comment := re.match(r"[ \t]*#[^\n]*\n", script[at:]):  # a line of a command that is commented out
+                at, line = at + comment.end(), line + 1
+            continue
+        if sign == "#" and word is None:
+            at += len(rest.partition("\n")[0])
+            continue
+        if sign in " \t\r" or (sign == "\n" and array is not None):
+            close()
+        elif sign == "(" and word and _ASSIGNED.fullmatch(word[-1].text) and word[-1].text.endswith("="):
+            words.append(word)
+            word, array = None, []
+        elif sign == ")" and array is not None:
+            close()
+            words[-1] += [part for each in array for part in (_Part("\n", "("), *each)]
+            array = None
+        elif redirection := re.match(r"&?>>?&?|<<?<?", rest):
+            if word and word[-1].text.isdecimal() and len(word) == 1:  # the 2 of 2>&1
+                word = None
+            close()
+            is_target = True
+            at += redirection.end()
+            continue
+        elif sign in _ENDS:
+            close()
+            is_target = False
+            if words:
+                yield start, words
+            words = []
+        else:
+            taken, quote, text = _piece(rest)
+            if taken is None:
+                raise ConfigError(f"{source}, line {line}: No closing quotation")
+            word = [*(word or []), _Part(text, quote)]
+            line += rest[:taken].count("\n")
+            at += taken
+            continue
+        line += sign == "\n"
+        at += 1
+    if array is not None:
+        raise ConfigError(f"{source}, line {start}: the array that begins here has no closing parenthesis")
+    close()
+    if words:
+        yield start, words
+
+
+def _piece(rest: str) -> tuple[int | None, str, str]:
+    """Length, quote and text of the piece of a word at the beginning; None if a quote or parenthesis is not closed."""
+    if rest[0] in "'\"`":
+        closing = re.match({"'": r"'[^']*'", '"': r'"(\\.|[^"\\])*"', "`": r"`[^`]*`"}[rest[0]], rest, re.DOTALL)
+        if closing is None:
+            return None, "", ""
+        text = closing[0][1:-1]
+        if rest[0] == '"':
+            text = re.sub(r'\\(["\\`\n])', lambda match: match[1].strip("\n"), text)
+        return closing.end(), rest[0], text if rest[0] != "`" else closing[0]
+    if rest.startswith("$("):
+        depth = 0
+        for end, sign in enumerate(rest):
+            depth += (sign == "(") - (sign == ")")
+            if sign == ")" and depth == 0:
+                return end + 1, "`", rest[: end + 1]
+        return None, "", ""
+    if rest.startswith("${") and "}" in rest:
+        end = rest.index("}") + 1
+        return end, "", rest[:end]
+    if rest[0] == "\\":
+        return len(rest[:2]), "'", rest[1:2]
+    plain = re.match(r"\$?[^\s;|&<>()'\"`\\$]*|.", rest)[0] or rest[0]
+    return len(plain), "", plain
+
+
+def _expanded(
+    parts: Sequence[_Part], variables: Mapping[str, str], arrays: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """The words that a word of a command stands for: variables without quotes are split, arrays are spliced in."""
+    words = [""]
+    is_given = False
+    for part in parts:
+        named = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", part.text)
+        if named and part.quote != "'" and named[1] in arrays:
+            first, *more = [*arrays[named[1]]] or [""]
+            words[-1] += first
+            words += more
+            is_given = is_given or bool(arrays[named[1]])
+            continue
+        if part.quote != "'" and re.fullmatch(r"\$[@*]", part.text):  # the script's own arguments
+            continue
+        text = part.text if part.quote in ("'", "`") else _filled(part.text, variables)
+        if part.quote or text == part.text:
+            words[-1] += text
+            is_given = is_given or bool(part.quote) or bool(text)
+            continue
+        first, *more = re.split(r"\s+", text.strip()) if text.strip() else [""]
+        words[-1] += first
+        words += more
+        is_given = is_given or bool(text.strip())
+    return words if is_given else []
+
+
+def _assign(
+    assigned: re.Match[str], parts: Sequence[_Part], variables: dict[str, str], arrays: dict[str, Sequence[str]]
+) -> None:
+    """Sets the variable or the array that a word sets."""
+    name, adds, begun = assigned[1], assigned[2], assigned[3]
+    if any(part.quote == "(" for part in parts):
+        inner: list[list[_Part]] = []
+        for part in parts[1:]:
+            if part.quote == "(":
+                inner.append([])
+            else:
+                inner[-1].append(part)
+        values = [word for each in inner for word in _expanded(each, variables, arrays)]
+        arrays[name] = [*(arrays.get(name, ()) if adds else ()), *values]
+        return
+    whole = [_Part(begun), *parts[1:]]
+    text = "".join(p.text if p.quote in ("'", "`") else _filled(p.text, variables) for p in whole)
+    variables[name] = (variables.get(name, "") if adds else "") + text
+
+
+def _filled(word: str, variables: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[3], match[2]
+        return variables.get(name, default if default is not None else match[0])
+
+    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, word)

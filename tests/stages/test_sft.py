@@ -326,6 +326,13 @@ def test_a_run_whose_model_data_and_folder_moved_goes_on_or_is_finished(tmp_path
         train_sft(again)
 
 
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 2}, {"warmup_ratio": 0.5}])
+def test_warm_up_is_in_steps_or_a_share_of_them(tmp_path, warmup):
+    train_sft(stage(tmp_path, max_steps=4, learning_rate=1e-2, **warmup))
+    rates = [row["learning_rate"] for row in read_jsonl(tmp_path / "out/metrics.jsonl") if "learning_rate" in row]
+    assert rates == pytest.approx([0, 5e-3, 1e-2, 5e-3])
+
+
 def test_the_model_that_a_run_starts_from_is_not_removed_with_the_checkpoints_of_the_run_before(tmp_path):
     config = stage(tmp_path, max_steps=2)
     train_sft(config, stop=lambda: "SIGTERM")

@@ -238,13 +238,13 @@ def test_nulls_that_parquet_fills_in_are_no_part_of_tools_and_calls(tmp_path):
     tokenizer, rows = tiny_tokenizer(), []
     tokenizer.chat_template = TOOLS_TEMPLATE
     for name, other in (("cat", "dog"), ("sea", "sun")):
-        tools = [{"name": name, "parameters": {name: {"type": other, "enum": [name, other]}}}]
+        tools = [{"name": name, "parameters": {name: {"enum": [name, other], "type": other}}}]
         rows.append({"messages": [user(name), call({name: other}), {"role": "tool", "content": "red"}], "tools": tools})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "calls.parquet")
     options = {"split": "train", "max_prompt_length": 256, "chat_template": "auto", "system_prompt": None, "key": "k"}
     first, second = load_prompts(str(tmp_path / "calls.parquet"), tokenizer, **options).prompts
     assert first.text == (
-        '[{"name": "cat", "parameters": {"cat": {"type": "dog", "enum": ["cat", "dog"]}}}] <user> cat '
+        '[{"name": "cat", "parameters": {"cat": {"enum": ["cat", "dog"], "type": "dog"}}}] <user> cat '
         '<assistant> {"arguments": {"cat": "dog"}} <tool> red '
     )
     assert "null" not in second.text and '{"arguments": {"sea": "sun"}}' in second.text

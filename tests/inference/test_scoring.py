@@ -159,8 +159,16 @@ def test_a_row_that_no_model_can_read_is_told_before_any_loads(tmp_path, monkeyp
     row = {"prompt": "the cat", "chosen": "good", "rejected": "bad " * (11 if reads == "ids" else 15)}
     file = written(tmp_path, {**row, "rejected": "bad"}, row)
     message = r"FILE: .*row 1 \(line 2\), for rewards\.0: prompt and answer have 17 .*judge reads at most 16: .*"
-    with pytest.raises(DataError, match=rf"{message} raise rewards\.0\.max_length"):
+    with pytest.raises(DataError, match=rf"{message} raise rewards\.0\.max_length, or set rewards\.0\.missing to"):
         score_file(sources, file)
+
+
+def test_a_row_that_no_model_can_read_may_have_a_score(tmp_path):
+    judge = {"type": "model", "path": str(save_tiny(tmp_path / "judge", num_labels=1)), "name": "judge"}
+    sources = SourceConfig.model_validate({"rewards": [judge | {"max_length": 12, "missing": -3.0}]})
+    rows = [{"prompt": "the cat", "response": text} for text in ("good", "bad " * 20)]
+    (short, long) = score_file(sources, written(tmp_path, *rows)).rows
+    assert long["rewards"] == {"judge": -3.0, "judge/missing": 1.0} and short["rewards"]["judge/missing"] == 0.0
 
 
 def test_services_and_functions_are_tried_before_a_model_loads(tmp_path, monkeypatch):

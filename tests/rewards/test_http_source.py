@@ -102,7 +102,7 @@ WRONG = {
     "too many": (Reply({"scores": [1, 2, 3, 4]}), r"returned 4 scores for 3 answers"),
     "NaN": (Reply(b'{"scores": [1, NaN, 3]}'), r"returned nan \(float\) for answer 1 of 3 .* wanted one finite"),
     "infinite": (Reply(b'{"scores": [1, 2, -Infinity]}'), r"returned -inf \(float\) for answer 2 of 3"),
-    "null": (Reply({"scores": [1, None, 3]}), r"returned None for answer 1 of 3 .*, or set the reward's `missing`"),
+    "null": (Reply({"scores": [1, None, 3]}), r"returned None for answer 1 of 3 .*, or set rewards\.0\.missing to"),
     "text": (Reply({"scores": ["1", "2", "3"]}), r"returned '1' \(str\) for answer 0 of 3"),
     "nested": (Reply({"scores": [[1], [2], [3]]}), r"returned \[1\] \(list\) for answer 0 of 3"),
     "one list too many": (Reply({"scores": [[1, 2, 3]]}), r"returned 1 scores for 3 answers"),

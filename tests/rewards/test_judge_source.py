@@ -157,7 +157,7 @@ FILTERED = {
 def test_an_answer_that_is_refused_is_an_error_unless_it_has_a_score(reply, caplog):
     batch = text_batch("fine", "odd", "fair", "odd")
     with local_service(lambda payload: reply if '"odd"' in str(payload) else by_length(payload)) as local:
-        with pytest.raises(RewardResponseError, match=r"reward grade: .* set the reward's `missing` to the"):
+        with pytest.raises(RewardResponseError, match=r"reward grade: .* set rewards\.0\.missing to the"):
             source(local.url).score(batch)
         output = source(local.url, missing=-0.5).score(batch)
         assert (output.scores, output.components) == ([4.0, -0.5, 4.0, -0.5], {"missing": [0.0, 1.0, 0.0, 1.0]})

@@ -192,6 +192,17 @@ def test_answers_that_may_be_too_long_for_a_reward_model_are_told_once(tmp_path,
     assert len(notes) == is_told and loaded == []
     if is_told:
         assert re.search(r"^rewards\.0: row 3 of the prompts has 10 .* leaves 7 of the 16 tokens", notes[0]), notes
+        assert re.search(r"ends the run: .*, or set rewards\.0\.missing to the score of such answers$", notes[0]), notes
+
+
+@pytest.mark.parametrize(("own_tokenizer", "left"), [(True, 7), (False, 8)])
+def test_answers_that_are_too_long_for_a_reward_model_may_have_a_score(tmp_path, loaded, own_tokenizer, left):
+    tiny_run(tmp_path)
+    rewards = judge_of(tmp_path / "judge", own_tokenizer=own_tokenizer, missing=-1)
+    config = tiny_run(tmp_path, rewards=rewards, sampling__response_length=9)
+    (note,) = check_data(resolved(config), load_data(config))
+    assert re.search(rf"^rewards\.0: row 3 .* leaves {left} of .* is 9 .* A longer answer counts -1$", note), note
+    assert loaded == []
 
 
 def test_run_never_writes_over_what_it_reads(tmp_path, loaded):

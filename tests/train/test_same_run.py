@@ -13,7 +13,8 @@ from tests.faults.test_bad_numbers import Heard
 from tests.tiny import save_tiny
 from tests.train.runs import REWARD, tiny_run, write_prompts
 from tests.train.test_run import Signal, assert_same_weights, reproducible, weights
-from tether.errors import CheckpointError
+from tether.errors import CheckpointError, RewardError
+from tether.metrics.writers import read_jsonl
 from tether.train.engines.base import out_of_step
 from tether.train.folder import is_finished
 from tether.train.run import open_trainer, train_policy
@@ -35,6 +36,22 @@ def test_what_gives_an_answer_a_score_may_change_unless_the_run_is_finished(name
     for key in (f"rewards.0.{name}", f"rewards.11.members.2.{name}"):
         assert may_change(key) and not may_change(key, is_finished=True)
     assert not ERROR_MAY_CHANGE.fullmatch(f"sampling.{name}") and not may_change(f"rewards.0.weight.{name}")
+
+
+def test_a_run_that_an_answer_too_long_for_the_judge_ended_goes_on_when_it_gets_a_score(tmp_path):
+    """Sampling is keyed, so that the answer would be too long again however often the run goes on."""
+    judge = {"type": "model", "path": str(save_tiny(tmp_path / "judge", num_labels=1)), "name": "judge"}
+    judge |= {"input_format": "response"}
+    train_policy(tiny_run(tmp_path, rewards=[judge], train__max_steps=1, train__save_steps=1))
+    judge |= {"max_length": 5}
+    for _ in range(2):
+        with pytest.raises(RewardError, match=r"has [67] tokens .* limit is 5: set rewards\.0\.missing to"):
+            train_policy(tiny_run(tmp_path, rewards=[judge], resume=True))
+    train_policy(tiny_run(tmp_path, rewards=[judge | {"missing": -1.0}], resume=True))
+    rows = [row for row in read_jsonl(tmp_path / "out" / "samples.jsonl") if row["step"] == 2]
+    missed = [row["rewards"]["judge"] == -1 for row in rows]
+    assert missed == [len(row["response"].split()) > 5 for row in rows] and len(set(missed)) == 2
+    assert read_jsonl(tmp_path / "out" / "metrics.jsonl")[-1]["rewards/judge/missing"] == sum(missed) / len(rows)
 
 
 def test_the_sampling_temperature_may_not_change():

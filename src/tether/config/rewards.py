@@ -86,8 +86,11 @@ class OwnModelReward(_Reward):
     batch_size: PositiveInt = 16
     """Answers scored in one forward pass."""
     max_length: PositiveInt | None = None
-    """Maximum length of prompt plus answer in the reward model's tokens. A longer text is an error. Default: the
-    model's own limit."""
+    """Maximum length of prompt plus answer in the reward model's tokens. A longer text is an error unless ``missing``
+    is set. Default: the model's own limit."""
+    missing: float | None = None
+    """Score of an answer that the model cannot read: with its prompt it is longer than ``max_length``, or it is an
+    empty text that the tokenizer cannot represent. Default: both are errors."""
     input_format: Literal["auto", "chat", "joined", "pair", "response"] = "auto"
     """What the model reads. ``auto``: the policy's token ids if the tokenizers are the same; otherwise conversations in
     the model's own chat template, and plain text followed by the answer. ``chat``: always the whole conversation as

@@ -22,6 +22,7 @@ from tether.rewards.build import check_contents, check_reward_columns, try_sourc
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.ensemble import Ensemble
 from tether.rewards.lengths import Room, or_raise
+from tether.rewards.missing import way_out_of
 from tether.rewards.reading import Reads
 from tether.train.display import Display, NullDisplay
 from tether.types import RewardBatch, RewardOutput, RewardSource
@@ -196,14 +197,15 @@ def thirds(lengths: Sequence[int]) -> dict[str, list[int]]:
 def _check_lengths(
     config: SourceConfig, reader: PolicyReader, batches: Sequence[RewardBatch], places: Sequence[str]
 ) -> None:
-    """Raises ``DataError`` for the first answer that, together with its prompt, is longer than a model can read.
+    """Raises ``DataError`` for the first answer that, together with its prompt, is longer than a model can read and to
+    which it gives no score.
 
     Args:
         places: the row of each answer, in the order of the batches, for messages.
     """
     models = [(key, reward) for key, reward in sources_of(config.rewards) if isinstance(reward, OwnModelReward)]
     rooms = [(key, reward, Room(reward, reader.tokenizer)) for key, reward in models]
-    limited = [(key, reward, room) for key, reward, room in rooms if room.limit is not None]
+    limited = [(key, reward, room) for key, reward, room in rooms if room.limit is not None and reward.missing is None]
     ahead = iter(places)
     for batch in batches if limited else ():
         own = list(islice(ahead, len(batch)))
@@ -212,7 +214,8 @@ def _check_lengths(
                 if length > room.limit:
                     raise DataError(
                         f"{place}, for {key}: prompt and answer have {length} tokens, but {reward.path} reads at most "
-                        f"{room.limit}: remove the row, or use a model that reads more{or_raise(key, reward)}"
+                        f"{room.limit}: remove the row, use a model that reads more{or_raise(key, reward)}, or "
+                        f"{way_out_of(key)}"
                     )
 
 

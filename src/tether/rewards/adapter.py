@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from tether.models.fit import steady_positions
 from tether.models.roles import ModelRoles
 from tether.rewards.base import checked, score_sequences
-from tether.rewards.reading import check_lengths
+from tether.rewards.missing import Missing
+from tether.rewards.reading import readable
 from tether.types import RewardBatch, RewardOutput
 
 
@@ -56,8 +57,8 @@ class AdapterSource:
             RewardError: they exceed the base's positions.
         """
         read = [batch.read_ids(row) for row in range(len(batch))]
-        check_lengths([len(ids) for ids in read], steady_positions(self.roles.policy.config), self.name)
-        return read
+        limit = steady_positions(self.roles.policy.config)
+        return readable(read, [len(ids) for ids in read], limit, self.name, Missing(None, self.name))
 
     def scored(self, read: list[list[int]]) -> RewardOutput:
         """The adapter's scores of token ids."""

@@ -55,6 +55,7 @@ from tether.rewards.ensemble import Ensemble, reduction
 from tether.rewards.function import FunctionSource, check_columns, load_function
 from tether.rewards.http import check_sent_columns, check_sent_values, http_source
 from tether.rewards.judge import NoNumber, judge_source
+from tether.rewards.missing import Missing
 from tether.rewards.model import ModelSource
 from tether.rewards.reading import Reader, same_tokenizer
 from tether.rewards.ready import check_ready, check_ready_column, check_value, ready_source
@@ -261,13 +262,14 @@ def build_rewards(
     def of_this_process(config: RewardConfig, name: str, key: str) -> RewardSource | ToSpread:
         match config:
             case FunctionReward():
-                return FunctionSource(load_function(config.path, config.name, key), name, missing=config.missing)
+                function = load_function(config.path, config.name, key)
+                return FunctionSource(function, name, missing=config.missing, section=key)
             case AdapterReward():
                 roles.add_reward_adapter(name, config.path)
                 return AdapterSource(roles, name, tokenizer, batch_size=config.batch_size, device=device)
             case OwnModelReward():
                 options = {"offload_idle": offload_idle, "is_sharded": shards and _is_sharded(config)}
-                return _model_source(config, name, tokenizer, torch.device(device), **options)
+                return _model_source(config, name, key, tokenizer, torch.device(device), **options)
             case ReadyReward():
                 return ready_source(config, name)
             case HttpReward():
@@ -342,6 +344,7 @@ def try_sources(
 def _model_source(
     config: OwnModelReward,
     name: str,
+    key: str,
     policy_tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
     *,
@@ -367,6 +370,7 @@ def _model_source(
         "max_length": config.max_length,
         "device": device,
         "special_tokens": config.special_tokens,
+        "missing": Missing(config.missing, name, key),
         "fetched": fetched,
     }
     if head is None:

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.models.fit import positions
 from tether.models.roles import Host, directly
-from tether.rewards.base import checked, scores_in_batches
-from tether.rewards.reading import InputFormat, Reader, check_lengths
+from tether.rewards.base import scores_in_batches
+from tether.rewards.missing import Missing
+from tether.rewards.reading import InputFormat, Reader, readable, scores_of_read, with_stand_ins
 from tether.types import RewardBatch, RewardOutput
 
 
@@ -29,6 +30,7 @@ class EncoderSource:
         batch_size: number of answers per forward.
         max_length: maximum number of tokens in prompt and answer, special tokens included. None: the model's own limit.
         special_tokens: as in ``Reader``.
+        missing: the score of answers that it cannot read. None: they are an error.
         fetched: a context in which the weights are on ``device``.
     """
 
@@ -43,6 +45,7 @@ class EncoderSource:
         max_length: int | None,
         device: torch.device | str,
         special_tokens: bool = False,
+        missing: Missing | None = None,
         fetched: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model = model
@@ -51,6 +54,7 @@ class EncoderSource:
         self.batch_size = batch_size if tokenizer.pad_token is not None else 1
         self.max_length = max_length or position_limit(model)
         self.device = device
+        self.missing = missing or Missing(None, name)
         self.fetched = fetched
         self.through: Host = directly
         """Runs forwards with the weights."""
@@ -65,22 +69,24 @@ class EncoderSource:
         """
         return self.scored(self.read(batch))
 
-    def read(self, batch: RewardBatch) -> list[dict[str, list[int]]]:
-        """Prompt and answer as the classifier's tokenizer encodes them."""
+    def read(self, batch: RewardBatch) -> list[dict[str, list[int]] | None]:
+        """Prompt and answer as the classifier's tokenizer encodes them; None if it cannot read them and that is not an
+        error."""
         encoded = self._encoded(batch)
-        check_lengths([len(each["input_ids"]) for each in encoded], self.max_length, self.name)
-        return encoded
+        lengths = [len(each["input_ids"]) for each in encoded]
+        return readable(encoded, lengths, self.max_length, self.name, self.missing)
 
-    def scored(self, read: list[dict[str, list[int]]]) -> RewardOutput:
+    def scored(self, read: list[dict[str, list[int]] | None]) -> RewardOutput:
         """The classifier's scores of encoded texts."""
+        encoded = with_stand_ins(read, self.reader.features)
         with self.fetched():
             scores = scores_in_batches(
-                [len(each["input_ids"]) for each in read],
-                lambda rows: self._scores([read[row] for row in rows]).tolist(),
+                [len(each["input_ids"]) for each in encoded],
+                lambda rows: self._scores([encoded[row] for row in rows]).tolist(),
                 batch_size=self.batch_size,
                 through=self.through,
             )
-        return RewardOutput(checked(scores, len(read), f"reward {self.name}"))
+        return self.missing.output(scores_of_read(scores, read), f"reward {self.name}")
 
     def seen(self, batch: RewardBatch) -> list[str]:
         """What the classifier reads of each answer, special tokens visible."""

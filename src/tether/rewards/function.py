@@ -46,12 +46,15 @@ class FunctionSource:
             ``tether.rewards.tokens.judged`` reads them, or None for an answer on which it has no opinion.
         name: its name in messages.
         missing: score of answers on which it has no opinion. Default: such an answer is an error.
+        section: its configuration key, if it has one.
     """
 
-    def __init__(self, function: RewardFunction, name: str, *, missing: float | None = None) -> None:
+    def __init__(
+        self, function: RewardFunction, name: str, *, missing: float | None = None, section: str | None = None
+    ) -> None:
         self.function = function
         self.name = name
-        self.missing = Missing(missing, name)
+        self.missing = Missing(missing, name, section)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The function's scores.

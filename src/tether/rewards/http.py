@@ -117,7 +117,7 @@ def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTo
         tether_payload(f"reward {name}", config.columns) if tethers else llamafactory_payload(tokenizer),
         batch_size=config.batch_size,
         takes_steps=tethers,
-        missing=Missing(config.missing, name),
+        missing=Missing(config.missing, name, key),
     )
 
 

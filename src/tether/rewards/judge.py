@@ -73,7 +73,7 @@ class JudgeSource:
         def in_order(asked: Asked[float | None]) -> RewardOutput:
             by_row = {row: future.result() for (row,), future in asked}
             scores = [by_row[row] for row in range(len(batch))]
-            return self.missing.marked(RewardOutput(self.missing.filled(scores, self.service.place)), scores)
+            return self.missing.output(scores, self.service.place)
 
         return InGroups(1, lambda rows: session.start(partial(self._graded, batch, rows[0])), in_order, session.close)
 
@@ -91,8 +91,7 @@ class JudgeSource:
             return await self._number(batch, row, post)
         except NoScore as error:
             if self.missing.score is None:
-                way_out = "Or set the reward's `missing` to the score of such answers"
-                raise RewardResponseError(f"{error}. {way_out}") from error
+                raise RewardResponseError(f"{error}. Or {self.missing.way_out}") from error
             self.missing.tell(str(error))
             return None
 
@@ -146,7 +145,7 @@ def judge_source(config: JudgeReward, name: str, key: str) -> JudgeSource:
         rubric=config.rubric,
         scale=(config.scale[0], config.scale[1]),
         attempts=config.attempts,
-        missing=Missing(config.missing, name),
+        missing=Missing(config.missing, name, key),
     )
 
 

@@ -14,11 +14,9 @@ from tether.models.loading import load_config
 from tether.models.paths import own_weights
 from tether.models.tokenizer import load_tokenizer
 from tether.rewards.encoder import position_limit
-from tether.rewards.reading import JudgedText, Reader, same_tokenizer
+from tether.rewards.missing import way_out_of
+from tether.rewards.reading import LETTER, JudgedText, Reader, same_tokenizer
 from tether.types import Prompt, RewardBatch
-
-_LETTER = "a"
-"""The shortest non-empty answer."""
 
 
 class Room:
@@ -65,8 +63,10 @@ class Room:
         Raises:
             RewardError: as in ``lengths``.
         """
+        if self.shares_ids:
+            return len(prompt.token_ids) + 1
         where = f"an answer to row {prompt.row} of the prompts"
-        return self._length(self._reader.text(prompt.source, prompt.conversation, _LETTER, where))
+        return self._length(self._reader.text(prompt.source, prompt.conversation, LETTER, where))
 
     def _length(self, text: JudgedText) -> int:
         read = self._reader.token_ids(text) if self._is_decoder else self._reader.features(text)["input_ids"]
@@ -86,23 +86,26 @@ def check_room(
         response_length: maximum number of tokens in an answer.
 
     Returns:
-        Warnings of texts that may turn out too long, for models that read answers in their own tokens.
+        Warnings of texts that may turn out too long.
 
     Raises:
-        ConfigError: the longest query with an answer does not fit a model that reads the policy's token ids, or a
-            prompt leaves no room for an answer in one that reads text, or cannot be shown to it.
+        ConfigError: the longest query with an answer does not fit a model that reads the policy's token ids and has no
+            score for texts that are too long, or a prompt leaves no room for an answer, or cannot be shown to a model
+            that reads text.
     """
     notes = []
     for key, config in sources_of(configs):
         if not isinstance(config, OwnModelReward) or (room := Room(config, tokenizer)).limit is None:
             continue
         ways = f"lower data.max_prompt_length, or use a reward model that reads more{or_raise(key, config)}"
-        if room.shares_ids:
+        way_out = way_out_of(key)
+        if room.shares_ids and config.missing is None:
             longest = max(len(prompt.token_ids) for prompt in prompts)
             if longest + response_length > room.limit:
                 raise ConfigError(
                     f"{key}: sampling.response_length {response_length} after the longest query of {longest} tokens "
-                    f"makes {longest + response_length}, but {config.path} reads {room.limit}: lower it, {ways}"
+                    f"makes {longest + response_length}, but {config.path} reads {room.limit}: lower it, {ways}, or "
+                    f"{way_out}"
                 )
             continue
         try:
@@ -114,11 +117,13 @@ def check_room(
         if longest > room.limit:
             raise ConfigError(f"{key}: {told}, but {config.path} reads {room.limit}: {ways}")
         left = room.limit - longest + 1
-        if left < 2 * response_length:  # there may be more of its tokens than of the policy's
+        # there may be more of its tokens than of the policy's
+        if left < (response_length if room.shares_ids else 2 * response_length):
+            end = f"ends the run: {ways}, or {way_out}" if config.missing is None else f"counts {config.missing:g}"
             notes.append(
                 f"{key}: {told}, which leaves {left} of the {room.limit} tokens that {config.path} reads for an "
                 f"answer, but sampling.response_length is {response_length} of the policy's tokens. A longer answer "
-                f"ends the run: {ways}"
+                f"{end}"
             )
     return notes
 

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tether.models.fit import steady_positions
 from tether.models.forward import is_causal, last_token_scores
 from tether.models.roles import Host, directly
-from tether.rewards.base import checked, score_sequences
-from tether.rewards.reading import InputFormat, Reader, check_lengths, same_tokenizer
+from tether.rewards.base import score_sequences
+from tether.rewards.missing import Missing
+from tether.rewards.reading import InputFormat, Reader, readable, same_tokenizer, scores_of_read, with_stand_ins
 from tether.types import RewardBatch, RewardOutput
 
 
@@ -34,6 +35,7 @@ class ModelSource:
         batch_size: number of answers per forward.
         max_length: maximum number of tokens in query and answer. None: the model's own limit.
         special_tokens: as in ``Reader``.
+        missing: the score of answers that it cannot read. None: they are an error.
         fetched: a context in which the weights are on ``device``.
     """
 
@@ -50,6 +52,7 @@ class ModelSource:
         max_length: int | None,
         device: torch.device | str,
         special_tokens: bool = False,
+        missing: Missing | None = None,
         fetched: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model = model
@@ -59,6 +62,7 @@ class ModelSource:
         self.batch_size = batch_size
         self.max_length = max_length or steady_positions(model.config)
         self.device = device
+        self.missing = missing or Missing(None, name)
         self.fetched = fetched
         with fetched():
             self.causal = is_causal(model.base_model)
@@ -76,18 +80,17 @@ class ModelSource:
         """
         return self.scored(self.read(batch))
 
-    def read(self, batch: RewardBatch) -> list[Sequence[int]]:
-        """Prompt and answer as the model's token ids."""
+    def read(self, batch: RewardBatch) -> list[Sequence[int] | None]:
+        """Prompt and answer as the model's token ids; None if it cannot read them and that is not an error."""
         sequences = self._sequences(batch)
-        check_lengths([len(ids) for ids in sequences], self.max_length, self.name)
-        return sequences
+        return readable(sequences, [len(ids) for ids in sequences], self.max_length, self.name, self.missing)
 
-    def scored(self, read: list[Sequence[int]]) -> RewardOutput:
+    def scored(self, read: list[Sequence[int] | None]) -> RewardOutput:
         """The model's scores of token ids."""
         options = {"batch_size": self.batch_size, "device": self.device, "through": self.through}
         with self.fetched():
-            scores = score_sequences(read, self._score_batch, **options)
-        return RewardOutput(checked(scores, len(read), f"reward {self.name}"))
+            scores = score_sequences(with_stand_ins(read, self.reader.token_ids), self._score_batch, **options)
+        return self.missing.output(scores_of_read(scores, read), f"reward {self.name}")
 
     def seen(self, batch: RewardBatch) -> list[str]:
         """What the model reads of each answer, special tokens visible."""

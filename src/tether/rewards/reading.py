@@ -6,17 +6,19 @@ tokens of the judge are ordinary text if typed into a prompt or spelled out by t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.answers import text_start
 from tether.data.typed import TypedTokens
 from tether.errors import RewardError
+from tether.rewards.missing import Missing
 from tether.types import Message, RewardBatch
 
+T = TypeVar("T")
 InputFormat = Literal["auto", "chat", "joined", "pair", "response"]
 
 READS_TO = "judge_reads_to"
@@ -24,7 +26,8 @@ READS_TO = "judge_reads_to"
 which the judge's score is that of the answer. A judge that reads text reads every answer to it; of the policy's token
 ids it reads those that were sampled, also where an answer was cut off or ended by another token."""
 _PROBE = "Hello, World!  It's 1234567.89 — naïve café,\n\n\tdef f(x): return x  # 漢字 🙂 <|end|> ."
-_LETTER = "a"
+LETTER = "a"
+"""The shortest non-empty text."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +176,8 @@ class Reader:
         if not judged.is_marked:
             return dict(self.tokenizer(judged.text, judged.second))
         texts = [judged.text, judged.second] if judged.second else [judged.text]
-        whole = dict(self.tokenizer(*(_LETTER for _ in texts)))
-        letter = self._bare(_LETTER, is_marked=False)
+        whole = dict(self.tokenizer(*(LETTER for _ in texts)))
+        letter = self._bare(LETTER, is_marked=False)
         ids, size = whole["input_ids"], len(letter)
         places = [i for i in range(len(ids)) if ids[i : i + size] == letter]
         for place, text in reversed(list(zip((places[0], places[-1]), texts, strict=False))):
@@ -202,25 +205,56 @@ class Reader:
             ) from error
 
 
-def check_lengths(lengths: Sequence[int], limit: int | None, name: str) -> None:
-    """Raises ``RewardError`` naming the first answer that is empty, or longer with its prompt than the judge can read.
+def readable(
+    read: Sequence[T], lengths: Sequence[int], limit: int | None, name: str, missing: Missing
+) -> list[T | None]:
+    """What the judge reads for each answer; None if it cannot: the text is empty, or longer than the limit.
 
     Args:
+        read: what it would read.
         lengths: number of tokens in each answer with its prompt.
+        limit: maximum number of tokens; None if there is no limit.
+        missing: the score of such answers.
+
+    Raises:
+        RewardError: it cannot read an answer, and that is an error; names the first.
     """
-    for row, length in enumerate(lengths):
-        where = f"reward {name}: answer {row} of {len(lengths)} (counted from 0)"
+    able: list[T | None] = []
+    for row, (each, length) in enumerate(zip(read, lengths, strict=True)):
+        why = f"reward {name}: answer {row} of {len(lengths)} (counted from 0) "
         if length == 0:
-            raise RewardError(
-                f"{where} is an empty text, and the reward model's tokenizer has no token to represent it: "
-                "give it a bos_token or an eos_token that the model knows, or set input_format to auto, joined or pair"
-            )
-        if limit is not None and length > limit:
-            raise RewardError(
-                f"{where} has {length} tokens with its prompt, but the limit is {limit}; wanted shorter prompts or "
-                "answers (in a run data.max_prompt_length, sampling.response_length), or raise the reward's max_length "
-                "if the model can take more"
-            )
+            why += "is an empty text, and the reward model's tokenizer has no token to represent it"
+            ways = [
+                "give it a bos_token or an eos_token that the model knows",
+                "set input_format to auto, joined or pair",
+            ]
+        elif limit is not None and length > limit:
+            why += f"has {length} tokens with its prompt, but the limit is {limit}"
+            key = "the reward's max_length" if missing.section is None else f"{missing.section}.max_length"
+            ways = [
+                f"raise {key} if the model can take more",
+                "start a run with shorter prompts or answers (data.max_prompt_length, sampling.response_length)",
+            ]
+        else:
+            able.append(each)
+            continue
+        if missing.score is None:
+            ways = ways if missing.section is None else [missing.way_out, *ways]
+            raise RewardError(f"{why}: {', or '.join(ways)}")
+        missing.tell(why)
+        able.append(None)
+    return able
+
+
+def with_stand_ins(read: Sequence[T | None], encode: Callable[[JudgedText], T]) -> list[T]:
+    """The result of ``readable`` with a short text in place of each None: the number of forwards, which several
+    processes may run in step, does not depend on what can be read."""
+    return [encode(JudgedText(LETTER)) if each is None else each for each in read]
+
+
+def scores_of_read(scores: Sequence[float], read: Sequence[Any]) -> list[float | None]:
+    """The scores of ``with_stand_ins``, None in place of those of stand-ins."""
+    return [None if each is None else score for score, each in zip(scores, read, strict=True)]
 
 
 def same_tokenizer(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:

@@ -6,9 +6,10 @@ import faulthandler
 import json
 import logging
 import math
+import multiprocessing
 import os
 import signal
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -214,6 +215,22 @@ def test_a_signal_that_somebody_else_waits_for_stays_theirs():
         faulthandler.unregister(signal.SIGUSR1)
     with StopRequest():
         assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_process_that_is_forked_meanwhile_ends_when_its_pool_ends_it(is_waiting):
+    context = multiprocessing.get_context("fork")
+    with StopRequest() as stop, stop.at_once() if is_waiting else nullcontext():
+        ours, theirs = context.Pipe()
+        child = context.Process(target=lambda: (theirs.send("here"), theirs.recv()), daemon=True)
+        child.start()
+        assert ours.recv() == "here"
+        child.terminate()
+        child.join(30)
+        code = child.exitcode
+        child.kill()
+        assert code == -signal.SIGTERM and stop.asked() is None
 
 
 def test_time_limit_ends_the_run_with_its_state_saved(tmp_path):

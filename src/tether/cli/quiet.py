@@ -18,6 +18,7 @@ def quieten(*, debug: bool) -> None:
     """
     logging.basicConfig(level=logging.WARNING, handlers=[_Stderr()], format="%(message)s")
     logging.getLogger("tether").setLevel(logging.DEBUG if debug else logging.INFO)
+    logging.getLogger("tether.rewards.files").setLevel(logging.WARNING)  # of users' own files, like any other library
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if debug:
         return

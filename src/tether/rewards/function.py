@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +16,7 @@ from tether.errors import ConfigError, RewardError
 from tether.report.text import one_line, prompt_text
 from tether.rewards.base import listed
 from tether.rewards.early import Asked, AtOnce, Begun, InGroups, joined, named
+from tether.rewards.files import file_module, imports_from
 from tether.rewards.loop import awaited, started
 from tether.rewards.missing import Missing
 from tether.rewards.tokens import judged
@@ -162,9 +160,9 @@ def _prompt(batch: RewardBatch, row: int) -> str:
 def load_function(path: str, name: str, key: str) -> RewardFunction:
     """The function ``name`` of a ``.py`` file or of an importable module.
 
-    A file is run under a module name made from its full path, so that two files of the same name never clash, and only
-    once unless it changes. A file may import modules from its own folder, a module from the current folder, however the
-    process was started.
+    A file is run under a module name made from its full path (``tether.rewards.files``), and only once unless it
+    changes. A file may import modules from its own folder, a module from the current folder, however the process was
+    started.
 
     Args:
         key: the configuration key with which messages begin.
@@ -240,48 +238,17 @@ def _file_module(path: str, key: str) -> ModuleType:
     if not file.is_file():
         raise ConfigError(f"{key}.path: there is no file {file}")
     try:
-        return _run_file(file, file.read_bytes())
+        return file_module(file, file.read_bytes())
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}.path: {path} cannot be run: {type(error).__name__}: {error}") from error
 
 
-@cache
-def _run_file(file: Path, source: bytes) -> ModuleType:
-    """The module that the file defines."""
-    name = f"tether_reward_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}_{file.stem}"
-    module = ModuleType(name)
-    module.__file__ = str(file)
-    sys.modules[name] = module  # dataclasses and pickle look modules up by name
-    try:
-        with _imports_from(file.parent):
-            exec(compile(source, str(file), "exec", dont_inherit=True), vars(module))
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
 def _import(path: str, key: str) -> ModuleType:
     try:
-        with _imports_from(Path.cwd()):
+        with imports_from(Path.cwd()):
             return importlib.import_module(path)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{key}.path: cannot import {path}: {type(error).__name__}: {error}; "
             "wanted a .py file, or the import path of a module that is installed or in the current folder"
         ) from error
-
-
-@contextmanager
-def _imports_from(folder: Path) -> Iterator[None]:
-    """A context in which imports search ``folder`` first, like the folder of a script; afterwards they search it last,
-    for imports within function calls: nothing in it then hides modules that the run has yet to import."""
-    place = str(folder)
-    sys.path.insert(0, place)
-    try:
-        yield
-    finally:
-        if place in sys.path:  # the imported code may have changed it
-            sys.path.remove(place)
-        if place not in sys.path:
-            sys.path.append(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -29,7 +30,8 @@ class StopRequest:
 
     If SIGHUP was ignored before, as under ``nohup``, it still is. If something else handles SIGUSR1, its handler stays;
     otherwise the signal is taken as a scheduler's warning that time is running out. A second SIGINT raises
-    KeyboardInterrupt at once. In a thread other than the main one, only the time limit works. The context is reentrant.
+    KeyboardInterrupt at once. Processes that are forked meanwhile react to signals as this one did before. In a thread
+    other than the main one, only the time limit works. The context is reentrant.
 
     Args:
         max_runtime: hours after entering, or None.
@@ -41,6 +43,7 @@ class StopRequest:
         self.reason: str | None = None
         self._deadline: float | None = None
         self._before: dict[int, Any] = {}
+        self._pid = os.getpid()
         self._is_waiting = False
         self._depth = 0
 
@@ -69,6 +72,10 @@ class StopRequest:
             raise Stopped(self.reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked process of a reward function, which must not outlive its pool
+            signal.signal(number, self._before[number] or signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if self.reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name

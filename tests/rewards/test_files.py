@@ -1,0 +1,70 @@
+"""Reward files as modules: found by name in the processes of pools, members of their packages."""
+
+import pickle
+import sys
+
+import pytest
+
+from tether.errors import ConfigError
+from tether.rewards.files import module_name
+from tether.rewards.function import load_function
+
+POOLED = """
+import multiprocessing, os, sys
+from concurrent.futures import ProcessPoolExecutor
+from {neighbour} import factor
+
+def one(text):
+    return factor * len(text), os.getpid(), "torch" in sys.modules
+
+def f(prompts, completions, way):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(way[0])) as pool:
+        found = list(pool.map(one, completions))
+    assert all(pid != os.getpid() for _, pid, _ in found)
+    assert way[0] == "fork" or not any(has_torch for *_, has_torch in found), "the program ran again"
+    return [score for score, *_ in found]
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "neighbour"),
+    [("spawn", "beside"), ("forkserver", "beside"), ("fork", "beside"), ("spawn", "..near"), ("spawn", ".near")],
+)
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_functions_of_a_file_run_in_the_processes_of_a_pool(tmp_path, way, neighbour):
+    """The file is in another folder than the current one, whose name no module could have."""
+    folder = tmp_path / "v1.0 of my-judges" / "package" / "inner"
+    folder.mkdir(parents=True)
+    for name in ("beside.py", "near.py", "../near.py"):
+        (folder / name).write_text("factor = 2.0\n")
+    if neighbour.startswith("."):
+        for package in (folder, folder.parent):
+            (package / "__init__.py").touch()
+    (folder / "judge.v2.py").write_text(POOLED.format(neighbour=neighbour))
+    function = load_function(str(folder / "judge.v2.py"), "f", "rewards.0")
+    assert function(["p", "p"], ["four", "to"], way=[way] * 2) == [8.0, 4.0]
+
+
+def test_a_file_belongs_to_its_package_and_is_pickled_by_name(tmp_path):
+    package = tmp_path / "judges"
+    package.mkdir()
+    (package / "__init__.py").write_text("weight = 3.0\n")
+    (package / "short.py").write_text("from . import weight\ndef f(prompts, completions): return [weight]\n")
+    function = load_function(str(package / "short.py"), "f", "rewards.0")
+    assert function([], []) == [3.0] and pickle.loads(pickle.dumps(function)) is function
+    assert function.__module__ == module_name(package / "short.py") and function.__module__.endswith(".judges.short")
+    assert "judges" not in sys.modules
+
+
+def test_what_a_file_cannot_import_from_its_package_is_told(tmp_path):
+    (tmp_path / "judge.py").write_text("from .no_such_neighbour import f\n")
+    with pytest.raises(ConfigError, match=r"judge\.py cannot be run: ModuleNotFoundError: .*no_such_neighbour"):
+        load_function(str(tmp_path / "judge.py"), "f", "rewards.0")
+
+
+def test_a_file_that_changed_within_a_second_and_is_as_long_runs_again(tmp_path):
+    file = tmp_path / "judge.py"
+    for number in (1, 2, 1):
+        file.write_text(f"def f(prompts, completions): return [{number}]\n")
+        assert load_function(str(file), "f", "rewards.0")([], []) == [number]
+    assert not (tmp_path / "__pycache__").exists()

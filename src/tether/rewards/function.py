@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from tether.rewards.files import file_module, imports_from
 from tether.rewards.loop import awaited, started
 from tether.rewards.missing import Missing
 from tether.rewards.tokens import judged
+from tether.rewards.undisturbed import undisturbed
 from tether.types import RewardBatch, RewardOutput
 
 RewardFunction = Callable[..., Any]
@@ -108,7 +109,6 @@ class FunctionSource:
         """What the function returned for these rows, checked."""
         asked = f", asked for {named(rows)}," if len(rows) < len(batch) else ""
         source = f"reward function {self.name}{asked}"
-        scores = list(scores) if isinstance(scores, Iterator) else scores  # which can be read once
         output = judged(self.missing.filled(scores, source), batch, source, by_token=True, rows=rows)
         return self.missing.marked(output, listed(scores))
 
@@ -136,7 +136,14 @@ class FunctionSource:
         }
         if _names(self.function, _IDS):
             columns[_IDS] = [list(batch.response_ids[row]) for row in rows]
-        return self.function(prompts=prompts, completions=completions, **columns)
+        with undisturbed(f"reward function {self.name}"):
+            result = self.function(prompts=prompts, completions=completions, **columns)
+            return self._awaited(result) if inspect.isawaitable(result) else _whole(result)
+
+    async def _awaited(self, result: Awaitable[Any]) -> Any:
+        """What an ``async`` function returns."""
+        with undisturbed(f"reward function {self.name}"):
+            return _whole(await result)
 
     def _where(self, batch: RewardBatch, rows: Sequence[int]) -> str:
         """The first row that fails alone, or all rows if none does within a few seconds, with its prompt."""
@@ -150,6 +157,11 @@ class FunctionSource:
                 found = f"answer {row} of {len(batch)}, counted from 0, also fails alone, with {type(error).__name__}"
                 return f"{found}; its prompt: {_prompt(batch, row)}"
         return f"{named(rows)} of one batch; the first prompt: {_prompt(batch, rows[0])}"
+
+
+def _whole(scores: Any) -> Any:
+    """What a function returned; as a list if it can be read only once, which is then part of its call."""
+    return list(scores) if isinstance(scores, Iterator) else scores
 
 
 def _prompt(batch: RewardBatch, row: int) -> str:
@@ -238,14 +250,15 @@ def _file_module(path: str, key: str) -> ModuleType:
     if not file.is_file():
         raise ConfigError(f"{key}.path: there is no file {file}")
     try:
-        return file_module(file, file.read_bytes())
+        with undisturbed(f"{key}: {path}"):
+            return file_module(file, file.read_bytes())
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}.path: {path} cannot be run: {type(error).__name__}: {error}") from error
 
 
 def _import(path: str, key: str) -> ModuleType:
     try:
-        with imports_from(Path.cwd()):
+        with undisturbed(f"{key}: {path}"), imports_from(Path.cwd()):
             return importlib.import_module(path)
     except (Exception, SystemExit) as error:
         raise ConfigError(

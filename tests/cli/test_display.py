@@ -278,6 +278,16 @@ def test_what_can_be_written_no_more_silences_the_display_and_nothing_else(error
     assert stream.after < 0 and "done" not in stream.getvalue()
 
 
+def test_a_stream_that_reward_code_closes_does_not_hide_the_message_of_it():
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=True, _environ={"TERM": "xterm-256color"})
+    with pytest.raises(KeyError, match="told"), RunDisplay(console, interval=0.0) as display:
+        display.phase("rollout", 0, 64)
+        stream.close()
+        display.message("nobody reads this")
+        raise KeyError("told")
+
+
 def test_a_pipe_that_breaks_does_not_end_the_process():
     script = (
         "import sys\nfrom tether.cli.display import RunDisplay\n"

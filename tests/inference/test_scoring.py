@@ -13,6 +13,7 @@ from tests.rewards.encoders import save_encoder
 from tests.rewards.services import Reply, local_service
 from tests.rewards.test_judge_source import says
 from tests.tiny import save_tiny
+from tether import __version__
 from tether.config.source import SourceConfig
 from tether.errors import ConfigError, DataError, RewardError, RewardResponseError
 from tether.inference.scoring import accuracy, answer_tables, correlation, pair_tables, score_file, thirds
@@ -308,6 +309,22 @@ def test_rows_that_are_scored_are_kept_when_the_rest_fails(tmp_path, monkeypatch
         (0, 3.0, 1.0),
         (1, 2.0, 1.0),
     ]
+
+
+@pytest.mark.parametrize("is_pairs", [False, True])
+def test_metrics_are_written_with_what_was_measured(tmp_path, is_pairs):
+    rows = [{"prompt": "p", "chosen": "aaa", "rejected": "b"}, {"prompt": "p", "chosen": "a", "rejected": "bb"}]
+    rows = rows if is_pairs else [{"prompt": "p", "response": row["chosen"]} for row in rows]
+    sources, file = config(tmp_path), written(tmp_path, *rows)
+    scored = score_file(sources, file, metrics=tmp_path / "new" / "metrics.json")
+    record = json.loads((tmp_path / "new" / "metrics.json").read_text())
+    assert (record["tether"], record["command"], record["file"]) == (__version__, "score", str(file))
+    assert record["num_answers"] == (4 if is_pairs else 2) and record["config"]["rewards"][0]["name"] == "letters"
+    shown = dict(zip(scored.tables[0].columns[1:], scored.tables[0].rows[0][1:], strict=True))
+    assert record["metrics"]["score"] == shown and (shown["accuracy"] if is_pairs else shown["mean"] / 4) == 0.5
+    assert sum(each["pairs" if is_pairs else "answers"] for each in record["by_length"].values()) in (2, 4)
+    with pytest.raises(ConfigError, match=r"--metrics: .*metrics\.json exists; name a new file"):
+        score_file(sources, file, metrics=tmp_path / "new" / "metrics.json")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])

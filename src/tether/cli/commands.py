@@ -146,14 +146,15 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument("--split", help="split to read where --prompts has several (default: train, or as in the run)")
     parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for answers and scores")
+    parser.add_argument("--metrics", type=Path, help="JSON file for the metrics, with what was measured")
     given = parser.parse_args(arguments)
 
     from tether.cli.display import RunDisplay
     from tether.inference.evaluate import evaluate_path
 
     with RunDisplay() as display:
-        where = {"split": given.split, "subset": given.subset}
-        result = evaluate_path(given.run, given.prompts, **where, output=given.output, display=display)
+        options = {"split": given.split, "subset": given.subset, "output": given.output, "metrics": given.metrics}
+        result = evaluate_path(given.run, given.prompts, **options, display=display)
         display.samples(result.samples)
         display.table("evaluation", ["metric", "value"], list(result.metrics.items()))
     return 0
@@ -223,6 +224,7 @@ def score(arguments: Sequence[str]) -> int:
     parser.add_argument("--split", default="train", help="split to read where FILE has several (default: %(default)s)")
     parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for the rows with their scores")
+    parser.add_argument("--metrics", type=Path, help="JSON file for the numbers shown, with what was measured")
     given, overrides = parser.parse_known_args(arguments)
 
     from tether.config.source import load_sources
@@ -233,8 +235,8 @@ def score(arguments: Sequence[str]) -> int:
     from tether.inference.scoring import score_file
 
     with RunDisplay() as display:
-        where = {"split": given.split, "subset": given.subset}
-        scored = score_file(config, given.file, **where, output=given.output, display=display)
+        options = {"split": given.split, "subset": given.subset, "output": given.output, "metrics": given.metrics}
+        scored = score_file(config, given.file, **options, display=display)
         for text in scored.seen:
             display.message(text)
         for table in scored.tables:

@@ -76,8 +76,8 @@ class Pace:
 
 
 class Outlet:
-    """A stream that falls silent when a write fails because the terminal or the reader of a pipe is gone, or the disk
-    is full. The run continues regardless.
+    """A stream that falls silent when it is closed, or when a write fails because the terminal or the reader of a pipe
+    is gone, or the disk is full. The run continues regardless.
 
     Args:
         stream: the text stream to write to.
@@ -88,7 +88,7 @@ class Outlet:
 
     def write(self, text: str) -> int:
         """Writes, or drops what can no longer be read; returns the number of characters in it."""
-        if not self._is_gone:
+        if not self._has_gone():
             try:
                 self._stream.write(text)
             except OSError:
@@ -97,7 +97,7 @@ class Outlet:
 
     def flush(self) -> None:
         """Flushes the stream."""
-        if not self._is_gone:
+        if not self._has_gone():
             try:
                 self._stream.flush()
             except OSError:
@@ -105,6 +105,9 @@ class Outlet:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def _has_gone(self) -> bool:
+        return self._is_gone or self._stream.closed
 
     def _fall_silent(self) -> None:
         self._is_gone = True

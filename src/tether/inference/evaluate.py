@@ -12,10 +12,9 @@ from tether.data.prompts import PROMPTS_OPTION, load_prompts
 from tether.data.sources import check_source
 from tether.data.splits import whole_splits
 from tether.errors import ConfigError
-from tether.inference.output import check_output
+from tether.inference.output import check_output, kept, write_metrics
 from tether.inference.saved import run_config
 from tether.machine.distributed import Dist
-from tether.metrics.writers import JsonlWriter
 from tether.models.fit import check_positions
 from tether.models.loading import load_config as load_shape
 from tether.models.paths import check_model_path, own_weights
@@ -47,9 +46,13 @@ def evaluate_path(
     split: str | None = None,
     subset: str | None = None,
     output: str | Path | None = None,
+    metrics: str | Path | None = None,
     display: Display | None = None,
 ) -> Evaluation:
     """Answers prompts with the policy that a run saved in ``run`` and scores the answers with the run's reward sources.
+
+    If it is interrupted or fails, answers that are finished by then are still written to ``output``, with scores and
+    KL as far as they are known.
 
     Args:
         run: the run's output folder, or a checkpoint in it.
@@ -57,10 +60,11 @@ def evaluate_path(
         split, subset: split and subset to read if ``prompts`` has several; by default the split that the run's
             held-out prompts are from.
         output: file for the samples, in the format of samples.jsonl.
+        metrics: JSON file for the metrics, with the run, the prompts (null: the run's held-out ones) and the settings.
 
     Raises:
         ConfigError: ``run`` belongs to no run, there are no prompts, the reward sources cannot score them, or
-            ``output`` exists or cannot be written.
+            ``output`` or ``metrics`` exists or cannot be written.
         DataError, ModelError: data or models that the run needs no longer exist.
     """
     run, display = Path(run), display or NullDisplay()
@@ -82,7 +86,8 @@ def evaluate_path(
     elif not config.data.has_eval:
         raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
     check_model_path(str(run), str(run))
-    output = check_output(output)
+    output, metrics = check_output(output), check_output(metrics, "--metrics")
+    asked = config
     check_rewards(config.rewards)
     # The policy's trained weights are loaded afterwards; the critic is not used.
     config = resolved(config)
@@ -120,7 +125,20 @@ def evaluate_path(
     parts = build_parts(config, run_data, None, Dist())
     parts = replace(parts, rewards=normalised(parts.rewards, sources))
     load_policy(parts.roles, run, trust_remote_code=config.model.trust_remote_code)
-    metrics, samples = evaluate(parts, config, moments, phase=display.phase, check=lambda: None)
-    if output is not None:
-        JsonlWriter(output).write_all(samples)
-    return Evaluation(metrics, samples)
+    rows: list[dict[str, Any]] = []
+    with kept(output, lambda: [row for row in rows if row], display):
+        numbers, samples = evaluate(parts, config, moments, phase=display.phase, check=lambda: None, rows=rows)
+    if metrics is not None:
+        write_metrics(
+            metrics,
+            "evaluate",
+            asked,
+            run=str(run),
+            prompts=prompts,
+            split=split,
+            subset=subset,
+            num_prompts=len(samples),
+            seed=asked.train.seed,
+            metrics=numbers,
+        )
+    return Evaluation(numbers, samples)

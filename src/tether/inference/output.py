@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tether import __version__
+from tether.config.base import Section
+from tether.config.secrets import without_keys
 from tether.errors import ConfigError
-from tether.metrics.writers import write_new
+from tether.metrics.writers import write_new, write_whole
 from tether.models.saving import check_can_be_made
 from tether.train.display import Display
 from tether.train.interrupt import Stopped, StopRequest
 
 
-def check_output(path: str | Path | None) -> Path | None:
-    """Checks that a file for rows can be created, and returns its path.
+def check_output(path: str | Path | None, option: str = "--output") -> Path | None:
+    """Checks that a file for results can be created, and returns its path.
+
+    Args:
+        option: the option that names it, for messages.
 
     Raises:
         ConfigError: it cannot be created, or exists already: nothing is overwritten.
@@ -25,13 +32,26 @@ def check_output(path: str | Path | None) -> Path | None:
     output = Path(path)
     try:
         if output.is_dir():
-            raise ConfigError(f"--output: {output} is a folder; name a new file")
+            raise ConfigError(f"{option}: {output} is a folder; name a new file")
         if output.exists():
-            raise ConfigError(f"--output: {output} exists; name a new file")
-        check_can_be_made(output.parent, "--output")
+            raise ConfigError(f"{option}: {output} exists; name a new file")
+        check_can_be_made(output.parent, option)
     except OSError as error:
-        raise ConfigError(f"--output: {output} cannot be accessed: {error.strerror}; name another file") from error
+        raise ConfigError(f"{option}: {output} cannot be accessed: {error.strerror}; name another file") from error
     return output
+
+
+def write_metrics(path: Path, command: str, config: Section, **record: Any) -> None:
+    """Writes a file of metrics, all of it or nothing: JSON with Tether's version, the command and what it measured.
+
+    Args:
+        config: the settings, which are written without what may hold a key of a service.
+        record: what was measured, and the results.
+    """
+    content = {"tether": __version__, "command": command, **record}
+    content["config"] = without_keys(config.model_dump(mode="json"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 @contextmanager

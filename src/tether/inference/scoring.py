@@ -16,7 +16,7 @@ from tether.data.pairs import pair_accuracy
 from tether.data.sources import check_source
 from tether.errors import DataError, RewardResponseError
 from tether.inference.judges import Judges, PolicyReader, check_sources, load_judges, load_reader
-from tether.inference.output import check_output, kept
+from tether.inference.output import check_output, kept, write_metrics
 from tether.report.read import is_missing_share
 from tether.rewards.build import check_contents, check_reward_columns, try_sources
 from tether.rewards.combine import Part, WeightedSum
@@ -66,6 +66,7 @@ def score_file(
     split: str = "train",
     subset: str | None = None,
     output: str | Path | None = None,
+    metrics: str | Path | None = None,
     display: Display | None = None,
 ) -> Scored:
     """Scores every answer of a file of pairs or answers.
@@ -76,15 +77,16 @@ def score_file(
         file: a file that ``load_judged`` can read.
         split, subset: those to read if ``file`` has several.
         output: JSONL file for the rows.
+        metrics: JSON file for what the tables show, with the file and the sources.
 
     Raises:
-        ConfigError: ``output`` exists or cannot be written, or a source is not usable.
+        ConfigError: ``output`` or ``metrics`` exists or cannot be written, or a source is not usable.
         DataError, ModelError: the file or a model is not usable.
         RewardError: an answer could not be scored.
     """
     file, display = str(file), display or NullDisplay()
     check_source(file, "FILE")
-    output = check_output(output)
+    output, metrics = check_output(output), check_output(metrics, "--metrics")
     check_sources(config)
     reader = load_reader(config)
     data = load_judged(file, split=split, subset=subset, key="FILE", is_chat=reader.is_chat)
@@ -106,6 +108,19 @@ def score_file(
     scores = {SCORE: totals} | own
     lengths = [len(answer) for row in data.rows for answer in row.answers]
     tables = (pair_tables if data.is_pairs else answer_tables)(scores, lengths, data.name)
+    if metrics is not None:
+        of_sources, by_length = map(_by_label, tables)
+        write_metrics(
+            metrics,
+            "score",
+            config,
+            file=file,
+            split=split,
+            subset=subset,
+            num_answers=len(answers),
+            metrics=of_sources,
+            by_length=by_length,
+        )
     return Scored(_rows(data, outputs), tables, _seen(judges, data))
 
 
@@ -217,6 +232,11 @@ def _check_lengths(
                         f"{room.limit}: remove the row, use a model that reads more{or_raise(key, reward)}, or "
                         f"{way_out_of(key)}"
                     )
+
+
+def _by_label(table: Table) -> dict[str, dict[str, Any]]:
+    """The rows of a table by their first entry, each with its other entries by column."""
+    return {label: dict(zip(table.columns[1:], values, strict=True)) for label, *values in table.rows}
 
 
 def _scored(rewards: RewardSource, batches: Sequence[RewardBatch], display: Display) -> Iterator[RewardOutput]:

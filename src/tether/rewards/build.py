@@ -292,8 +292,8 @@ def build_rewards(
     return WeightedSum(parts(configs, names, "rewards"))
 
 
-_MISTAKES = (AttributeError, ImportError, NameError, TypeError)
-"""Errors that a function raises for a mistake in its own code."""
+_MISTAKES = (AttributeError, ImportError, NameError, TypeError, RewardError)
+"""Errors that a function raises for a mistake in its own code, or that are raised for what it did to the process."""
 
 
 def try_sources(

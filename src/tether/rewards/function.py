@@ -103,7 +103,8 @@ class FunctionSource:
     def _failure(self, error: BaseException, batch: RewardBatch, rows: Sequence[int]) -> RewardError:
         """The error to raise if the function raised for these rows."""
         where = self._where(batch, rows)
-        return RewardError(f"reward function {self.name} raised {type(error).__name__}: {error} ({where})")
+        told = "" if isinstance(error, RewardError) else f"reward function {self.name} raised {type(error).__name__}: "
+        return RewardError(f"{told}{error} ({where})")
 
     def _output(self, scores: Any, batch: RewardBatch, rows: Sequence[int]) -> RewardOutput:
         """What the function returned for these rows, checked."""

@@ -20,8 +20,8 @@ from tether.models.forward import response_outputs
 from tether.models.memory import in_fitting_parts
 from tether.models.roles import POLICY
 from tether.train.parts import Parts
-from tether.train.rollout import Answers, PhaseReport, answer, judge, micro_batches
-from tether.types import Request, noise_key
+from tether.train.rollout import Answers, PhaseReport, answer, answer_row, judge, micro_batches
+from tether.types import Completion, Request, noise_key
 
 
 def evaluate(
@@ -33,6 +33,7 @@ def evaluate(
     check: Callable[[], None],
     halvings: int = 0,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    rows: list[dict[str, Any]] | None = None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Generates and scores the current policy's answers to ``parts.eval_prompts``.
 
@@ -40,6 +41,8 @@ def evaluate(
         moments: moments that scores are normalized by, as in training.
         halvings: how often micro-batches are halved to fit into memory.
         waiting: a context entered while waiting for scores.
+        rows: filled with what is known of each answer, in the order of the prompts, for callers that keep it if
+            something ends the evaluation. Entries of answers that are not finished are empty.
 
     Returns:
         ``eval_scores`` and its standard deviation, ``eval_kl`` in nats per sequence (absent without a reference),
@@ -48,9 +51,17 @@ def evaluate(
     """
     prompts = list(parts.eval_prompts)
     requests = [Request(p.token_ids, noise_key(config.train.seed, "eval", p.row, 0)) for p in prompts]
-    answers = answer(parts, prompts, requests, phase=phase, check=check, name="evaluation", ask=True)
+    samples = [] if rows is None else rows
+    samples[:] = [{} for _ in prompts]
+
+    def finished(i: int, completion: Completion, text: str) -> None:
+        samples[i] = answer_row(prompts[i], completion, text)
+
+    watched = {"phase": phase, "check": check, "name": "evaluation"}
+    answers = answer(parts, prompts, requests, **watched, ask=True, finished=finished)
     with waiting():
         judged = judge(parts, answers, config, moments)
+    samples[:] = [judged.sample(i, answers) for i in range(len(prompts))]
     with parts.roles.fetched():
         kl = sequence_kl(parts, answers, config, phase=phase, check=check, halvings=halvings)
     metrics = Metrics()
@@ -68,7 +79,7 @@ def evaluate(
     numbers["eval_scores_std"] = numbers.pop("eval_scores_var") ** 0.5
     for name in judged.components:
         numbers[f"eval_rewards_std/{name}"] = numbers.pop(f"eval_rewards_var/{name}") ** 0.5
-    samples = [judged.sample(i, answers) | {"kl": kl[i] if kl else None} for i in range(len(prompts))]
+    samples[:] = [sample | {"kl": kl[i] if kl else None} for i, sample in enumerate(samples)]
     return numbers, samples
 
 

@@ -74,17 +74,22 @@ class Judged:
 
     def sample(self, i: int, answers: Answers) -> dict[str, Any]:
         """Answer ``i`` as one row of samples.jsonl."""
-        prompt, completion = answers.prompts[i], answers.completions[i]
-        return {
-            "row": prompt.row,
-            "prompt": prompt.source,
-            "query": prompt.text,
-            "response": answers.texts[i],
-            "length": len(completion.token_ids),
-            "finish_reason": completion.finish_reason,
+        return answer_row(answers.prompts[i], answers.completions[i], answers.texts[i]) | {
             "score": float(self.scores[i]),
             "rewards": {name: values[i] for name, values in self.components.items()},
         }
+
+
+def answer_row(prompt: Prompt, completion: Completion, text: str) -> dict[str, Any]:
+    """What a row of samples.jsonl says of an answer before it is scored."""
+    return {
+        "row": prompt.row,
+        "prompt": prompt.source,
+        "query": prompt.text,
+        "response": text,
+        "length": len(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+    }
 
 
 def answer(
@@ -96,12 +101,14 @@ def answer(
     check: Callable[[], None],
     name: str = "rollout",
     ask: bool = False,
+    finished: Callable[[int, Completion, str], None] = lambda i, completion, text: None,
 ) -> Answers:
     """Generates an answer to every prompt.
 
     Args:
         check: called as answers finish; may raise to stop.
         ask: whether reward sources that support it are asked about each answer as it finishes, for ``raw_scores``.
+        finished: called with the position, tokens and text of each answer as it finishes.
     """
     completions: list[Completion | None] = [None] * len(requests)
     texts, ids = [""] * len(requests), [[] for _ in requests]
@@ -113,6 +120,7 @@ def answer(
             completions[position] = completion
             texts[position] = answer_text(completion.token_ids, parts.tokenizer, parts.sampling)
             ids[position] += completion.token_ids
+            finished(position, completion, texts[position])
             if asked is not None:
                 asked.finished([position])
             phase(name, done, len(requests))

@@ -858,7 +858,7 @@ TRAINER = (
         (
             "evaluation is of the policy and not of its average",
             "with self.average.applied():",
-            'with timed(Metrics(), ""):',
+            'with timed(Metrics(), "", self.dist.device):',
         ),
         tests=(f"{BOOKKEEPING}::test_evaluations_and_the_result_are_those_of_the_average",),
     ),

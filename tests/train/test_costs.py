@@ -1,6 +1,7 @@
 """What an update costs: seconds that add up, tokens, peak memory, and operations against those of matrix products."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.train.trainers import trainer_of
 from tether.generation.fake import FakeGenerator
 from tether.metrics.reduce import Metrics
 from tether.models import products
-from tether.train.costs import matrix_rate, phase
+from tether.train.costs import matrix_rate, phase, timed, with_rates
 from tether.types import RewardOutput
 
 RESPONSES = [[10, 11, EOS], [20, EOS], [13, 14, 15, 16, 17, 18], [21, 22, EOS]]
@@ -48,6 +49,30 @@ def test_seconds_and_memory_of_the_phases(tmp_path, changes, without):
     assert got["eps"] == pytest.approx(4 / whole, rel=1e-9)
     memory = {name: number for name, number in got.items() if name.startswith("memory/")}
     assert memory.keys() == {f"memory/{name}" for name in PHASES - without}
+
+
+def test_a_phase_counts_the_seconds_in_which_the_device_does_its_work(monkeypatch):
+    """A device that is given work and does it later, and a clock that moves only while something waits for it."""
+    clock, queued, device = [0.0], [], torch.device("xpu")
+
+    def synchronize(waited_for):
+        assert waited_for == device
+        clock[0] += sum(queued)
+        queued.clear()
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    monkeypatch.setattr("tether.train.costs.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    metrics = Metrics()
+    queued.append(16.0)  # of what was before
+    with timed(metrics, "step", device):
+        for name, seconds in (("rollout", 1.0), ("reward", 0.0), ("update", 2.0), ("update", 4.0)):
+            with phase(metrics, name, device):
+                queued.append(seconds)
+        queued.append(8.0)
+    got = with_rates(metrics.compute(), 1.0)
+    seconds = {name: number for name, number in got.items() if name.startswith("time/")}
+    wanted = {"rollout": 1.0, "reward": 0.0, "update": 6.0, "rest": 8.0, "step": 15.0}
+    assert seconds == {f"time/{name}_s": number for name, number in wanted.items()}
 
 
 def test_peak_memory_is_that_inside():

@@ -28,18 +28,25 @@ PHASES = ("rollout", "reward", "logprobs", "values", "reference", "update")
 
 
 @contextmanager
-def timed(metrics: Metrics, name: str) -> Iterator[None]:
-    """Adds the seconds spent in this context to ``time/NAME_s``."""
-    start = time.perf_counter()
+def timed(metrics: Metrics, name: str, device: torch.device) -> Iterator[None]:
+    """Adds the seconds spent in this context, also by the device, to ``time/NAME_s``."""
+    start = _now(device)
     yield
-    metrics.slowest(f"time/{name}_s", time.perf_counter() - start)
+    metrics.slowest(f"time/{name}_s", _now(device) - start)
+
+
+def _now(device: torch.device) -> float:
+    """The time in seconds at which the device has done everything that it was asked to do by now."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 @contextmanager
 def phase(metrics: Metrics, name: str, device: torch.device) -> Iterator[None]:
     """``timed``; also records the peak memory as ``memory/NAME`` in GiB: allocated memory on a GPU, resident memory
     otherwise; absent if the system does not report it."""
-    with timed(metrics, name), Peak(device) as peak:
+    with timed(metrics, name, device), Peak(device) as peak:
         yield
     if peak.bytes:
         metrics.max(f"memory/{name}", peak.bytes / GIB)

@@ -338,7 +338,7 @@ class PPOTrainer:
     def step(self) -> dict[str, float]:
         """Runs one update; returns its metrics."""
         metrics = Metrics()
-        with timed(metrics, "step"):
+        with timed(metrics, "step", self.dist.device):
             answers = self.rollout(metrics, ask=True)
             judged, moments = self.score(answers, metrics)
             self.release_memory()

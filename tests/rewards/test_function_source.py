@@ -104,6 +104,35 @@ def test_an_exception_names_the_answer_that_causes_it():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("one\n  two\x1b[31m"), r"raised ValueError: one two\\x1b\[31m \(answer 0"),
+        (ValueError("x" * 5000), r"raised ValueError: x{999}… \(answer 0"),
+        (AssertionError(), r"raised AssertionError \(answer 0"),
+    ],
+    ids=["lines and escapes", "long", "none"],
+)
+def test_what_an_exception_says_is_shown_on_one_line(error, told):
+    def judge(prompts, completions):
+        raise error
+
+    with pytest.raises(RewardError, match=told):
+        scores(judge, text_batch("a"))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_exception_in_an_iterator_of_scores_names_the_answer_too(is_async):
+    def judge(prompts, completions):
+        return (1 / len(completion) for completion in completions)
+
+    async def judge_later(prompts, completions):
+        return judge(prompts, completions)
+
+    with pytest.raises(RewardError, match=r"brevity raised ZeroDivisionError.*answer 1 of 2, .*: 'prompt 1'"):
+        scores(judge_later if is_async else judge, text_batch("a", ""))
+
+
 def test_an_exception_that_no_answer_causes_alone_names_them_all():
     def judge(prompts, completions):
         if len(completions) > 1:

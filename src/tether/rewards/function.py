@@ -103,8 +103,8 @@ class FunctionSource:
     def _failure(self, error: BaseException, batch: RewardBatch, rows: Sequence[int]) -> RewardError:
         """The error to raise if the function raised for these rows."""
         where = self._where(batch, rows)
-        told = "" if isinstance(error, RewardError) else f"reward function {self.name} raised {type(error).__name__}: "
-        return RewardError(f"{told}{error} ({where})")
+        said = ": ".join(part for part in (type(error).__name__, one_line(str(error), 1000)) if part)
+        return RewardError(f"reward function {self.name} raised {said} ({where})")
 
     def _output(self, scores: Any, batch: RewardBatch, rows: Sequence[int]) -> RewardOutput:
         """What the function returned for these rows, checked."""

@@ -323,16 +323,16 @@ class TestCalls:
 
         calls = []
 
-        def evaluate_path(run, prompts, *, split, subset, output, display):
-            calls.append((run, prompts, split, subset, output))
+        def evaluate_path(run, prompts, *, split, subset, output, metrics, display):
+            calls.append((run, prompts, split, subset, output, metrics))
             return evaluate.Evaluation({"eval_scores": 0.25}, [{"prompt": "sea", "response": "foam", "score": 1.5}])
 
         monkeypatch.setattr(evaluate, "evaluate_path", evaluate_path)
         given = ["evaluate", "runs/first", "--prompts", "p.jsonl", "-o", "out.jsonl"]
-        assert main(given) == main([*given, "--split", "test", "--subset=main"]) == 0
+        assert main(given) == main([*given, "--split", "test", "--subset=main", "--metrics=m.json"]) == 0
         assert calls == [
-            (Path("runs/first"), "p.jsonl", None, None, Path("out.jsonl")),
-            (Path("runs/first"), "p.jsonl", "test", "main", Path("out.jsonl")),
+            (Path("runs/first"), "p.jsonl", None, None, Path("out.jsonl"), None),
+            (Path("runs/first"), "p.jsonl", "test", "main", Path("out.jsonl"), Path("m.json")),
         ]
         shown = capsys.readouterr().out
         assert all(word in shown for word in ("eval_scores", "0.25", "foam"))

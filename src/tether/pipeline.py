@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tether.config.base import Section
+from tether.config.chat import with_now
 from tether.config.load import parse_config
 from tether.config.pipeline import Pipeline
 from tether.config.reward_stage import RewardStageConfig
@@ -299,6 +300,7 @@ def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
     and this configuration would change its result."""
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), type(config), source=str(folder / CONFIG))
     now = inputs.resolved(config) if isinstance(config, RunConfig) else running.as_launched(config)
+    now = with_now(now, saved.data.chat_template_now)
     differing = [
         key for key in differences(saved, now) if not _may_change(config, key, is_finished=is_finished)
     ]

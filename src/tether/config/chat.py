@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from datetime import datetime
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
@@ -31,6 +32,20 @@ def sources(given: Sources) -> list[str]:
     return [given] if isinstance(given, str) else given
 
 
+def _moment(value: str) -> str:
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is not None:
+        raise ValueError("wanted a date, as in 2026-11-30, or a date and a time, as in 2026-11-30T08:00:00")
+    return moment.isoformat(timespec="seconds")
+
+
+Moment = Annotated[str, AfterValidator(_moment)]
+"""A date and a time without a time zone, in ISO form."""
+
+
 class ChatKeys(Section):
     """How conversations become text."""
 
@@ -42,6 +57,9 @@ class ChatKeys(Section):
     empty, fewshot, llama2, vicuna, zephyr."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template: ``{enable_thinking: false}`` for Qwen3."""
+    chat_template_now: Moment | None = None
+    """Date, or date and time, that chat templates print in place of the present one (``strftime_now``), those of
+    reward models too: ``2026-11-30``. Default: when the run started, also after it is resumed."""
     system_prompt: str | None = None
     """System message for prompts that have none of their own; needs a chat template. Must be the same in every
     stage."""
@@ -99,6 +117,21 @@ class DataKeys(ChatKeys):
                         "describe: set it in the entries of dataset_info.json"
                     )
         return self
+
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+
+
+def with_now(config: ConfigT, now: str | None) -> ConfigT:
+    """The configuration of a command with ``data.chat_template_now`` filled in, if it was left out."""
+    if config.data.chat_template_now is not None:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"chat_template_now": now})})
+
+
+def present() -> str:
+    """The present date and time, as ``chat_template_now`` has them."""
+    return datetime.now().isoformat(timespec="seconds")
 
 
 def part_key(key: str, part: str) -> str | None:

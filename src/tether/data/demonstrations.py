@@ -73,6 +73,7 @@ def load_demonstrations(
     every_turn: bool = False,
     ends_text: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_now: str | None = None,
     dataset_dir: str | None = None,
     max_samples: int | None = None,
     subset: str | None = None,
@@ -99,8 +100,8 @@ def load_demonstrations(
         length_key: the configuration key of ``max_length``, for messages.
         every_turn: whether every turn of the assistant in ``messages`` is a demonstration, and not only the last.
         ends_text: whether plain text is closed by the end token, too.
-        chat_template_kwargs, dataset_dir, max_samples, subset, revision, columns, special_tokens, drop_bad_rows:
-            as in ``load_prompts``.
+        chat_template_kwargs, chat_template_now, dataset_dir, max_samples, subset, revision, columns, special_tokens,
+            drop_bad_rows: as in ``load_prompts``.
         drops_unanswered: whether rows with only a prompt are dropped and counted instead of being an error.
 
     Raises:
@@ -144,6 +145,7 @@ def load_demonstrations(
                 [places[i] for i in indices],
                 [arguments[i] for i in indices],
                 special_tokens=special_tokens,
+                now=chat_template_now,
             )
             leads = answer_leads(prompts, tokenizer, chat_template)
             answers = encoded_answers([answer for _, _, answer in split_rows], leads, tokenizer, closing_id)

@@ -67,6 +67,7 @@ def load_pairs(
     end_ids: Collection[int],
     key: str,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_now: str | None = None,
     dataset_dir: str | None = None,
     max_samples: int | None = None,
     subset: str | None = None,
@@ -87,8 +88,8 @@ def load_pairs(
         max_length: maximum number of tokens in a prompt with its answer; longer ones are dropped.
         end_ids: ids of the tokens that end an answer of the policy.
         key: the configuration key of ``source``, for messages.
-        chat_template_kwargs, dataset_dir, max_samples, subset, revision, columns, special_tokens, drop_bad_rows:
-            as in ``load_prompts``.
+        chat_template_kwargs, chat_template_now, dataset_dir, max_samples, subset, revision, columns, special_tokens,
+            drop_bad_rows: as in ``load_prompts``.
 
     Raises:
         ConfigError: ``system_prompt`` without a chat template, or a tokenizer without an end token.
@@ -110,7 +111,14 @@ def load_pairs(
         check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
         arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
         queries = encoded_prompts(
-            prompts, tokenizer, chat_template, system_prompt, places, arguments, special_tokens=special_tokens
+            prompts,
+            tokenizer,
+            chat_template,
+            system_prompt,
+            places,
+            arguments,
+            special_tokens=special_tokens,
+            now=chat_template_now,
         )
         leads = answer_leads(prompts, tokenizer, chat_template)
         chosen, rejected = (
@@ -234,6 +242,7 @@ def encoded_prompts(
     arguments: Sequence[Mapping[str, Any]],
     *,
     special_tokens: bool = False,
+    now: str | None = None,
 ) -> list[tuple[str, list[int]]]:
     """Queries as text and ids; for a whole text an empty query, or the token that the tokenizer puts before text.
 
@@ -241,7 +250,7 @@ def encoded_prompts(
         prompts: prompts from ``checked_prompt``; None if answers are whole texts.
         places: what messages call the row of each prompt.
         arguments: further arguments of the chat template for each prompt.
-        special_tokens: as in ``encoded_queries``.
+        special_tokens, now: as in ``encoded_queries``.
 
     Raises:
         ConfigError, DataError: as in ``load_prompts``.
@@ -261,6 +270,7 @@ def encoded_prompts(
             [places[i] for i in given],
             [arguments[i] for i in given],
             special_tokens=special_tokens,
+            now=now,
         )
         queries = dict(zip(given, zip(texts, ids, strict=True), strict=True))
     start = text_start(tokenizer)

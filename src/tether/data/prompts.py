@@ -16,6 +16,7 @@ from tether.data.bad_rows import UNUSABLE, every, usable
 from tether.data.forms import ROLES, content_told, decoded, given_names, plain_row, role_told
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
+from tether.data.rendering import rendered
 from tether.data.sources import Row, Rows
 from tether.data.typed import TypedTokens
 from tether.errors import ConfigError, DataError
@@ -58,6 +59,7 @@ def load_prompts(
     system_prompt: str | None,
     key: str,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_now: str | None = None,
     dataset_dir: str | None = None,
     max_samples: int | None = None,
     subset: str | None = None,
@@ -85,6 +87,7 @@ def load_prompts(
         system_prompt: system message for prompts without one.
         key: the configuration key of ``source``, for messages.
         chat_template_kwargs: further arguments of the chat template.
+        chat_template_now: date and time for the chat template, as in ``rendered``.
         dataset_dir: folder of a ``dataset_info.json``, whose entries ``source`` names.
         max_samples: maximum number of rows to read from each source.
         columns: the source's column names by ours, where they differ.
@@ -109,7 +112,14 @@ def load_prompts(
         sources = every(_checked_source, places, rows, used)
         arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
         texts, queries = encoded_queries(
-            sources, tokenizer, chat_template, system_prompt, places, arguments, special_tokens=special_tokens
+            sources,
+            tokenizer,
+            chat_template,
+            system_prompt,
+            places,
+            arguments,
+            special_tokens=special_tokens,
+            now=chat_template_now,
         )
         prompts = [
             Prompt(
@@ -292,6 +302,7 @@ def encoded_queries(
     arguments: Sequence[Mapping[str, Any]],
     *,
     special_tokens: bool = False,
+    now: str | None = None,
 ) -> tuple[list[str], list[list[int]]]:
     """Prompts as queries: their text and their token ids.
 
@@ -301,6 +312,7 @@ def encoded_queries(
         arguments: further arguments of the chat template for each prompt.
         special_tokens: whether special tokens in the content of messages are control tokens; otherwise they are encoded
             as ordinary characters. Text that does not go through a template is taken as it is.
+        now: date and time for the chat template, as in ``rendered``.
 
     Raises:
         ConfigError, DataError: as in ``load_prompts``.
@@ -318,7 +330,7 @@ def encoded_queries(
     hidden = [None if messages is None or special_tokens else typed.hidden(messages) for messages in conversations]
     shown = [marked or messages or source
              for source, messages, marked in zip(sources, conversations, hidden, strict=True)]  # fmt: skip
-    texts = every(partial(_rendered, tokenizer), places, shown, arguments)
+    texts = every(partial(_rendered, tokenizer, now=now), places, shown, arguments)
     bos = text_start(tokenizer)
     queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
     for i, marked in enumerate(hidden):
@@ -353,7 +365,11 @@ def conversation(
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: str | list[Message], arguments: Mapping[str, Any], where: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: str | list[Message],
+    arguments: Mapping[str, Any],
+    where: str,
+    now: str | None,
 ) -> str:
     """The chat template's text up to the beginning of the assistant's turn; text that is no turn, as it is."""
     if isinstance(messages, str):
@@ -375,7 +391,7 @@ def _rendered(
             f"would be lost; {_other_template(where)}write the calls into the content, or remove the row"
         )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+        text = rendered(tokenizer, messages, now, add_generation_prompt=True, **arguments)
     except Exception as error:  # templates raise whatever their authors chose
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"{where}: the chat template refuses messages of the roles {roles}: {error}") from error

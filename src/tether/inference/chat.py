@@ -77,6 +77,7 @@ class Chat:
             ["what you typed"],
             [self.keys["chat_template_kwargs"]],
             special_tokens=self.keys["special_tokens"],
+            now=self.keys["chat_template_now"],
         )
         model = speaker.policy.model
         generator = HFGenerator(lambda: nullcontext(model), batch_size=1, device=model.device)

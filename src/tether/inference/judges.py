@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.config.chat import present, with_now
 from tether.config.rewards import AdapterReward, OwnModelReward, measured_norms, sources_of
 from tether.config.schema import LoraConfig, RunConfig
 from tether.config.source import QueryConfig, SourceConfig
@@ -83,7 +84,7 @@ class PolicyReader:
                 arguments = template_arguments(own, self.tokenizer, self.query.chat_template_kwargs, places)
                 queries = encoded_prompts(
                     prompts, self.tokenizer, template, system, places, arguments,
-                    special_tokens=self.query.special_tokens,
+                    special_tokens=self.query.special_tokens, now=self.query.chat_template_now,
                 )  # fmt: skip
             except DataError as error:
                 if self.is_stand_in:
@@ -177,7 +178,14 @@ def load_judges(config: SourceConfig, reader: PolicyReader) -> Judges:
     roles = None
     if any(isinstance(reward, AdapterReward) for _, reward in sources_of(config.rewards)):
         roles = _roles(config, tokenizer, str(device))
-    rewards = build_rewards(config.rewards, config.reward_names, roles=roles, tokenizer=tokenizer, device=device)
+    rewards = build_rewards(
+        config.rewards,
+        config.reward_names,
+        roles=roles,
+        tokenizer=tokenizer,
+        device=device,
+        now=config.data.chat_template_now,
+    )
     return Judges(rewards, reader)
 
 
@@ -191,6 +199,7 @@ def serve_rewards(config: SourceConfig, *, host: str, port: int, display: Displa
     Raises:
         ConfigError, ModelError: a source cannot be loaded, or the address is in use.
     """
+    config = with_now(config, present())
     check_sources(config)
     with RewardServer(host, port) as server:  # before models are loaded, to fail early if the address is in use
         display.phase("loading models", 0, 1)

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tether.config.chat import present, with_now
 from tether.config.rewards import OwnModelReward, sources_of
 from tether.config.source import SourceConfig
 from tether.data.judged import JudgedData, JudgedRow, load_judged
@@ -84,7 +85,7 @@ def score_file(
         DataError, ModelError: the file or a model is not usable.
         RewardError: an answer could not be scored.
     """
-    file, display = str(file), display or NullDisplay()
+    file, display, config = str(file), display or NullDisplay(), with_now(config, present())
     check_source(file, "FILE")
     output, metrics = check_output(output), check_output(metrics, "--metrics")
     check_sources(config)
@@ -219,7 +220,7 @@ def _check_lengths(
         places: the row of each answer, in the order of the batches, for messages.
     """
     models = [(key, reward) for key, reward in sources_of(config.rewards) if isinstance(reward, OwnModelReward)]
-    rooms = [(key, reward, Room(reward, reader.tokenizer)) for key, reward in models]
+    rooms = [(key, reward, Room(reward, reader.tokenizer, config.data.chat_template_now)) for key, reward in models]
     limited = [(key, reward, room) for key, reward, room in rooms if room.limit is not None and reward.missing is None]
     ahead = iter(places)
     for batch in batches if limited else ():

@@ -171,13 +171,17 @@ def check_contents(configs: Sequence[RewardConfig], rows: Iterable[tuple[Any, Ma
 
 
 def check_conversations(
-    configs: Sequence[RewardConfig], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+    configs: Sequence[RewardConfig],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    now: str | None = None,
 ) -> None:
     """Checks that judges that read text can be shown the prompts; loads tokenizers only.
 
     Args:
         prompts: prompts, of which one conversation is tried for each order of roles.
         tokenizer: the policy's.
+        now: as in ``Reader``.
 
     Raises:
         ConfigError: a judge has no chat template for conversations, or it refuses one; names the prompt's row.
@@ -191,7 +195,7 @@ def check_conversations(
         own = load_tokenizer(config.path, revision=config.revision, trust_remote_code=config.trust_remote_code)
         if config.input_format == "auto" and same_tokenizer(own, tokenizer):
             continue
-        reader = Reader(own, config.input_format, config.name or config.path)
+        reader = Reader(own, config.input_format, config.name or config.path, now=now)
         for prompt in shapes.values():
             where = f"an answer to row {prompt.row} of the prompts"
             try:
@@ -228,6 +232,7 @@ def build_rewards(
     roles: ModelRoles | None,
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device | str,
+    now: str | None = None,
     offload_idle: bool = False,
     shards: bool = False,
     shared: Shared = lambda make, most, by_one: make(most),
@@ -238,6 +243,7 @@ def build_rewards(
         names: unique names of the sources, in the order of ``configs``.
         roles: the policy's models, which share their base with reward adapters; None if there are no such adapters.
         tokenizer: the policy's; None where every source reads text as the dataset had it.
+        now: as in ``Reader``.
         offload_idle: whether to keep models on the CPU while they do not score, unless their section says otherwise.
         shards: whether models of their own wait on the CPU for ``shared`` to spread their weights, unless their
             section says otherwise.
@@ -268,7 +274,7 @@ def build_rewards(
                 roles.add_reward_adapter(name, config.path)
                 return AdapterSource(roles, name, tokenizer, batch_size=config.batch_size, device=device)
             case OwnModelReward():
-                options = {"offload_idle": offload_idle, "is_sharded": shards and _is_sharded(config)}
+                options = {"now": now, "offload_idle": offload_idle, "is_sharded": shards and _is_sharded(config)}
                 return _model_source(config, name, key, tokenizer, torch.device(device), **options)
             case ReadyReward():
                 return ready_source(config, name)
@@ -348,6 +354,7 @@ def _model_source(
     policy_tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
     *,
+    now: str | None,
     offload_idle: bool,
     is_sharded: bool,
 ) -> RewardSource | ToSpread:
@@ -370,6 +377,7 @@ def _model_source(
         "max_length": config.max_length,
         "device": device,
         "special_tokens": config.special_tokens,
+        "now": now,
         "missing": Missing(config.missing, name, key),
         "fetched": fetched,
     }

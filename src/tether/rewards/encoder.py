@@ -29,7 +29,7 @@ class EncoderSource:
         name: how messages name it.
         batch_size: number of answers per forward.
         max_length: maximum number of tokens in prompt and answer, special tokens included. None: the model's own limit.
-        special_tokens: as in ``Reader``.
+        special_tokens, now: as in ``Reader``.
         missing: the score of answers that it cannot read. None: they are an error.
         fetched: a context in which the weights are on ``device``.
     """
@@ -45,6 +45,7 @@ class EncoderSource:
         max_length: int | None,
         device: torch.device | str,
         special_tokens: bool = False,
+        now: str | None = None,
         missing: Missing | None = None,
         fetched: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -58,7 +59,7 @@ class EncoderSource:
         self.fetched = fetched
         self.through: Host = directly
         """Runs forwards with the weights."""
-        self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens)
+        self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens, now=now)
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The classifier's scores; each equals the score of that text alone.

@@ -25,9 +25,12 @@ class Room:
     Args:
         config: its configuration section.
         policy_tokenizer: the tokenizer that made the ids of queries and answers.
+        now: as in ``Reader``.
     """
 
-    def __init__(self, config: OwnModelReward, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, config: OwnModelReward, policy_tokenizer: PreTrainedTokenizerBase, now: str | None = None
+    ) -> None:
         code = {"trust_remote_code": config.trust_remote_code}
         tokenizer = load_tokenizer(config.path, revision=config.revision, **code)
         if isinstance(config, ValueHeadReward):
@@ -44,7 +47,7 @@ class Room:
         )
         """Whether it reads the policy's token ids."""
         self._reader = Reader(
-            tokenizer, config.input_format, config.name or config.path, special_tokens=config.special_tokens
+            tokenizer, config.input_format, config.name or config.path, special_tokens=config.special_tokens, now=now
         )
 
     def lengths(self, batch: RewardBatch) -> list[int]:
@@ -78,12 +81,14 @@ def check_room(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     response_length: int,
+    now: str | None = None,
 ) -> list[str]:
     """Checks that answers to all prompts fit the reward models; loads tokenizers and configurations only.
 
     Args:
         tokenizer: the policy's.
         response_length: maximum number of tokens in an answer.
+        now: as in ``Reader``.
 
     Returns:
         Warnings of texts that may turn out too long.
@@ -95,7 +100,7 @@ def check_room(
     """
     notes = []
     for key, config in sources_of(configs):
-        if not isinstance(config, OwnModelReward) or (room := Room(config, tokenizer)).limit is None:
+        if not isinstance(config, OwnModelReward) or (room := Room(config, tokenizer, now)).limit is None:
             continue
         ways = f"lower data.max_prompt_length, or use a reward model that reads more{or_raise(key, config)}"
         way_out = way_out_of(key)

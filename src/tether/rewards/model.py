@@ -34,7 +34,7 @@ class ModelSource:
         input_format: ``auto`` reads the policy's token ids if the tokenizers are the same; see ``Reader``.
         batch_size: number of answers per forward.
         max_length: maximum number of tokens in query and answer. None: the model's own limit.
-        special_tokens: as in ``Reader``.
+        special_tokens, now: as in ``Reader``.
         missing: the score of answers that it cannot read. None: they are an error.
         fetched: a context in which the weights are on ``device``.
     """
@@ -52,6 +52,7 @@ class ModelSource:
         max_length: int | None,
         device: torch.device | str,
         special_tokens: bool = False,
+        now: str | None = None,
         missing: Missing | None = None,
         fetched: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -68,7 +69,7 @@ class ModelSource:
             self.causal = is_causal(model.base_model)
         self.through: Host = directly
         """Runs forwards with the weights."""
-        self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens)
+        self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens, now=now)
         self.shares_ids = input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
 
     def score(self, batch: RewardBatch) -> RewardOutput:

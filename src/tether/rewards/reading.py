@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.answers import text_start
+from tether.data.rendering import rendered
 from tether.data.typed import TypedTokens
 from tether.errors import RewardError
 from tether.rewards.missing import Missing
@@ -66,12 +67,20 @@ class Reader:
         tokenizer: the judge's.
         name: the source's name in messages.
         special_tokens: whether the judge's special tokens are control tokens within a prompt or an answer.
+        now: date and time for the judge's chat template, as in ``rendered``.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, input_format: InputFormat, name: str, *, special_tokens: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        input_format: InputFormat,
+        name: str,
+        *,
+        special_tokens: bool = False,
+        now: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.now = now
         self.input_format = input_format
         self.name = name
         self.typed = None if special_tokens else TypedTokens(tokenizer)
@@ -196,7 +205,7 @@ class Reader:
                 "the model was trained on, or give its tokenizer a chat template"
             )
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False)
+            return rendered(self.tokenizer, messages, self.now)
         except Exception as error:  # templates raise whatever their authors chose
             roles = ", ".join(message["role"] for message in messages)
             raise RewardError(

@@ -33,6 +33,7 @@ from transformers import (
 
 from tether.config import launched
 from tether.config.base import passes_over
+from tether.config.chat import present, with_now
 from tether.config.load import dump_config, parse_config
 from tether.config.places import FILE_OF, different, is_place, may_have_moved
 from tether.config.stage import StageConfig
@@ -213,6 +214,9 @@ def begin(
     dist.by_main(lambda: check_folder(config))
     finished = dist.by_main(lambda: is_finished(config, read))
     checkpoint = None if finished else dist.by_main(lambda: find_checkpoint(config, tell))
+    saved = None if checkpoint is None else dist.by_main(lambda: _saved(checkpoint.parent, type(config)))
+    kept = None if saved is None else saved.data.chat_template_now
+    config = with_now(config, kept or dist.by_main(present))
     if finished:
         tell(f"finished: {config.output_dir} holds the model after the last step")
     else:
@@ -301,7 +305,8 @@ def _check_same_run(held: Path, folder: Path, config: StageConfig) -> list[str]:
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise CheckpointError(f"resume: {file} is missing, so it is not known which run {held} belongs to")
-    saved = parse_config(file.read_text(encoding="utf-8"), type(config), source=str(file))
+    saved = _saved(folder, type(config))
+    config = with_now(config, saved.data.chat_template_now)
     before, now = (dict(_leaves(each.model_dump(mode="json"))) for each in (saved, config))
     changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in MAY_CHANGE]
     recorded = _recorded(folder) if changed else {}
@@ -319,6 +324,12 @@ def _check_same_run(held: Path, folder: Path, config: StageConfig) -> list[str]:
             f"another output_dir, or use --overwrite instead of --resume.{moved}"
         )
     return changed
+
+
+def _saved(folder: Path, section: type[ConfigT]) -> ConfigT:
+    """The configuration of the run in a folder."""
+    file = folder / CONFIG_FILE
+    return parse_config(file.read_text(encoding="utf-8"), section, source=str(file))
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

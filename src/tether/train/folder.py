@@ -17,6 +17,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tether.config.chat import with_now
 from tether.config.load import dump_config, parse_config
 from tether.config.places import different, may_have_moved
 from tether.config.schema import RunConfig
@@ -94,8 +95,8 @@ def is_finished(config: RunConfig) -> bool:
     if config.resume != "auto" or not all((folder / name).is_file() for name in (CONFIG, FINISHED)):
         return False
     check(config)
-    config = resolved(config)
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), RunConfig, source=str(folder / CONFIG))
+    config = with_now(resolved(config), saved.data.chat_template_now)
     changed = differences(saved, config)
     other = [key for key in changed if key not in OF_END and not may_change(key, is_finished=True)]
     folders = [folder, folder / CRITIC] if config.value.save else [folder]
@@ -131,6 +132,14 @@ def other_contents(config: RunConfig, changed: Iterable[str], saved: Mapping[str
     data = load_data(config)
     held_out = data.eval_prompts.prompts if data.eval_prompts else []
     return different(saved, fingerprints(data.prompts.prompts, held_out, data.demonstrations, places))
+
+
+def begun_at(folder: Path) -> str | None:
+    """``data.chat_template_now`` of the run in ``folder``; None if there is no run."""
+    try:
+        return parse_config((folder / CONFIG).read_text(encoding="utf-8"), RunConfig).data.chat_template_now
+    except (OSError, ConfigError, UnicodeDecodeError):
+        return None
 
 
 def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:

@@ -284,9 +284,10 @@ def check_judged(
     for prompts in prompt_sets:
         check_reward_columns(config.rewards, prompts.columns)
     every = [prompt for prompts in prompt_sets for prompt in prompts.prompts]
-    check_conversations(config.rewards, every, tokenizer)
+    now = config.data.chat_template_now
+    check_conversations(config.rewards, every, tokenizer, now)
     check_contents(config.rewards, map(_named, every))
-    return check_room(config.rewards, every, tokenizer, config.sampling.response_length)
+    return check_room(config.rewards, every, tokenizer, config.sampling.response_length, now)
 
 
 def first_answer(data: RunData) -> RewardBatch:

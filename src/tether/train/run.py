@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
+from tether.config.chat import present, with_now
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.machine.claim import claimed
@@ -158,10 +159,13 @@ def open_trainer(
     display = display or NullDisplay() if dist.is_main else NullDisplay()
     dist.by_main(lambda: check_folder(config))
     config = resolved(config)
-    checkpoint = dist.by_main(lambda: find_checkpoint(config, tell=display.message))
-    if checkpoint is not None:
+    checkpoint, now = dist.by_main(lambda: (find_checkpoint(config, tell=display.message), present()))
+    if checkpoint is None:
+        config = with_now(config, now)
+    else:
         record = dist.each(lambda: read_state(checkpoint))
-        saved = dist.each(lambda: parse_config(record["config"], RunConfig))
+        saved = with_now(dist.each(lambda: parse_config(record["config"], RunConfig)), now)
+        config = with_now(config, saved.data.chat_template_now)
         places = dist.each(lambda: place_digests(config))
         for change in dist.each(lambda: check_same_run(saved, config, checkpoint, record["data"], places)):
             display.message(f"resuming with a change, {change}")

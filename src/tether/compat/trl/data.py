@@ -29,7 +29,9 @@ OF_TOKENIZERS = frozenset({IDS, MASK, "token_type_ids", "special_tokens_mask", "
 """Columns made by tokenization, which reward functions do not receive."""
 
 
-def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Collator | None, name: str) -> PromptData:
+def prompts_of(
+    dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Collator | None, name: str, now: str | None = None
+) -> PromptData:
     """The rows of a dataset as prompts.
 
     Rows with ``input_ids`` are taken as they are, without padding. Padding is what ``attention_mask`` masks or, without
@@ -41,6 +43,7 @@ def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Colla
         dataset: anything with a length and rows that are mappings.
         collator: makes a batch of one row, whose ``input_ids`` are then taken.
         name: the argument that holds the dataset, for messages.
+        now: date and time for the chat template, as in ``rendered``.
 
     Raises:
         ConfigError: it is not such a dataset.
@@ -69,7 +72,7 @@ def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, collator: Colla
         sources, used = every(checked_prompt, places, values), {*of_rows, "prompt"}
     if queries is None:
         arguments = template_arguments(rows, tokenizer, None, places)
-        texts, queries = encoded_queries(sources, tokenizer, "auto", None, places, arguments)
+        texts, queries = encoded_queries(sources, tokenizer, "auto", None, places, arguments, now=now)
         chats = [conversation(source, tokenizer, "auto", None) for source in sources]
     else:
         _check_known(queries, tokenizer, places)

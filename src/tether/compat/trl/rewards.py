@@ -60,12 +60,14 @@ class Judges:
             if _is_function(member):
                 check_columns(member, columns, name, "reward_model")
 
-    def check_conversations(self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
+    def check_conversations(
+        self, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, now: str | None
+    ) -> None:
         """Raises ``ConfigError`` if a judge given by a path, with a tokenizer other than the policy's, cannot read one
         of the conversations."""
         for path in self.paths.values():
             try:
-                check_conversations([ModelReward(type="model", path=path)], prompts, tokenizer)
+                check_conversations([ModelReward(type="model", path=path)], prompts, tokenizer, now)
             except ConfigError as error:
                 raise ConfigError(
                     f"reward_model: {path} reads text, as its tokenizer is not the policy's, but cannot be shown the "
@@ -91,12 +93,14 @@ class Judges:
         *,
         batch_size: int,
         device: torch.device | str,
+        now: str | None,
         shards: bool,
         shared: Shared,
     ) -> RewardSource:
         """Their sum, each member a component under its name. Models in memory read the policy's token ids.
 
         Args:
+            now: date and time for the chat templates of judges that read text.
             shards: whether ``shared`` shards the weights of models, which wait on the CPU.
             shared: turns a source of one process into one for all processes.
         """
@@ -108,8 +112,8 @@ class Judges:
                 source = shared(lambda _, own=member, name=name: FunctionSource(own, name), None, False)
             else:
                 config = ModelReward(**_section(member, name, batch_size))
-                options = {"roles": None, "tokenizer": tokenizer, "device": device, "shards": shards, "shared": shared}
-                built = build_rewards([config], [name], **options)
+                options = {"tokenizer": tokenizer, "device": device, "now": now, "shards": shards, "shared": shared}
+                built = build_rewards([config], [name], roles=None, **options)
                 assert isinstance(built, WeightedSum), "sources are summed"
                 source = built.parts[0].source
             parts.append(Part(name, 1.0, source))

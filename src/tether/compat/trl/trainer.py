@@ -37,6 +37,7 @@ from tether.compat.trl.models import Models, check_positions, check_tokens, chec
 from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
 from tether.compat.trl.samples import print_table, send_table
+from tether.config.chat import present, with_now
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.data.prompts import PromptData
@@ -57,7 +58,7 @@ from tether.train.display import NullDisplay
 from tether.train.engines.build import build_engine
 from tether.train.engines.deepspeed import Zero
 from tether.train.engines.fsdp import FullySharded
-from tether.train.folder import CONFIG, FOLDERS, check_files, prepare_folder
+from tether.train.folder import CONFIG, FOLDERS, begun_at, check_files, prepare_folder
 from tether.train.inputs import place_digests
 from tether.train.log import RunLog
 from tether.train.optim import check_schedule
@@ -130,24 +131,26 @@ class PPOTrainer:
         judges = Judges(reward_model)
         models = Models(model, ref_model, value_model, peft_config, policy_adapter(args, model), args.ref_adapter_name)
         models.check(list(judges.models.values()))
-        prompts = prompts_of(train_dataset, processing_class, data_collator, "train_dataset")
+        dist = Dist(args.ddp_timeout)
+        now = dist.by_main(lambda: begun_at(Path(args.output_dir)) or present())
+        prompts = prompts_of(train_dataset, processing_class, data_collator, "train_dataset", now)
         self._held_out = None
         if eval_dataset is not None:
-            self._held_out = prompts_of(eval_dataset, processing_class, data_collator, "eval_dataset")
+            self._held_out = prompts_of(eval_dataset, processing_class, data_collator, "eval_dataset", now)
         read = models.read | {f"reward_model {name}": model for name, model in judges.models.items()}
         check_vocabularies(read, processing_class)
         self._sources = {name: name_of(model) for name, model in read.items()} | judges.paths
-        self._check = partial(self._check_data, read, {name: num_rows(model) for name, model in read.items()}, judges)
+        sizes = {name: num_rows(model) for name, model in read.items()}
+        self._check = partial(self._check_data, read, sizes, judges, now)
         self._check(prompts)
         if self._held_out is not None:
             self._check(self._held_out)
-        dist = Dist(args.ddp_timeout)
         told = check_evaluation(args, has_data=self._held_out is not None)
         for line in told + derive(args, len(prompts.prompts), dist.num_processes):
             logger.warning(line)
         stop_token, stops = stop_of(args, processing_class, models.base)
         evaluates = self._held_out is not None and args.eval_strategy.value != "no"
-        self._config = run_config(
+        config = run_config(
             args,
             model_path=name_of(models.base),
             lora=models.lora,
@@ -156,6 +159,7 @@ class PPOTrainer:
             evaluates=evaluates,
             stop_token=stop_token,
         )
+        self._config = with_now(config, now)
         check_schedule(self._config, args.num_total_batches)
         check_processes(self._config, dist)
         engine = build_engine(dist)
@@ -171,6 +175,7 @@ class PPOTrainer:
             processing_class,
             batch_size=args.local_rollout_forward_batch_size,
             device=dist.device,
+            now=now,
             shards=engine.spreads_weights,
             shared=partial(shared, dist=dist, engine=engine),
         )
@@ -223,14 +228,19 @@ class PPOTrainer:
             self.add_callback(PushedSaves(lambda message: self.push_to_hub(commit_message=message)))
 
     def _check_data(
-        self, read: Mapping[str, PreTrainedModel], sizes: Mapping[str, int], judges: Judges, prompts: PromptData
+        self,
+        read: Mapping[str, PreTrainedModel],
+        sizes: Mapping[str, int],
+        judges: Judges,
+        now: str,
+        prompts: PromptData,
     ) -> None:
         """Checks that need both prompts and models."""
         longest = prompts.longest_query
         check_positions(read, longest, self.args.response_length)
         check_tokens(sizes, self.processing_class, prompts.prompts)
         judges.check_columns(prompts.columns)
-        judges.check_conversations(prompts.prompts, self.processing_class)
+        judges.check_conversations(prompts.prompts, self.processing_class, now)
 
     # What scripts read
 
@@ -365,7 +375,9 @@ class PPOTrainer:
         self._dist.each(lambda: self._check_warmup(saved, checkpoint))
         # The same number of updates as before; their share depends on the length of the run.
         same_warmup = saved.train.model_copy(update={"warmup_ratio": config.train.warmup_ratio})
-        saved = saved.model_copy(update={"train": same_warmup})
+        # Whether the chat template prints a date at all shows in the fingerprints of the prompts.
+        data = saved.data.model_copy(update={"chat_template_now": config.data.chat_template_now})
+        saved = saved.model_copy(update={"train": same_warmup, "data": data})
         places = self._dist.each(lambda: place_digests(config))
         self._dist.each(lambda: check_same_run(saved, config, checkpoint, record["data"], places))
         if (told := told_of_move(saved, record, config, self._dist, self._engine.name)) is not None:
@@ -406,7 +418,8 @@ class PPOTrainer:
             several = [self.evaluate(rows, None, f"{metric_key_prefix}_{name}") for name, rows in eval_dataset.items()]
             return {name: value for metrics in several for name, value in metrics.items()}
         if eval_dataset is not None:
-            held_out = prompts_of(eval_dataset, self.processing_class, self.data_collator, "eval_dataset")
+            now = self._config.data.chat_template_now
+            held_out = prompts_of(eval_dataset, self.processing_class, self.data_collator, "eval_dataset", now)
             self._check(held_out)
         elif (held_out := self._held_out) is None:
             raise ConfigError("evaluate: there is no eval_dataset; give one to PPOTrainer")

@@ -56,6 +56,12 @@ class Prompt:
     conversation: Sequence[Message] | None = None
     """The chat messages that the query was rendered from, including the run's system message; None for plain text."""
 
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The tokens whose text an answer continues: the query, if it is plain text. None in a conversation, where an
+        answer is a message of its own."""
+        return self.token_ids if self.conversation is None else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -65,21 +71,23 @@ class Request:
     """The query, without padding."""
     key: int
     """Key of this answer's sampling noise, from ``noise_key``."""
+    before: Sequence[int] = ()
+    """``Prompt.before``."""
 
 
 @runtime_checkable
 class TextEnds(Protocol):
-    """Ends answers by their text; ``models.stop_strings`` has the one of a run."""
+    """Ends answers by their text; ``models.stop_strings`` has the one of a run. ``before``: ``Prompt.before``."""
 
-    def ends(self, token_ids: Sequence[int]) -> bool:
+    def ends(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> bool:
         """Whether an answer that has just got its last token ends with it; asked after every token."""
         ...
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def text(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """A whole answer as text, without special tokens and without what ended it."""
         ...
 
-    def closed(self, token_ids: Sequence[int]) -> list[int]:
+    def closed(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> list[int]:
         """A whole answer as judges that read token ids are given it: an end token in place of the text that ended it;
         as sampled if a token or the length did."""
         ...
@@ -102,11 +110,15 @@ class Sampling:
     text_ends: TextEnds | None = field(default=None, compare=False, repr=False)
     """Ends answers by their text, besides ``stop_token_ids``. None: no text ends them."""
 
-    def stops(self, token_ids: Sequence[int]) -> bool:
-        """Whether an answer that has just got its last token ends with it, whatever its length."""
+    def stops(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> bool:
+        """Whether an answer that has just got its last token ends with it, whatever its length.
+
+        Args:
+            before: ``Request.before``.
+        """
         if token_ids[-1] in self.stop_token_ids:
             return True
-        return self.text_ends is not None and self.text_ends.ends(token_ids)
+        return self.text_ends is not None and self.text_ends.ends(token_ids, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +152,12 @@ class RewardBatch:
     Used by judges with their own chat template."""
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
     """The dataset's other columns, one entry per answer."""
-    decode: Callable[[Sequence[int]], str] | None = field(default=None, compare=False, repr=False)
-    """Decodes the first tokens of an answer, without special tokens. None if there is no tokenizer: then there are no
-    token ids either, and the characters of an answer take the place of its tokens."""
-    closed: Callable[[Sequence[int]], Sequence[int]] | None = field(default=None, compare=False, repr=False)
+    decode: Callable[[Sequence[int], Sequence[int]], str] | None = field(default=None, compare=False, repr=False)
+    """Decodes the first tokens of an answer that continues the text of others, without special tokens. None if there is
+    no tokenizer: then there are no token ids either, and the characters of an answer take the place of its tokens."""
+    closed: Callable[[Sequence[int], Sequence[int]], Sequence[int]] | None = field(
+        default=None, compare=False, repr=False
+    )
     """``TextEnds.closed``; None if no text ends answers."""
 
     def __len__(self) -> int:
@@ -153,7 +167,15 @@ class RewardBatch:
         """Prompt and answer as judges that read the policy's token ids are given them: an answer that a stop string
         ended has an end token in its place."""
         answer = self.response_ids[row]
-        return [*self.query_ids[row], *(answer if self.closed is None else self.closed(answer))]
+        return [*self.query_ids[row], *(answer if self.closed is None else self.closed(answer, self._before(row)))]
+
+    def text_of(self, row: int, count: int) -> str:
+        """The text of an answer's first tokens."""
+        return self.decode(self.response_ids[row][:count], self._before(row))
+
+    def _before(self, row: int) -> Sequence[int]:
+        """``Prompt.before``."""
+        return self.query_ids[row] if self.conversations[row] is None else ()
 
 
 @dataclass(frozen=True, slots=True)

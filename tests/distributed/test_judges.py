@@ -27,6 +27,7 @@ from tests.train.runs import tiny_run
 from tether.config.rewards import ModelReward
 from tether.errors import ConfigError
 from tether.machine.distributed import Dist
+from tether.models.stop_strings import continued
 from tether.rewards.build import build_rewards, check_sharded
 from tether.rewards.combine import Part
 from tether.rewards.ensemble import Ensemble
@@ -116,7 +117,7 @@ def scored(folder: Path) -> tuple[str, dict[str, float], list[dict[str, list[flo
     )
     found = []
     for count in (7, 3, 1):
-        batch = replace(chat_batch(tokenizer, TURNS[:count]), decode=tokenizer.decode)
+        batch = replace(chat_batch(tokenizer, TURNS[:count]), decode=partial(continued, tokenizer=tokenizer))
         output = source.score(batch)
         found.append({"": output.scores} | dict(output.components))
     return engine.name, kept(source), found

@@ -17,6 +17,7 @@ from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.generation.fake import FakeGenerator
 from tether.machine.distributed import Dist
+from tether.models.stop_strings import continued
 from tether.rewards.build import build_rewards
 from tether.rewards.early import begun
 from tether.rewards.norms import measured, normalised, unmeasured
@@ -52,7 +53,8 @@ def sources(text: str, dist: Dist) -> Any:
 def scored(text: str) -> dict[str, Any]:
     """Scores, their parts and those of tokens; and which models this process has."""
     dist, tokenizer = Dist(), tiny_tokenizer()
-    batch, source = replace(chat_batch(tokenizer, TURNS), decode=tokenizer.decode), sources(text, dist)
+    batch = replace(chat_batch(tokenizer, TURNS), decode=partial(continued, tokenizer=tokenizer))
+    source = sources(text, dist)
     moments = measured(source, batch) if unmeasured(source) else {}
     output = normalised(source, moments).score(batch)
     return {

@@ -681,7 +681,7 @@ GENERATION = in_file(
     ),
     (
         "the end token at the limit is taken for a cut",
-        "stopped = self._sampling.stops(row.token_ids)\n",
+        "stopped = self._sampling.stops(row.token_ids, row.before)\n",
         "stopped = len(row.token_ids) < self._sampling.max_new_tokens\n",
     ),
     (
@@ -1537,8 +1537,8 @@ ROLLOUT = (
         "models/stop_strings.py",
         (
             "rewards see special tokens",
-            "return tokenizer.decode(token_ids, skip_special_tokens=True)",
-            "return tokenizer.decode(token_ids, skip_special_tokens=False)",
+            "    skip_special_tokens: bool = True,\n",
+            "    skip_special_tokens: bool = False,\n",
         ),
         tests=(f"{BOOKKEEPING}::test_the_judge_is_given_each_answer_with_its_own_prompt",),
     ),
@@ -1566,7 +1566,7 @@ ROLLOUT = (
         ("an answer that a string ended is not closed", "return ids + self._end", "return ids"),
         (
             "a stop token hides a string that it completes",
-            "        if text != tokenizer.decode(token_ids, skip_special_tokens=True):\n            return text\n",
+            "        if text != continued(token_ids, before, tokenizer):\n            return text\n",
             "        token_ids = token_ids[:-1]\n",
         ),
         ("judges read a stop token that is no special token", "token_ids = token_ids[:-1]", "pass"),

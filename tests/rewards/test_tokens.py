@@ -17,6 +17,7 @@ from tether.config.rewards import HttpReward
 from tether.config.source import SourceConfig
 from tether.errors import RewardError, RewardResponseError
 from tether.inference.judges import load_judges, load_reader
+from tether.models.stop_strings import continued
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.ensemble import Ensemble, uncertainty_weighted
 from tether.rewards.fake import FakeRewards
@@ -30,7 +31,7 @@ TURNS = [("the cat", "good day nice"), ("it is", "bad"), ("rain", "a red sun")]
 
 
 def decoded(batch, tokenizer):
-    return dataclasses.replace(batch, decode=partial(tokenizer.decode, skip_special_tokens=True))
+    return dataclasses.replace(batch, decode=partial(continued, tokenizer=tokenizer))
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_steps_in_bytes_of_letters():
     batch = dataclasses.replace(
         text_batch("café!"),
         response_ids=[[0, 1, 2, 3, 9]],
-        decode=lambda ids: b"".join(pieces[i] for i in ids if i < 4).decode(errors="replace"),
+        decode=lambda ids, before: b"".join(pieces[i] for i in ids if i < 4).decode(errors="replace"),
     )
     assert function([[[3, 1.0], [4, 2.0]]]).score(batch).token_scores == [[1.0, 0.0, 2.0, 0.0, 0.0]]
 

@@ -50,19 +50,47 @@ def encodable(text: str, where: str) -> str:
 
 
 def encoded_answers(
-    answers: Sequence[str], leads: Sequence[str], tokenizer: PreTrainedTokenizerBase, closing_id: int
+    answers: Sequence[str], leads: Sequence[str | None], tokenizer: PreTrainedTokenizerBase, closing_id: int
 ) -> list[list[int]]:
     """Token ids of answers, each closed by one end token.
 
     Args:
-        leads: what each answer begins with, unless it begins with a blank already; see ``answer_lead``.
+        leads: what each answer begins with, unless it begins with a blank already; see ``answer_lead``. None: the
+            answer continues the text of its prompt, with nothing in between.
         closing_id: id of the end token; see ``closing_token``.
     """
     bare = [
-        ("" if answer[:1].isspace() else lead) + answer.removesuffix(tokenizer.eos_token)
+        ("" if answer[:1].isspace() else lead or "") + answer.removesuffix(tokenizer.eos_token)
         for answer, lead in zip(answers, leads, strict=True)
     ]
-    return [[*ids, closing_id] for ids in tokenizer(bare, add_special_tokens=False)["input_ids"]]
+    encoded = _ids(bare, tokenizer)
+    going_on = [i for i, lead in enumerate(leads) if lead is None]
+    for i, ids in zip(going_on, _continuing([bare[i] for i in going_on], tokenizer), strict=True):
+        encoded[i] = ids
+    return [[*ids, closing_id] for ids in encoded]
+
+
+def _continuing(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of texts as they continue another text.
+
+    Tokenizers that put a blank before every text are given each behind a character, whose tokens are then left out.
+    """
+    encoded, (letter,) = _ids(texts, tokenizer), _ids(["b"], tokenizer)
+    if tokenizer.decode([*letter, *letter]) == "bb":
+        return encoded
+    for start in ("\n", ".") if texts else ():
+        (first,) = _ids([start], tokenizer)
+        behind = _ids([start + text for text in texts], tokenizer)
+        for i, (text, ids) in enumerate(zip(texts, behind, strict=True)):
+            own = ids[len(first) :]
+            is_wrong = tokenizer.decode([*letter, *encoded[i]]) != f"b{text}"
+            if is_wrong and tokenizer.decode([*letter, *own]) == f"b{text}":
+                encoded[i] = own
+    return encoded
+
+
+def _ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
 
 def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -284,10 +284,14 @@ def pair_accuracy(margins: Sequence[float]) -> float:
 
 def answer_leads(
     prompts: Sequence[str | list[Message] | None], tokenizer: PreTrainedTokenizerBase, chat_template: str
-) -> list[str]:
-    """What each answer begins with after its prompt: the chat template's blank, or nothing."""
+) -> list[str | None]:
+    """What each answer begins with after its prompt: the chat template's blank, or nothing; None if it continues text.
+
+    Args:
+        prompts: prompts from ``checked_prompt``; None if answers are whole texts.
+    """
     lead = answer_lead(tokenizer)
     return [
-        lead if prompt is not None and conversation(prompt, tokenizer, chat_template, None) is not None else ""
+        "" if prompt is None else None if conversation(prompt, tokenizer, chat_template, None) is None else lead
         for prompt in prompts
     ]

@@ -51,6 +51,7 @@ class Row:
 
     position: int
     noise: torch.Generator
+    before: Sequence[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -66,7 +67,9 @@ class Batch:
         decoding: Decoding,
         static: StaticCaches | None,
     ) -> None:
-        self.rows = [Row(i, torch.Generator(device).manual_seed(request.key)) for i, request in requests]
+        self.rows = [
+            Row(i, torch.Generator(device).manual_seed(request.key), request.before) for i, request in requests
+        ]
         self._sampling, self._decoding, self._static = sampling, decoding, static
         self._cache: Any = None
         queries, slots = [tuple(request.token_ids) for _, request in requests], list(range(len(requests)))
@@ -90,7 +93,7 @@ class Batch:
         while not any(ended):
             self._next_tokens(model)
             ended = [
-                self._sampling.stops(row.token_ids) or len(row.token_ids) == self._sampling.max_new_tokens
+                self._sampling.stops(row.token_ids, row.before) or len(row.token_ids) == self._sampling.max_new_tokens
                 for row in self.rows
             ]
         finished = [row for row, end in zip(self.rows, ended, strict=True) if end]
@@ -176,7 +179,7 @@ class Batch:
         self._slots = list(range(len(self.rows)))
 
     def _completion(self, row: Row) -> Completion:
-        stopped = self._sampling.stops(row.token_ids)
+        stopped = self._sampling.stops(row.token_ids, row.before)
         return Completion(row.token_ids, "stop" if stopped else "length", row.logprobs)
 
     def _check_positions(self, model: nn.Module) -> None:

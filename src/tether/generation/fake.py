@@ -48,7 +48,7 @@ class FakeGenerator:
         answer = self._answers(request) if callable(self._answers) else self._answers[position % len(self._answers)]
         answer = list(answer)[: sampling.max_new_tokens]
         for end in range(1, len(answer) + 1):
-            if sampling.stops(answer[:end]):
+            if sampling.stops(answer[:end], request.before):
                 return Completion(answer[:end], "stop")
         if len(answer) < sampling.max_new_tokens:
             raise GenerationError(

@@ -81,8 +81,9 @@ class Chat:
         )
         model = speaker.policy.model
         generator = HFGenerator(lambda: nullcontext(model), batch_size=1, device=model.device)
-        ((_, answer),) = generator.generate([Request(query, key)], speaker.policy.sampling)
-        return answer_text(answer.token_ids, speaker.tokenizer, speaker.policy.sampling).strip()
+        before = query if plain else ()
+        ((_, answer),) = generator.generate([Request(query, key, before)], speaker.policy.sampling)
+        return answer_text(answer.token_ids, speaker.tokenizer, speaker.policy.sampling, before).strip()
 
 
 def open_chat(

@@ -98,7 +98,7 @@ def generate_path(
         model, tokenizer, run, response_length=longest_answer, temperature=temperature, **code
     )
     generator = HFGenerator(lambda: nullcontext(policy.model), batch_size=16, device=policy.model.device)
-    requests = [Request(p.token_ids, noise_key(seed, "generate", p.row, 0)) for p in data.prompts]
+    requests = [Request(p.token_ids, noise_key(seed, "generate", p.row, 0), p.before) for p in data.prompts]
     rows: list[dict[str, Any]] = [{} for _ in requests]
     display.phase("answers", 0, len(rows))
     with kept(output, lambda: [row for row in rows if row], display):
@@ -106,7 +106,7 @@ def generate_path(
             rows[i] = {
                 "row": data.prompts[i].row,
                 "prompt": data.prompts[i].source,
-                "response": answer_text(answer.token_ids, tokenizer, policy.sampling),
+                "response": answer_text(answer.token_ids, tokenizer, policy.sampling, data.prompts[i].before),
                 "finish_reason": answer.finish_reason,
             }
             display.phase("answers", done, len(rows))

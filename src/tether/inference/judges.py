@@ -23,6 +23,7 @@ from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.device import half_dtype
 from tether.models.paths import check_model_path
 from tether.models.roles import ModelRoles
+from tether.models.stop_strings import continued
 from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
 from tether.report.text import prompt_text
 from tether.rewards.build import build_rewards, check_rewards
@@ -103,7 +104,7 @@ class PolicyReader:
             response_ids=response_ids,
             conversations=conversations,
             columns=columns,
-            decode=None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=True),
+            decode=None if self.tokenizer is None else partial(continued, tokenizer=self.tokenizer),
         )
 
     def _answer_ids(

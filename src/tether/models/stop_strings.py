@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,12 +15,14 @@ BROKEN = "\ufffd"
 SLACK = 8
 """Number of characters at the beginning of the last tokens of a text that may read differently there than in the whole
 text: a blank that is dropped, the end of a character, a contraction that the tokenizer cleans up."""
+_LONGEST_CHARACTER = 4
+"""Number of tokens that may hold one character, its bytes."""
 
 
 class StopStrings:
     """Ends an answer as soon as its text contains one of some strings.
 
-    The text is that of the answer alone, read with special tokens and read without them: a string may contain the name
+    The text is that of the answer, read with special tokens and read without them: a string may contain the name
     of a special token, and no special token within a string hides it. All tokens stay part of the answer; its text ends
     before the first string.
 
@@ -31,6 +34,8 @@ class StopStrings:
         tokenizer: the policy's.
         strings: at least one, none of them empty.
         longest: maximum number of tokens of an answer, for which judges have room; None if there is no limit.
+
+    ``before``, an argument of its methods, is ``Prompt.before``.
     """
 
     def __init__(
@@ -50,35 +55,37 @@ class StopStrings:
         self._end = [token for token in ends if token is not None][:1]
         self._completing: dict[int, int] = {}
 
-    def ends(self, token_ids: Sequence[int]) -> bool:
+    def ends(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> bool:
         """Whether an answer that did not end before its last token ends with it."""
         if (size := self._size(token_ids[-1])) == 0:
             return False
-        readings = [token_ids]
-        if not self._special.isdisjoint(token_ids):
-            readings.append([token for token in token_ids if token not in self._special])
+        whole = [*_context(before, self._tokenizer), *token_ids] if before else token_ids
+        readings = [whole]
+        if not self._special.isdisjoint(whole):
+            readings.append([token for token in whole if token not in self._special])
         return any(self._start(self._tail(ids, size)) is not None for ids in readings) and (
-            self._cut(token_ids) is not None
+            self._cut(token_ids, before) is not None
         )
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def text(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """An answer as text, without special tokens, up to the first string."""
-        return self._plain(token_ids) if (cut := self._cut(token_ids)) is None else cut[1]
+        return self._read(token_ids, before) if (cut := self._cut(token_ids, before)) is None else cut[1]
 
-    def closed(self, token_ids: Sequence[int]) -> list[int]:
+    def closed(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> list[int]:
         """The tokens of an answer up to the first string and an end token, if the tokenizer has one; as they are if the
         answer contains no string.
 
         A token that holds the beginning of the string is replaced by tokens of what stands before it, or left out if
         judges have no room for these.
         """
-        if (cut := self._cut(token_ids)) is None:
+        if (cut := self._cut(token_ids, before)) is None:
             return list(token_ids)
         count, text = cut
         ids = whole = list(token_ids[:count])
-        if (before := self._plain(whole)) != text:
-            ids = [*whole, *self._encoded(text[len(before) :])]
-            ids = ids if self._plain(ids) == text else self._encoded(text)
+        if (held := self._read(whole, before)) != text:
+            rest = self._encoded(text[len(held) :])
+            ways = [*([*whole, *ids] for ids in rest), *self._encoded(text)]
+            ids = next((ids for ids in ways if self._read(ids, before) == text), ways[2])
         if self._longest is not None and len(ids) + len(self._end) > self._longest:
             ids = whole
         return ids + self._end
@@ -105,21 +112,21 @@ class StopStrings:
                 return text
             count *= 2
 
-    def _cut(self, token_ids: Sequence[int]) -> tuple[int, str] | None:
+    def _cut(self, token_ids: Sequence[int], before: Sequence[int]) -> tuple[int, str] | None:
         """Number of tokens before the one that the first string begins in, and the text before it; None if there is no
         string."""
         for is_plain in (True, False):
-            whole = self._tokenizer.decode(token_ids, skip_special_tokens=is_plain)
+            whole = self._read(token_ids, before, is_plain=is_plain)
             if (start := self._start(whole)) is None:
                 continue
-            count, before = len(token_ids), whole
-            while len(before) > start or not whole.startswith(before):
+            count, held = len(token_ids), whole
+            while len(held) > start or not whole.startswith(held):
                 count -= 1
-                before = self._tokenizer.decode(token_ids[:count], skip_special_tokens=is_plain)
+                held = self._read(token_ids[:count], before, is_plain=is_plain)
             if is_plain:
                 return count, whole[:start]
-            plain, text = self._plain(token_ids), self._plain(token_ids[:count])
-            rest = whole[len(before) : start]
+            plain, text = self._read(token_ids, before), self._read(token_ids[:count], before)
+            rest = whole[len(held) : start]
             if token_ids[count] not in self._special and plain.startswith(text + rest):
                 text += rest
             return count, text
@@ -130,26 +137,72 @@ class StopStrings:
         starts = [start for string in self._strings if (start := text.find(string)) >= 0]
         return min(starts, default=None)
 
-    def _plain(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def _read(self, token_ids: Sequence[int], before: Sequence[int], *, is_plain: bool = True) -> str:
+        return continued(token_ids, before, self._tokenizer, skip_special_tokens=is_plain)
 
-    def _encoded(self, text: str) -> list[int]:
-        """Token ids of text, none of them special by its name."""
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        return list(encoded["input_ids"])
+    def _encoded(self, text: str) -> list[list[int]]:
+        """Token ids of text as a text of its own, and behind a line break, where no tokenizer puts a blank before it;
+        none of them special by its name."""
+        whole, after, start = (
+            list(self._tokenizer(each, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+            for each in (text, f"\n{text}", "\n")
+        )
+        return [whole, after[len(start) :]]
 
 
-def answer_text(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> str:
+def answer_text(
+    token_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    before: Sequence[int] = (),
+) -> str:
     """An answer as everything reads it: without special tokens, and without the token or string that ended it.
 
     Args:
         tokenizer: the policy's.
         sampling: how it was sampled.
+        before: ``Prompt.before``.
     """
     if sampling.text_ends is not None:
-        text = sampling.text_ends.text(token_ids)
-        if text != tokenizer.decode(token_ids, skip_special_tokens=True):
+        text = sampling.text_ends.text(token_ids, before)
+        if text != continued(token_ids, before, tokenizer):
             return text
     if token_ids and token_ids[-1] in sampling.stop_token_ids:
         token_ids = token_ids[:-1]  # it need not be a special token
-    return tokenizer.decode(token_ids, skip_special_tokens=True)
+    return continued(token_ids, before, tokenizer)
+
+
+def continued(
+    token_ids: Sequence[int],
+    before: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    skip_special_tokens: bool = True,
+) -> str:
+    """What tokens add to the text of those before them, so that both texts joined are the text of both.
+
+    On their own, tokens may read differently: many tokenizers drop the first blank of a text, and some put blanks
+    between tokens. A character whose first bytes are in ``before`` belongs to what follows.
+
+    Args:
+        before: ``Prompt.before``; if empty, the tokens are a text of their own.
+    """
+    if not before:
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    start = _context(before, tokenizer)
+    decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    whole = decode([*start, *token_ids])
+    for count in range(len(start), max(len(start) - _LONGEST_CHARACTER, -1), -1):
+        if whole.startswith(text := decode(start[:count])):
+            return whole[len(text) :]
+    shared = min(len(text), len(whole))  # a blank before that is cleaned up
+    return whole[next((i for i in range(shared) if text[i] != whole[i]), shared) :]
+
+
+def _context(before: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
+    """The last tokens before an answer, as many as decide how it reads."""
+    for count in (SLACK, len(before)):
+        text = tokenizer.decode(before[-count:], skip_special_tokens=True)
+        if text.strip() and BROKEN not in text:
+            break
+    return before[-count:]

@@ -147,8 +147,7 @@ def _token(batch: RewardBatch, row: int, end: int) -> int:
         return final
     if batch.decode is None:
         return end - 1
-    ids, start = batch.response_ids[row], text[:end]
-    return bisect_left(range(final), True, key=lambda token: batch.decode(ids[: token + 1]).startswith(start))
+    return bisect_left(range(final), True, key=lambda token: batch.text_of(row, token + 1).startswith(text[:end]))
 
 
 def _end(batch: RewardBatch, row: int, token: int) -> int:
@@ -158,4 +157,4 @@ def _end(batch: RewardBatch, row: int, token: int) -> int:
         return length
     if batch.decode is None:
         return token + 1
-    return min(max(len(batch.decode(batch.response_ids[row][: token + 1])), 1), length)
+    return min(max(len(batch.text_of(row, token + 1)), 1), length)

@@ -50,7 +50,7 @@ def evaluate(
         samples.jsonl.
     """
     prompts = list(parts.eval_prompts)
-    requests = [Request(p.token_ids, noise_key(config.train.seed, "eval", p.row, 0)) for p in prompts]
+    requests = [Request(p.token_ids, noise_key(config.train.seed, "eval", p.row, 0), p.before) for p in prompts]
     samples = [] if rows is None else rows
     samples[:] = [{} for _ in prompts]
 

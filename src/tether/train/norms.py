@@ -34,7 +34,7 @@ def start_answers(parts: Parts, config: RunConfig, *, phase: PhaseReport, check:
     draws = PromptStream(len(parts.prompts), count, seed).batch(0)
     prompts = [parts.prompts[i] for i, _ in draws]
     requests = [
-        Request(prompt.token_ids, noise_key(seed, "score_norm", prompt.row, sample))
+        Request(prompt.token_ids, noise_key(seed, "score_norm", prompt.row, sample), prompt.before)
         for prompt, (_, sample) in zip(prompts, draws, strict=True)
     ]
     return answer(parts, prompts, requests, phase=phase, check=check, name="score statistics")

@@ -16,7 +16,7 @@ from tether import algo
 from tether.config.schema import RunConfig
 from tether.data.collate import collate, plan_micro_batches
 from tether.machine.distributed import Dist
-from tether.models.stop_strings import answer_text
+from tether.models.stop_strings import answer_text, continued
 from tether.rewards.base import checked
 from tether.rewards.early import Begun, begun
 from tether.rewards.tokens import check_token_scores
@@ -118,7 +118,8 @@ def answer(
     try:
         for done, (position, completion) in enumerate(parts.generator.generate(requests, parts.sampling), start=1):
             completions[position] = completion
-            texts[position] = answer_text(completion.token_ids, parts.tokenizer, parts.sampling)
+            before = prompts[position].before
+            texts[position] = answer_text(completion.token_ids, parts.tokenizer, parts.sampling, before)
             ids[position] += completion.token_ids
             finished(position, completion, texts[position])
             if asked is not None:
@@ -149,7 +150,7 @@ def reward_batch(
         response_ids=ids,
         conversations=[p.conversation for p in prompts],
         columns={name: [p.columns.get(name) for p in prompts] for name in prompts[0].columns},
-        decode=partial(tokenizer.decode, skip_special_tokens=True),
+        decode=partial(continued, tokenizer=tokenizer),
         closed=None if text_ends is None else text_ends.closed,
     )
 

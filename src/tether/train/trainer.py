@@ -385,7 +385,7 @@ class PPOTrainer:
         draws, each = self.stream.batch(self.state.step), self.config.sampling.num_generations
         asked = [(self.parts.prompts[i], draw * each + sample) for i, draw in draws for sample in range(each)]
         requests = [
-            Request(prompt.token_ids, noise_key(self.config.train.seed, "train", prompt.row, sample))
+            Request(prompt.token_ids, noise_key(self.config.train.seed, "train", prompt.row, sample), prompt.before)
             for prompt, sample in asked
         ]
         prompts = [prompt for prompt, _ in asked]

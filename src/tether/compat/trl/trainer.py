@@ -50,6 +50,7 @@ from tether.models.checkpoints import check_models_kept, holds_run
 from tether.models.layers import num_rows
 from tether.models.roles import REFERENCE, VALUE
 from tether.models.saving import policy_weights, save_policy, written_into
+from tether.models.stop_strings import continued
 from tether.report.card import write_card
 from tether.report.html import write_report
 from tether.train import evaluate as evaluation
@@ -448,7 +449,8 @@ class PPOTrainer:
             return []
         prompts = self._held_out.prompts[: self.args.per_device_eval_batch_size if sampling else None]
         requests = [
-            Request(prompt.token_ids, noise_key(self.args.seed, "completions", prompt.row, 0)) for prompt in prompts
+            Request(prompt.token_ids, noise_key(self.args.seed, "completions", prompt.row, 0), prompt.before)
+            for prompt in prompts
         ]
         parts = replace(self._parts, sampling=replace(self._parts.sampling, temperature=SHOWN_TEMPERATURE))
         answers = answer(parts, prompts, requests, phase=NullDisplay().phase, check=lambda: None)
@@ -457,7 +459,9 @@ class PPOTrainer:
         rows = [
             {
                 "query": decode(prompt.token_ids, skip_special_tokens=True),
-                "model response": decode(completion.token_ids),
+                "model response": continued(
+                    completion.token_ids, prompt.before, self.processing_class, skip_special_tokens=False
+                ),
                 "score": score,
             }
             for prompt, completion, score in zip(prompts, answers.completions, scores, strict=True)

@@ -22,6 +22,7 @@ from tether.models.adapters import (
     check_switched_off,
     check_tied,
     fill_adapter,
+    grown,
     peft_lora_config,
     read_adapter,
     with_adapter,
@@ -30,10 +31,11 @@ from tether.models.bitsandbytes import FewBits, is_quantized
 from tether.models.classifiers import classifier_on, load_classifier, pools_otherwise
 from tether.models.compiled import compile_layers
 from tether.models.device import weight_dtype
+from tether.models.fit import without_row
 from tether.models.forward import check_causal, head_matches
 from tether.models.heads import ScalarHead, state_size, with_bias
 from tether.models.layers import num_rows, parameters_above
-from tether.models.loading import load_causal_lm
+from tether.models.loading import load_causal_lm, load_config
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
@@ -265,7 +267,7 @@ def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Crit
             return None
         origin = reward.model_dump(include={"revision", "trust_remote_code", "label"})
         source = CriticSource(reward.path, **origin, is_reward=True)
-        why_not = _no_critic(source, tokenizer) if kind == "model" else None
+        why_not = _no_critic(source, config, tokenizer) if kind == "model" else None
         if why_not is None:
             return source
         if init is None:
@@ -277,12 +279,12 @@ def critic_source(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Crit
             "adapter on the policy's base. Set value.kind to model for a sequence classifier"
         )
     source = CriticSource(init, trust_remote_code=config.model.trust_remote_code)
-    if kind == "model" and (why_not := _no_critic(source, tokenizer)):
+    if kind == "model" and (why_not := _no_critic(source, config, tokenizer)):
         raise ConfigError(f"value.init: {why_not}; set value.init to policy")
     return source
 
 
-def _no_critic(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _no_critic(source: CriticSource, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Why the model cannot give a value for each of the policy's tokens, or None if it can."""
     origin = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
     if load_tokenizer(source.path, **origin).get_vocab() != tokenizer.get_vocab():
@@ -292,7 +294,22 @@ def _no_critic(source: CriticSource, tokenizer: PreTrainedTokenizerBase) -> str 
         )
     if pools_otherwise(source.path, **origin):
         return f"{source.path} is not a decoder, whose states know only the tokens before them"
-    return None
+    lacks = without_row(tokenizer, num_embeddings(source.path, **origin), policy_embeddings(config))
+    return None if lacks is None else f"{source.path} has {lacks}"
+
+
+def policy_embeddings(config: RunConfig) -> int:
+    """``num_embeddings`` of the policy."""
+    model = config.model
+    return num_embeddings(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+
+
+def num_embeddings(path: str, *, revision: str | None, trust_remote_code: bool) -> int:
+    """Number of tokens that the model in ``path``, or the adapter's base with it, has embeddings for, by its
+    configuration."""
+    base, at = own_weights(path, revision)
+    shape = load_config(base, revision=at, trust_remote_code=trust_remote_code)
+    return grown(shape, path, revision).get_text_config().vocab_size
 
 
 def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

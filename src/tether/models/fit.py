@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -53,6 +53,32 @@ def check_tokens(
                 f"{tokenizer.decode([highest])!r}, of the {kind} in row {row} has no embedding. One of the two belongs "
                 "to another model"
             )
+
+
+def without_row(tokenizer: PreTrainedTokenizerBase, rows: int, policy_rows: int) -> str | None:
+    """What a model of ``rows`` embeddings lacks to read every token of the tokenizer that the policy can write, in
+    words; None if it can. Ids of the policy that belong to no token do not count.
+
+    Args:
+        policy_rows: number of the policy's embeddings.
+    """
+    lacking = [token for token in tokenizer.get_vocab().values() if rows <= token < policy_rows]
+    if not lacking:
+        return None
+    return (
+        f"embeddings for {rows} tokens, but the policy has {policy_rows}, and may write token {min(lacking)}, "
+        f"{tokenizer.convert_ids_to_tokens(min(lacking))!r}"
+    )
+
+
+def readable(ids: Sequence[int], rows: int, known: Collection[int]) -> list[int]:
+    """``ids`` without those that a model of ``rows`` embeddings does not have and that belong to no token: they have no
+    text either.
+
+    Args:
+        known: ids of the tokenizer's tokens.
+    """
+    return [token for token in ids if token < rows or token in known]
 
 
 def positions(shape: PreTrainedConfig) -> int | None:

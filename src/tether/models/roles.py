@@ -29,6 +29,7 @@ from tether.models.adapters import DEFAULT, adapter_parameters, add_reward, flag
 from tether.models.bitsandbytes import num_weights, placed
 from tether.models.forward import LogprobOutput, last_token_scores, response_outputs, response_values
 from tether.models.heads import ScalarHead
+from tether.models.layers import num_rows
 from tether.models.offload import Offloaded, has_own_memory
 from tether.models.products import with_quick_products
 from tether.models.recompute import recomputed_layers
@@ -123,6 +124,7 @@ class Pass:
     def _outputs(self, batch: MicroBatch, temperature: float, with_entropy: bool) -> LogprobOutput:
         role = self._roles.role(self.name)
         if POLICY not in self.trains:
+            batch = replace(batch, token_ids=batch.token_ids.clamp(max=self._roles.critic_rows - 1))
             return LogprobOutput(None, None, response_values(role.model.base_model, role.head, batch))
         return response_outputs(
             role.model,
@@ -216,6 +218,9 @@ class ModelRoles:
                 role.head.requires_grad_(False).to(self.device)
             for parameter in role.trained.values():
                 parameter.requires_grad_(True)
+        self.critic_rows = num_rows(self.role(VALUE).model) if self.has_critic else None
+        """Number of tokens that the critic has embeddings for. It reads ids beyond, which belong to no token, as the
+        last of them: the policy of some models has more rows than there are tokens."""
         self._shapes = {name: parameter.shape for name, parameter in self.trained.items()}
 
     def _idle_models(self) -> set[PreTrainedModel]:

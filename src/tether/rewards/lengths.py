@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.config.rewards import OwnModelReward, RewardConfig, ValueHeadReward, sources_of
 from tether.errors import ConfigError, RewardError
+from tether.models.build import num_embeddings
 from tether.models.classifiers import empty_classifier, reads_last_token
-from tether.models.fit import steady_positions
+from tether.models.fit import steady_positions, without_row
 from tether.models.loading import load_config
 from tether.models.paths import own_weights
 from tether.models.tokenizer import load_tokenizer
@@ -46,6 +47,8 @@ class Room:
             self._is_decoder and config.input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
         )
         """Whether it reads the policy's token ids."""
+        self.num_embeddings = num_embeddings(config.path, revision=config.revision, **code)
+        """Number of tokens that it has embeddings for."""
         self._reader = Reader(
             tokenizer, config.input_format, config.name or config.path, special_tokens=config.special_tokens, now=now
         )
@@ -81,6 +84,7 @@ def check_room(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     response_length: int,
+    policy_embeddings: int,
     now: str | None = None,
 ) -> list[str]:
     """Checks that answers to all prompts fit the reward models; loads tokenizers and configurations only.
@@ -88,19 +92,30 @@ def check_room(
     Args:
         tokenizer: the policy's.
         response_length: maximum number of tokens in an answer.
+        policy_embeddings: number of tokens that the policy has embeddings for.
         now: as in ``Reader``.
 
     Returns:
         Warnings of texts that may turn out too long.
 
     Raises:
-        ConfigError: the longest query with an answer does not fit a model that reads the policy's token ids and has no
-            score for texts that are too long, or a prompt leaves no room for an answer, or cannot be shown to a model
-            that reads text.
+        ConfigError: a model that reads the policy's token ids has no embedding for a token, or no room for the longest
+            query with an answer and no score for texts that are too long; a prompt leaves no room for an answer, or
+            cannot be shown to a model that reads text.
     """
     notes = []
     for key, config in sources_of(configs):
-        if not isinstance(config, OwnModelReward) or (room := Room(config, tokenizer, now)).limit is None:
+        if not isinstance(config, OwnModelReward):
+            continue
+        room = Room(config, tokenizer, now)
+        lacks = without_row(tokenizer, room.num_embeddings, policy_embeddings) if room.shares_ids else None
+        if lacks is not None:
+            raise ConfigError(
+                f"{key}: {config.path} reads the policy's token ids, and has {lacks}: use a reward model with the "
+                "policy's vocabulary, or set input_format to chat or joined, whichever it was trained on, to show it "
+                "text"
+            )
+        if room.limit is None:
             continue
         ways = f"lower data.max_prompt_length, or use a reward model that reads more{or_raise(key, config)}"
         way_out = way_out_of(key)

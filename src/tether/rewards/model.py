@@ -1,7 +1,8 @@
 """Decoders with a scalar head as reward sources: classifiers, and language models with a separate value head.
 
-If the tokenizer is the policy's, answers are scored on the policy's token ids, exactly as they were sampled. Otherwise
-they are scored as text: see ``tether.rewards.reading``.
+If the tokenizer is the policy's, answers are scored on the policy's token ids, exactly as they were sampled, except
+ids that belong to no token and for which the model has no embedding. Otherwise they are scored as text: see
+``tether.rewards.reading``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tether.models.fit import steady_positions
+from tether.models.fit import readable, steady_positions
 from tether.models.forward import is_causal, last_token_scores
+from tether.models.layers import num_rows
 from tether.models.roles import Host, directly
 from tether.rewards.base import score_sequences
 from tether.rewards.missing import Missing
@@ -71,6 +73,7 @@ class ModelSource:
         """Runs forwards with the weights."""
         self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens, now=now)
         self.shares_ids = input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
+        self._num_rows, self._known = num_rows(model), frozenset(tokenizer.get_vocab().values())
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The model's scores; each equals the score of that text alone.
@@ -100,7 +103,7 @@ class ModelSource:
     def _sequences(self, batch: RewardBatch) -> list[Sequence[int]]:
         """Prompt and answer as the model's token ids."""
         if self.shares_ids:
-            return [batch.read_ids(row) for row in range(len(batch))]
+            return [readable(batch.read_ids(row), self._num_rows, self._known) for row in range(len(batch))]
         return [self.reader.token_ids(text) for text in self.reader.texts(batch)]
 
     def _score_batch(self, ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.trackers import check_report_to
 from tether.models.adapters import check_beside, check_switched_off, check_targets, check_tied, grown
 from tether.models.bitsandbytes import check_bitsandbytes
-from tether.models.build import critic_source
+from tether.models.build import critic_source, policy_embeddings
 from tether.models.chat import check_template, check_template_kwargs, templated
 from tether.models.classifiers import check_classifier
 from tether.models.compiled import check_compile
@@ -287,7 +287,8 @@ def check_judged(
     now = config.data.chat_template_now
     check_conversations(config.rewards, every, tokenizer, now)
     check_contents(config.rewards, map(_named, every))
-    return check_room(config.rewards, every, tokenizer, config.sampling.response_length, now)
+    longest, rows = config.sampling.response_length, policy_embeddings(config)
+    return check_room(config.rewards, every, tokenizer, longest, rows, now)
 
 
 def first_answer(data: RunData) -> RewardBatch:

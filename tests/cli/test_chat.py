@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from tether.config.load import dump_config, parse_config
 from tether.config.sft_stage import SftStageConfig
 from tether.config.source import load_sources
 from tether.data.pairs import load_pairs
-from tether.errors import ModelError
+from tether.errors import ConfigError, DataError, GenerationError, ModelError
+from tether.generation import hf
 from tether.generation.fake import FakeGenerator
 from tether.inference.chat import open_chat
 from tether.inference.generate import generate_path
@@ -122,7 +125,16 @@ def test_what_a_model_says_does_nothing_to_the_terminal(models, monkeypatch, cap
     assert "\\x1b[2J[bold]x[/bold]" in shown and "\x1b[2J" not in shown
 
 
-@pytest.mark.parametrize(("option", "message"), [("--response_length=0", "above 0"), ("--beside=missing", "missing")])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--response_length=0", "above 0"),
+        ("--beside=missing", "missing"),
+        ("--temperature=-1", "--temperature: got -1.0, wanted a number of at least 0"),
+        ("--temperature=nan", "--temperature: got nan"),
+        ("--temperature=inf", "--temperature: got inf"),
+    ],
+)
 def test_mistakes(models, capsys, option, message):
     assert main(["chat", str(models[0]), option]) == 2
     assert message in capsys.readouterr().err
@@ -264,3 +276,107 @@ def test_answers_and_what_is_remembered_of_them_end_before_a_stop_string(tmp_pat
     assert generate_path(save_tiny(tmp_path / "alone"), tmp_path / "asked.jsonl", response_length=6) == [
         row | {"response": "you we it is very good", "finish_reason": "length"}
     ]
+
+
+def test_answers_are_told_as_they_are_written(models):
+    start, trained = models
+    chat = open_chat(str(trained), **OPTIONS | {"beside": str(start)})
+    bits = []
+    answers = chat.say("the cat sees", lambda speaker, text: bits.append((speaker, text)))
+    for speaker, answer in zip(chat.speakers, answers, strict=True):
+        own = [text for who, text in bits if who is speaker]
+        assert "".join(own) == answer and len(own) > 1
+    assert chat.say("the cat sees") != answers, "the conversation goes on"
+
+
+def test_how_a_model_decodes_is_found_out_once(models, monkeypatch):
+    probed, original = [], hf.decoding
+
+    def decoding(*args, **options):
+        probed.append(args)
+        return original(*args, **options)
+
+    monkeypatch.setattr(hf, "decoding", decoding)
+    chat = open_chat(str(models[0]), **OPTIONS)
+    for _ in range(3):
+        chat.say("the cat")
+    assert len(probed) == 1
+
+
+def test_on_a_terminal_answers_appear_one_after_the_other(models, monkeypatch, capsys):
+    start, trained = models
+    typed(monkeypatch, "the cat sees\n")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    assert main(["chat", str(trained), "--beside", str(start), "--response_length", "5", "--temperature", "0"]) == 0
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out).splitlines()
+    wanted = open_chat(str(trained), **OPTIONS | {"beside": str(start), "response_length": 5}).say("the cat sees")
+    shown = [line.strip() for line in lines if line.strip()]
+    assert shown[-4:] == [str(trained), wanted[0], str(start), wanted[1]]
+
+
+@pytest.mark.parametrize("template", [None, "none"])
+def test_a_system_prompt_that_no_model_would_read_is_refused(tmp_path, monkeypatch, capsys, template):
+    folder = save_tiny(tmp_path / "plain", chat_template=template is not None)
+    if template is not None:
+        config = tiny_run(tmp_path, model__path=str(folder), data__chat_template=template)
+        folder = save_tiny(config.output_dir)
+        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--system: .* chat template, so that it would never read a system prompt"):
+        open_chat(str(folder), **OPTIONS | {"alone": True, "system": "be nice"})
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "the cat"}) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--system needs a chat template for prompts that are text"):
+        generate_path(folder, tmp_path / "asked.jsonl", system="be nice", response_length=4)
+    open_chat(str(folder), **OPTIONS | {"alone": True, "system": ""})
+    typed(monkeypatch, "/system be\nthe cat\n")
+    assert main(["chat", str(folder), "--alone", "--response_length", "4"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "would never read a system prompt" in shown and "with this system prompt" not in shown
+    assert shown.count(folder.name) >= 2, "and it is answered without one"
+
+
+NO_KEY = re.compile(r"\b(data|sampling|model|train)\.[a-z_]+")
+
+
+@pytest.mark.parametrize(
+    "options", [{"response_length": 0}, {"max_prompt_length": 0}, {"temperature": -1.0}, {"temperature": math.nan}]
+)
+def test_generate_refuses_options_out_of_range_before_a_model_loads(options, tmp_path):
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "the cat"}) + "\n", encoding="utf-8")
+    (name,) = options
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=rf"--{name}: got .*, wanted a"):
+        generate_path(tmp_path / "empty", tmp_path / "asked.jsonl", **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "changes"),
+    [
+        ({"prompt": [{"role": "user", "content": "a"}]}, False, {}),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, True, {}),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}, {"role": "user", "content": "a"}]}, True, {}),
+        ({"prompt": "the cat"}, False, {"system": "be nice"}),
+        ({"prompt": "the cat"}, True, {"response_length": 500}),
+        ({"prompt": "the cat " * 20}, True, {"max_prompt_length": 3}),
+    ],
+)
+def test_messages_of_generate_name_options(tmp_path, row, template, changes):
+    folder = save_tiny(tmp_path / "model", chat_template=template)
+    (tmp_path / "asked.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    with pytest.raises((ConfigError, DataError)) as caught:
+        generate_path(folder, tmp_path / "asked.jsonl", **{"response_length": 4} | changes)
+    assert not NO_KEY.search(str(caught.value)), caught.value
+
+
+def test_messages_of_chat_name_options(models, monkeypatch):
+    chat = open_chat(str(models[0]), **OPTIONS)
+    with pytest.raises(ConfigError, match="lower --response_length") as caught:
+        chat.say("the " * 130)
+    assert not NO_KEY.search(str(caught.value))
+
+    def fails(*args):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr("tether.generation.batch.Batch.decode_until_one_ends", fails)
+    with pytest.raises(GenerationError, match=r"lower --response_length$") as caught:
+        chat.say("the")
+    assert not NO_KEY.search(str(caught.value))

@@ -14,6 +14,7 @@ from trl import RewardConfig
 
 from tests.models.build import save_adapter, save_model
 from tests.tiny import EOS, KINDS, save_tiny, tiny_tokenizer
+from tether.config.chat import with_now
 from tether.config.load import dump_config, load_config
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import LoraConfig, RunConfig
@@ -181,7 +182,9 @@ def test_reward_sources_take_it_and_give_the_rewards_of_the_file(trained, kind, 
 def test_the_folder_is_whole_and_holds_its_configuration(lora):
     config, _ = lora
     verify_manifest(config.output_dir)
-    assert load_config(config.output_dir / "config.yaml", section=RewardStageConfig) == config
+    saved = load_config(config.output_dir / "config.yaml", section=RewardStageConfig)
+    assert saved.data.chat_template_now is not None, "when it started"
+    assert saved == with_now(config, saved.data.chat_template_now)
     names = {file.name for file in config.output_dir.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "reward_eval.json", "metrics.jsonl"} <= names
     assert not names & {"model.safetensors", "training_args.bin"}

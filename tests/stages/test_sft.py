@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.models.build import edit_json
 from tests.tiny import EOS, save_tiny
+from tether.config.chat import with_now
 from tether.config.load import load_config
 from tether.config.schema import LoraConfig
 from tether.config.sft_stage import SftStageConfig
@@ -84,7 +85,9 @@ def test_it_learns_and_logs_what_it_learned(trained, request):
 def test_the_folder_is_a_plain_model_that_says_what_it_was_taught(full):
     config, _ = full
     verify_manifest(config.output_dir)
-    assert load_config(config.output_dir / "config.yaml", section=SftStageConfig) == config
+    saved = load_config(config.output_dir / "config.yaml", section=SftStageConfig)
+    assert saved.data.chat_template_now is not None, "when it started"
+    assert saved == with_now(config, saved.data.chat_template_now)
     model = AutoModelForCausalLM.from_pretrained(config.output_dir).eval()
     tokenizer = AutoTokenizer.from_pretrained(config.output_dir)
     assert tokenizer.chat_template == load_tokenizer(config.model.path).chat_template

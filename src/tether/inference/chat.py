@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
-from tether.data.prompts import encoded_queries
+from tether.data.prompts import encoded_queries, uses_template
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
+from tether.inference.options import check_options, naming_options
 from tether.inference.saved import SavedPolicy, chat_keys, load_saved_policy, policy_config
+from tether.inference.streaming import Streamed
 from tether.models.chat import templated
 from tether.models.paths import check_model_path
 from tether.models.stop_strings import answer_text
@@ -33,6 +36,16 @@ class Speaker:
     tokenizer: PreTrainedTokenizerBase
     turns: list[Message] = field(default_factory=list)
     """The conversation so far."""
+    generator: HFGenerator = field(init=False)
+    """What writes its answers; it finds out once how the model decodes."""
+
+    def __post_init__(self) -> None:
+        model = self.policy.model
+        self.generator = HFGenerator(partial(nullcontext, model), batch_size=1, device=model.device)
+
+
+Tell = Callable[[Speaker, str], None]
+"""Called with a side of the conversation and the next bit of its answer."""
 
 
 @dataclass
@@ -48,14 +61,18 @@ class Chat:
     """Number of questions so far; each has its own noise, the same for both sides."""
 
     @torch.no_grad()
-    def say(self, text: str) -> list[str]:
+    @naming_options(in_chat=True)
+    def say(self, text: str, tell: Tell = lambda speaker, text: None) -> list[str]:
         """Returns each side's answer to ``text``, given its conversation so far.
+
+        Args:
+            tell: called with the answers as they are written, one side after the other.
 
         Raises:
             ConfigError: the conversation is longer than a model can read; it is not changed.
         """
         key = noise_key(self.seed, "chat", self.asked, 0)
-        answers = [self._answer(speaker, text, key) for speaker in self.speakers]
+        answers = [self._answer(speaker, text, key, partial(tell, speaker)) for speaker in self.speakers]
         for speaker, answer in zip(self.speakers, answers, strict=True):
             speaker.turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         self.asked += 1
@@ -66,26 +83,40 @@ class Chat:
         for speaker in self.speakers:
             speaker.turns.clear()
 
-    def _answer(self, speaker: Speaker, text: str, key: int) -> str:
-        plain = speaker.tokenizer.chat_template is None or self.keys["chat_template"] == "none"
+    def instruct(self, system: str | None) -> None:
+        """Starts a new conversation with another system prompt.
+
+        Raises:
+            ConfigError: a model has no chat template to put it in; nothing is changed.
+        """
+        for speaker in self.speakers:
+            _check_system(system, speaker.name, speaker.tokenizer, self.keys["chat_template"])
+        self.system = system
+        self.forget()
+
+    def _answer(self, speaker: Speaker, text: str, key: int, tell: Callable[[str], None]) -> str:
+        plain = not uses_template(speaker.tokenizer, self.keys["chat_template"])
         source = text if plain else [*speaker.turns, {"role": "user", "content": text}]
         _, (query,) = encoded_queries(
             [source],
             speaker.tokenizer,
             self.keys["chat_template"],
-            None if plain else self.system,
+            self.system,
             ["what you typed"],
             [self.keys["chat_template_kwargs"]],
             special_tokens=self.keys["special_tokens"],
             now=self.keys["chat_template_now"],
         )
-        model = speaker.policy.model
-        generator = HFGenerator(lambda: nullcontext(model), batch_size=1, device=model.device)
-        before = query if plain else ()
-        ((_, answer),) = generator.generate([Request(query, key, before)], speaker.policy.sampling)
-        return answer_text(answer.token_ids, speaker.tokenizer, speaker.policy.sampling, before).strip()
+        before, sampling = query if plain else (), speaker.policy.sampling
+        streamed = Streamed(speaker.tokenizer, sampling, before, tell)
+        heard = replace(sampling, text_ends=streamed)
+        ((_, answer),) = speaker.generator.generate([Request(query, key, before)], heard)
+        text = answer_text(answer.token_ids, speaker.tokenizer, sampling, before).strip()
+        streamed.finish(text)
+        return text
 
 
+@naming_options(in_chat=True)
 def open_chat(
     model: str,
     *,
@@ -108,8 +139,10 @@ def open_chat(
         trust_remote_code: whether to run code that comes with the models, regardless of a configuration beside them.
 
     Raises:
-        ConfigError, ModelError: a model does not exist.
+        ConfigError, ModelError: a model does not exist, an option is out of range, or there is a system prompt without
+            a chat template to put it in.
     """
+    check_options(response_length=response_length, temperature=temperature)
     config = policy_config(Path(model))
     run = config if isinstance(config, RunConfig) else None
     code = {"trust_remote_code": trust_remote_code}
@@ -121,20 +154,29 @@ def open_chat(
         models.append(_Source(key, run.model.path, code | {"revision": run.model.revision}))
     for source in models:
         check_model_path(source.path, source.key, revision=source.options.get("revision"), takes_gguf=True)
-    if (response_length is not None and response_length < 1) or (temperature is not None and temperature < 0):
-        raise ConfigError("--response_length must be above 0, --temperature at least 0")
     keys = chat_keys(config)
     tokenizers = [load_tokenizer(source.path, **source.options) for source in models]
     # the run's tokenizer already has its template, which may be from a file that is not available here
     template = tokenizers[0].chat_template
     tokenizers[1:] = [templated(other, keys["chat_template"], template) for other in tokenizers[1:]]
+    asked = keys["system_prompt"] if system is None else system or None
+    for source, tokenizer in zip(models, tokenizers, strict=True):
+        _check_system(asked, source.path, tokenizer, keys["chat_template"])
     speakers = []
     for source, tokenizer in zip(models, tokenizers, strict=True):
         policy = load_saved_policy(
             source.path, tokenizer, run, response_length=response_length, temperature=temperature, **source.options
         )
         speakers.append(Speaker(source.path, policy, tokenizer))
-    return Chat(speakers, keys, keys["system_prompt"] if system is None else system or None, seed)
+    return Chat(speakers, keys, asked, seed)
+
+
+def _check_system(system: str | None, name: str, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
+    """Raises ``ConfigError`` if a system prompt would be lost."""
+    if system is None or uses_template(tokenizer, chat_template):
+        return
+    why = "has no chat template" if tokenizer.chat_template is None else "is asked without its chat template"
+    raise ConfigError(f"--system: {name} {why}, so that it would never read a system prompt: --system '' leaves it out")
 
 
 @dataclass(frozen=True)

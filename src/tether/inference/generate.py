@@ -14,6 +14,7 @@ from tether.data.prompts import PROMPTS_OPTION, load_prompts
 from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
+from tether.inference.options import check_options, naming_options
 from tether.inference.output import check_output, kept
 from tether.inference.saved import DEFAULT_LENGTH, chat_keys, load_saved_policy, policy_config
 from tether.models.fit import check_positions, steady_positions, steady_positions_told
@@ -26,6 +27,7 @@ from tether.types import Request, noise_key
 
 
 @torch.no_grad()
+@naming_options()
 def generate_path(
     model: str | Path,
     prompts: str | Path,
@@ -61,11 +63,12 @@ def generate_path(
         A row for each prompt, in order: its number, ``prompt``, ``response`` and ``finish_reason``.
 
     Raises:
-        ConfigError: ``output`` exists or cannot be written, or prompts and answers do not fit into the model's
-            positions.
+        ConfigError: ``output`` exists or cannot be written, an option is out of range, or prompts and answers do not
+            fit into the model's positions.
         DataError, ModelError: prompts or model are not usable.
     """
     model, prompts, display = str(model), str(prompts), display or NullDisplay()
+    check_options(response_length=response_length, max_prompt_length=max_prompt_length, temperature=temperature)
     check_model_path(model, "model", takes_gguf=True)
     check_source(prompts, PROMPTS_OPTION)
     output = check_output(output)

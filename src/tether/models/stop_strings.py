@@ -90,6 +90,19 @@ class StopStrings:
             ids = whole
         return ids + self._end
 
+    def settled(self, text: str) -> str:
+        """The text of an unfinished answer without the beginning of a string at its end."""
+        held = max(
+            (
+                size
+                for string in self._strings
+                for size in range(1, min(len(string), len(text) + 1))
+                if text.endswith(string[:size])
+            ),
+            default=0,
+        )
+        return text[: len(text) - held]
+
     def _size(self, token: int) -> int:
         """Number of characters at the end of an answer in which a string may be that this token completes; 0 if it
         completes none."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.models.build import save_adapter
+from tests.models.build import edit_json, save_adapter
 from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
 from tether.cli.main import main
@@ -324,7 +324,7 @@ def test_a_system_prompt_that_no_model_would_read_is_refused(tmp_path, monkeypat
     with pytest.raises(ConfigError, match=r"--system: .* chat template, so that it would never read a system prompt"):
         open_chat(str(folder), **OPTIONS | {"alone": True, "system": "be nice"})
     (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "the cat"}) + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"--system needs a chat template for prompts that are text"):
+    with pytest.raises(ConfigError, match=r"--system.* needs a chat template for prompts that are text"):
         generate_path(folder, tmp_path / "asked.jsonl", system="be nice", response_length=4)
     open_chat(str(folder), **OPTIONS | {"alone": True, "system": ""})
     typed(monkeypatch, "/system be\nthe cat\n")
@@ -379,4 +379,23 @@ def test_messages_of_chat_name_options(models, monkeypatch):
     monkeypatch.setattr("tether.generation.batch.Batch.decode_until_one_ends", fails)
     with pytest.raises(GenerationError, match=r"lower --response_length$") as caught:
         chat.say("the")
+    assert not NO_KEY.search(str(caught.value))
+
+
+def test_messages_about_the_file_of_a_run_name_its_keys(tmp_path):
+    out = save_tiny(tmp_path / "out")
+    (out / "config.yaml").write_text("rewards: []\nsampling: {response_length: 0}\n", encoding="utf-8")
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "the cat"}) + "\n", encoding="utf-8")
+    for ask in (lambda: generate_path(out, tmp_path / "asked.jsonl"), lambda: open_chat(str(out), **OPTIONS)):
+        with pytest.raises(ConfigError, match=r"config\.yaml.*\n(.*\n)*.*sampling\.response_length"):
+            ask()
+
+
+def test_a_model_without_an_end_token_is_told_what_it_lacks(tmp_path):
+    folder = save_tiny(tmp_path / "endless")
+    for file, name in (("generation_config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        edit_json(folder / file, lambda data, name=name: data.pop(name, None))
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "the cat"}) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="has an end token; set eos_token in the tokenizer") as caught:
+        generate_path(folder, tmp_path / "asked.jsonl", response_length=4)
     assert not NO_KEY.search(str(caught.value))

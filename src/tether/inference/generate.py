@@ -27,7 +27,6 @@ from tether.types import Request, noise_key
 
 
 @torch.no_grad()
-@naming_options()
 def generate_path(
     model: str | Path,
     prompts: str | Path,
@@ -97,14 +96,15 @@ def generate_path(
     words = {"key": "--response_length", "way_out": "lower it, or --max_prompt_length"}
     check_positions(shape, data.longest_query, longest_answer, **words)
     display.phase("loading the model", 0, 1)
-    policy = load_saved_policy(
-        model, tokenizer, run, response_length=longest_answer, temperature=temperature, **code
-    )
+    with naming_options():
+        policy = load_saved_policy(
+            model, tokenizer, run, response_length=longest_answer, temperature=temperature, **code
+        )
     generator = HFGenerator(lambda: nullcontext(policy.model), batch_size=16, device=policy.model.device)
     requests = [Request(p.token_ids, noise_key(seed, "generate", p.row, 0), p.before) for p in data.prompts]
     rows: list[dict[str, Any]] = [{} for _ in requests]
     display.phase("answers", 0, len(rows))
-    with kept(output, lambda: [row for row in rows if row], display):
+    with naming_options(), kept(output, lambda: [row for row in rows if row], display):
         for done, (i, answer) in enumerate(generator.generate(requests, policy.sampling), start=1):
             rows[i] = {
                 "row": data.prompts[i].row,

@@ -9,10 +9,6 @@ from contextlib import contextmanager
 from tether.errors import ConfigError, TetherError
 
 _NAMES = (
-    ("Set data.chat_template to one by name (chatml, llama3, …) or file, or use", "Give it one, or use"),
-    ("hoose one that does (data.chat_template: auto is the model's own, if it has one)", "hoose a model that has one"),
-    ("data.chat_template is none", "its run had data.chat_template: none"),
-    ("data.system_prompt", "--system"),
     ("data.max_prompt_length", "--max_prompt_length"),
     ("sampling.response_length", "--response_length"),
     (", or load the model in fewer bits (model.quantization, model.dtype)", ""),

@@ -149,7 +149,7 @@ def test_a_score_belongs_to_its_answer_alone(source, tokenizer):
 @pytest.mark.parametrize("make", [model, adapter])
 def test_answers_that_a_string_ended_are_read_closed(make, tmp_path, tokenizer):
     source, batch = make(tmp_path), chat_batch(tokenizer, TURNS)
-    ended = dataclasses.replace(batch, closed=lambda ids: [*ids[:1], EOS])
+    ended = dataclasses.replace(batch, closed=lambda ids, before: [*ids[:1], EOS])
     wanted = dataclasses.replace(batch, response_ids=[[*ids[:1], EOS] for ids in batch.response_ids])
     assert source.score(ended).scores == source.score(wanted).scores != source.score(batch).scores
     assert source.seen(ended) == source.seen(wanted)

@@ -40,5 +40,5 @@ def test_the_functions_of_the_page_score():
     by_line = FunctionSource(scope["by_line"], "by_line").score(text_batch("1 = 1\nso\n2 = 2", "no", ""))
     assert by_line.scores == [2.0, 0.0, 0.0]
     assert [t for t, score in enumerate(by_line.token_scores[0]) if score] == [5, 13]
-    batch = replace(text_batch("a b"), response_ids=[[7, 8, 2]], decode=lambda ids: "a b"[: 2 * len(ids) - 1])
+    batch = replace(text_batch("a b"), response_ids=[[7, 8, 2]], decode=lambda ids, before: "a b"[: 2 * len(ids) - 1])
     assert FunctionSource(scope["by_token"], "by_token").score(batch).token_scores == [[-0.01] * 3]

@@ -71,7 +71,7 @@ def without_row(tokenizer: PreTrainedTokenizerBase, rows: int, policy_rows: int)
     )
 
 
-def readable(ids: Sequence[int], rows: int, known: Collection[int]) -> list[int]:
+def ids_with_rows(ids: Sequence[int], rows: int, known: Collection[int]) -> list[int]:
     """``ids`` without those that a model of ``rows`` embeddings does not have and that belong to no token: they have no
     text either.
 

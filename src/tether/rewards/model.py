@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tether.models.fit import readable, steady_positions
+from tether.models.fit import ids_with_rows, steady_positions
 from tether.models.forward import is_causal, last_token_scores
 from tether.models.layers import num_rows
 from tether.models.roles import Host, directly
@@ -103,7 +103,7 @@ class ModelSource:
     def _sequences(self, batch: RewardBatch) -> list[Sequence[int]]:
         """Prompt and answer as the model's token ids."""
         if self.shares_ids:
-            return [readable(batch.read_ids(row), self._num_rows, self._known) for row in range(len(batch))]
+            return [ids_with_rows(batch.read_ids(row), self._num_rows, self._known) for row in range(len(batch))]
         return [self.reader.token_ids(text) for text in self.reader.texts(batch)]
 
     def _score_batch(self, ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:

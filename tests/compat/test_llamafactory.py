@@ -254,6 +254,7 @@ class TestKeys:
             ("flash_attn=fa3", "wanted auto, disabled, sdpa or fa2"),
             ("val_size=100", "below 1"),
             ("load_best_model_at_end=true", "the last policy is kept"),
+            ("early_stopping_steps=2", "the last policy is kept"),
             ("reward_model_type=gguf", "wanted lora, full or api"),
             ("per_device_train_batch_size=two", "wanted a number"),
             ("cutoff_length=7", "LLaMA-Factory has no such key; did you mean cutoff_len?"),
@@ -492,6 +493,42 @@ class TestOtherStages:
         evaluated = ["--val_size=0.2", "--eval_strategy=steps", "--eval_steps=7"]
         train = load_any(write(tmp_path, text), [*told, *evaluated], section, command)[0].train
         assert (train.report_to, train.run_name, train.eval_steps) == (["wandb", "swanlab"], "mine", 7)
+
+    @pytest.mark.parametrize(
+        ("given", "ours"),
+        [
+            (["load_best_model_at_end=true"], ("eval_loss", None, True, None)),
+            (["early_stopping_steps=3"], ("eval_loss", None, False, 3)),
+            (["load_best_model_at_end=false", "metric_for_best_model=loss"], (None, None, False, None)),
+            (["load_best_model_at_end=true", "metric_for_best_model=loss", "greater_is_better=false"],
+             ("eval_loss", False, True, None)),
+            (["load_best_model_at_end=true", "metric_for_best_model=eval_accuracy"], ("accuracy", None, True, None)),
+        ],
+    )
+    @pytest.mark.parametrize(
+        ("text", "section", "command", "accuracy"),
+        [(SFT, SftStageConfig, "sft", "eval_mean_token_accuracy"), (RM, RewardStageConfig, "reward", "eval_accuracy")],
+    )
+    def test_keep_their_best_model(self, tmp_path, given, ours, text, section, command, accuracy):
+        evaluated = ["--val_size=0.2", "--eval_strategy=steps", "--eval_steps=500"]
+        told = [*evaluated, *(f"--{each}" for each in given)]
+        train = load_any(write(tmp_path, text), told, section, command)[0].train
+        metric = accuracy if ours[0] == "accuracy" else ours[0]
+        found = train.metric_for_best_model, train.greater_is_better, train.load_best_model_at_end
+        assert (*found, train.early_stopping_patience) == (metric, *ours[1:])
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (["metric_for_best_model=rouge-1"], "got eval_rouge-1, wanted one of eval_loss"),
+            (["val_size=0"], r"needs data\.eval_demonstrations or data\.eval_fraction"),
+            (["early_stopping_steps=few"], "early_stopping_patience"),
+        ],
+    )
+    def test_tell_what_cannot_choose_a_model(self, tmp_path, given, message):
+        told = ["--load_best_model_at_end=true", "--val_size=0.2", "--eval_strategy=steps", "--eval_steps=5"]
+        with pytest.raises(ConfigError, match=message):
+            load_any(write(tmp_path, SFT), [*told, *(f"--{each}" for each in given)], SftStageConfig, "sft")
 
     def test_share_rows_and_no_weights(self, tmp_path, monkeypatch):
         """Their batch is of each device; what they say of DeepSpeed changes nothing on one."""

@@ -501,7 +501,9 @@ def _ppo_logging(keys: Translator) -> None:
     _resume(keys)
     _evaluations(keys, by="before the first update and after the last")
     keys.ignore("answers are decoded in batches of sampling.batch_size", "per_device_eval_batch_size")
-    _best(keys, "the last policy")
+    why = "the last policy is kept, as LLaMA-Factory does not evaluate in this stage: remove this key"
+    keys.off(why, load_best_model_at_end=False, early_stopping_steps=())
+    keys.ignore(_FOR_BEST, "metric_for_best_model", "greater_is_better")
 
 
 def _run_length(keys: Translator) -> None:
@@ -521,10 +523,28 @@ def _resume(keys: Translator) -> None:
     keys.covered("resume_from_checkpoint", by="its default, as here")
 
 
-def _best(keys: Translator, kept: str) -> None:
-    """Refuses ``load_best_model_at_end``: a translated run keeps its last model."""
-    keys.off(f"{kept} is kept: remove this key", load_best_model_at_end=False)
-    keys.ignore("for load_best_model_at_end only", "metric_for_best_model", "greater_is_better")
+_FOR_BEST = "for load_best_model_at_end and early_stopping_steps only"
+
+
+def _best(keys: Translator, accuracy: str) -> None:
+    """Which model is kept, and when a run ends early.
+
+    Args:
+        accuracy: our name of their ``eval_accuracy``.
+    """
+    keeps, patience = keys.flag("load_best_model_at_end"), keys.take("early_stopping_steps")
+    if keeps or patience is not None:
+        metric = f"eval_{str(keys.take('metric_for_best_model', 'loss')).removeprefix('eval_')}"
+        ours = accuracy if metric == "eval_accuracy" else metric
+        keys.put("train.metric_for_best_model", ours, "metric_for_best_model")
+        if keys.gives("greater_is_better"):
+            keys.put("train.greater_is_better", keys.flag("greater_is_better"), "greater_is_better")
+    if keeps:
+        keys.put("train.load_best_model_at_end", True, "load_best_model_at_end")
+    if patience is not None:
+        keys.put("train.early_stopping_patience", patience, "early_stopping_steps")
+    keys.covered("load_best_model_at_end", by="the last model is kept, as here")
+    keys.ignore(_FOR_BEST, "metric_for_best_model", "greater_is_better")
 
 
 def _trackers(keys: Translator) -> None:
@@ -580,7 +600,7 @@ def _reward(keys: Translator) -> None:
         keys.put("data.eval_fraction", 0.0, "val_size")
     keys.off("only the answers are judged: remove this key", train_on_prompt=False, mask_history=False)
     _evaluations(keys, by="after the last step")
-    _stage(keys)
+    _stage(keys, accuracy="eval_accuracy")
 
 
 def _sft(keys: Translator) -> None:
@@ -591,11 +611,15 @@ def _sft(keys: Translator) -> None:
         keys.put("data.turns", "last", "mask_history")
     keys.covered("mask_history", by="its default, as here")
     _evaluations(keys, by="after the last step")
-    _stage(keys)
+    _stage(keys, accuracy="eval_mean_token_accuracy")
 
 
-def _stage(keys: Translator) -> None:
-    """Common to both."""
+def _stage(keys: Translator, *, accuracy: str) -> None:
+    """Common to both.
+
+    Args:
+        accuracy: as in ``_best``.
+    """
     _chat(keys)
     keys.put("data.max_length", keys.take("cutoff_len", 2048), "cutoff_len", note="longer ones are dropped")
     rows, forwards = keys.number("per_device_train_batch_size", 8), keys.number("gradient_accumulation_steps", 1)
@@ -611,7 +635,7 @@ def _stage(keys: Translator) -> None:
     keys.off("rows are not packed here: remove this key", packing=False, neat_packing=False)
     keys.off("data is shuffled: remove this key", disable_shuffling=False)
     keys.off("rows are not sorted by length: remove this key", group_by_length=False)
-    _best(keys, "the last model")
+    _best(keys, accuracy)
     _trackers(keys)
     keys.ignore("every step is logged", "logging_steps")
     keys.ignore("it saves time or memory only", "per_device_eval_batch_size")

@@ -105,7 +105,7 @@ OFF: Mapping[str, Mapping[str, Any]] = {
         "moe_aux_loss_coef": (0, 0.0),
     },
     "it changes what is learned, and has no counterpart here: remove this key": {
-        "neftune_noise_alpha": (), "label_smoothing_factor": 0, "early_stopping_steps": (), "tool_format": (),
+        "neftune_noise_alpha": (), "label_smoothing_factor": 0, "tool_format": (),
     },
     "datasets are read completely, one after another, from their source: remove this key": {
         "streaming": False, "mix_strategy": "concat", "interleave_probs": (), "tokenized_path": (),
@@ -133,7 +133,7 @@ TAKEN = (
     "disable_shuffling group_by_length do_eval eval_strategy eval_steps per_device_eval_batch_size output_dir "
     "overwrite_output_dir logging_steps save_strategy save_steps save_total_limit plot_loss report_to run_name "
     "use_swanlab swanlab_run_name resume_from_checkpoint load_best_model_at_end metric_for_best_model "
-    "greater_is_better push_to_hub hub_model_id hub_private_repo per_device_train_batch_size "
+    "greater_is_better early_stopping_steps push_to_hub hub_model_id hub_private_repo per_device_train_batch_size "
     "gradient_accumulation_steps learning_rate "
     "num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps weight_decay "
     "adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm seed torch_compile ddp_timeout deepspeed fsdp "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from tether.config.chat import DataKeys, Sources
@@ -72,15 +74,12 @@ class RewardTrainConfig(StageTrainConfig):
 class RewardStageConfig(StageConfig):
     """One run of ``tether reward``: a reward model from preference pairs."""
 
+    ROWS: ClassVar[str] = "pairs"
+    EVALUATED: ClassVar[tuple[str, ...]] = ("eval_loss", "eval_accuracy", "eval_margin")
+
     model: RewardModelConfig
     """The model that becomes the reward model."""
     data: PairsConfig
     """The preference pairs."""
     train: RewardTrainConfig = RewardTrainConfig()
     """Batches, optimizer, evaluation, saving."""
-
-    @model_validator(mode="after")
-    def _check_evaluation(self) -> RewardStageConfig:
-        if self.train.eval_steps is not None and not self.data.has_eval:
-            raise ValueError("train.eval_steps needs data.eval_pairs or data.eval_fraction")
-        return self

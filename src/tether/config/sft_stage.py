@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt, model_validator
 
@@ -68,13 +68,10 @@ class DemonstrationsConfig(DataKeys):
 class SftStageConfig(StageConfig):
     """One run of ``tether sft``: a policy from demonstrations."""
 
+    ROWS: ClassVar[str] = "demonstrations"
+    EVALUATED: ClassVar[tuple[str, ...]] = ("eval_loss", "eval_mean_token_accuracy")
+
     model: SftModelConfig
     """The model to fine-tune."""
     data: DemonstrationsConfig
     """The demonstrations."""
-
-    @model_validator(mode="after")
-    def _check_evaluation(self) -> SftStageConfig:
-        if self.train.eval_steps is not None and not self.data.has_eval:
-            raise ValueError("train.eval_steps needs data.eval_demonstrations or data.eval_fraction")
-        return self

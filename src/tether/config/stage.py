@@ -51,7 +51,16 @@ class StageTrainConfig(Section):
     save_steps: PositiveInt | None = None
     """Optimizer steps between two checkpoints. Default: a checkpoint is saved only if a signal stops the run."""
     save_total_limit: PositiveInt | None = 1
-    """Number of checkpoints to keep, the newest ones; null keeps all."""
+    """Number of checkpoints to keep: the newest ones, and always the best one; null keeps all."""
+    metric_for_best_model: str | None = None
+    """Evaluation metric that decides which checkpoint is the best, for example ``eval_loss``. Each evaluation that is
+    the best so far saves a checkpoint. Needs ``eval_steps``."""
+    greater_is_better: bool | None = None
+    """Whether a larger ``metric_for_best_model`` is better. Default: false for ``eval_loss``, true otherwise."""
+    load_best_model_at_end: bool = False
+    """At the end, put the best checkpoint at the root of ``output_dir`` instead of the last model."""
+    early_stopping_patience: PositiveInt | None = None
+    """End the run after this many evaluations in a row without a better ``metric_for_best_model``. Default: never."""
     report_to: str | list[str] = "none"
     """Trackers of Accelerate to log to: none, all, tensorboard, wandb, trackio, … A tracker's project comes from the
     environment (``WANDB_PROJECT``, …); default: tether."""
@@ -59,6 +68,11 @@ class StageTrainConfig(Section):
     """Name of the run in the trackers. Default: the name of ``output_dir``."""
     ddp_timeout: PositiveInt = 1800
     """Seconds that the processes of a run wait for each other before the run ends."""
+
+    @property
+    def is_greater_better(self) -> bool:
+        """Whether a larger ``metric_for_best_model`` is better, the default resolved."""
+        return self.metric_for_best_model != "eval_loss" if self.greater_is_better is None else self.greater_is_better
 
     def rows_at_once(self, num_processes: int) -> int:
         """Rows in one forward and backward pass of each of so many processes.
@@ -96,6 +110,15 @@ class StageTrainConfig(Section):
                 f"max_steps ({self.max_steps}) and num_train_epochs ({self.num_train_epochs}) both say how long the "
                 "run is: set one of them"
             )
+        if self.metric_for_best_model is None:
+            for key in ("load_best_model_at_end", "early_stopping_patience"):
+                if getattr(self, key):
+                    raise ValueError(f"{key} needs metric_for_best_model, for example eval_loss")
+            if self.greater_is_better is not None:
+                raise ValueError(
+                    f"greater_is_better {str(self.greater_is_better).lower()}: no evaluation is compared: set "
+                    "metric_for_best_model, or leave greater_is_better out"
+                )
         return self
 
 
@@ -103,6 +126,10 @@ class StageConfig(Section):
     """One run of a stage before PPO."""
 
     REFUSED: ClassVar[tuple[str, ...]] = ("model.freeze_layers", "model.quantization")
+    ROWS: ClassVar[str]
+    """Key of the rows to train on."""
+    EVALUATED: ClassVar[tuple[str, ...]]
+    """Names of the metrics of every evaluation that tell better models from worse ones."""
 
     model: ModelConfig
     """The model to train."""
@@ -125,6 +152,22 @@ class StageConfig(Section):
     @model_validator(mode="after")
     def _check_weights(self) -> StageConfig:
         check_weights(self.model, fp16=self.train.fp16)
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> StageConfig:
+        train, metric = self.train, self.train.metric_for_best_model
+        asked = {"eval_steps": train.eval_steps, "metric_for_best_model": metric}
+        without = next((key for key, value in asked.items() if value is not None), None)
+        if without is not None and not self.data.has_eval:
+            raise ValueError(f"train.{without} needs data.eval_{self.ROWS} or data.eval_fraction")
+        if metric is not None and metric not in self.EVALUATED:
+            raise ValueError(f"train.metric_for_best_model: got {metric}, wanted one of {', '.join(self.EVALUATED)}")
+        if metric is not None and train.eval_steps is None:
+            raise ValueError(
+                f"train.metric_for_best_model {metric} needs train.eval_steps: without it, only the last model is "
+                "evaluated"
+            )
         return self
 
     @model_validator(mode="after")

@@ -163,3 +163,10 @@ def _combined(numbers: Mapping[str, Tensor], reduce: Reduce | None) -> dict[str,
     flat = reduce(torch.cat([numbers[name].flatten() for name in names]))
     pieces = flat.split([numbers[name].numel() for name in names])
     return {name: piece.reshape(numbers[name].shape) for name, piece in zip(names, pieces, strict=True)}
+
+
+def improves(value: float, best: float | None, *, greater_is_better: bool) -> bool:
+    """Whether an evaluation's metric improves on the best so far; the first one that is not NaN does."""
+    if math.isnan(value):
+        return False
+    return best is None or (value > best if greater_is_better else value < best)

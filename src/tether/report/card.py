@@ -18,8 +18,8 @@ import yaml
 from huggingface_hub import ModelCardData
 
 from tether.config.secrets import address_without_keys, without_keys
-from tether.report.read import Run, read_run, read_settings
-from tether.report.summary import kl_spent, pairs, verdict
+from tether.report.read import FINISHED, Run, read_run, read_settings
+from tether.report.summary import kept, kl_spent, pairs, verdict
 from tether.report.text import number, one_line
 
 CARD = "README.md"
@@ -56,7 +56,8 @@ def write_card(
         step: for a checkpoint, the number of updates before it; its card is short.
         command: what made it, if not a command of Tether.
     """
-    read = read_run(run) if step is None else read_settings(run)
+    end = folder if (folder / FINISHED).is_file() else run
+    read = read_run(run, end=end) if step is None else read_settings(run)
     kind = role or read.kind
     if kind is not None:
         text = card(read, kind, adapter=_adapter(folder), evaluation=evaluation, step=step, command=command)
@@ -156,7 +157,8 @@ def _result(run: Run, kind: Kind, evaluation: Mapping[str, float]) -> str:
             f" KL to the start: {number(kl)} nats per answer." if kl is not None else ""
         )
     rows = [[_escaped(name, 60), number(value)] for name, value in evaluation.items()]
-    return _table("## Result", ["held out", "value"], rows) if rows else ""
+    table = _table("## Result", ["held out", "value"], rows) if rows else ""
+    return "\n\n".join(filter(None, (table, _escaped(kept(run), 600) if kept(run) else "")))
 
 
 def _curves(run: Run) -> str:

@@ -16,7 +16,7 @@ from tether.report.text import prompt_text
 
 CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
 FINISHED = "finished.json"
-"""File on how a PPO run ended; absent while it runs, or if it was interrupted."""
+"""File on how a run ended; absent while it runs, or if it was interrupted."""
 REWARD_EVALUATION = "reward_eval.json"
 """File with a reward model's results on held-out pairs."""
 MISSING = "missing"
@@ -108,7 +108,7 @@ class Run:
     finished_step: int | None = None
     """Number of updates of a finished run; None while it runs, or if it was interrupted."""
     kept_step: int | None = None
-    """Number of updates before the policy that a finished run kept: fewer than ``finished_step`` if an earlier policy
+    """Number of updates before the model that a finished run kept: fewer than ``finished_step`` if an earlier model
     replaced the last."""
     ranked: dict[str, float] = field(default_factory=dict)
     """For a reward model, metrics on the held-out pairs, including their number (``pairs``)."""
@@ -191,16 +191,20 @@ class Run:
         return math.ceil(episodes / batch) if episodes and batch and batch > 0 else None
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, *, end: Path | None = None) -> Run:
     """Reads config.yaml, metrics.jsonl, samples.jsonl, finished.json and reward_eval.json of a run, as far as its kind
-    has them."""
+    has them.
+
+    Args:
+        end: folder of finished.json while the run's last files are not in their place yet.
+    """
     run = Run(folder)
     _read_config(run)
     _read_metrics(run)
+    _read_end(run, end or folder)
     if run.kind in STAGES:
         _read_ranked(run)
     else:
-        _read_end(run)
         _read_samples(run)
     return run
 
@@ -237,8 +241,8 @@ def _read_config(run: Run) -> None:
         run.notes.append(f"{CONFIG} is not a YAML mapping: it is not shown, because it may contain API keys.")
 
 
-def _read_end(run: Run) -> None:
-    end = _read_object(run.folder / FINISHED)
+def _read_end(run: Run, folder: Path) -> None:
+    end = _read_object(folder / FINISHED)
     run.finished_step, run.kept_step = _step(end.get("step")), _step(end.get("kept_step"))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from tether.report.read import Run
-from tether.report.summary import Tile, Verdict
+from tether.report.summary import Tile, Verdict, kept
 from tether.report.text import counted, number, percent
 
 OVERFITTED = 1.02
@@ -15,7 +16,8 @@ OVERFITTED = 1.02
 
 def verdict(run: Run) -> Verdict:
     """Whether it learned something that holds beyond its training rows."""
-    return _of_pairs(run) if run.kind == "reward" else _of_demonstrations(run)
+    found = _of_pairs(run) if run.kind == "reward" else _of_demonstrations(run)
+    return replace(found, detail=f"{found.detail} {kept(run)}".strip())
 
 
 def tiles(run: Run) -> list[Tile]:
@@ -23,7 +25,7 @@ def tiles(run: Run) -> list[Tile]:
     rate, epochs = run.series("learning_rate").finite, run.series("epoch").finite
     found = [
         _course(run, "Loss", "loss", "in training", number),
-        _course(run, "Held-out loss", "eval_loss", "on new demonstrations", number),
+        _course(run, "Held-out loss", "eval_loss", f"on new {_rows(run)}", number),
         _course(run, "Token accuracy", "mean_token_accuracy", "in training", percent),
         _course(run, "Held-out token accuracy", "eval_mean_token_accuracy", "on new demonstrations", percent),
         _course(run, "Pair accuracy", "accuracy", "in training", percent),
@@ -33,6 +35,7 @@ def tiles(run: Run) -> list[Tile]:
         found.append(Tile("Held-out pair accuracy", percent(run.ranked.get("accuracy")), pairs))
         found.append(Tile("Held-out margin", number(run.ranked.get("margin")), "chosen answer minus the other"))
     detail = f"epochs: {number(round(epochs[-1], 2))}" if epochs else "optimizer steps"
+    detail += f", kept: step {run.kept_step:,}" if kept(run) else ""
     found.append(Tile("Steps", f"{run.num_updates:,}", detail))
     found += [Tile("Learning rate", number(max(rate)), "at its peak")] if rate else []
     return [tile for tile in found if tile is not None]
@@ -40,8 +43,13 @@ def tiles(run: Run) -> list[Tile]:
 
 def data_sources(run: Run) -> str:
     """A line on the training data."""
-    given = run.setting("data.pairs" if run.kind == "reward" else "data.demonstrations")
+    given = run.setting(f"data.{_rows(run)}")
     return ", ".join(map(str, given if isinstance(given, list) else [given]))
+
+
+def _rows(run: Run) -> str:
+    """What it was trained on."""
+    return "pairs" if run.kind == "reward" else "demonstrations"
 
 
 def _of_demonstrations(run: Run) -> Verdict:
@@ -56,12 +64,14 @@ def _of_demonstrations(run: Run) -> Verdict:
             "No demonstrations were held out: set data.eval_fraction or data.eval_demonstrations."
         )
         return Verdict("info", "Not known.", f"{held_out} {text}".strip(), reason)
-    (first, start), (step, end) = points[0], points[-1]
+    (first, start), (step, end) = run.judged("eval_loss") or (points[0], points[-1])
     best_step, best = min(points, key=lambda point: point[1])
     detail = f"From {number(start)} after {counted(first, 'step')} to {number(end)} after {counted(step, 'step')}."
     if best > 0 and end > OVERFITTED * best:
         text = f"The held-out loss was lower after step {best_step}: {number(best)}."
         return Verdict("warn", "Less than at its best.", text, detail)
+    if step == first:
+        return Verdict("act", "No.", "The held-out loss only rose after the first evaluation.", detail)
     if end < start:
         return Verdict("ok", "Yes.", f"The held-out loss fell by {percent(1 - end / start)}.", detail)
     return Verdict("act", "No.", "The held-out loss did not fall.", detail)
@@ -85,10 +95,13 @@ def _of_pairs(run: Run) -> Verdict:
 
 
 def _course(run: Run, label: str, name: str, detail: str, show: Callable[[float], str]) -> Tile | None:
-    """First and last value of a metric, from updates or evaluations."""
+    """First and last value of a metric, from updates or evaluations; the last is that of the model the run kept."""
     is_held_out = name.startswith("eval_")
     series = run.evaluated(name) if is_held_out else run.series(name)
     if not series:
         return None
-    ends = (series.finite[0], series.finite[-1]) if is_held_out else (series.early, series.late)
+    ends = (series.early, series.late)
+    if is_held_out:
+        judged = run.judged(name) or (series.points[0], series.points[-1])
+        ends = tuple(value for _, value in judged)
     return Tile(label, " → ".join(dict.fromkeys(show(value) for value in ends)), detail)

@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from tether.report.read import Point, Run, Sample
+from tether.report.read import STAGES, Point, Run, Sample
 from tether.report.text import counted, duration, number, percent, signed
 
 NOISE = 0.1
@@ -77,9 +77,9 @@ def verdict(run: Run, compared: list[Pair]) -> Verdict:
 
 def _held_out_verdict(run: Run, before: Point, after: Point, compared: list[Pair]) -> Verdict:
     (first, start), (step, end) = before, after
-    kept = _kept(run)
+    which = kept(run)
     if step == first:
-        return Verdict("act", "No.", "No evaluation was better than the first one, whose policy was kept.", kept)
+        return Verdict("act", "No.", "No evaluation was better than the first one, whose policy was kept.", which)
     spread, error = run.score_spread, _standard_error(compared)
     change = end - start
     detail = f"From {number(start)}" + (f" after {counted(first, 'update')}" if first else "") + f" to {number(end)}"
@@ -87,7 +87,7 @@ def _held_out_verdict(run: Run, before: Point, after: Point, compared: list[Pair
     if error is not None:
         unit = f"{number(2 * error / spread)} standard deviations" if spread else number(2 * error)
         detail += f"; over {counted(len(compared), 'prompt')}, two standard errors of the change are {unit}"
-    detail = f"{detail}. {kept}".rstrip()
+    detail = f"{detail}. {which}".rstrip()
     if error is None and spread is None:
         way = "rose" if change > 0 else "fell" if change < 0 else "did not move"
         return Verdict("info", "Not known.", f"The held-out score {way}, but its spread is unknown.", detail)
@@ -100,13 +100,13 @@ def _held_out_verdict(run: Run, before: Point, after: Point, compared: list[Pair
     return Verdict("act", "No.", f"The held-out score fell {size}.", detail)
 
 
-def _kept(run: Run) -> str:
-    """Which policy the run kept, if it is not the last one."""
-    kept, last = run.kept_step, run.finished_step
-    if kept is None or kept == last:
+def kept(run: Run) -> str:
+    """Which model the run kept, if it is not the last one."""
+    step, last = run.kept_step, run.finished_step
+    if step is None or step == last:
         return ""
-    metric = run.setting("train.metric_for_best_model")
-    return f"The run kept the policy after update {kept:,} of {last:,}, the best by {metric}."
+    what, metric = "model" if run.kind in STAGES else "policy", run.setting("train.metric_for_best_model")
+    return f"The run kept the {what} after {run.unit} {step:,} of {last:,}, the best by {metric}."
 
 
 def kl_spent(run: Run) -> float | None:
@@ -179,7 +179,7 @@ def _run_tile(run: Run) -> Tile:
     seconds = math.fsum(run.series("time/step_s").finite)
     is_short = planned is not None and run.num_updates < planned
     details = ["interrupted or still running" if end is None else "ended early"] if is_short else []
-    details += [f"kept: update {run.kept_step:,} of {end:,}"] if _kept(run) else []
+    details += [f"kept: update {run.kept_step:,} of {end:,}"] if kept(run) else []
     details += [duration(seconds)] if seconds else []
     episodes = run.series("episode").finite
     details += [f"{number(episodes[-1])} answers"] if episodes else []

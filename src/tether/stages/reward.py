@@ -43,7 +43,6 @@ from tether.models.loading import load_causal_lm, load_config
 from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
 from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
-from tether.report.card import write_card
 from tether.report.read import REWARD_EVALUATION
 from tether.rewards.base import checked, score_sequences
 from tether.rewards.reading import READS_TO
@@ -122,7 +121,14 @@ def train_reward_model(
         def evaluation(step: int) -> dict[str, Any]:
             if step not in evaluations:
                 batch_size = 2 * config.train.micro_batch_size
-                made = evaluate(model, data.held_out, batch_size=batch_size, dist=dist, precision=precision)
+                made = evaluate(
+                    model,
+                    data.held_out,
+                    batch_size=batch_size,
+                    dist=dist,
+                    precision=precision,
+                    center=config.train.center_rewards_coefficient,
+                )
                 evaluations.clear()
                 evaluations[step] = made
             return evaluations[step]
@@ -131,6 +137,7 @@ def train_reward_model(
             trainer = running.train(lambda: _trainer(model, tokenizer, data, evaluation, watch), run.checkpoint)
         if watch.interrupted is not None:
             return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
+        kept = running.keep_best(run, trainer, model)
         settings.use_cache = uses_cache  # TRL turns it off for training, which would be saved with the model
         model.eval()
         metrics = {
@@ -139,8 +146,8 @@ def train_reward_model(
             "time/train_s": time.perf_counter() - start,
         }
         last = trainer.state.global_step
-        is_told, result = last in evaluations, evaluation(last)
-        dist.by_main(lambda: _write(model, tokenizer, processor, config.output_dir, result))
+        is_told, result = kept in evaluations or kept != last, evaluation(kept)
+        dist.by_main(lambda: _write(model, tokenizer, processor, config.output_dir, result, last=last, kept=kept))
         if not is_told:
             watch.trackers.log(_told(result), last)
         return RewardStageResult(config.output_dir, metrics | _told(result), result["accuracy_by_length"])
@@ -373,10 +380,12 @@ def evaluate(
     batch_size: int,
     dist: Dist,
     precision: torch.dtype | None,
+    center: float,
 ) -> dict[str, Any]:
     """Rewards of held-out pairs, scored as by reward sources in PPO, and how often the better answer wins. Each process
     scores its share.
 
+        loss     = mean of the training loss, with its coefficient ``center``
         accuracy = share of pairs with r(chosen) > r(rejected)
         margin   = mean of r(chosen) − r(rejected)
 
@@ -406,14 +415,17 @@ def evaluate(
         }
         for pair, (chosen, rejected) in zip(pairs, zip(scores[::2], scores[1::2], strict=True), strict=True)
     ]
-    return {"metrics": pair_metrics(rows), "accuracy_by_length": accuracy_by_length(rows), "pairs": rows}
+    return {"metrics": pair_metrics(rows, center), "accuracy_by_length": accuracy_by_length(rows), "pairs": rows}
 
 
-def pair_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def pair_metrics(rows: Sequence[Mapping[str, Any]], center: float = 0.0) -> dict[str, float]:
     if not rows:
         return {}
     rewards = [row[side] for row in rows for side in ("chosen", "rejected")]
     metrics = {
+        "loss": fmean(
+            _softplus(row["rejected"] - row["chosen"]) + center * (row["chosen"] + row["rejected"]) ** 2 for row in rows
+        ),
         "accuracy": _accuracy(rows),
         "margin": fmean(row["chosen"] - row["rejected"] for row in rows),
         "reward_mean": fmean(rewards),
@@ -423,6 +435,11 @@ def pair_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     shorter = [row for row in rows if row["chosen_tokens"] < row["rejected_tokens"]]
     groups = {"accuracy_chosen_longer": longer, "accuracy_chosen_shorter": shorter}
     return metrics | {name: _accuracy(group) for name, group in groups.items() if group}
+
+
+def _softplus(x: float) -> float:
+    """log(1 + eˣ), which is −log σ(−x)."""
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
 def accuracy_by_length(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -450,13 +467,21 @@ def _write(
     processor: Mapping[str, bytes],
     output_dir: Path,
     evaluation: Mapping[str, Any],
+    *,
+    last: int,
+    kept: int,
 ) -> None:
-    """Writes the results of the run, all of them or none."""
+    """Writes the results of the run, all of them or none.
+
+    Args:
+        evaluation: result of ``evaluate`` on the model.
+        last, kept: as in ``write_end``.
+    """
     with written_into(output_dir) as folder:
         save(model, tokenizer, folder)
         write_processor(processor, folder)
         (folder / REWARD_EVALUATION).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
-        write_card(folder, output_dir, evaluation=evaluation["metrics"])
+        running.write_end(folder, output_dir, last=last, kept=kept, evaluation=evaluation["metrics"])
 
 
 def save(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -4,6 +4,7 @@
       config.yaml, metrics.jsonl     from the start
       fingerprints.json              hashes of the model and the rows that the run reads, from the start
       checkpoint-N/                  the trainer's own checkpoints: weights, optimizer, schedule, random state
+      finished.json                  at the end: the number of steps, and after which of them the model was kept
       manifest.json and the model    at the end
 """
 
@@ -21,7 +22,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from huggingface_hub import constants as hub_constants
+from peft import PeftModel
 from transformers import (
+    PreTrainedModel,
     PrinterCallback,
     SchedulerType,
     Trainer,
@@ -38,16 +41,18 @@ from tether.config.load import dump_config, parse_config
 from tether.config.places import FILE_OF, different, is_place, may_have_moved
 from tether.config.stage import StageConfig
 from tether.data.digest import file_digest, rows_digest
-from tether.errors import CheckpointError, ConfigError, TrainingError
+from tether.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, met_by_all
 from tether.machine.precision import check_precision
+from tether.metrics.reduce import improves
 from tether.metrics.trackers import Trackers, check_report_to, trackers_of
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
+from tether.models.adapters import DEFAULT
 from tether.models.chat import check_template
 from tether.models.checkpoints import METRICS, check_models_kept, holds_run, list_checkpoints
 from tether.models.device import half_dtype
-from tether.models.paths import check_model_path, model_digest
+from tether.models.paths import check_model_path, model_digest, model_errors
 from tether.models.saving import (
     FINAL,
     MANIFEST,
@@ -56,6 +61,8 @@ from tether.models.saving import (
     remove_unfinished,
     verify_manifest,
 )
+from tether.report.card import write_card
+from tether.report.read import FINISHED
 
 CONFIG_FILE, TRAINER_STATE = "config.yaml", "trainer_state.json"
 FINGERPRINTS_FILE = "fingerprints.json"
@@ -458,6 +465,7 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
         kind: class of the arguments.
     """
     config, train, precision = run.config, run.config.train, run.precision
+    saves = bool(train.save_steps or train.metric_for_best_model)
     eval_steps = train.eval_steps if evaluates else None
     rows = train.rows_at_once(run.dist.num_processes)
     at_once = rows * run.dist.num_processes
@@ -487,9 +495,13 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
         "logging_nan_inf_filter": False,
         "eval_strategy": "no" if eval_steps is None else "steps",
         "eval_steps": eval_steps,
-        "save_strategy": "steps" if train.save_steps else "no",
+        "save_strategy": "steps" if saves else "no",
         "save_steps": train.save_steps or num_steps,
         "save_total_limit": train.save_total_limit,
+        # load_best_model_at_end is keep_best here: the trainer's own would require saves and evaluations at the same
+        # steps, although the best is saved anyway, and goes on silently with the last model if it cannot load the best
+        "metric_for_best_model": train.metric_for_best_model,
+        "greater_is_better": train.is_greater_better if train.metric_for_best_model else None,
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": not has_accelerator,
@@ -500,7 +512,8 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
 
 @dataclass
 class Watch(TrainerCallback):
-    """Writes TRL's logs to metrics.jsonl, trackers and callers, and ends a run that should stop or has diverged.
+    """Writes TRL's logs to metrics.jsonl, trackers and callers, saves the best evaluated model, and ends a run that
+    should stop, does not improve any more, or has diverged.
 
     Every process has one.
     """
@@ -515,6 +528,22 @@ class Watch(TrainerCallback):
     """The run's trackers in the main process; none in the others."""
     interrupted: str | None = None
     """Why the run was asked to stop, if it was."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Finds the best checkpoint of a resumed run, whose folder may have moved since its place was recorded."""
+        if state.best_global_step is None:
+            return
+        found = self.run.dist.by_main(lambda: _best_so_far(self.run, state))
+        if found is not None:
+            state.best_model_checkpoint = str(found)
+            return
+        self.run.tell(
+            f"warning: checkpoint-{state.best_global_step}, the best so far, is not there any more; the best from here "
+            "on is kept"
+        )
+        state.best_global_step = state.best_metric = state.best_model_checkpoint = None
 
     def on_log(
         self,
@@ -548,6 +577,39 @@ class Watch(TrainerCallback):
         self.interrupted = self.run.dist.first(self.stop())  # a signal may reach each process at a different time
         if self.interrupted is not None:
             control.should_save = control.should_training_stop = True
+            if args.save_total_limit == 1:  # with 1, the trainer would at its end keep only the best checkpoint
+                args.save_total_limit = 2
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float],
+        **kwargs: Any,
+    ) -> None:
+        """Saves the best so far; as in Trainer, ``state.best_metric`` is not updated yet."""
+        train = self.run.config.train
+        name = train.metric_for_best_model
+        if name is None:
+            return
+        if improves(metrics[name], state.best_metric, greater_is_better=train.is_greater_better):
+            control.should_save = True
+        elif train.early_stopping_patience is not None:
+            # counted anew, so that a resumed run counts those before it as well
+            since = [row for row in state.log_history if name in row and row["step"] > (state.best_global_step or 0)]
+            if len(since) >= train.early_stopping_patience:
+                self.run.tell(
+                    f"ends after step {state.global_step}: {len(since)} evaluations in a row without a better {name}"
+                )
+                control.should_training_stop, self.interrupted = True, None
+
+
+def _best_so_far(run: Begun[Any], state: TrainerState) -> Path | None:
+    """The best checkpoint that a resumed run recorded: beside the one that it resumes from, or where it was then."""
+    beside = run.checkpoint.parent / f"checkpoint-{state.best_global_step}"
+    recorded = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint is not None else []
+    return next((path for path in (beside, *recorded) if _step(path) == state.best_global_step), None)
 
 
 @contextmanager
@@ -588,6 +650,49 @@ def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Train
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     return trainer
+
+
+def keep_best(run: Begun[Any], trainer: Trainer, model: PreTrainedModel | PeftModel) -> int:
+    """Replaces the last model by the best one, if requested; returns the number of steps that the kept model was
+    trained for."""
+    state, train = trainer.state, run.config.train
+    last, best = state.global_step, state.best_global_step
+    if not train.load_best_model_at_end or best in (None, last):
+        return last
+    try:
+        run.dist.each(lambda: _load_weights(model, Path(state.best_model_checkpoint)))
+    except ModelError as error:
+        run.tell(f"warning: {error}; the model of the last step is kept instead of the best one")
+        return last
+    name = train.metric_for_best_model
+    run.tell(f"kept: the model after step {best} of {last}, with the best {name}, {state.best_metric:.3g}")
+    return best
+
+
+def _load_weights(model: PreTrainedModel | PeftModel, checkpoint: Path) -> None:
+    """Loads a checkpoint's weights into the model it was saved from.
+
+    Raises:
+        ModelError: they cannot be read.
+    """
+    with model_errors(str(checkpoint)):
+        if isinstance(model, PeftModel):
+            model.load_adapter(str(checkpoint), DEFAULT)
+        else:  # loaded as a model: its names in a file may differ from those in memory
+            model.load_state_dict(type(model).from_pretrained(checkpoint, dtype="auto").state_dict())
+
+
+def write_end(folder: Path, output_dir: Path, *, last: int, kept: int, evaluation: Mapping[str, float]) -> None:
+    """Writes how a run ended, and the card, beside its model.
+
+    Args:
+        folder: folder of the model, whose files are then moved to ``output_dir``.
+        last: number of steps of the run.
+        kept: number of steps that the model was trained for.
+        evaluation: its metrics on held-out rows.
+    """
+    (folder / FINISHED).write_text(json.dumps({"step": last, "kept_step": kept}) + "\n", encoding="utf-8")
+    write_card(folder, output_dir, evaluation=evaluation)
 
 
 def last_loss(config: StageConfig) -> float:

@@ -32,7 +32,6 @@ from tether.models.loading import load_causal_lm
 from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
 from tether.models.tokenizer import end_at, load_generation_config, load_tokenizer, stop_token_ids
-from tether.report.card import write_card
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
 from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
@@ -97,16 +96,17 @@ def train_sft(
             trainer = running.train(lambda: _trainer(model, data, watch), run.checkpoint)
             if watch.interrupted is None and data.held_out and not _is_evaluated(trainer):
                 trainer.evaluate()
+            kept = trainer.state.global_step if watch.interrupted else running.keep_best(run, trainer, model)
         if watch.interrupted is not None:
             return SftResult(config.output_dir, data.counts, watch.interrupted)
         metrics = {
             **data.counts,
             "train_loss": dist.by_main(lambda: running.last_loss(config)),
             "time/train_s": time.perf_counter() - start,
-            **_last_evaluation(trainer),
+            **_evaluation(trainer, kept),
         }
         end_at(model, data.end_ids)
-        dist.by_main(lambda: _write(model, data.tokenizer, processor, config.output_dir, _last_evaluation(trainer)))
+        dist.by_main(lambda: _write(model, data.tokenizer, processor, config.output_dir, trainer, kept))
         return SftResult(config.output_dir, metrics)
 
 
@@ -300,9 +300,10 @@ def _is_evaluated(trainer: Trainer) -> bool:
     return any("eval_loss" in row and row["step"] == trainer.state.global_step for row in trainer.state.log_history)
 
 
-def _last_evaluation(trainer: Trainer) -> Mapping[str, float]:
-    """Loss and token accuracy of the last evaluation, if there was one."""
-    row = next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), {})
+def _evaluation(trainer: Trainer, step: int) -> Mapping[str, float]:
+    """Loss and token accuracy of the evaluation after a step, if there was one."""
+    rows = (row for row in reversed(trainer.state.log_history) if "eval_loss" in row and row["step"] == step)
+    row = next(rows, {})
     return {name: row[name] for name in ("eval_loss", "eval_mean_token_accuracy") if name in row}
 
 
@@ -311,13 +312,19 @@ def _write(
     tokenizer: PreTrainedTokenizerBase,
     processor: Mapping[str, bytes],
     output_dir: Path,
-    evaluation: Mapping[str, float],
+    trainer: Trainer,
+    kept: int,
 ) -> None:
-    """Writes the results of the run, all of them or none."""
+    """Writes the results of the run, all of them or none.
+
+    Args:
+        kept: number of steps that the model was trained for.
+    """
     with written_into(output_dir) as folder:
         save(model, tokenizer, folder)
         write_processor(processor, folder)
-        write_card(folder, output_dir, evaluation=evaluation)
+        ended = {"last": trainer.state.global_step, "kept": kept, "evaluation": _evaluation(trainer, kept)}
+        running.write_end(folder, output_dir, **ended)
 
 
 def save(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

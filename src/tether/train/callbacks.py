@@ -21,7 +21,8 @@ from transformers.trainer_callback import ExportableState
 from tether.config.launched import local_rank, rank
 from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import CheckpointError
-from tether.train.checkpoint import RunState, improves
+from tether.metrics.reduce import improves
+from tether.train.checkpoint import RunState
 
 KEPT_LINES = 1000
 """Number of latest updates and evaluations kept in ``state.log_history``; metrics.jsonl has all."""

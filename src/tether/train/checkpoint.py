@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +37,7 @@ from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import CheckpointError, ConfigError, TrainingError
 from tether.machine.claim import claimed
 from tether.machine.distributed import met_by_all
+from tether.metrics.reduce import improves
 from tether.metrics.writers import read_jsonl
 from tether.models.checkpoints import METRICS, list_checkpoints
 from tether.models.roles import ModelRoles
@@ -107,13 +107,6 @@ class RunState:
             return False
         self.best_metric, self.best_step = value, self.step
         return True
-
-
-def improves(value: float, best: float | None, *, greater_is_better: bool) -> bool:
-    """Whether an evaluation's metric improves on the best so far; the first one that is not NaN does."""
-    if math.isnan(value):
-        return False
-    return best is None or (value > best if greater_is_better else value < best)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The report of a run before PPO."""
 
+import json
+
 import pytest
 
 from tests.report.runs import reward_run, sft_run
@@ -45,6 +47,21 @@ def test_demonstrations_are_foreseen_by_the_held_out_loss(tmp_path, held_out, le
     run = read_run(sft_run(tmp_path, held_out))
     assert stage.verdict(run).level == level
     assert run.updates[20]["loss"] == 2.0
+
+
+def test_the_loss_is_that_of_the_model_the_run_kept(tmp_path):
+    folder = sft_run(tmp_path, (3.0, 2.0, 2.5))
+    first, best, last = sorted(read_run(folder).evaluations)
+    assert "Keep it: train.metric_for_best_model: eval_loss" in stage.verdict(read_run(folder)).detail
+    (folder / "finished.json").write_text(json.dumps({"step": last, "kept_step": best}))
+    found = stage.verdict(read_run(folder))
+    assert (found.level, found.sentence) == ("ok", "The held-out loss fell by 33 %.")
+    assert f"The run kept the model after step {best} of {last}, the best by " in found.detail
+    shown = report(folder).text
+    assert "Held-out loss3 → 2" in shown and f"kept: step {best}" in shown
+    (folder / "finished.json").write_text(json.dumps({"step": last, "kept_step": first}))
+    sft_run(tmp_path, (2.0, 2.01, 2.5))
+    assert stage.verdict(read_run(folder)).sentence.startswith("The first model that was evaluated was kept")
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,12 @@ def _of_demonstrations(run: Run) -> Verdict:
     detail = f"From {number(start)} after {counted(first, 'step')} to {number(end)} after {counted(step, 'step')}."
     if best > 0 and end > OVERFITTED * best:
         text = f"The held-out loss was lower after step {best_step}: {number(best)}."
+        if not run.setting("train.load_best_model_at_end"):
+            detail += " Keep it: train.metric_for_best_model: eval_loss, train.load_best_model_at_end: true."
         return Verdict("warn", "Less than at its best.", text, detail)
     if step == first:
-        return Verdict("act", "No.", "The held-out loss only rose after the first evaluation.", detail)
+        text = "The first model that was evaluated was kept, and there is none before it to compare it with."
+        return Verdict("info", "Not known.", text, f"Its held-out loss is {number(end)}.")
     if end < start:
         return Verdict("ok", "Yes.", f"The held-out loss fell by {percent(1 - end / start)}.", detail)
     return Verdict("act", "No.", "The held-out loss did not fall.", detail)

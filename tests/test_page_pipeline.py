@@ -71,7 +71,7 @@ def test_every_command_of_the_page_runs(folder, capsys):
         if arguments[0] == "pipeline":
             arguments.append("--ppo.sampling.response_length=4")
         assert main(arguments) == 0, f"{command}: {capsys.readouterr().err}"
-    for made in ("all/ppo", "other/ppo", "named/ppo", "sft", "sft-long", "reward", "ppo"):
+    for made in ("all/ppo", "other/ppo", "named/ppo", "sft", "sft-long", "best", "reward", "ppo"):
         assert (folder / "runs" / made / "adapter_model.safetensors").is_file(), made
 
 

@@ -277,6 +277,7 @@ def test_what_datasets_cannot_do_is_told_under_the_key(tmp_path, monkeypatch):
 
 BROKEN = {
     "rows.jsonl": ('{"prompt": "a"}\n\n{"prompt": "b",}\n', "line 3: not JSON: .* at column "),
+    "unclosed.jsonl": ('{"prompt": "a"}\n{"prompt": "b"\n{"prompt": "c"}\n', "line 2: not JSON: .* at column 15$"),
     "list.jsonl": ('{"prompt": "a"}\n["b"]\n', "line 2: got list, wanted an object with one entry per column"),
     "rows.json": ('[\n  {"prompt": "a"},\n  {"prompt": b}\n]', "line 3: not JSON: .* at column 14"),
     "object.json": ('{\n "data": [{"prompt": "a"}]\n}', "got one object with the keys data; wanted a list of rows"),

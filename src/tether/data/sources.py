@@ -167,7 +167,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int | None, Row]]:
     with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield number, _checked(_decoded(line, f", line {number}"), f", line {number}")
+                yield number, _checked(_decoded(line.rstrip("\r\n"), f", line {number}"), f", line {number}")
 
 
 def _decoded(text: str, where: str) -> Any:

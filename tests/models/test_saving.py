@@ -313,6 +313,14 @@ def test_merging_into_one_of_two_tied_embeddings_leaves_the_other(tmp_path, targ
     assert (logits(merged) - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.1
 
 
+def test_merging_names_the_base_that_has_moved(tmp_path):
+    base = save_model(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base, tokenizer=True)
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ModelError, match=rf"base model of the adapter {adapter}\): {base} does not exist; wanted "):
+        merge_adapter(str(adapter), tmp_path / "merged")
+
+
 def test_embeddings_that_came_with_an_adapter_and_differ_from_the_bases_are_told(tmp_path):
     base = save_model(tmp_path / "base", tied=False)
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["lm_head"])

@@ -29,7 +29,7 @@ from tether.models.build import pad_as
 from tether.models.classifiers import classifier_on, load_merged_classifier
 from tether.models.heads import value_head_file
 from tether.models.loading import load_causal_lm
-from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, model_errors
+from tether.models.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_model_path, is_adapter, model_errors
 from tether.models.preprocessing import read_processor, write_processor
 from tether.models.roles import POLICY, VALUE, ModelRoles
 from tether.models.tokenizer import load_generation_config, load_tokenizer
@@ -187,6 +187,7 @@ def merge_adapter(
         raise ConfigError(f"{folder} already exists; name a folder that is new or empty")
     if not is_adapter(path):
         raise ModelError(f"{path}: got no {ADAPTER_CONFIG}; wanted the folder of a PEFT adapter")
+    check_model_path(path, "adapter")
     code = {"trust_remote_code": trust_remote_code}
     tokenizer, adapter = load_tokenizer(path, **code), read_adapter(path)
     if adapter.head or adapter.config.task_type == "SEQ_CLS":

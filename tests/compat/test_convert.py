@@ -433,6 +433,27 @@ class TestToOurs:
         }[form]
         assert parse_config(converted(written(tmp_path, "launch.sh", script))) == parse_config(TRL_OURS)
 
+    @pytest.mark.parametrize(
+        ("script", "words"),
+        [
+            ('M=${1:-"org/a b"}\npython t.py --m "$M"', ["--m", "org/a b"]),  # the quotes are not part of the name
+            ('python t.py --m ${1:-"org/a b"} --n', ["--m", "org/a b", "--n"]),
+            ('D="${OUT:-"$HOME/a"}"\npython t.py --d $D', ["--d", f"{Path.home()}/a"]),
+            ("M=\npython t.py --m ${M:-${N:-c}}", ["--m", "c"]),
+            ('python t.py --d "$(cat "a b" | head -1)/c"', ["--d", '$(cat "a b" | head -1)/c']),
+            ('MORE=()\npython t.py --a 1 "${MORE[@]}"', ["--a", "1"]),
+            ('MORE=()\nif x; then\n MORE+=(--b 2)\nfi\npython t.py --a 1 "${MORE[@]}"', ["--a", "1", "--b", "2"]),
+            ("python t.py --a 1 \\", ["--a", "1"]),
+            ("(cd a && python t.py --a 1)", ["--a", "1"]),
+            ("python t.py --a 1 > >(tee log) 2>&1", ["--a", "1"]),
+            ("cat > a.txt <<EOF\nit's python u.py --b 2\nEOF\npython t.py --a 1", ["--a", "1"]),
+            ("cat <<-'A' <<B > a.txt\n--b 2\n\tA\n--c 3\nB\npython t.py --a 1", ["--a", "1"]),
+            ("(( n = 1 << k ))\npython t.py --a 1", ["--a", "1"]),
+        ],
+    )
+    def test_words_are_those_that_a_shell_passes_on(self, script, words):
+        assert [list(each.words) for each in launches(script, "launch.sh") if each.words] == [words]
+
     @pytest.mark.parametrize("form", ["options", "file", "deepspeed", "old"])
     def test_llamafactorys_launches(self, tmp_path, form):
         given = yaml.safe_load(PPO)

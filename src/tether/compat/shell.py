@@ -15,6 +15,10 @@ from tether.errors import ConfigError
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ENDS = "\n;|&"
 """Characters that end a command."""
+_PAIRS = {"$(": ")", "<(": ")", ">(": ")", "(": ")", "${": "}", "'": "'", '"': '"', "`": "`"}
+"""What begins a piece of a word that may hold any character, and what ends it."""
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-((?:\$\{[^}]*\}|[^}])*))?\}|\$(\w+)", re.DOTALL)
+"""A variable, perhaps with a default."""
 _SETS = ("export", "set", "cd", "echo", "declare", "local", "readonly")
 """Commands that start nothing; some of them set variables."""
 
@@ -22,7 +26,8 @@ _SETS = ("export", "set", "cd", "echo", "declare", "local", "readonly")
 def commands(script: str, source: str) -> Iterator[tuple[int, list[str]]]:
     """The words of every command that starts something, with the number of its first line.
 
-    Pipes, redirections and ``&`` end a command; a trailing backslash, an open quote or an open array continues it.
+    Pipes, redirections, ``&`` and parentheses around it end a command; a trailing backslash, an open quote or an open
+    array continues it. Texts that a script passes on by ``<<`` are left out.
     Variables and arrays that are set in the script and HOME are expanded, others are left as they are, except the
     arguments of the script, which are left out.
 
@@ -54,12 +59,12 @@ class _Part:
 
 def _commands(script: str, source: str) -> Iterator[tuple[int, list[list[_Part]]]]:
     """The words of each command, in pieces, with the number of the command's first line. The words of an array in
-    parentheses are the pieces of one word, separated by newlines."""
-    at, line, start = 0, 1, 0
+    parentheses are the pieces of one word, each behind a piece that says so."""
+    at, line, start, depth = 0, 1, 0, 0
     words: list[list[_Part]] = []
     word: list[_Part] | None = None
     array: list[list[_Part]] | None = None
-
+    texts: list[str] = []  # the lines that end the texts which begin at the end of this line
     is_target = False  # whether the next word is where a redirection leads to
 
     def close() -> None:
@@ -73,7 +78,7 @@ def _commands(script: str, source: str) -> Iterator[tuple[int, list[list[_Part]]
         sign, rest = script[at], script[at:]
         if word is None and not words and array is None:
             start = line
-        if rest.startswith("\\\n"):
+        if rest.startswith("\\\n") or rest == "\\":
             close()
             at, line = at + 2, line + 1
             while comment := re.match(r"[ \t]*#[^\n]*\n", script[at:]):  # a line of a command that is commented out
@@ -85,25 +90,37 @@ def _commands(script: str, source: str) -> Iterator[tuple[int, list[list[_Part]]
         if sign in " \t\r" or (sign == "\n" and array is not None):
             close()
         elif sign == "(" and word and _ASSIGNED.fullmatch(word[-1].text) and word[-1].text.endswith("="):
-            words.append(word)
+            words.append([*word, _Part("", "()")])
             word, array = None, []
         elif sign == ")" and array is not None:
             close()
-            words[-1] += [part for each in array for part in (_Part("\n", "("), *each)]
+            words[-1] += [part for each in array for part in (_Part("", "("), *each)]
             array = None
-        elif redirection := re.match(r"&?>>?&?|<<?<?", rest):
+        elif sign == "(" and word is None and not words:
+            depth += 1
+        elif text := re.match(r"<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1", rest):
+            close()
+            texts.append(text[2])
+            at += text.end()
+            continue
+        elif redirection := re.match(r"&?>[>|]?&?(?!\()|<<<|<(?!\()", rest):
             if word and word[-1].text.isdecimal() and len(word) == 1:  # the 2 of 2>&1
                 word = None
             close()
             is_target = True
             at += redirection.end()
             continue
-        elif sign in _ENDS:
+        elif sign in _ENDS or (sign == ")" and depth):
+            depth -= sign == ")"
             close()
             is_target = False
             if words:
                 yield start, words
             words = []
+            if sign == "\n" and texts:
+                if passed := re.match("".join(rf"\n(?:.*\n)*?\t*{end}(?=\n|\Z)" for end in texts), rest):
+                    at, line = at + passed.end() - 1, line + passed[0].count("\n") - 1
+                texts = []
         else:
             taken, quote, text = _piece(rest)
             if taken is None:
@@ -123,28 +140,35 @@ def _commands(script: str, source: str) -> Iterator[tuple[int, list[list[_Part]]
 
 def _piece(rest: str) -> tuple[int | None, str, str]:
     """Length, quote and text of the piece of a word at the beginning; None if a quote or parenthesis is not closed."""
-    if rest[0] in "'\"`":
-        closing = re.match({"'": r"'[^']*'", '"': r'"(\\.|[^"\\])*"', "`": r"`[^`]*`"}[rest[0]], rest, re.DOTALL)
-        if closing is None:
+    opening = next((each for each in _PAIRS if each != "(" and rest.startswith(each)), None)
+    if opening is not None:
+        end = _end(rest, opening)
+        if end is None:
             return None, "", ""
-        text = closing[0][1:-1]
-        if rest[0] == '"':
-            text = re.sub(r'\\(["\\`\n])', lambda match: match[1].strip("\n"), text)
-        return closing.end(), rest[0], text if rest[0] != "`" else closing[0]
-    if rest.startswith("$("):
-        depth = 0
-        for end, sign in enumerate(rest):
-            depth += (sign == "(") - (sign == ")")
-            if sign == ")" and depth == 0:
-                return end + 1, "`", rest[: end + 1]
-        return None, "", ""
-    if rest.startswith("${") and "}" in rest:
-        end = rest.index("}") + 1
-        return end, "", rest[:end]
+        if opening == '"':
+            return end, opening, re.sub(r'\\(["\\`\n])', lambda match: match[1].strip("\n"), rest[1 : end - 1])
+        if opening == "'":
+            return end, opening, rest[1 : end - 1]
+        return end, "" if opening == "${" else "`", rest[:end]
     if rest[0] == "\\":
         return len(rest[:2]), "'", rest[1:2]
     plain = re.match(r"\$?[^\s;|&<>()'\"`\\$]*|.", rest)[0] or rest[0]
     return len(plain), "", plain
+
+
+def _end(rest: str, opening: str) -> int | None:
+    """Length of what begins with ``opening`` at the beginning; None if it is not closed."""
+    inner = {"'": (), "`": (), '"': ("$(", "${", "`"), "${": ("$(", "${", '"', "`")}.get(opening, tuple(_PAIRS))
+    at = len(opening)
+    while at < len(rest):
+        if rest.startswith(_PAIRS[opening], at):
+            return at + 1
+        begun = next((each for each in inner if rest.startswith(each, at)), None)
+        taken = _end(rest[at:], begun) if begun else 2 if rest[at] == "\\" and opening != "'" else 1
+        if taken is None:
+            return None
+        at += taken
+    return None
 
 
 def _expanded(
@@ -164,7 +188,7 @@ def _expanded(
         if part.quote != "'" and re.fullmatch(r"\$[@*]", part.text):  # the script's own arguments
             continue
         text = part.text if part.quote in ("'", "`") else _filled(part.text, variables)
-        if part.quote or text == part.text:
+        if part.quote or text == part.text or _is_quoted_default(part.text, variables):
             words[-1] += text
             is_given = is_given or bool(part.quote) or bool(text)
             continue
@@ -180,9 +204,9 @@ def _assign(
 ) -> None:
     """Sets the variable or the array that a word sets."""
     name, adds, begun = assigned[1], assigned[2], assigned[3]
-    if any(part.quote == "(" for part in parts):
+    if len(parts) > 1 and parts[1].quote == "()":
         inner: list[list[_Part]] = []
-        for part in parts[1:]:
+        for part in parts[2:]:
             if part.quote == "(":
                 inner.append([])
             else:
@@ -198,6 +222,14 @@ def _assign(
 def _filled(word: str, variables: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
-        return variables.get(name, default if default is not None else match[0])
+        if default is None:
+            return variables.get(name, match[0])
+        return variables.get(name) or _filled(re.sub(r"(['\"])(.*?)\1", r"\2", default), variables)
 
-    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, word)
+    return _VARIABLE.sub(value, word)
+
+
+def _is_quoted_default(word: str, variables: Mapping[str, str]) -> bool:
+    """Whether a word stands for a default in quotes, which is not split."""
+    variable = _VARIABLE.fullmatch(word)
+    return variable is not None and (variable[2] or "")[:1] in ("'", '"') and not variables.get(variable[1])

@@ -224,11 +224,23 @@ def test_calls_in_a_message_may_be_json_text(write):
 
 
 @pytest.mark.parametrize(
-    "text", ['[{"from": "the sun", "to": "the sea"}]', '[{"value": 3}]', "[a] dog", '[{"role": "cat"}]', "[{", "[]"]
-)
+    "text",
+    [
+        '[{"from": "the sun", "to": "the sea"}]', '[{"value": 3}]', "[a] dog", '[{"role": "cat"}]', "[{", "[]",
+        '[{"from": "the sun", "to": "the sea", "value": 3}]', '[{"role": "user", "content": "a"}]\nas YAML, please',
+        '[{"name": "cat", "fields": [{"from": "a", "value": "b"}]}]',
+    ],
+)  # fmt: skip
 def test_text_that_is_no_conversation_stays_text(write, text):
-    (prompt,) = prompts(write({"prompt": text}))
-    assert prompt.source == text
+    (prompt,) = prompts(write({"prompt": text, "response": text}))
+    assert (prompt.source, prompt.columns) == (text, {"response": text})
+
+
+def test_messages_as_json_text_are_refused_if_they_break_off(write):
+    with pytest.raises(DataError, match=r"row 0 \(line 1\), prompt: not JSON: .*wanted text, or a JSON list of chat"):
+        prompts(write({"prompt": json.dumps(ASKED)[:-4]}))
+    with pytest.raises(DataError, match=r"row 0 \(line 1\), message 1: role is None, wanted text"):
+        prompts(write({"prompt": json.dumps([*ASKED, {"content": "cat"}])}))
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages", "chosen"])

@@ -99,17 +99,28 @@ def messages(value: Any, where: str) -> Any:
 
 
 def listed(value: Any, where: str) -> Any:
-    """The list of messages that ``value`` holds as JSON text; every other value as it is.
+    """The list of messages that ``value`` holds as JSON text; every other value as it is, also text that goes on after
+    such a list, and lists of other objects.
 
     Raises:
         DataError: text that looks like such a list is not JSON; ``where`` names it.
     """
     if not isinstance(value, str) or not _OBJECTS.match(value) or not all(key.search(value) for key in _KEYS):
         return value
+    text = value.strip()
     try:
-        return decoded(value, where)
-    except DataError as error:
-        raise DataError(f"{error}; wanted text, or a JSON list of chat messages") from error
+        turns, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}; wanted text, or a JSON list of chat messages") from error
+    return turns if end == len(text) and any(map(_is_turn, turns)) else value
+
+
+def _is_turn(item: Any) -> bool:
+    """Whether an object has the keys of a message, or of a turn in ShareGPT's format."""
+    if not isinstance(item, Mapping):
+        return False
+    is_shared = isinstance(item.get("from"), str) and isinstance(item.get("value"), str)
+    return is_shared or ("role" in item and not item.keys().isdisjoint(("content", "tool_calls")))
 
 
 def decoded(value: Any, where: str) -> Any:

@@ -30,6 +30,8 @@ def test_metrics_are_written_with_what_was_measured(run, tmp_path):
     assert record["config"]["sampling"]["response_length"] == 6
     with pytest.raises(ConfigError, match=r"--metrics: .*metrics\.json exists; name a new file"):
         evaluate_path(run / "out", prompts, metrics=file)
+    with pytest.raises(ConfigError, match=r"--output and --metrics: both are .*one\.json, .*; name two files"):
+        evaluate_path(run / "out", prompts, output=tmp_path / "one.json", metrics=tmp_path / "new" / ".." / "one.json")
 
 
 def ending_with(run, call, code):

@@ -325,6 +325,8 @@ def test_metrics_are_written_with_what_was_measured(tmp_path, is_pairs):
     assert sum(each["pairs" if is_pairs else "answers"] for each in record["by_length"].values()) in (2, 4)
     with pytest.raises(ConfigError, match=r"--metrics: .*metrics\.json exists; name a new file"):
         score_file(sources, file, metrics=tmp_path / "new" / "metrics.json")
+    with pytest.raises(ConfigError, match=r"--output and --metrics: both are .*one\.json, .*; name two files"):
+        score_file(sources, file, output=tmp_path / "one.json", metrics=tmp_path / "one.json")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])

@@ -12,7 +12,7 @@ from tether.data.prompts import PROMPTS_OPTION, load_prompts
 from tether.data.sources import check_source
 from tether.data.splits import whole_splits
 from tether.errors import ConfigError
-from tether.inference.output import check_output, kept, write_metrics
+from tether.inference.output import check_outputs, kept, write_metrics
 from tether.inference.saved import run_config
 from tether.machine.distributed import Dist
 from tether.models.fit import check_positions
@@ -86,7 +86,7 @@ def evaluate_path(
     elif not config.data.has_eval:
         raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
     check_model_path(str(run), str(run))
-    output, metrics = check_output(output), check_output(metrics, "--metrics")
+    output, metrics = check_outputs(output, metrics)
     asked = config
     check_rewards(config.rewards)
     # The policy's trained weights are loaded afterwards; the critic is not used.

@@ -41,6 +41,18 @@ def check_output(path: str | Path | None, option: str = "--output") -> Path | No
     return output
 
 
+def check_outputs(output: str | Path | None, metrics: str | Path | None) -> tuple[Path | None, Path | None]:
+    """Checks that files for rows and for metrics can be created, and returns their paths.
+
+    Raises:
+        ConfigError: as in ``check_output``, or both are the same file.
+    """
+    rows, numbers = check_output(output), check_output(metrics, "--metrics")
+    if rows is not None and numbers is not None and rows.resolve() == numbers.resolve():
+        raise ConfigError(f"--output and --metrics: both are {numbers}, which holds only one of them; name two files")
+    return rows, numbers
+
+
 def write_metrics(path: Path, command: str, config: Section, **record: Any) -> None:
     """Writes a file of metrics, all of it or nothing: JSON with Tether's version, the command and what it measured.
 

@@ -17,7 +17,7 @@ from tether.data.pairs import pair_accuracy
 from tether.data.sources import check_source
 from tether.errors import DataError, RewardResponseError
 from tether.inference.judges import Judges, PolicyReader, check_sources, load_judges, load_reader
-from tether.inference.output import check_output, kept, write_metrics
+from tether.inference.output import check_outputs, kept, write_metrics
 from tether.report.read import is_missing_share
 from tether.rewards.build import check_contents, check_reward_columns, try_sources
 from tether.rewards.combine import Part, WeightedSum
@@ -87,7 +87,7 @@ def score_file(
     """
     file, display, config = str(file), display or NullDisplay(), with_now(config, present())
     check_source(file, "FILE")
-    output, metrics = check_output(output), check_output(metrics, "--metrics")
+    output, metrics = check_outputs(output, metrics)
     check_sources(config)
     reader = load_reader(config)
     data = load_judged(file, split=split, subset=subset, key="FILE", is_chat=reader.is_chat)

@@ -101,7 +101,7 @@ class Living(TrainerCallback):
         gc.collect()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # looking at everything that lives wakes what is deprecated
-            tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+            tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]  # no fake ones
             storages = {x.untyped_storage() for x in tensors if not x.is_meta}
         self.bytes.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
 

@@ -110,7 +110,7 @@ def advised(folder, config, course, scores):
             line = {k: v for k, v in line.items() if k not in ("val/explained_variance", "val/clipfrac_avg")}
         lines.append(line)
     evals = [evaluation(i * n // len(scores), 0.0, eval_scores=s) for i, s in enumerate(scores)]
-    samples = [answer(0, row, 1.0) for row in range(4)]
+    samples = [answer(0, row, 1.0) for row in range(8)]
     finished = {"step": n, "kept_step": 0} if config["train"]["load_best_model_at_end"] and scores else None
     run = read_run(write(folder, lines + evals, samples, config=yaml.safe_dump(config), finished=finished))
     return [finding.advice for finding in diagnose(run)]

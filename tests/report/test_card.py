@@ -72,7 +72,7 @@ class TestText:
         )
         lines = [evaluation(step, 0.0, eval_scores=score, eval_kl=step / 10) for step, score in KEPT_SCORES.items()]
         lines += [update(step, step / 10) for step in range(1, 11)]
-        samples = [sample(step, f"said at {step}") for step in KEPT_SCORES]
+        samples = [sample(step, f"said at {step}", row=row) for step in KEPT_SCORES for row in range(8)]
         folder = write(tmp_path, lines, samples, config=config, finished={"step": 10, "kept_step": 5})
         text = card(read_run(folder), "ppo", adapter=None)
         assert "The held-out score rose by 2 standard deviations" in text

@@ -12,12 +12,18 @@ N = 40
 
 
 def findings(
-    folder: Path, change: Callable[[int, float], dict] = lambda step, p: {}, *, n=N, evals=None, config=CONFIG
+    folder: Path,
+    change: Callable[[int, float], dict] = lambda step, p: {},
+    *,
+    n=N,
+    evals=None,
+    samples=None,
+    config=CONFIG,
 ):
     """The most urgent finding on each metric of a healthy run whose updates are changed."""
     metrics = [update(i, i / n, **change(i, i / n)) for i in range(1, n + 1)]
     metrics += evals if evals is not None else [evaluation(0, 0.0), evaluation(n, 1.0)]
-    found = diagnose(read_run(write(folder, metrics, config=config)))
+    found = diagnose(read_run(write(folder, metrics, samples, config=config)))
     assert len({(f.metric, f.sentence) for f in found}) == len(found)
     by_metric = {}
     for finding in found:
@@ -277,6 +283,13 @@ def test_held_out_scores(tmp_path, scores, level, words):
     found = findings(tmp_path, evals=evals)["eval_scores"]
     assert found.level == level
     assert words in found.sentence + found.advice
+
+
+@pytest.mark.parametrize(("count", "level"), [(7, "info"), (8, "ok")])
+def test_few_held_out_prompts_tell_nothing(tmp_path, count, level):
+    evals = [evaluation(10 * i, 0.0, eval_scores=float(i)) for i in range(2)]
+    found = findings(tmp_path, evals=evals, samples=[answer(0, row, 0.0) for row in range(count)])["eval_scores"]
+    assert found.level == level and (level == "ok" or "Hold out at least 8" in found.advice)
 
 
 def test_a_gradient_spike_and_a_value_that_is_not_finite(tmp_path):

@@ -37,6 +37,14 @@ def test_noise_is_two_standard_errors_of_the_change_on_the_same_prompts(tmp_path
     assert _verdict(tmp_path / "b", [0.0, 0.0895], same).level == "ok"
 
 
+@pytest.mark.parametrize(("count", "answered"), [(7, "Not known."), (8, "Yes.")])
+def test_few_prompts_cannot_tell_a_change_from_noise(tmp_path, count, answered):
+    samples = [answer(step, row, float(step)) for step in (0, 1) for row in range(count)]
+    found = _verdict(tmp_path, [0.0, 1.0], samples)
+    assert found.answer == answered
+    assert answered == "Yes." or found.sentence.startswith("7 held-out prompts cannot tell a change from noise")
+
+
 def test_without_two_evaluations_the_training_score_is_no_verdict(tmp_path):
     found = _verdict(tmp_path / "a", [1.0])
     assert found.level == "info" and "Only one evaluation" in found.detail
@@ -92,7 +100,7 @@ def kept(folder, kept_step, scores=(0.0, 2.0, 1.0)):
         evaluation(5 * i, 0.0, eval_scores=score, eval_kl=float(i), eval_length=30.0 - i)
         for i, score in enumerate(scores)
     ]
-    samples = [answer(5 * i, row, score) for i, score in enumerate(scores) for row in range(4)]
+    samples = [answer(5 * i, row, score) for i, score in enumerate(scores) for row in range(8)]
     config = "train: {max_steps: 25, metric_for_best_model: eval_scores, load_best_model_at_end: true}"
     return read_run(write(folder, metrics, samples, config=config, finished={"step": 10, "kept_step": kept_step}))
 
@@ -103,7 +111,7 @@ def test_a_run_that_kept_its_best_policy_is_judged_by_that_one(tmp_path):
     found = verdict(run, compared)
     assert found.answer == "Yes." and "rose by 2 standard deviations of the start policy" in found.sentence
     assert "From 0 to 2 after 5 updates" in found.detail and "update 5 of 10, the best by eval_scores" in found.detail
-    assert {pair.after.response for pair in compared} == {f"answer {row} at 5" for row in range(4)}
+    assert {pair.after.response for pair in compared} == {f"answer {row} at 5" for row in range(8)}
     shown = {tile.label: (tile.value, tile.detail) for tile in tiles(run, compared)}
     assert shown["Held-out score"][0] == "0 → 2" and shown["Length"][0] == "30 → 29"
     assert shown["KL spent"][0] == "1 nats"
@@ -115,7 +123,7 @@ def test_a_run_that_kept_the_start_policy_did_not_make_it_better(tmp_path):
     compared = pairs(run)
     assert verdict(run, compared).answer == "No."
     assert "first one, whose policy was kept" in verdict(run, compared).sentence
-    assert [pair.after for pair in compared] == [None] * 4
+    assert [pair.after for pair in compared] == [None] * 8
 
 
 @pytest.mark.parametrize("score", [math.nan, None])

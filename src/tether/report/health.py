@@ -17,6 +17,7 @@ from tether.report.limits import (
     FEW_STEPS,
     GRADIENT_SPIKE,
     KL_LENGTH,
+    LEAST_PROMPTS,
     LIMITS,
     LOGPROB_GAP,
     LOW_EOS_RATE,
@@ -361,6 +362,10 @@ def held_out(run: Run) -> Finding | None:
             "gains carry over to new prompts.",
             "" if points or has_prompts else "set data.eval_prompts",
         )
+    count = len({sample.row for sample in run.samples if sample.split == "eval"})
+    if 0 < count < LEAST_PROMPTS:
+        text = f"{counted(count, 'held-out prompt')} cannot tell a change of the score from noise"
+        return Finding("info", "eval_scores", f"{text}.", f"Hold out at least {LEAST_PROMPTS}, better hundreds.")
     if not spread:
         return None
     gain = (judged[1][1] - judged[0][1]) / spread

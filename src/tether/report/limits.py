@@ -24,6 +24,8 @@ GRADIENT_SPIKE = 5.0
 """Multiple of the median gradient norm."""
 FEW_STEPS = 0.5
 """Share of an update's optimizer steps that are taken, if ``max_approx_kl`` or ``max_ratio`` may end it early."""
+LEAST_PROMPTS = 8
+"""Number of held-out prompts from which a change of the score can be told from noise."""
 SAME_SCORE = 1e-6
 """Ratio of the scores' standard deviation to the magnitude of their mean up to which they differ only by rounding."""
 

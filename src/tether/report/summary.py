@@ -6,11 +6,12 @@ import math
 import statistics
 from dataclasses import dataclass
 
+from tether.report.limits import LEAST_PROMPTS
 from tether.report.read import STAGES, Point, Run, Sample
 from tether.report.text import counted, duration, number, percent, signed
 
 NOISE = 0.1
-"""Number of standard deviations below which a change in score is noise, if the standard error is unknown."""
+"""Number of standard deviations below which a change in score is noise, if the answers were not kept."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ def _held_out_verdict(run: Run, before: Point, after: Point, compared: list[Pair
     if error is None and spread is None:
         way = "rose" if change > 0 else "fell" if change < 0 else "did not move"
         return Verdict("info", "Not known.", f"The held-out score {way}, but its spread is unknown.", detail)
+    count = len(_score_changes(compared))
+    if 0 < count < LEAST_PROMPTS:
+        told = f"{counted(count, 'held-out prompt')} cannot tell a change from noise: hold out at least {LEAST_PROMPTS}"
+        return Verdict("info", "Not known.", f"{told}, better hundreds.", detail)
     noise = 2 * error if error is not None else NOISE * (spread or 0.0)
     size = f"by {number(abs(change / spread))} standard deviations of the start policy" if spread else "on average"
     if abs(change) <= noise:
@@ -205,4 +210,4 @@ def _score_changes(compared: list[Pair]) -> list[float]:
 def _standard_error(compared: list[Pair]) -> float | None:
     """Standard error of the mean change in score over the same prompts."""
     changes = _score_changes(compared)
-    return statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) >= 8 else None
+    return statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) >= LEAST_PROMPTS else None

@@ -52,8 +52,15 @@ def test_a_file_belongs_to_its_package_and_is_pickled_by_name(tmp_path):
     (package / "short.py").write_text("from . import weight\ndef f(prompts, completions): return [weight]\n")
     function = load_function(str(package / "short.py"), "f", "rewards.0")
     assert function([], []) == [3.0] and pickle.loads(pickle.dumps(function)) is function
-    assert function.__module__ == module_name(package / "short.py") and function.__module__.endswith(".judges.short")
+    name = module_name(package / "short.py", (package / "short.py").read_bytes())
+    assert function.__module__ == name and name.endswith(".judges.short")
     assert "judges" not in sys.modules
+
+
+def test_the_package_of_a_file_without_relative_imports_is_not_run(tmp_path):
+    (tmp_path / "__init__.py").write_text("import no_such_package\n")
+    (tmp_path / "judge.py").write_text("def f(prompts, completions): return [1.0]\n")
+    assert load_function(str(tmp_path / "judge.py"), "f", "rewards.0")([], []) == [1.0]
 
 
 def test_what_a_file_cannot_import_from_its_package_is_told(tmp_path):

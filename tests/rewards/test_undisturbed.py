@@ -148,3 +148,12 @@ def test_a_run_is_the_same_whatever_its_reward_code_sets(tmp_path, monkeypatch):
     train_policy(config)
     usual, changed = (weights(tmp_path / name) for name in ("usual", "changed"))
     assert usual.keys() == changed.keys() and all(torch.equal(usual[name], changed[name]) for name in usual)
+
+
+def test_what_code_raises_is_not_hidden_by_a_stream_that_it_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(ValueError, match="boom"), undisturbed("judge"):
+        sys.stdout.close()
+        raise ValueError("boom")
+    with undisturbed("judge"):
+        print("it can be written to")

@@ -157,7 +157,9 @@ def undisturbed(who: str) -> Iterator[None]:
         _state.depth -= 1
         if _state.depth == 0:
             _set_back(_state.before, who)
-    _check_streams(who)
+        closed = _replaced_streams()
+    if closed:
+        raise RewardError(f"{who} closed sys.{closed[0]}, which the run writes to; wanted it left open")
 
 
 def _set_back(before: dict[_Setting, Any], who: str) -> None:
@@ -173,10 +175,9 @@ def _set_back(before: dict[_Setting, Any], who: str) -> None:
         )  # fmt: skip
 
 
-def _check_streams(who: str) -> None:
-    """Raises ``RewardError`` if one of the process's streams is closed; what is written to it from now on is lost."""
+def _replaced_streams() -> list[str]:
+    """Names of the process's streams that are closed; what is written to them from now on is lost."""
     closed = [name for name in ("stdout", "stderr") if getattr(getattr(sys, name), "closed", False)]
     for name in closed:
         setattr(sys, name, io.StringIO())
-    if closed:
-        raise RewardError(f"{who} closed sys.{closed[0]}, which the run writes to; wanted it left open")
+    return closed

@@ -2,12 +2,14 @@
 
 The file ``/home/me/judges/short.py`` is the module ``tether.rewards.files./home/me/judges.short``, with its full path:
 two files of the same name never clash. A process of a pool gets a function by the name of its module and finds the file
-by that name alone. A file in a package, in a folder with ``__init__.py``, is a module of that package, below the path
-of the folder that contains it; so relative imports work.
+by that name alone. A file with relative imports in a package, a folder with ``__init__.py``, is a module of that
+package, below the path of the folder that contains it. Without them, the package is none of its business and is not
+run.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -31,7 +33,7 @@ def file_module(file: Path, source: bytes) -> ModuleType:
         file: full path.
         source: its content.
     """
-    name = module_name(file)
+    name = module_name(file, source)
     if _run.get(name) != source:
         sys.modules.pop(name, None)
     module = import_module(name)
@@ -39,9 +41,9 @@ def file_module(file: Path, source: bytes) -> ModuleType:
     return module
 
 
-def module_name(file: Path) -> str:
+def module_name(file: Path, source: bytes) -> str:
     """The name under which a file can be imported."""
-    root = _root(file)
+    root = _root(file) if _imports_relatively(source) else file.parent
     parts = [str(root), *file.relative_to(root).with_suffix("").parts]
     return ".".join([__name__, *map(_quoted, parts)])
 
@@ -92,6 +94,13 @@ class _Loader(SourceFileLoader):
         file = Path(self.path)
         with imports_from(_root(file)), imports_from(file.parent):
             super().exec_module(module)
+
+
+def _imports_relatively(source: bytes) -> bool:
+    try:
+        return any(isinstance(node, ast.ImportFrom) and node.level > 0 for node in ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):  # told when it is run
+        return False
 
 
 def _root(file: Path) -> Path:

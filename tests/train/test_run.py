@@ -174,7 +174,7 @@ class Signal(TrainerCallback):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signal_ends_the_run_with_its_state_saved(tmp_path, number):
+def test_signal_ends_the_run_with_its_state_saved(tmp_path, number, capfd):
     changes = {"train__max_steps": 4}
     straight = tiny_run(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
     train_policy(straight)
@@ -182,6 +182,8 @@ def test_signal_ends_the_run_with_its_state_saved(tmp_path, number):
     before = signal.getsignal(number)
     result = train_policy(stopped, callbacks=[Signal(number, 2)])
     assert result.interrupted == signal.Signals(number).name
+    told = f"\n{result.interrupted}: stopping at the next safe point. Ctrl-C again ends at once"
+    assert capfd.readouterr().err.count(told) == 1, "an update may take minutes"
     assert signal.getsignal(number) == before
     assert not (stopped.output_dir / "model.safetensors").exists()
     AutoModelForCausalLM.from_pretrained(stopped.output_dir / "checkpoint-2")
@@ -189,6 +191,14 @@ def test_signal_ends_the_run_with_its_state_saved(tmp_path, number):
     assert result.interrupted is None
     assert reproducible(stopped.output_dir) == reproducible(straight.output_dir)
     assert_same_weights(weights(stopped.output_dir), weights(straight.output_dir))
+
+
+def test_a_checkpoint_past_the_last_update_is_told(tmp_path):
+    train_policy(tiny_run(tmp_path, train__max_steps=3, train__save_steps=3))
+    said, display = [], NullDisplay()
+    display.message = said.append
+    assert train_policy(tiny_run(tmp_path, train__max_steps=2, resume=True), display=display).updates == []
+    assert "nothing is left to train: the configuration asks for 2 updates" in said
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has none")

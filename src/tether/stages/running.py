@@ -312,7 +312,7 @@ def _check_same_run(held: Path, folder: Path, config: StageConfig) -> list[str]:
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise CheckpointError(f"resume: {file} is missing, so it is not known which run {held} belongs to")
-    saved = _saved(folder, type(config))
+    saved = with_now(_saved(folder, type(config)), config.data.chat_template_now)  # older runs kept no date
     config = with_now(config, saved.data.chat_template_now)
     before, now = (dict(_leaves(each.model_dump(mode="json"))) for each in (saved, config))
     changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in MAY_CHANGE]

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from tether.machine.distributed import Dist
 
 T = TypeVar("T")
+_AGAIN = "Ctrl-C again ends at once; what was done since the last save is lost then"
 
 
 class Stopped(Exception):
@@ -82,6 +83,9 @@ class StopRequest:
         if self._is_waiting:
             self._is_waiting = False
             raise _AtOnce
+        if self._dist is None or self._dist.is_main:
+            with suppress(OSError):  # written past Python's streams, which may be in the middle of a write
+                os.write(2, f"\n{self.reason}: stopping at the next safe point. {_AGAIN}\n".encode())
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

@@ -164,7 +164,10 @@ def open_trainer(
         config = with_now(config, now)
     else:
         record = dist.each(lambda: read_state(checkpoint))
-        saved = with_now(dist.each(lambda: parse_config(record["config"], RunConfig)), now)
+        # Runs from before this key kept no date; if their template prints it, the user says which it was.
+        saved = with_now(
+            dist.each(lambda: parse_config(record["config"], RunConfig)), config.data.chat_template_now or now
+        )
         config = with_now(config, saved.data.chat_template_now)
         places = dist.each(lambda: place_digests(config))
         for change in dist.each(lambda: check_same_run(saved, config, checkpoint, record["data"], places)):
@@ -197,6 +200,8 @@ def open_trainer(
             if checkpoint is not None:
                 trainer.resume(checkpoint)
                 log.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
+                if trainer.state.step > trainer.num_updates:
+                    log.message(f"nothing is left to train: the configuration asks for {trainer.num_updates} updates")
             yield trainer
             trainer.parts.generator.close()
         except Exception as error:

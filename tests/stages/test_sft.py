@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, MixtralConfig, MixtralForCausalLM
 
 from tests.models.build import edit_json
 from tests.tiny import EOS, save_tiny
@@ -200,6 +200,27 @@ def test_a_stopped_run_goes_on_with_smaller_micro_batches(tmp_path):
     assert max(float((end[name] - x).abs().max()) for name, x in start.items()) > 1e-3
     for name, x in weights(stopped.output_dir).items():
         torch.testing.assert_close(x, end[name], atol=1e-5, rtol=0)
+
+
+def test_a_model_whose_names_in_files_are_not_those_in_memory_goes_on_with_its_own_weights(tmp_path):
+    """Experts: files hold each by itself, memory all of a layer in one tensor."""
+    save_tiny(tmp_path / "model", "qwen2")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    experts = {"num_key_value_heads": 1, "num_local_experts": 2, "vocab_size": len(tokenizer)}
+    MixtralForCausalLM(MixtralConfig(**shape, **experts, **ends)).save_pretrained(tmp_path / "experts")
+    tokenizer.save_pretrained(tmp_path / "experts")
+    given = {"model": tmp_path / "experts", "max_steps": 4, "save_steps": 2}
+    straight = stage(tmp_path, out="straight", **given)
+    train_sft(straight)
+    stopped = stage(tmp_path, out="stopped", **given)
+    asked = iter([None, "SIGTERM"])
+    train_sft(stopped, stop=lambda: next(asked))
+    train_sft(stopped.model_copy(update={"resume": True}))
+    ours, theirs = weights(stopped.output_dir), weights(straight.output_dir)
+    assert ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
 
 
 def test_files_and_links_called_like_a_checkpoint_are_none(tmp_path):

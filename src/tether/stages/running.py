@@ -648,8 +648,30 @@ def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Train
         trainer = make_trainer()
         trainer.create_model_card = lambda *args, **kwargs: None  # its README.md would be about TRL
         trainer.remove_callback(PrinterCallback)
+        if checkpoint is not None and not isinstance(trainer.model, PeftModel):
+            trainer.add_callback(_OwnWeights(checkpoint))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     return trainer
+
+
+class _OwnWeights(TrainerCallback):
+    """Loads a full model's weights again when training goes on from a checkpoint: transformers matches them by name
+    alone, and leaves those as they are whose names in a file are others than in memory, such as experts."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: PreTrainedModel,
+        **rest: Any,
+    ) -> None:
+        """Loads them; the optimizer already holds the parameters."""
+        _load_weights(model, self._checkpoint)
 
 
 def keep_best(run: Begun[Any], trainer: Trainer, model: PreTrainedModel | PeftModel) -> int:

@@ -38,7 +38,7 @@ def answers_of(queries, responses, tokenizer):
 def one_update(trainer):
     """Rollout, scores, experience and update; returns the metrics."""
     metrics = Metrics()
-    with timed(metrics, "step"):
+    with timed(metrics, "step", trainer.dist.device):
         answers = trainer.rollout(metrics)  # or answers_of(queries, responses, tokenizer)
         scores = scores_of([prompt.text for prompt in answers.prompts], answers.texts)
         judged, moments = trainer.score(answers, metrics, RewardOutput(scores))

@@ -130,7 +130,7 @@ def test_a_token_budget_is_of_each_process_and_the_move_says_so(tmp_path, before
     assert (said is None) == (told is None)
     if said is not None:
         assert ("train.max_tokens_per_micro_batch counts the tokens of each process" in said) is told
-    assert len(check_same_run(saved, moved, tmp_path)) == (before != now)
+    assert len(check_same_run(saved, moved, tmp_path, {}, {})) == (before != now)
 
 
 @pytest.mark.parametrize(("before", "num_processes"), [("straight", 1), ("alone", 2)])

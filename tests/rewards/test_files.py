@@ -21,7 +21,7 @@ def f(prompts, completions, way):
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(way[0])) as pool:
         found = list(pool.map(one, completions))
     assert all(pid != os.getpid() for _, pid, _ in found)
-    assert way[0] == "fork" or not any(has_torch for *_, has_torch in found), "the program ran again"
+    assert way[0] != "spawn" or not any(has_torch for *_, has_torch in found), "the program ran again"
     return [score for score, *_ in found]
 """
 
@@ -32,7 +32,8 @@ def f(prompts, completions, way):
 )
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_functions_of_a_file_run_in_the_processes_of_a_pool(tmp_path, way, neighbour):
-    """The file is in another folder than the current one, whose name no module could have."""
+    """The file is in another folder than the current one, whose name no module could have. A forkserver may be there
+    already, with whatever another test had it import."""
     folder = tmp_path / "v1.0 of my-judges" / "package" / "inner"
     folder.mkdir(parents=True)
     for name in ("beside.py", "near.py", "../near.py"):

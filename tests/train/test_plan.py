@@ -14,6 +14,7 @@ from tests.tiny import KINDS, VOCAB_SIZE, save_tiny, tiny_classifier, tiny_token
 from tests.train.runs import tiny_run
 from tests.train.test_run import SHARINGS
 from tether.algo.logprobs import logits_at_once
+from tether.config.chat import with_now
 from tether.config.load import load_config, parse_config
 from tether.models.build import build_roles
 from tether.train.inputs import load_data
@@ -132,7 +133,7 @@ def test_a_finished_run_can_be_planned_again_and_its_configuration_is_resolved(t
     train_policy(config)
     written = load_config(config.output_dir / "config.yaml")
     assert (written.value.kind, written.train.learning_rate, written.train.bf16) == ("adapter", 1e-3, False)
-    assert parse_config(plan(config).config) == written
+    assert with_now(parse_config(plan(config).config), written.data.chat_template_now) == written
 
 
 def test_the_size_of_micro_batches_that_was_found_is_planned_and_saved(tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
+from tether.data.forms import plain_row
 from tether.data.sources import Row, Rows
 from tether.errors import DataError
 
@@ -57,14 +59,20 @@ def every(read: Callable[..., Result], places: Sequence[str], *columns: Sequence
 
 
 def usable(
-    table: Rows, key: str, read: Callable[[list[Row], list[str], Sequence[int]], Result], *, drops: bool = False
+    table: Rows,
+    key: str,
+    is_chat: bool,
+    read: Callable[[list[Row], list[str], Sequence[int]], Result],
+    *,
+    drops: bool = False,
 ) -> tuple[Result, int]:
     """What ``read`` makes of the rows that it can use, and the number of the others.
 
     Args:
         key: the configuration key of the dataset, for messages.
-        read: gets rows, what messages call them, and their indices in ``table``; raises ``BadRows`` for those that it
-            cannot use, and is then called again without them.
+        is_chat: as in ``plain_row``.
+        read: gets rows as ``plain_row`` makes them, what messages call them, and their indices in ``table``; raises
+            ``BadRows`` for those that it cannot use, and is then called again without them.
         drops: whether rows that cannot be used are left out with a warning instead of being an error.
 
     Raises:
@@ -75,7 +83,9 @@ def usable(
     left: Sequence[int] = range(len(places))
     while left:
         try:
-            result = read([table.rows[i] for i in left], [places[i] for i in left], left)
+            own = [places[i] for i in left]
+            rows = every(partial(plain_row, is_chat=is_chat), own, [table.rows[i] for i in left])
+            result = read(rows, own, left)
         except BadRows as error:
             errors |= error.errors
             left = [i for i in left if places[i] not in errors]

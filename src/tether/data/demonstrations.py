@@ -13,10 +13,10 @@ from tether.config.chat import Sources
 from tether.data.answers import closing_token, encodable, encoded_answers, last_turn, text_start
 from tether.data.bad_rows import every, usable
 from tether.data.collate import collate, plan_micro_batches
-from tether.data.forms import given_names, is_given, plain_row
+from tether.data.forms import given_names, is_given
 from tether.data.joined import column_names, read_datasets
 from tether.data.pairs import answer_leads, prompt_and_answer
-from tether.data.prompts import before_answer, checked_prompt, encoded_queries, template_arguments, uses_template
+from tether.data.prompts import QueryFormat, before_answer, checked_prompt, encoded_queries, template_arguments
 from tether.data.sources import Row, Rows
 from tether.data.stream import PromptStream
 from tether.errors import DataError
@@ -113,10 +113,9 @@ def load_demonstrations(
         source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset,
         revision=revision, columns=columns,
     )  # fmt: skip
-    is_chat = uses_template(tokenizer, chat_template)
+    form = QueryFormat(tokenizer, chat_template, system_prompt, special_tokens, chat_template_now)
 
-    def read(given: list[Row], places: list[str], numbers: Sequence[int]) -> DemonstrationData:
-        rows = every(partial(plain_row, is_chat=is_chat), places, given)
+    def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> DemonstrationData:
         unanswered = {i for i, row in enumerate(rows) if drops_unanswered and _has_prompt_alone(row)}
         if len(unanswered) == len(rows):
             raise DataError(
@@ -138,16 +137,9 @@ def load_demonstrations(
             indices, prompts = [i for i, _, _ in split_rows], [prompt for _, prompt, _ in split_rows]
             arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
             _, queries = encoded_queries(
-                prompts,
-                tokenizer,
-                chat_template,
-                system_prompt,
-                [places[i] for i in indices],
-                [arguments[i] for i in indices],
-                special_tokens=special_tokens,
-                now=chat_template_now,
+                prompts, form, [places[i] for i in indices], [arguments[i] for i in indices]
             )
-            leads = answer_leads(prompts, tokenizer, chat_template)
+            leads = answer_leads(prompts, form)
             answers = encoded_answers([answer for _, _, answer in split_rows], leads, tokenizer, closing_id)
             encoded = sorted([*encoded, *zip(indices, queries, answers, strict=True)], key=lambda each: each[0])
         kept = [
@@ -163,7 +155,7 @@ def load_demonstrations(
             )
         return DemonstrationData(kept, len(rows), len(encoded) - len(kept), len(unanswered))
 
-    data, num_bad = usable(table, key, read, drops=drop_bad_rows)
+    data, num_bad = usable(table, key, form.is_chat, read, drops=drop_bad_rows)
     return replace(data, num_rows=data.num_rows + num_bad, num_bad=num_bad)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tether.data.answers import encodable
 from tether.data.bad_rows import every, usable
-from tether.data.forms import is_given, plain_row
+from tether.data.forms import is_given
 from tether.data.joined import column_names
 from tether.data.pairs import check_prompts, pair_texts, prompt_and_answer
 from tether.data.prompts import checked_prompt
@@ -69,8 +68,7 @@ def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str
     if not table.rows:
         raise DataError(f"{key}: {table.name} has no rows")
 
-    def read(given: list[Row], places: list[str], _: Sequence[int]) -> JudgedData:
-        plain = every(partial(plain_row, is_chat=is_chat), places, given)
+    def read(plain: list[Row], places: list[str], _: Sequence[int]) -> JudgedData:
         names = column_names(plain)
         is_pairs = {"chosen", "rejected"} <= set(names)
         usual = "" if is_pairs else _answer_column(table, names, key)
@@ -85,7 +83,7 @@ def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str
         check_prompts([row.prompt for row in rows], names, places, f"{key}: {table.name}")
         return JudgedData(table.name, is_pairs, rows, columns)
 
-    return usable(table, key, read)[0]
+    return usable(table, key, is_chat, read)[0]
 
 
 def checked_answer(value: Any, where: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -12,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from tether.config.chat import Sources
 from tether.data.answers import answer_lead, closing_token, encodable, encoded_answers, last_turn, text_start
 from tether.data.bad_rows import BadRows, every, usable
-from tether.data.forms import is_given, plain_row
+from tether.data.forms import is_given
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
-from tether.data.prompts import checked_prompt, conversation, encoded_queries, template_arguments, uses_template
+from tether.data.prompts import QueryFormat, checked_prompt, encoded_queries, template_arguments
 from tether.data.sources import Row, Rows
 from tether.errors import ConfigError, DataError
 from tether.types import Message
@@ -102,25 +101,15 @@ def load_pairs(
         revision=revision, columns=columns,
     )  # fmt: skip
     _check_columns(table, key)
-    is_chat = uses_template(tokenizer, chat_template)
+    form = QueryFormat(tokenizer, chat_template, system_prompt, special_tokens, chat_template_now)
 
-    def read(given: list[Row], places: list[str], numbers: Sequence[int]) -> PairData:
-        rows = every(partial(plain_row, is_chat=is_chat), places, given)
+    def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> PairData:
         texts = every(pair_texts, places, rows)
         prompts = [text.prompt for text in texts]
         check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
         arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-        queries = encoded_prompts(
-            prompts,
-            tokenizer,
-            chat_template,
-            system_prompt,
-            places,
-            arguments,
-            special_tokens=special_tokens,
-            now=chat_template_now,
-        )
-        leads = answer_leads(prompts, tokenizer, chat_template)
+        queries = encoded_prompts(prompts, form, places, arguments)
+        leads = answer_leads(prompts, form)
         chosen, rejected = (
             encoded_answers([getattr(text, name) for text in texts], leads, tokenizer, closing_id)
             for name in ("chosen", "rejected")
@@ -138,7 +127,7 @@ def load_pairs(
             )
         return PairData(kept, len(pairs), len(differing) - len(kept), len(pairs) - len(differing))
 
-    data, num_bad = usable(table, key, read, drops=drop_bad_rows)
+    data, num_bad = usable(table, key, form.is_chat, read, drops=drop_bad_rows)
     return replace(data, num_rows=data.num_rows + num_bad, num_bad=num_bad)
 
 
@@ -235,14 +224,9 @@ def _turns(prompt: Any) -> list[Any]:
 
 def encoded_prompts(
     prompts: Sequence[str | list[Message] | None],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: str,
-    system_prompt: str | None,
+    form: QueryFormat,
     places: Sequence[str],
     arguments: Sequence[Mapping[str, Any]],
-    *,
-    special_tokens: bool = False,
-    now: str | None = None,
 ) -> list[tuple[str, list[int]]]:
     """Queries as text and ids; for a whole text an empty query, or the token that the tokenizer puts before text.
 
@@ -250,30 +234,22 @@ def encoded_prompts(
         prompts: prompts from ``checked_prompt``; None if answers are whole texts.
         places: what messages call the row of each prompt.
         arguments: further arguments of the chat template for each prompt.
-        special_tokens, now: as in ``encoded_queries``.
 
     Raises:
         ConfigError, DataError: as in ``load_prompts``.
     """
     given = [i for i, prompt in enumerate(prompts) if prompt is not None]
-    if system_prompt is not None and len(given) < len(prompts):
+    if form.system_prompt is not None and len(given) < len(prompts):
         raise ConfigError(
             "data.system_prompt goes before a prompt, but some rows are whole texts: leave it out"
         )
     queries: dict[int, tuple[str, list[int]]] = {}
     if given:
         texts, ids = encoded_queries(
-            [prompts[i] for i in given],
-            tokenizer,
-            chat_template,
-            system_prompt,
-            [places[i] for i in given],
-            [arguments[i] for i in given],
-            special_tokens=special_tokens,
-            now=now,
+            [prompts[i] for i in given], form, [places[i] for i in given], [arguments[i] for i in given]
         )
         queries = dict(zip(given, zip(texts, ids, strict=True), strict=True))
-    start = text_start(tokenizer)
+    start = text_start(form.tokenizer)
     return [queries.get(i, ("", start)) for i in range(len(prompts))]
 
 
@@ -282,16 +258,11 @@ def pair_accuracy(margins: Sequence[float]) -> float:
     return sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
 
 
-def answer_leads(
-    prompts: Sequence[str | list[Message] | None], tokenizer: PreTrainedTokenizerBase, chat_template: str
-) -> list[str | None]:
+def answer_leads(prompts: Sequence[str | list[Message] | None], form: QueryFormat) -> list[str | None]:
     """What each answer begins with after its prompt: the chat template's blank, or nothing; None if it continues text.
 
     Args:
         prompts: prompts from ``checked_prompt``; None if answers are whole texts.
     """
-    lead = answer_lead(tokenizer)
-    return [
-        "" if prompt is None else None if conversation(prompt, tokenizer, chat_template, None) is None else lead
-        for prompt in prompts
-    ]
+    lead = answer_lead(form.tokenizer)
+    return ["" if prompt is None else None if form.conversation(prompt) is None else lead for prompt in prompts]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.config.chat import Sources
 from tether.data.answers import encodable, last_turn, text_start
 from tether.data.bad_rows import UNUSABLE, every, usable
-from tether.data.forms import ROLES, content_told, decoded, given_names, plain_row, role_told
+from tether.data.forms import ROLES, content_told, decoded, given_names, role_told
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
 from tether.data.rendering import rendered
@@ -24,6 +24,38 @@ from tether.types import Message, Prompt
 
 PROMPTS_OPTION = "--prompts"
 """The option that names prompts on a command line, as messages call it."""
+
+
+@dataclass(frozen=True)
+class QueryFormat:
+    """How prompts become queries."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """The policy's."""
+    chat_template: str = "auto"
+    """``none`` takes text as it is; otherwise it becomes a turn of the tokenizer's template, if it has one."""
+    system_prompt: str | None = None
+    """System message for prompts without one."""
+    special_tokens: bool = False
+    """Whether special tokens in the content of messages are control tokens; otherwise they are encoded as ordinary
+    characters. Text that does not go through a template is taken as it is."""
+    now: str | None = None
+    """Date and time for the chat template, as in ``rendered``."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether text and transcripts become turns of the chat template."""
+        return uses_template(self.tokenizer, self.chat_template)
+
+    def conversation(self, source: str | Sequence[Message]) -> list[Message] | None:
+        """The chat messages that a prompt becomes, or None if it is text that is taken as it is."""
+        if isinstance(source, str):
+            if not self.is_chat:
+                return None
+            source = [{"role": "user", "content": source}]
+        if self.system_prompt is not None and all(message["role"] != "system" for message in source):
+            return [{"role": "system", "content": self.system_prompt}, *source]
+        return list(source)
 
 
 @dataclass(frozen=True)
@@ -91,7 +123,7 @@ def load_prompts(
         dataset_dir: folder of a ``dataset_info.json``, whose entries ``source`` names.
         max_samples: maximum number of rows to read from each source.
         columns: the source's column names by ours, where they differ.
-        special_tokens: as in ``encoded_queries``.
+        special_tokens: as in ``QueryFormat``.
         drop_bad_rows: whether rows that cannot be used are left out and counted instead of being an error.
         length_key: the configuration key of ``max_prompt_length``, for messages.
 
@@ -104,23 +136,13 @@ def load_prompts(
         source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset,
         revision=revision, columns=columns,
     )  # fmt: skip
-    is_chat = uses_template(tokenizer, chat_template)
+    form = QueryFormat(tokenizer, chat_template, system_prompt, special_tokens, chat_template_now)
 
-    def read(given: list[Row], places: list[str], numbers: Sequence[int]) -> PromptData:
-        rows = every(partial(plain_row, is_chat=is_chat), places, given)
+    def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> PromptData:
         used, others = _columns(rows, table, key)
         sources = every(_checked_source, places, rows, used)
         arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-        texts, queries = encoded_queries(
-            sources,
-            tokenizer,
-            chat_template,
-            system_prompt,
-            places,
-            arguments,
-            special_tokens=special_tokens,
-            now=chat_template_now,
-        )
+        texts, queries = encoded_queries(sources, form, places, arguments)
         prompts = [
             Prompt(
                 number,
@@ -128,7 +150,7 @@ def load_prompts(
                 text,
                 tuple(ids),
                 {name: row.get(name) for name in others},
-                conversation(prompt, tokenizer, chat_template, system_prompt),
+                form.conversation(prompt),
             )
             for number, row, prompt, text, ids in zip(numbers, rows, sources, texts, queries, strict=True)
             if len(ids) <= max_prompt_length
@@ -140,7 +162,7 @@ def load_prompts(
             )
         return PromptData(prompts, len(queries), len(queries) - len(prompts), others, table.name)
 
-    data, num_bad = usable(table, key, read, drops=drop_bad_rows)
+    data, num_bad = usable(table, key, form.is_chat, read, drops=drop_bad_rows)
     num_rows = data.num_rows + num_bad
     note = f"{table.name}: {len(data.prompts)} of {num_rows} prompts"
     if data.num_too_long:
@@ -295,14 +317,9 @@ def _message(message: Any, where: str) -> Message:
 
 def encoded_queries(
     sources: Sequence[str | list[Message]],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: str,
-    system_prompt: str | None,
+    form: QueryFormat,
     places: Sequence[str],
     arguments: Sequence[Mapping[str, Any]],
-    *,
-    special_tokens: bool = False,
-    now: str | None = None,
 ) -> tuple[list[str], list[list[int]]]:
     """Prompts as queries: their text and their token ids.
 
@@ -310,16 +327,13 @@ def encoded_queries(
         sources: prompts from ``checked_prompt``.
         places: what messages call the row of each prompt.
         arguments: further arguments of the chat template for each prompt.
-        special_tokens: whether special tokens in the content of messages are control tokens; otherwise they are encoded
-            as ordinary characters. Text that does not go through a template is taken as it is.
-        now: date and time for the chat template, as in ``rendered``.
 
     Raises:
         ConfigError, DataError: as in ``load_prompts``.
     """
-    conversations = [conversation(source, tokenizer, chat_template, system_prompt) for source in sources]
+    tokenizer, conversations = form.tokenizer, [form.conversation(source) for source in sources]
     plain = [messages is None for messages in conversations]
-    if system_prompt is not None and any(plain):
+    if form.system_prompt is not None and any(plain):
         why = "the tokenizer has none" if tokenizer.chat_template is None else "data.chat_template is none"
         name = "data.system_prompt" if _has_keys(places[0]) else "the system prompt (--system, or the run's)"
         raise ConfigError(
@@ -327,10 +341,10 @@ def encoded_queries(
             "leave it out, or put it into the prompts"
         )
     typed = TypedTokens(tokenizer)
-    hidden = [None if messages is None or special_tokens else typed.hidden(messages) for messages in conversations]
+    hidden = [None if messages is None or form.special_tokens else typed.hidden(messages) for messages in conversations]
     shown = [marked or messages or source
              for source, messages, marked in zip(sources, conversations, hidden, strict=True)]  # fmt: skip
-    texts = every(partial(_rendered, tokenizer, now=now), places, shown, arguments)
+    texts = every(partial(_rendered, tokenizer, now=form.now), places, shown, arguments)
     bos = text_start(tokenizer)
     queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
     for i, marked in enumerate(hidden):
@@ -341,27 +355,6 @@ def encoded_queries(
         if is_plain and bos and ids[:1] != bos:
             texts[i], queries[i] = tokenizer.bos_token + texts[i], bos + ids
     return texts, queries
-
-
-def conversation(
-    source: str | Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: str,
-    system_prompt: str | None,
-) -> list[Message] | None:
-    """The chat messages that a prompt becomes, or None if it is text that is taken as it is.
-
-    Args:
-        tokenizer: the policy's.
-        system_prompt: system message for prompts without one.
-    """
-    if isinstance(source, str):
-        if not uses_template(tokenizer, chat_template):
-            return None
-        source = [{"role": "user", "content": source}]
-    if system_prompt is not None and all(message["role"] != "system" for message in source):
-        return [{"role": "system", "content": system_prompt}, *source]
-    return list(source)
 
 
 def _rendered(

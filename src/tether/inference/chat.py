@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
-from tether.data.prompts import encoded_queries, uses_template
+from tether.data.prompts import QueryFormat, encoded_queries, uses_template
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.inference.options import check_options, naming_options
@@ -95,19 +95,13 @@ class Chat:
         self.forget()
 
     def _answer(self, speaker: Speaker, text: str, key: int, tell: Callable[[str], None]) -> str:
-        plain = not uses_template(speaker.tokenizer, self.keys["chat_template"])
-        source = text if plain else [*speaker.turns, {"role": "user", "content": text}]
-        _, (query,) = encoded_queries(
-            [source],
-            speaker.tokenizer,
-            self.keys["chat_template"],
-            self.system,
-            ["what you typed"],
-            [self.keys["chat_template_kwargs"]],
-            special_tokens=self.keys["special_tokens"],
-            now=self.keys["chat_template_now"],
+        template, special_tokens, now = (
+            self.keys[name] for name in ("chat_template", "special_tokens", "chat_template_now")
         )
-        before, sampling = query if plain else (), speaker.policy.sampling
+        form = QueryFormat(speaker.tokenizer, template, self.system, special_tokens, now)
+        source = [*speaker.turns, {"role": "user", "content": text}] if form.is_chat else text
+        _, (query,) = encoded_queries([source], form, ["what you typed"], [self.keys["chat_template_kwargs"]])
+        before, sampling = () if form.is_chat else query, speaker.policy.sampling
         streamed = Streamed(speaker.tokenizer, sampling, before, tell)
         heard = replace(sampling, text_ends=streamed)
         ((_, answer),) = speaker.generator.generate([Request(query, key, before)], heard)

@@ -15,7 +15,7 @@ from tether.config.schema import LoraConfig, RunConfig
 from tether.config.source import QueryConfig, SourceConfig
 from tether.data.answers import closing_token, encoded_answers
 from tether.data.pairs import answer_leads, encoded_prompts
-from tether.data.prompts import conversation, template_arguments, uses_template
+from tether.data.prompts import QueryFormat, template_arguments
 from tether.errors import ConfigError, DataError
 from tether.machine.distributed import Dist
 from tether.models.build import build_roles
@@ -52,7 +52,14 @@ class PolicyReader:
     @property
     def is_chat(self) -> bool:
         """Whether prompts are rendered with a chat template."""
-        return self.tokenizer is not None and uses_template(self.tokenizer, self.query.chat_template)
+        return self.tokenizer is not None and self._form.is_chat
+
+    @property
+    def _form(self) -> QueryFormat:
+        keys = self.query
+        return QueryFormat(
+            self.tokenizer, keys.chat_template, keys.system_prompt, keys.special_tokens, keys.chat_template_now
+        )
 
     def batch(
         self,
@@ -76,26 +83,20 @@ class PolicyReader:
             response_ids = [[] for _ in prompts]
             conversations = [prompt if isinstance(prompt, list) else None for prompt in prompts]
         else:
-            template, system = self.query.chat_template, self.query.system_prompt
             own = [
                 {name: columns[name][i] for name in ("chat_template_kwargs", "tools") if name in columns}
                 for i in range(len(places))
             ]
             try:
                 arguments = template_arguments(own, self.tokenizer, self.query.chat_template_kwargs, places)
-                queries = encoded_prompts(
-                    prompts, self.tokenizer, template, system, places, arguments,
-                    special_tokens=self.query.special_tokens, now=self.query.chat_template_now,
-                )  # fmt: skip
+                queries = encoded_prompts(prompts, self._form, places, arguments)
             except DataError as error:
                 if self.is_stand_in:
                     error.add_note("no policy is named, so a judge's tokenizer is used: set model.path to the policy")
                 raise
             texts, query_ids = [text for text, _ in queries], [ids for _, ids in queries]
             response_ids = self._answer_ids(prompts, responses)
-            conversations = [
-                None if prompt is None else conversation(prompt, self.tokenizer, template, system) for prompt in prompts
-            ]
+            conversations = [None if prompt is None else self._form.conversation(prompt) for prompt in prompts]
         return RewardBatch(
             prompts=["" if prompt is None else prompt for prompt in prompts],
             queries=texts,
@@ -112,7 +113,7 @@ class PolicyReader:
     ) -> list[list[int]]:
         if self.closing_id is None:
             return self.tokenizer(list(responses), add_special_tokens=False)["input_ids"]
-        leads = answer_leads(prompts, self.tokenizer, self.query.chat_template)
+        leads = answer_leads(prompts, self._form)
         return encoded_answers(responses, leads, self.tokenizer, self.closing_id)
 
 

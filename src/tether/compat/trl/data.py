@@ -12,11 +12,10 @@ from tether.data.bad_rows import every
 from tether.data.forms import is_given, plain_row
 from tether.data.prompts import (
     PromptData,
+    QueryFormat,
     checked_prompt,
-    conversation,
     encoded_queries,
     template_arguments,
-    uses_template,
 )
 from tether.errors import ConfigError, DataError
 from tether.types import Prompt
@@ -64,16 +63,16 @@ def prompts_of(
         )
     else:
         queries = None
-    sources, used = None, set()
+    sources, used, form = None, set(), QueryFormat(tokenizer, now=now)
     if text is not None:
-        plain = every(partial(plain_row, is_chat=uses_template(tokenizer, "auto")), places, rows)
+        plain = every(partial(plain_row, is_chat=form.is_chat), places, rows)
         of_rows = [next((name for name in TEXTS if is_given(row.get(name))), text) for row in plain]
         values = [row.get(name) for row, name in zip(plain, of_rows, strict=True)]
         sources, used = every(checked_prompt, places, values), {*of_rows, "prompt"}
     if queries is None:
         arguments = template_arguments(rows, tokenizer, None, places)
-        texts, queries = encoded_queries(sources, tokenizer, "auto", None, places, arguments, now=now)
-        chats = [conversation(source, tokenizer, "auto", None) for source in sources]
+        texts, queries = encoded_queries(sources, form, places, arguments)
+        chats = [form.conversation(source) for source in sources]
     else:
         _check_known(queries, tokenizer, places)
         texts = [tokenizer.decode(ids) for ids in queries]

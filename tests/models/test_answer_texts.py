@@ -10,7 +10,7 @@ from tokenizers.models import BPE, Unigram
 
 from tests.models.test_stop_strings import SPECIAL, byte_fallback, byte_level, drawn_ids, finished, word_pieces
 from tests.tiny import EOS, save_tiny, tiny_bpe_tokenizer, tiny_causal_lm, tiny_tokenizer
-from tests.train.runs import tiny_run, write
+from tests.train.runs import seen_by_models, tiny_run, write
 from tether.config.source import QueryConfig
 from tether.data.answers import encoded_answers
 from tether.generation.fake import FakeGenerator
@@ -20,7 +20,6 @@ from tether.inference.judges import PolicyReader
 from tether.metrics.writers import read_jsonl
 from tether.models.stop_strings import StopStrings, answer_text, continued
 from tether.rewards.function import FunctionSource
-from tether.rewards.model import ModelSource
 from tether.rewards.tokens import steps
 from tether.train.run import train_policy
 from tether.types import Request, Sampling
@@ -212,14 +211,7 @@ def test_judges_and_records_read_the_blank_after_the_prompt(policy, tmp_path, mo
     answer = tokenizer("the cat sees the day", add_special_tokens=False)["input_ids"][len(query) :]
     written = FakeGenerator([[*answer, tokenizer.eos_token_id]])
     monkeypatch.setattr(HFGenerator, "generate", lambda self, *asked: written.generate(*asked))
-    seen = []
-
-    def read(self, batch):
-        seen.extend(self.seen(batch))
-        return original(self, batch)
-
-    original = ModelSource.read
-    monkeypatch.setattr(ModelSource, "read", read)
+    seen = seen_by_models(monkeypatch)
     config = tiny_run(tmp_path, train__max_steps=1, sampling__response_length=9, **changes)
     train_policy(config)
     assert {row["response"] for row in read_jsonl(config.output_dir / "samples.jsonl")} == {" sees the day"}

@@ -87,12 +87,13 @@ def test_only_wanted_gradients(widened):
     assert widened and found.shape == value.shape
 
 
-def test_under_autocast_operands_are_those_of_autocast(widened):
+@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
+def test_under_autocast_operands_are_those_of_autocast(widened, options):
     inputs = operands(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = attention(*inputs)
+        expected = attention(*inputs, **options)
         with context():
-            output = attention(*inputs)
+            output = attention(*inputs, **options)
     assert widened == [torch.bfloat16] and torch.equal(output, expected)
     (grad, *_) = torch.autograd.grad(output.float().sum(), inputs)
     assert grad.dtype == torch.float32

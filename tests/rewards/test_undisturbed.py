@@ -131,9 +131,12 @@ def test_filters_that_hide_warnings_stay():
         warnings.filterwarnings("ignore", "a message of the test")
         return [1.0]
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
         FunctionSource(judge, "hides").score(text_batch("a"))
         warnings.warn("a message of the test", stacklevel=1)
+        warnings.warn("another one", stacklevel=1)
+    assert [str(each.message) for each in shown] == ["another one"]
 
 
 def test_a_run_is_the_same_whatever_its_reward_code_sets(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.tiny import save_tiny
 from tether.config.schema import RunConfig
+from tether.rewards.model import ModelSource
 
 PROMPTS = ("the cat sees", "i like the dog", "you run and", "it is a good day", "the sun is red")
 REWARD = '''
@@ -61,3 +62,15 @@ def tiny_run(folder: Path, *, kind: str = "llama", tied: bool = True, **changes:
     if lengths:
         config["train"].pop("max_steps")
     return RunConfig.model_validate(config)
+
+
+def seen_by_models(monkeypatch) -> list[str]:
+    """The texts that reward models are shown from now on."""
+    seen, original = [], ModelSource.read
+
+    def read(self, batch):
+        seen.extend(self.seen(batch))
+        return original(self, batch)
+
+    monkeypatch.setattr(ModelSource, "read", read)
+    return seen

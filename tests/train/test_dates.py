@@ -10,7 +10,7 @@ from tests.cli.test_chat import OPTIONS, noted
 from tests.compat.trl_runs import arguments, trainer
 from tests.stages.test_sft import stage
 from tests.tiny import save_tiny, tiny_tokenizer
-from tests.train.runs import tiny_run
+from tests.train.runs import seen_by_models, tiny_run
 from tether.config.load import load_config
 from tether.config.source import SourceConfig
 from tether.errors import CheckpointError
@@ -19,7 +19,6 @@ from tether.inference.evaluate import evaluate_path
 from tether.inference.generate import generate_path
 from tether.inference.scoring import score_file
 from tether.metrics.writers import read_jsonl
-from tether.rewards.model import ModelSource
 from tether.stages.sft import train_sft
 from tether.train import run
 from tether.train.run import open_trainer, train_policy
@@ -76,14 +75,7 @@ def test_a_run_is_resumed_and_evaluated_with_the_date_of_its_start(tmp_path, day
     train_policy(config)
     assert load_config(config.output_dir / "config.yaml").data.chat_template_now == "2026-01-01T23:59:59"
     day(2)
-    seen = []
-
-    def read(self, batch):
-        seen.extend(self.seen(batch))
-        return original(self, batch)
-
-    original = ModelSource.read
-    monkeypatch.setattr(ModelSource, "read", read)
+    seen = seen_by_models(monkeypatch)
     train_policy(judged_run(tmp_path, resume=str(config.output_dir / "checkpoint-1")))
     assert set(texts(config.output_dir)) == {"one"}
     assert seen and all(text.strip().startswith("one") for text in seen), "the judge reads the same day"

@@ -182,7 +182,7 @@ def test_signal_ends_the_run_with_its_state_saved(tmp_path, number, capfd):
     before = signal.getsignal(number)
     result = train_policy(stopped, callbacks=[Signal(number, 2)])
     assert result.interrupted == signal.Signals(number).name
-    told = f"\n{result.interrupted}: stopping at the next safe point. Ctrl-C again ends at once"
+    told = f"\n{result.interrupted}: stopping at the next safe point. Ctrl-C now would end at once"
     assert capfd.readouterr().err.count(told) == 1, "an update may take minutes"
     assert signal.getsignal(number) == before
     assert not (stopped.output_dir / "model.safetensors").exists()

@@ -27,12 +27,12 @@ LONGEST = 192
 """Maximum number of keys up to which the gradient is faster in float32 on every processor."""
 
 
-def wide_gradients(model: nn.Module) -> AbstractContextManager:
-    """A context in which the attention of the model has its gradient computed in float32, if that is faster.
+def wide_gradients(module: nn.Module) -> AbstractContextManager:
+    """A context in which the attention of a model or layer has its gradient computed in float32, if that is faster.
 
     A layer that is recomputed during the backward pass has to run in it as well. Compiled layers are left alone.
     """
-    is_wanted = torch.is_grad_enabled() and is_x86() and not is_compiled(model)
+    is_wanted = torch.is_grad_enabled() and is_x86() and not is_compiled(module)
     return _WideGradients() if is_wanted else nullcontext()
 
 
@@ -58,7 +58,9 @@ def _attend(
     """torch's ``scaled_dot_product_attention``, whose parameters these are."""
     inputs = (query, key, value)
     if torch.is_autocast_enabled("cpu") and query.device.type == "cpu" and query.dtype != torch.float64:
-        inputs = tuple(x.to(torch.get_autocast_dtype("cpu")) for x in inputs)
+        dtype = torch.get_autocast_dtype("cpu")
+        inputs = tuple(x.to(dtype) for x in inputs)
+        attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     is_plain = dropout_p == 0.0 and (attn_mask is None or not attn_mask.requires_grad)
     if needs_gradient and is_plain and all(map(_is_slow, inputs)):

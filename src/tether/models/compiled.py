@@ -74,9 +74,9 @@ def _keep_decisions_out() -> None:
         torch.compiler.assume_constant_result(decision)
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether ``compile_layers`` has compiled layers of the model."""
-    return any(layer in _COMPILED for layer in transformer_layers(model))
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``compile_layers`` has compiled this layer, or layers of this model."""
+    return any(layer in _COMPILED for layer in transformer_layers(module))
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from torch import nn
@@ -36,7 +36,7 @@ def recomputed_layers(model: nn.Module) -> Iterator[None]:
                 forward_of(layer),
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=lambda: (wide_gradients(model), wide_gradients(model)),
+                context_fn=partial(_contexts, layer),
             )
         yield
     finally:
@@ -45,3 +45,8 @@ def recomputed_layers(model: nn.Module) -> Iterator[None]:
                 layer.forward = overridden[layer]
             else:
                 vars(layer).pop("forward", None)
+
+
+def _contexts(layer: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """What the layer runs in: in the forward pass, and again in the backward pass."""
+    return wide_gradients(layer), wide_gradients(layer)

@@ -362,9 +362,8 @@ def held_out(run: Run) -> Finding | None:
             "gains carry over to new prompts.",
             "" if points or has_prompts else "set data.eval_prompts",
         )
-    count = len({sample.row for sample in run.samples if sample.split == "eval"})
-    if 0 < count < LEAST_PROMPTS:
-        text = f"{counted(count, 'held-out prompt')} cannot tell a change of the score from noise"
+    if 0 < run.num_held_out < LEAST_PROMPTS:
+        text = f"{counted(run.num_held_out, 'held-out prompt')} cannot tell a change of the score from noise"
         return Finding("info", "eval_scores", f"{text}.", f"Hold out at least {LEAST_PROMPTS}, better hundreds.")
     if not spread:
         return None

@@ -183,6 +183,11 @@ class Run:
         return max(self.updates, default=0)
 
     @property
+    def num_held_out(self) -> int:
+        """Number of held-out prompts whose answers were kept."""
+        return len({sample.row for sample in self.samples if sample.split == "eval"})
+
+    @property
     def planned_updates(self) -> int | None:
         """Number of updates that the configuration plans; None if that depends on the number of prompts."""
         if steps := self.count("train.max_steps"):

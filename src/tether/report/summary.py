@@ -92,10 +92,10 @@ def _held_out_verdict(run: Run, before: Point, after: Point, compared: list[Pair
     if error is None and spread is None:
         way = "rose" if change > 0 else "fell" if change < 0 else "did not move"
         return Verdict("info", "Not known.", f"The held-out score {way}, but its spread is unknown.", detail)
-    count = len(_score_changes(compared))
-    if 0 < count < LEAST_PROMPTS:
-        told = f"{counted(count, 'held-out prompt')} cannot tell a change from noise: hold out at least {LEAST_PROMPTS}"
-        return Verdict("info", "Not known.", f"{told}, better hundreds.", detail)
+    if 0 < run.num_held_out < LEAST_PROMPTS:
+        few = counted(run.num_held_out, "held-out prompt")
+        told = f"{few} cannot tell a change from noise: hold out at least {LEAST_PROMPTS}, better hundreds."
+        return Verdict("info", "Not known.", told, detail)
     noise = 2 * error if error is not None else NOISE * (spread or 0.0)
     size = f"by {number(abs(change / spread))} standard deviations of the start policy" if spread else "on average"
     if abs(change) <= noise:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tether.machine.distributed import Dist
 
 T = TypeVar("T")
-_AGAIN = "Ctrl-C again ends at once; what was done since the last save is lost then"
+_WARNING = "Ctrl-C now would end at once, and lose what was done since the last save"
 
 
 class Stopped(Exception):
@@ -85,7 +85,7 @@ class StopRequest:
             raise _AtOnce
         if self._dist is None or self._dist.is_main:
             with suppress(OSError):  # written past Python's streams, which may be in the middle of a write
-                os.write(2, f"\n{self.reason}: stopping at the next safe point. {_AGAIN}\n".encode())
+                os.write(2, f"\n{self.reason}: stopping at the next safe point. {_WARNING}\n".encode())
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

@@ -157,9 +157,9 @@ def open_chat(
         _check_system(asked, source.path, tokenizer, keys["chat_template"])
     speakers = []
     for source, tokenizer in zip(models, tokenizers, strict=True):
-        asked_for = {"response_length": response_length, "temperature": temperature}
-        with naming_options(in_chat=True):
-            policy = load_saved_policy(source.path, tokenizer, run, **asked_for, **source.options)
+        policy = load_saved_policy(
+            source.path, tokenizer, run, response_length=response_length, temperature=temperature, **source.options
+        )
         speakers.append(Speaker(source.path, policy, tokenizer))
     return Chat(speakers, keys, asked, seed)
 

@@ -102,7 +102,7 @@ class Chat:
         source = [*speaker.turns, {"role": "user", "content": text}] if form.is_chat else text
         _, (query,) = encoded_queries([source], form, ["what you typed"], [self.keys["chat_template_kwargs"]])
         before, sampling = () if form.is_chat else query, speaker.policy.sampling
-        streamed = Streamed(speaker.tokenizer, sampling, before, tell)
+        streamed = Streamed(speaker.tokenizer, sampling, tell)
         heard = replace(sampling, text_ends=streamed)
         ((_, answer),) = speaker.generator.generate([Request(query, key, before)], heard)
         text = answer_text(answer.token_ids, speaker.tokenizer, sampling, before).strip()

@@ -130,6 +130,9 @@ def test_messages_of_the_api(entry):
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "cat"}}}
     assert row["messages"] == [*turns[:2], {"role": "assistant", "content": "", "tool_calls": [call]}, *turns[3:]]
     assert row["prompt"] == row["messages"][:-1]
+    turns[2] = turns[2] | {"tool_calls": json.dumps([called])}
+    folder = entry([{"talk": turns}], formatting="openai", columns={"messages": "talk"})
+    assert read_entry(folder, "d", "k").rows == [row]
     tags = {"role_tag": "who", "content_tag": "text", "user_tag": "person"}
     rows = [{"talk": [{"who": "person", "text": "the cat"}, {"who": "assistant", "text": "is good"}]}]
     folder = entry(rows, formatting="openai", columns={"messages": "talk"}, tags=tags)
@@ -315,7 +318,17 @@ ALPACA = {"instruction": "a", "output": "b"}
             {"columns": {"prompt": "instruction", "history": "h"}},
             r"h, entry 0: got \['a'\], wanted a question and its answer",
         ),
+        (
+            {"instruction": "a", "h": "5"},
+            {"columns": {"prompt": "instruction", "history": "h"}},
+            "h: got 5, wanted a list of questions and their answers",
+        ),
         ({"conversations": None}, {"formatting": "sharegpt"}, "conversations: got None, wanted a list of turns"),
+        (
+            {"conversations": [{"from": "human", "value": "a", "tool_calls": 5}]},
+            {"formatting": "openai", "tags": {"role_tag": "from", "content_tag": "value"}},
+            "turn 0: got the tool_calls 5, wanted a list of calls",
+        ),
         (
             {"conversations": [{"role": "user", "content": "x"}]},
             {"formatting": "sharegpt"},

@@ -14,7 +14,7 @@ from tether.types import Sampling
 def told(tokenizer, sampling, ids, before=()):
     """The bits, and the answer, of as many tokens as the sampling lets it have."""
     bits = []
-    streamed = Streamed(tokenizer, sampling, before, bits.append)
+    streamed = Streamed(tokenizer, sampling, bits.append)
     for count in range(1, len(ids) + 1):
         if streamed.ends(ids[:count], before):
             ids = ids[:count]

@@ -438,6 +438,14 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
             train_sft(changed)
 
 
+def test_a_model_without_an_end_token_is_told_what_it_lacks(tmp_path):
+    config = stage(tmp_path)
+    for file, name in (("generation_config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        edit_json(tmp_path / "model" / file, lambda data, name=name: data.pop(name, None))
+    with pytest.raises(ConfigError, match=r"^neither .* has an end token; set eos_token in the tokenizer$"):
+        train_sft(config)
+
+
 def test_weights_in_few_bits_that_are_to_train_themselves_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
     def no_model(*args, **kwargs):
         raise AssertionError("a model was loaded")

@@ -243,7 +243,7 @@ def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
 def _turn(turn: Any, entry: _Entry, where: str) -> Message:
     tags, given = entry.tags, turn if isinstance(turn, Mapping) else {}
     role, content = given.get(tags["role_tag"]), as_text(given.get(tags["content_tag"]))
-    calls = given.get("tool_calls") if entry.formatting == "openai" else None
+    calls = decoded(given.get("tool_calls"), f"{where}, tool_calls") if entry.formatting == "openai" else None
     if calls:
         return {"role": "assistant", "content": content or "", "tool_calls": _api_calls(calls, where)}
     if isinstance(role, str) and isinstance(content, list):
@@ -265,7 +265,8 @@ def _turn(turn: Any, entry: _Entry, where: str) -> Message:
 
 def _api_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Function calls in the format of the API, with arguments as JSON text."""
-    functions = [call.get("function") if isinstance(call, Mapping) else None for call in calls]
+    listed = calls if isinstance(calls, list) else [calls]
+    functions = [call.get("function") if isinstance(call, Mapping) else None for call in listed]
     if not all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions):
         raise DataError(f"{where}: got the tool_calls {calls!r}, wanted a list of calls, each with a function's name")
     read = [{"name": each["name"], "arguments": _arguments(each.get("arguments"))} for each in functions]
@@ -276,7 +277,7 @@ def _arguments(given: Any) -> Any:
     """Arguments of a call as an object, as chat templates expect; text that is not JSON stays as it is."""
     try:
         return json.loads(given) if isinstance(given, str) else given
-    except ValueError:
+    except (ValueError, RecursionError):
         return given
 
 
@@ -294,8 +295,10 @@ def _ranked(row: Row, column: str, entry: _Entry, where: str) -> str:
 
 def _history(row: Row, column: str | None, where: str) -> list[Message]:
     messages: list[Message] = []
-    pairs = decoded(row.get(column), f"{where}, {column}") if column else None
-    for i, pair in enumerate(pairs or ()):
+    pairs = (decoded(row.get(column), f"{where}, {column}") if column else None) or []
+    if not isinstance(pairs, Sequence):
+        raise DataError(f"{where}, {column}: got {pairs!r}, wanted a list of questions and their answers")
+    for i, pair in enumerate(pairs):
         if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise DataError(f"{where}, {column}, entry {i}: got {pair!r}, wanted a question and its answer")
         messages += [{"role": "user", "content": pair[0]}, _assistant(pair[1])]

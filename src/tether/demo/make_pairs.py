@@ -36,7 +36,7 @@ from tether.generation.hf import HFGenerator
 from tether.models.device import bf16_supported
 from tether.models.forward import response_outputs
 from tether.models.loading import load_causal_lm
-from tether.models.tokenizer import load_tokenizer, stop_token_ids
+from tether.models.tokenizer import end_token_ids, load_tokenizer
 from tether.types import Prompt, Request, Sampling, noise_key
 
 WARM = "Answer in one short sentence, full of joy, love and praise."
@@ -156,7 +156,7 @@ def _candidates(
     def scope() -> Iterator[PreTrainedModel]:
         yield model
 
-    stops = stop_token_ids(tokenizer, model.generation_config, "eos")
+    stops = end_token_ids(tokenizer, model.generation_config)
     slots = [(i, sample) for i in range(len(queries)) for sample in range(num_samples)]
     requests = [Request(queries[i].token_ids, noise_key(seed, system, i, sample)) for i, sample in slots]
     generator = HFGenerator(scope, batch_size=BATCH_SIZE, device="cpu")

@@ -102,7 +102,7 @@ class Chat:
         source = [*speaker.turns, {"role": "user", "content": text}] if form.is_chat else text
         _, (query,) = encoded_queries([source], form, ["what you typed"], [self.keys["chat_template_kwargs"]])
         before, sampling = () if form.is_chat else query, speaker.policy.sampling
-        streamed = Streamed(speaker.tokenizer, sampling, before, tell)
+        streamed = Streamed(speaker.tokenizer, sampling, tell)
         heard = replace(sampling, text_ends=streamed)
         ((_, answer),) = speaker.generator.generate([Request(query, key, before)], heard)
         text = answer_text(answer.token_ids, speaker.tokenizer, sampling, before).strip()
@@ -157,9 +157,9 @@ def open_chat(
         _check_system(asked, source.path, tokenizer, keys["chat_template"])
     speakers = []
     for source, tokenizer in zip(models, tokenizers, strict=True):
-        asked_for = {"response_length": response_length, "temperature": temperature}
-        with naming_options(in_chat=True):
-            policy = load_saved_policy(source.path, tokenizer, run, **asked_for, **source.options)
+        policy = load_saved_policy(
+            source.path, tokenizer, run, response_length=response_length, temperature=temperature, **source.options
+        )
         speakers.append(Speaker(source.path, policy, tokenizer))
     return Chat(speakers, keys, asked, seed)
 

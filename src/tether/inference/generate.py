@@ -96,10 +96,9 @@ def generate_path(
     words = {"key": "--response_length", "way_out": "lower it, or --max_prompt_length"}
     check_positions(shape, data.longest_query, longest_answer, **words)
     display.phase("loading the model", 0, 1)
-    with naming_options():
-        policy = load_saved_policy(
-            model, tokenizer, run, response_length=longest_answer, temperature=temperature, **code
-        )
+    policy = load_saved_policy(
+        model, tokenizer, run, response_length=longest_answer, temperature=temperature, **code
+    )
     generator = HFGenerator(lambda: nullcontext(policy.model), batch_size=16, device=policy.model.device)
     requests = [Request(p.token_ids, noise_key(seed, "generate", p.row, 0), p.before) for p in data.prompts]
     rows: list[dict[str, Any]] = [{} for _ in requests]

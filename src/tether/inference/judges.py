@@ -24,7 +24,7 @@ from tether.models.device import half_dtype
 from tether.models.paths import check_model_path
 from tether.models.roles import ModelRoles
 from tether.models.stop_strings import continued
-from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
+from tether.models.tokenizer import end_token_ids, load_generation_config, load_tokenizer
 from tether.report.text import prompt_text
 from tether.rewards.build import build_rewards, check_rewards
 from tether.rewards.server import Asked, RewardServer
@@ -163,7 +163,7 @@ def load_reader(config: SourceConfig) -> PolicyReader:
     if config.model is None and tokenizer.eos_token_id is None:  # an encoder's, which does not read policy token ids
         return PolicyReader(tokenizer, None, **query)
     generation = load_generation_config(model.path, revision=model.revision)
-    closing_id = closing_token(tokenizer, stop_token_ids(tokenizer, generation, "eos"))
+    closing_id = closing_token(tokenizer, end_token_ids(tokenizer, generation))
     return PolicyReader(tokenizer, closing_id, **query)
 
 

@@ -13,8 +13,6 @@ _NAMES = (
     ("sampling.response_length", "--response_length"),
     (", or load the model in fewer bits (model.quantization, model.dtype)", ""),
     (", or exceed the range of half precision (train.fp16)", ""),
-    ("sampling.stop_token eos: ", "the model: "),
-    ("set sampling.stop_token to the token that ends an answer, or to null", "set eos_token in the tokenizer"),
 )
 """What messages about keys of a configuration say, and what they say of a command's options."""
 _NAMES_IN_CHAT = (

@@ -19,7 +19,7 @@ from tether.models.bitsandbytes import placed
 from tether.models.checkpoints import run_folders
 from tether.models.loading import load_causal_lm
 from tether.models.paths import is_adapter
-from tether.models.tokenizer import stop_token_ids
+from tether.models.tokenizer import end_token_ids, stop_token_ids
 from tether.train.build import sampling_of
 from tether.train.folder import CONFIG
 from tether.types import Sampling
@@ -90,8 +90,11 @@ def load_saved_policy(
     dtype = torch.float32 if is_adapter(path, options.get("revision")) else None
     model = load_causal_lm(path, dtype=dtype, device=device, **options)
     placed(model, device)
-    stops = stop_token_ids(tokenizer, model.generation_config, run.sampling.stop_token if run else "eos")
-    sampling = sampling_of(run.sampling, stops, tokenizer) if run else Sampling(DEFAULT_LENGTH, 1.0, stops)
+    ends = model.generation_config
+    if run is None:
+        sampling = Sampling(DEFAULT_LENGTH, 1.0, end_token_ids(tokenizer, ends))
+    else:
+        sampling = sampling_of(run.sampling, stop_token_ids(tokenizer, ends, run.sampling.stop_token), tokenizer)
     if response_length is not None:
         sampling = replace(sampling, max_new_tokens=response_length)
     if temperature is not None:

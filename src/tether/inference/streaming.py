@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.models.stop_strings import BROKEN, SLACK, StopStrings, answer_text
+from tether.models.stop_strings import BROKEN, SLACK, StopStrings, answer_text, continued
 from tether.types import Sampling
 
 
@@ -18,18 +18,11 @@ class Streamed:
 
     Args:
         sampling: how the answer is sampled.
-        before: ``Prompt.before``.
         tell: called with each bit.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        before: Sequence[int],
-        tell: Callable[[str], None],
-    ) -> None:
-        self._tokenizer, self._sampling, self._before, self._tell = tokenizer, sampling, before, tell
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, tell: Callable[[str], None]) -> None:
+        self._tokenizer, self._sampling, self._tell = tokenizer, sampling, tell
         self._open = SLACK if getattr(tokenizer, "clean_up_tokenization_spaces", False) else 0
         self._told = ""
 
@@ -38,7 +31,7 @@ class Streamed:
         inner = self._sampling.text_ends
         is_end = inner is not None and inner.ends(token_ids, before)
         if not is_end:
-            text = answer_text(token_ids, self._tokenizer, self._sampling, self._before).rstrip(BROKEN)
+            text = continued(token_ids, before, self._tokenizer).rstrip(BROKEN)
             text = text[: len(text) - self._open]
             self._extend((inner.settled(text) if isinstance(inner, StopStrings) else text).strip())
         return is_end

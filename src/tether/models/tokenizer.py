@@ -103,10 +103,10 @@ def configured_ends(generation: GenerationConfig | None) -> set[int]:
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None, stop_token: str | None
 ) -> frozenset[int]:
-    """Tokens that end an answer.
+    """Tokens that end an answer in a run.
 
     Args:
-        generation_config: the policy's; its end tokens are used besides the tokenizer's and the chat template's.
+        generation_config: as in ``end_token_ids``.
         stop_token: ``sampling.stop_token``: ``eos``, one token, or None if only the length ends an answer.
 
     Raises:
@@ -116,6 +116,23 @@ def stop_token_ids(
         return frozenset()
     if stop_token != "eos":
         return frozenset({_token_id(tokenizer, stop_token)})
+    try:
+        return end_token_ids(tokenizer, generation_config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"sampling.stop_token eos: {error}, or sampling.stop_token to the token that ends an answer, or to null"
+        ) from error
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> frozenset[int]:
+    """The end tokens of a model; at least one.
+
+    Args:
+        generation_config: the policy's; its end tokens are used besides the tokenizer's and the chat template's.
+
+    Raises:
+        ConfigError: the model has no end token.
+    """
     ends = configured_ends(generation_config)
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
@@ -123,8 +140,7 @@ def stop_token_ids(
         ends.add(closing)
     if not ends:
         raise ConfigError(
-            "sampling.stop_token eos: neither the model's generation config nor its tokenizer has an end token; "
-            "set sampling.stop_token to the token that ends an answer, or to null"
+            "neither the model's generation config nor its tokenizer has an end token; set eos_token in the tokenizer"
         )
     return frozenset(ends)
 

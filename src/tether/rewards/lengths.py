@@ -47,8 +47,6 @@ class Room:
             self._is_decoder and config.input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
         )
         """Whether it reads the policy's token ids."""
-        self.num_embeddings = num_embeddings(config.path, revision=config.revision, **code)
-        """Number of tokens that it has embeddings for."""
         self._reader = Reader(
             tokenizer, config.input_format, config.name or config.path, special_tokens=config.special_tokens, now=now
         )
@@ -108,8 +106,7 @@ def check_room(
         if not isinstance(config, OwnModelReward):
             continue
         room = Room(config, tokenizer, now)
-        lacks = without_row(tokenizer, room.num_embeddings, policy_embeddings) if room.shares_ids else None
-        if lacks is not None:
+        if room.shares_ids and (lacks := _lacks(config, tokenizer, policy_embeddings)) is not None:
             raise ConfigError(
                 f"{key}: {config.path} reads the policy's token ids, and has {lacks}: use a reward model with the "
                 "policy's vocabulary, or set input_format to chat or joined, whichever it was trained on, to show it "
@@ -151,3 +148,9 @@ def check_room(
 def or_raise(key: str, config: OwnModelReward) -> str:
     """Further advice for a limit that the user set."""
     return "" if config.max_length is None else f", or raise {key}.max_length"
+
+
+def _lacks(config: OwnModelReward, tokenizer: PreTrainedTokenizerBase, policy_embeddings: int) -> str | None:
+    """What a model lacks to read the policy's token ids, in words; None if it can."""
+    origin = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    return without_row(tokenizer, num_embeddings(config.path, **origin), policy_embeddings)

@@ -73,7 +73,8 @@ class ModelSource:
         """Runs forwards with the weights."""
         self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens, now=now)
         self.shares_ids = input_format == "auto" and same_tokenizer(tokenizer, policy_tokenizer)
-        self._num_rows, self._known = num_rows(model), frozenset(tokenizer.get_vocab().values())
+        self._num_rows = num_rows(model)
+        self._known = frozenset(tokenizer.get_vocab().values() if self.shares_ids else ())
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The model's scores; each equals the score of that text alone.

@@ -42,7 +42,7 @@ from tether.models.forward import is_causal, last_token_scores
 from tether.models.loading import load_causal_lm, load_config
 from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
-from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
+from tether.models.tokenizer import end_token_ids, load_generation_config, load_tokenizer
 from tether.report.read import REWARD_EVALUATION
 from tether.rewards.base import checked, score_sequences
 from tether.rewards.reading import READS_TO
@@ -227,7 +227,7 @@ def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
     tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
     check_template_kwargs(tokenizer, data.chat_template_kwargs)
     generation = load_generation_config(config.model.path, revision=config.model.revision)
-    end_ids = stop_token_ids(tokenizer, generation, "eos")
+    end_ids = end_token_ids(tokenizer, generation)
     tokenizer.init_kwargs[READS_TO] = tokenizer.convert_ids_to_tokens(closing_token(tokenizer, end_ids))
     same = {
         "max_length": data.max_length,

@@ -31,7 +31,7 @@ from tether.models.chat import check_template_kwargs, templated
 from tether.models.loading import load_causal_lm
 from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
-from tether.models.tokenizer import end_at, load_generation_config, load_tokenizer, stop_token_ids
+from tether.models.tokenizer import end_at, end_token_ids, load_generation_config, load_tokenizer
 from tether.stages import running
 from tether.stages.running import OnProgress, Stop, Tell
 from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
@@ -188,7 +188,7 @@ def _loaded(config: SftStageConfig) -> SftData:
     tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
     check_template_kwargs(tokenizer, data.chat_template_kwargs)
     generation = load_generation_config(config.model.path, revision=config.model.revision)
-    end_ids = stop_token_ids(tokenizer, generation, "eos")
+    end_ids = end_token_ids(tokenizer, generation)
     read = _read("demonstrations", data, tokenizer, end_ids)
     if data.eval_demonstrations is not None:
         others = _read("eval_demonstrations", data, tokenizer, end_ids)

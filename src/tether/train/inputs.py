@@ -40,7 +40,7 @@ from tether.models.fit import (
 from tether.models.gguf import gguf_source
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, check_model_path, is_adapter, model_digest, model_errors, own_weights
-from tether.models.tokenizer import load_generation_config, load_tokenizer, stop_token_ids
+from tether.models.tokenizer import end_token_ids, load_generation_config, load_tokenizer, stop_token_ids
 from tether.rewards.build import check_contents, check_conversations, check_reward_columns, check_rewards
 from tether.rewards.lengths import check_room
 from tether.train.display import Display
@@ -207,7 +207,7 @@ def _demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> De
         data.ptx,
         tokenizer,
         max_length=data.max_ptx_length,
-        end_ids=stop_token_ids(tokenizer, generation, "eos"),
+        end_ids=end_token_ids(tokenizer, generation),
         drops_unanswered=data.dataset_dir is not None,
         **data.chat,
         **data.reading("ptx"),

@@ -219,11 +219,9 @@ def begin(
     config = as_launched(config)
     dist.each(lambda: check(config))
     dist.by_main(lambda: check_folder(config))
+    config = with_now(config, dist.by_main(lambda: _begun_at(config) or present()))
     finished = dist.by_main(lambda: is_finished(config, read))
     checkpoint = None if finished else dist.by_main(lambda: find_checkpoint(config, tell))
-    saved = None if checkpoint is None else dist.by_main(lambda: _saved(checkpoint.parent, type(config)))
-    kept = None if saved is None else saved.data.chat_template_now
-    config = with_now(config, kept or dist.by_main(present))
     if finished:
         tell(f"finished: {config.output_dir} holds the model after the last step")
     else:
@@ -232,6 +230,14 @@ def begin(
 
 
 # The folder of a run
+
+
+def _begun_at(config: StageConfig) -> str | None:
+    """``data.chat_template_now`` of the run that is resumed; None if there is none, or if it kept no date."""
+    if config.resume is False:
+        return None
+    folder = config.output_dir if config.resume in (True, "auto") else Path(config.resume).parent
+    return _saved(folder, type(config)).data.chat_template_now if (folder / CONFIG_FILE).is_file() else None
 
 
 def is_finished(config: ConfigT, read: Callable[[ConfigT], Mapping[str, str]]) -> bool:
@@ -313,7 +319,6 @@ def _check_same_run(held: Path, folder: Path, config: StageConfig) -> list[str]:
     if not file.is_file():
         raise CheckpointError(f"resume: {file} is missing, so it is not known which run {held} belongs to")
     saved = with_now(_saved(folder, type(config)), config.data.chat_template_now)  # older runs kept no date
-    config = with_now(config, saved.data.chat_template_now)
     before, now = (dict(_leaves(each.model_dump(mode="json"))) for each in (saved, config))
     changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in MAY_CHANGE]
     recorded = _recorded(folder) if changed else {}

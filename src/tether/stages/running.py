@@ -535,9 +535,23 @@ class Watch(TrainerCallback):
     """Why the run was asked to stop, if it was."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: PreTrainedModel | PeftModel,
+        **kwargs: Any,
     ) -> None:
-        """Finds the best checkpoint of a resumed run, whose folder may have moved since its place was recorded."""
+        """Completes what the trainer restored of a resumed run.
+
+        The weights of a full model are loaded again: transformers matches them by name alone, and leaves those as they
+        are whose names in a file are others than in memory, such as experts. The optimizer already holds the
+        parameters. The best checkpoint is looked for, as the folder may have moved since its place was recorded.
+        """
+        checkpoint = self.run.checkpoint
+        if checkpoint is not None and not isinstance(model, PeftModel):
+            self.run.dist.each(lambda: _load_weights(model, checkpoint))
         if state.best_global_step is None:
             return
         found = self.run.dist.by_main(lambda: _best_so_far(self.run, state))
@@ -653,30 +667,8 @@ def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Train
         trainer = make_trainer()
         trainer.create_model_card = lambda *args, **kwargs: None  # its README.md would be about TRL
         trainer.remove_callback(PrinterCallback)
-        if checkpoint is not None and not isinstance(trainer.model, PeftModel):
-            trainer.add_callback(_OwnWeights(checkpoint))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     return trainer
-
-
-class _OwnWeights(TrainerCallback):
-    """Loads a full model's weights again when training goes on from a checkpoint: transformers matches them by name
-    alone, and leaves those as they are whose names in a file are others than in memory, such as experts."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: PreTrainedModel,
-        **rest: Any,
-    ) -> None:
-        """Loads them; the optimizer already holds the parameters."""
-        _load_weights(model, self._checkpoint)
 
 
 def keep_best(run: Begun[Any], trainer: Trainer, model: PreTrainedModel | PeftModel) -> int:

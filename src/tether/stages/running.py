@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from tether.config import launched
-from tether.config.base import passes_over
+from tether.config.base import differences, passes_over
 from tether.config.chat import present, with_now
 from tether.config.load import dump_config, parse_config
 from tether.config.places import FILE_OF, different, is_place, may_have_moved
@@ -319,37 +319,28 @@ def _check_same_run(held: Path, folder: Path, config: StageConfig) -> list[str]:
     if not file.is_file():
         raise CheckpointError(f"resume: {file} is missing, so it is not known which run {held} belongs to")
     saved = with_now(_saved(folder, type(config)), config.data.chat_template_now)  # older runs kept no date
-    before, now = (dict(_leaves(each.model_dump(mode="json"))) for each in (saved, config))
-    changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in MAY_CHANGE]
+    changed = {key: values for key, values in differences(saved, config).items() if key not in MAY_CHANGE}
     recorded = _recorded(folder) if changed else {}
     places = place_digests(config) if changed else {}
     refused = [key for key in changed if not recorded or not may_have_moved(key, recorded, places)]
     if refused:
-        differences = ", ".join(f"{key} {before.get(key)} → {now.get(key)}" for key in sorted(refused))
+        told = ", ".join("{} {} → {}".format(key, *changed[key]) for key in refused)
         moved = (
             " A model on the hub is known by its name and revision alone, one in a folder by its contents."
             if any(is_place(key) for key in refused)
             else ""
         )
         raise CheckpointError(
-            f"resume: {held} belongs to another run: {differences}. Restore these values, or start anew: choose "
+            f"resume: {held} belongs to another run: {told}. Restore these values, or start anew: choose "
             f"another output_dir, or use --overwrite instead of --resume.{moved}"
         )
-    return changed
+    return [*changed]
 
 
 def _saved(folder: Path, section: type[ConfigT]) -> ConfigT:
     """The configuration of the run in a folder."""
     file = folder / CONFIG_FILE
     return parse_config(file.read_text(encoding="utf-8"), section, source=str(file))
-
-
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else name)
-    else:
-        yield key, value
 
 
 Rows = Iterable[tuple[int, Sequence[Iterable[int]], Mapping[str, Any]]]

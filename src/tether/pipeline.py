@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tether.config.base import Section
+from tether.config.base import Section, differences
 from tether.config.chat import with_now
 from tether.config.load import parse_config
 from tether.config.pipeline import Pipeline
@@ -36,7 +36,7 @@ from tether.train.folder import CONFIG, CRITIC, other_contents, prepare_folder, 
 from tether.train.folder import check_folder as check_run_folder
 from tether.train.interrupt import StopRequest
 from tether.train.run import check_processes, train_policy, try_outside
-from tether.train.same_run import differences, may_change
+from tether.train.same_run import may_change
 
 State = Literal["finished", "begun", "new"]
 

@@ -139,6 +139,9 @@ def test_a_stage_is_resumed_with_the_date_of_its_start(tmp_path, day):
     assert any("the first prompt: 'one " in line for line in told)
     day(3)
     assert train_sft(config.model_copy(update={"resume": "auto"})).metrics == {}, "it is finished"
+    moved = (tmp_path / "rows.jsonl").rename(tmp_path / "moved.jsonl")
+    data = config.data.model_copy(update={"demonstrations": str(moved)})
+    assert train_sft(config.model_copy(update={"resume": "auto", "data": data})).metrics == {}, "also with moved rows"
 
 
 def test_a_trl_script_is_resumed_with_the_date_of_its_start(tmp_path, day):

@@ -8,13 +8,14 @@ from tests.rewards.test_model_source import alone
 from tests.tiny import EOS, save_tiny
 from tests.train.runs import tiny_run
 from tests.train.test_bookkeeping import ANSWERS, recorded
+from tether.config.base import differences
 from tether.generation.fake import FakeGenerator
 from tether.inference.evaluate import evaluate_path
 from tether.metrics.writers import read_jsonl
 from tether.rewards.fake import FakeRewards
 from tether.train.inputs import load_data
 from tether.train.run import train_policy
-from tether.train.same_run import differences, may_change
+from tether.train.same_run import may_change
 
 STRINGS = [" we it", " not very"]
 ENDED = [[10, 11, 12], [20, EOS], [13, 14, 15, 16], [21, 22, EOS]]

@@ -1,7 +1,7 @@
-"""The base of every configuration section."""
+"""The base of every configuration section, and what several of them check."""
 
 from fractions import Fraction
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -44,3 +44,20 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+def differences(saved: Section, config: Section) -> dict[str, tuple[Any, Any]]:
+    """The old and new value of each key that differs between two configurations, None where a key is absent."""
+    before, now = (_leaves(each.model_dump(mode="json")) for each in (saved, config))
+    both = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
+    return {key: (old, new) for key, (old, new) in both.items() if old != new}
+
+
+def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        return {prefix: value}
+    return {k: v for key, child in items for k, v in _leaves(child, f"{prefix}.{key}" if prefix else str(key)).items()}

@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from tether.config import launched
-from tether.config.base import passes_over
+from tether.config.base import differences, passes_over
 from tether.config.chat import present, with_now
 from tether.config.load import dump_config, parse_config
 from tether.config.places import FILE_OF, different, is_place, may_have_moved
@@ -219,11 +219,9 @@ def begin(
     config = as_launched(config)
     dist.each(lambda: check(config))
     dist.by_main(lambda: check_folder(config))
+    config = with_now(config, dist.by_main(lambda: _begun_at(config) or present()))
     finished = dist.by_main(lambda: is_finished(config, read))
     checkpoint = None if finished else dist.by_main(lambda: find_checkpoint(config, tell))
-    saved = None if checkpoint is None else dist.by_main(lambda: _saved(checkpoint.parent, type(config)))
-    kept = None if saved is None else saved.data.chat_template_now
-    config = with_now(config, kept or dist.by_main(present))
     if finished:
         tell(f"finished: {config.output_dir} holds the model after the last step")
     else:
@@ -232,6 +230,14 @@ def begin(
 
 
 # The folder of a run
+
+
+def _begun_at(config: StageConfig) -> str | None:
+    """``data.chat_template_now`` of the run that is resumed; None if there is none, or if it kept no date."""
+    if config.resume is False:
+        return None
+    folder = config.output_dir if config.resume in (True, "auto") else Path(config.resume).parent
+    return _saved(folder, type(config)).data.chat_template_now if (folder / CONFIG_FILE).is_file() else None
 
 
 def is_finished(config: ConfigT, read: Callable[[ConfigT], Mapping[str, str]]) -> bool:
@@ -313,38 +319,28 @@ def _check_same_run(held: Path, folder: Path, config: StageConfig) -> list[str]:
     if not file.is_file():
         raise CheckpointError(f"resume: {file} is missing, so it is not known which run {held} belongs to")
     saved = with_now(_saved(folder, type(config)), config.data.chat_template_now)  # older runs kept no date
-    config = with_now(config, saved.data.chat_template_now)
-    before, now = (dict(_leaves(each.model_dump(mode="json"))) for each in (saved, config))
-    changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key not in MAY_CHANGE]
+    changed = {key: values for key, values in differences(saved, config).items() if key not in MAY_CHANGE}
     recorded = _recorded(folder) if changed else {}
     places = place_digests(config) if changed else {}
     refused = [key for key in changed if not recorded or not may_have_moved(key, recorded, places)]
     if refused:
-        differences = ", ".join(f"{key} {before.get(key)} → {now.get(key)}" for key in sorted(refused))
+        told = ", ".join("{} {} → {}".format(key, *changed[key]) for key in refused)
         moved = (
             " A model on the hub is known by its name and revision alone, one in a folder by its contents."
             if any(is_place(key) for key in refused)
             else ""
         )
         raise CheckpointError(
-            f"resume: {held} belongs to another run: {differences}. Restore these values, or start anew: choose "
+            f"resume: {held} belongs to another run: {told}. Restore these values, or start anew: choose "
             f"another output_dir, or use --overwrite instead of --resume.{moved}"
         )
-    return changed
+    return [*changed]
 
 
 def _saved(folder: Path, section: type[ConfigT]) -> ConfigT:
     """The configuration of the run in a folder."""
     file = folder / CONFIG_FILE
     return parse_config(file.read_text(encoding="utf-8"), section, source=str(file))
-
-
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else name)
-    else:
-        yield key, value
 
 
 Rows = Iterable[tuple[int, Sequence[Iterable[int]], Mapping[str, Any]]]
@@ -530,9 +526,23 @@ class Watch(TrainerCallback):
     """Why the run was asked to stop, if it was."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: PreTrainedModel | PeftModel,
+        **kwargs: Any,
     ) -> None:
-        """Finds the best checkpoint of a resumed run, whose folder may have moved since its place was recorded."""
+        """Completes what the trainer restored of a resumed run.
+
+        The weights of a full model are loaded again: transformers matches them by name alone, and leaves those as they
+        are whose names in a file are others than in memory, such as experts. The optimizer already holds the
+        parameters. The best checkpoint is looked for, as the folder may have moved since its place was recorded.
+        """
+        checkpoint = self.run.checkpoint
+        if checkpoint is not None and not isinstance(model, PeftModel):
+            self.run.dist.each(lambda: _load_weights(model, checkpoint))
         if state.best_global_step is None:
             return
         found = self.run.dist.by_main(lambda: _best_so_far(self.run, state))
@@ -648,30 +658,8 @@ def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Train
         trainer = make_trainer()
         trainer.create_model_card = lambda *args, **kwargs: None  # its README.md would be about TRL
         trainer.remove_callback(PrinterCallback)
-        if checkpoint is not None and not isinstance(trainer.model, PeftModel):
-            trainer.add_callback(_OwnWeights(checkpoint))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     return trainer
-
-
-class _OwnWeights(TrainerCallback):
-    """Loads a full model's weights again when training goes on from a checkpoint: transformers matches them by name
-    alone, and leaves those as they are whose names in a file are others than in memory, such as experts."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: PreTrainedModel,
-        **rest: Any,
-    ) -> None:
-        """Loads them; the optimizer already holds the parameters."""
-        _load_weights(model, self._checkpoint)
 
 
 def keep_best(run: Begun[Any], trainer: Trainer, model: PreTrainedModel | PeftModel) -> int:

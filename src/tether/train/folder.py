@@ -17,6 +17,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tether.config.base import differences
 from tether.config.chat import with_now
 from tether.config.load import dump_config, parse_config
 from tether.config.places import different, may_have_moved
@@ -54,7 +55,7 @@ from tether.train.guard import BAD_BATCHES
 from tether.train.inputs import check, load_data, model_paths, place_digests, resolved
 from tether.train.log import SAMPLES
 from tether.train.norms import SCORE_NORM
-from tether.train.same_run import OF_END, differences, fingerprints, may_change
+from tether.train.same_run import OF_END, fingerprints, may_change
 
 CONFIG, CRITIC = "config.yaml", "critic"
 FOLDERS = (CRITIC, BASE)

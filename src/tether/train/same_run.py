@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tether.config.base import Section
+from tether.config.base import differences
 from tether.config.places import different, is_place, may_have_moved
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration
@@ -112,16 +112,6 @@ def may_change(key: str, *, is_finished: bool = False) -> bool:
     return key in MAY_CHANGE or any(pattern.fullmatch(key) for pattern in of_rewards)
 
 
-def differences(saved: Section, config: Section) -> dict[str, str]:
-    """The old and new value of each key that differs between two configurations."""
-    before, now = (_leaves(each.model_dump(mode="json")) for each in (saved, config))
-    return {
-        key: f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    }
-
-
 def check_same_run(
     saved: RunConfig, config: RunConfig, path: Path, recorded: Mapping[str, str], read: Mapping[str, str]
 ) -> list[str]:
@@ -135,7 +125,7 @@ def check_same_run(
     Raises:
         CheckpointError: keys differ that may not; names them, and those that may.
     """
-    lines = differences(saved, config)
+    lines = {key: f"{key}: was {old!r}, now {new!r}" for key, (old, new) in differences(saved, config).items()}
     if refused := [key for key in lines if not may_change(key) and not may_have_moved(key, recorded, read)]:
         differ = "".join(f"  {lines[key]}\n" for key in refused)
         moved = (
@@ -193,12 +183,3 @@ def check_same_data(saved: Mapping[str, str], data: Mapping[str, str], path: Pat
             f"model.path: {path}, in another output_dir"
         )
 
-
-def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    else:
-        return {prefix: value}
-    return {k: v for key, child in items for k, v in _leaves(child, f"{prefix}.{key}" if prefix else str(key)).items()}

@@ -146,6 +146,7 @@ def test_random_numbers_are_a_functions_own():
 def test_filters_that_hide_warnings_stay():
     def judge(prompts, completions):
         warnings.filterwarnings("ignore", "a message of the test")
+        warnings.filterwarnings("error", "a message that ends the run")
         return [1.0]
 
     with warnings.catch_warnings():

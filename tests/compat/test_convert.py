@@ -444,6 +444,7 @@ class TestToOurs:
             ('MORE=()\npython t.py --a 1 "${MORE[@]}"', ["--a", "1"]),
             ('MORE=()\nif x; then\n MORE+=(--b 2)\nfi\npython t.py --a 1 "${MORE[@]}"', ["--a", "1", "--b", "2"]),
             ("python t.py --a 1 \\", ["--a", "1"]),
+            ("A=1\npython t.py --a $A --b '$A'", ["--a", "1", "--b", "$A"]),
             ("(cd a && python t.py --a 1)", ["--a", "1"]),
             ("python t.py --a 1 > >(tee log) 2>&1", ["--a", "1"]),
             ("cat > a.txt <<EOF\nit's python u.py --b 2\nEOF\npython t.py --a 1", ["--a", "1"]),

@@ -52,6 +52,8 @@ def test_micro_batches_are_as_large_as_fits_up_to_eight(batch, minis, processes,
 def test_micro_batches_that_are_set_stay_as_they_are():
     with pytest.raises(ValueError, match="micro_batch_size 8 must divide rollout_batch_size 100"):
         run_of({"max_steps": 1, "rollout_batch_size": 100, "micro_batch_size": 8})
+    small = run_of({"max_steps": 1, "rollout_batch_size": 64, "micro_batch_size": 2})
+    assert small.resolved(bf16=False).train.micro_batch_size == 2
     budget = run_of({"max_steps": 1, "rollout_batch_size": 100, "max_tokens_per_micro_batch": 512})
     assert budget.resolved(bf16=False).train.micro_batch_size is None
 

@@ -355,21 +355,23 @@ def test_of_prompt_and_messages_the_one_that_is_there_is_read(write, nothing):
         {"prompt": nothing, "messages": [TURN], "id": 1},
         {"prompt": "the cat", "messages": nothing, "id": 2},
         {"prompt": nothing, "messages": nothing, "conversations": [{"from": "human", "value": "the cat"}], "id": 3},
+        {"prompt": nothing, "messages": [TURN], "conversations": [{"from": "human", "value": "a dog"}], "id": 4},
     ]
     read = prompts(write(*rows))
-    assert [prompt.text for prompt in read] == [query] * 3
-    assert [prompt.columns["id"] for prompt in read] == [1, 2, 3] and "prompt" not in read[0].columns
+    assert [prompt.text for prompt in read] == [query] * 4
+    assert [prompt.columns["id"] for prompt in read] == [1, 2, 3, 4] and "prompt" not in read[0].columns
     rows = [
         {"prompt": nothing, "completion": nothing, "messages": [TURN, says]},
         {"prompt": "the cat", "completion": "sees", "messages": nothing},
         {"prompt": nothing, "completion": "sees", "messages": [TURN]},
+        {"prompt": "the cat", "completion": "sees", "messages": [{"role": "user", "content": "a dog"}]},
     ]
     shown = load_demonstrations(write(*rows), tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
     whole = [tokenizer.decode([*each.query_ids, *each.response_ids]) for each in shown]
-    assert whole == [f"{query} sees <eos>"] * 3
+    assert whole == [f"{query} sees <eos>"] * 4
     judged = load_judged(write(*rows), split="train", key="FILE", is_chat=True).rows
     assert [(row.prompt, row.answers) for row in judged] == [
-        ([TURN], ("sees",)), ("the cat", ("sees",)), ([TURN], ("sees",)),
+        ([TURN], ("sees",)), ("the cat", ("sees",)), ([TURN], ("sees",)), ("the cat", ("sees",)),
     ]  # fmt: skip
     pairs = [
         {"prompt": nothing, "messages": [TURN], "chosen": "sees", "rejected": "runs"},

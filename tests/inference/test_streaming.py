@@ -50,6 +50,13 @@ def test_what_may_begin_a_stop_string_and_half_a_character_wait():
     assert told(tokenizer, Sampling(9), [*other[:1], *whole])[0] == ["a", "é"]
 
 
+def test_what_may_be_cleaned_up_waits():
+    tokenizer = TOKENIZERS["word pieces"]()
+    words = ["human"] * 4
+    bits, answer = told(tokenizer, Sampling(20), ids_of(tokenizer, *words, "'", "s", *words))
+    assert "".join(bits) == answer == "human human human human's human human human human" and len(bits) > 4
+
+
 def test_a_text_that_is_read_anew_is_told_as_a_whole_at_last():
     tokenizer = TOKENIZERS["word pieces"]()
     bits, answer = told(tokenizer, Sampling(9), ids_of(tokenizer, "do", "n't", "run", "##s"))

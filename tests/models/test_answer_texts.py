@@ -120,6 +120,13 @@ def byte_letters(byte):
     return chr(byte) if byte in own else chr(256 + others.index(byte))
 
 
+def test_a_blank_before_special_tokens_that_the_answer_pulls_back_takes_nothing_from_it():
+    tokenizer = TOKENIZERS["unigram, cleaned up"]()
+    query, answer = (tokenizer.convert_tokens_to_ids(ids) for ids in (["▁cat", "▁", *["<unk>"] * 4], [".", "▁day"]))
+    assert (plain(tokenizer, query), plain(tokenizer, query + answer)) == ("cat ", "cat. day")
+    assert continued(answer, query, tokenizer) == ". day"
+
+
 @pytest.mark.parametrize("name", WITH_BLANK)
 def test_the_first_blank_stays(name):
     tokenizer = TOKENIZERS[name]()

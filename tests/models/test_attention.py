@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
+from transformers import GraniteConfig, GraniteForCausalLM
 
+from tests.models.build import micro_batch
 from tests.tiny import tiny_causal_lm
 from tether.models import attention as module
+from tether.models import forward
 from tether.models.attention import LONGEST, wide_gradients
 from tether.models.compiled import compile_layers
 from tether.models.recompute import recomputed_layers
@@ -141,6 +144,18 @@ def test_recomputed_layers_have_the_same_gradient(widened):
     recomputed = weights_gradient(model, [wide_gradients, recomputed_layers])
     assert count > 0 and len(widened) == 3 * count  # in the forward pass, and again in the backward pass
     assert all(map(torch.equal, kept, recomputed))
+
+
+@pytest.mark.parametrize("scaling", [1.0, 3.0])
+def test_passes_that_train_have_their_gradients_that_way(widened, scaling):
+    """Also where logits are the model's own, as they are not its head's alone."""
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = GraniteConfig(**shape, num_attention_heads=2, logits_scaling=scaling)
+    model = GraniteForCausalLM(config).to(torch.bfloat16).eval()
+    assert forward.head_matches(model) is (scaling == 1.0)
+    widened.clear()
+    forward.response_outputs(model, micro_batch(), temperature=1.0)
+    assert widened == 2 * [torch.bfloat16]
 
 
 def test_compiled_layers_are_left_alone(monkeypatch, widened):

@@ -2070,8 +2070,168 @@ FLOAT16 = (
     ),
 )
 
+ROWS = (
+    *in_file(
+        "data/bad_rows.py",
+        ("bad rows are left out unasked", "            if errors and not drops:\n                break\n", ""),
+        ("rows behind a bad one get other numbers", "for i in left], left)", "for i in left], range(len(left)))"),
+        tests=(
+            "tests/data/test_bad_rows.py::test_all_of_them_are_named_at_once_in_the_order_of_the_file",
+            "tests/data/test_bad_rows.py::test_they_are_left_out_and_counted_and_the_others_keep_their_numbers",
+        ),
+    ),
+    *in_file(
+        "data/forms.py",
+        ("what follows messages in JSON is lost", "end == len(text) and any(map(", "any(map("),
+        tests=("tests/data/test_forms.py::test_text_that_is_no_conversation_stays_text",),
+    ),
+    *in_file(
+        "data/rendering.py",
+        ("templates print today's date in a resumed run", "template = _stopped_clock(now) + template", "pass"),
+        tests=("tests/data/test_rendering.py::test_a_template_that_prints_the_present_date_prints_the_given_one",),
+    ),
+)
+
+ANSWERS = (
+    *in_file(
+        "models/stop_strings.py",
+        ("an answer is read as a text of its own", "if not before:\n        return", "if True:\n        return"),
+        (
+            "an answer that pulls a blank back loses its beginning",
+            "whole[next((i for i in range(shared) if text[i] != whole[i]), shared) :]",
+            "whole[len(text) :]",
+        ),
+        tests=(
+            "tests/models/test_answer_texts.py::test_a_query_and_its_answer_are_the_text_of_both",
+            "tests/models/test_answer_texts.py"
+            "::test_a_blank_before_special_tokens_that_the_answer_pulls_back_takes_nothing_from_it",
+        ),
+    ),
+    *in_file(
+        "models/fit.py",
+        ("tokens that a judge has no embedding for are passed over", "token < rows or token in known", "token < rows"),
+        tests=("tests/train/test_vocabularies.py::test_only_ids_without_a_token_and_without_a_row_are_passed_over",),
+    ),
+    *in_file(
+        "rewards/reading.py",
+        (
+            "an answer that a judge cannot read is scored as another text",
+            "None if each is None else score for score",
+            "score for score",
+        ),
+        tests=(
+            "tests/rewards/test_model_options.py"
+            "::test_an_answer_that_a_judge_cannot_read_is_an_error_unless_it_has_a_score",
+        ),
+    ),
+    *in_file(
+        "rewards/files/__init__.py",
+        ("a reward file that changed does not run again", "if _run.get(name) != source:", "if name not in _run:"),
+        (
+            "a reward file runs as it was compiled before",
+            "self.source_to_code(self.get_data(path), path)",
+            "super().get_code(fullname)",
+        ),
+        tests=("tests/rewards/test_files.py::test_a_file_that_changed_within_a_second_and_is_as_long_runs_again",),
+    ),
+    *in_file(
+        "rewards/undisturbed.py",
+        ("training goes on in the default dtype of reward code", ", torch.set_default_dtype)", ", lambda dtype: None)"),
+        (
+            "what a reward call sets ends with another call",
+            "        _state.depth -= 1\n        if _state.depth == 0:",
+            "        _state.depth -= 1\n        if True:",
+        ),
+        tests=(
+            "tests/rewards/test_undisturbed.py::test_what_a_call_sets_holds_until_its_own_end",
+            "tests/rewards/test_undisturbed.py::test_what_reward_code_changes_is_set_back_and_told_once",
+        ),
+    ),
+    *in_file(
+        "train/evaluate.py",
+        ("an interrupted evaluation loses its scores", "samples[:] = [judged.sample(", "samples = [judged.sample("),
+        tests=(
+            "tests/inference/test_evaluate.py::test_answers_and_scores_are_kept_when_what_comes_after_is_interrupted",
+        ),
+    ),
+)
+
+RUNS = (
+    *in_file(
+        "config/places.py",
+        (
+            "a resumed run takes another model for its own that has moved",
+            "any(n in saved and saved[n] == now.get(n) for n in names)",
+            "True",
+        ),
+        tests=("tests/train/test_same_run.py::test_what_lies_elsewhere_must_be_the_same",),
+    ),
+    *in_file(
+        "config/schema.py",
+        ("micro-batches are those of one process", "if mini % min(rows * num_processes, mini) == 0)", ")"),
+        tests=("tests/config/test_defaults.py::test_micro_batches_are_as_large_as_fits_up_to_eight",),
+    ),
+    *in_file(
+        "train/optim.py",
+        ("warm-up in updates is in optimizer steps", "_total_steps(config, train.warmup_steps)", "train.warmup_steps"),
+        tests=("tests/train/test_optim.py::test_warm_up_is_over_as_many_updates_as_were_said",),
+    ),
+    *in_file(
+        "stages/running.py",
+        (
+            "a stage keeps its last model for its best",
+            "run.dist.each(lambda: _load_weights(model, Path(state.best_model_checkpoint)))",
+            "pass",
+        ),
+        (
+            "a stage does not save its best model",
+            "            control.should_save = True\n        elif",
+            "            pass\n        elif",
+        ),
+        tests=("tests/stages/test_best.py::test_the_best_evaluated_model_is_kept_and_told[full]",),
+    ),
+    *in_file(
+        "stages/running.py",
+        (
+            "patience is counted from the start of a stage",
+            'row["step"] > (state.best_global_step or 0)',
+            'row["step"] > 0',
+        ),
+        tests=("tests/stages/test_best.py::test_a_run_that_does_not_improve_ends_early_also_if_it_was_resumed",),
+    ),
+    *in_file(
+        "stages/running.py",
+        ("a resumed stage has the experts of the start", "trainer.add_callback(_OwnWeights(checkpoint))", "pass"),
+        tests=(
+            "tests/stages/test_sft.py"
+            "::test_a_model_whose_names_in_files_are_not_those_in_memory_goes_on_with_its_own_weights",
+        ),
+    ),
+)
+
+ATTENTION = "tests/models/test_attention.py"
+ATTENDING = (
+    *in_file(
+        "models/attention.py",
+        ("the gradient of attention has no mask", "(*wide, mask, **ctx.options)", "(*wide, None, **ctx.options)"),
+        ("attention has no dropout", "is_plain = dropout_p == 0.0 and (", "is_plain = ("),
+        ("the gradient of attention is in half precision", "x.detach().float()", "x.detach()"),
+        tests=(
+            f"{ATTENTION}::test_output_is_torchs_own_and_gradients_are_those_of_float32_rounded_once",
+            f"{ATTENTION}::test_everything_else_is_left_to_torch",
+        ),
+    ),
+    *in_file(
+        "models/forward.py",
+        ("the trunk's attention has the slow gradient", ", wide_gradients(backbone):", ":"),
+        ("attention of a model's own forward has the slow gradient", ", wide_gradients(model.base_model), _", ", _"),
+        tests=(f"{ATTENTION}::test_passes_that_train_have_their_gradients_that_way",),
+    ),
+)
+
 DEFECTS = (
     *ADVANTAGES, *KL, *LOGPROBS, *LOSSES, *MASKING, *REDUCTION, *SCORES, *FORWARD, *COLLATE, *STREAM, *KEYS, *COLUMNS,
     *REDUCE, *GENERATION, *DECODING, *TRAINER, *UPDATE, *LOGGED, *EXPERIENCE, *MEASURE, *ROLLOUT, *EVALUATE, *EMA,
-    *OPTIM, *HEADS, *ROLES, *CHECKPOINT, *REWARDS, *ENSEMBLES, *REWARD_STAGE, *DEFAULTS, *FLOAT16,
+    *OPTIM, *HEADS, *ROLES, *CHECKPOINT, *REWARDS, *ENSEMBLES, *REWARD_STAGE, *DEFAULTS, *FLOAT16, *ROWS, *ANSWERS,
+    *RUNS, *ATTENDING,
 )  # fmt: skip

@@ -70,7 +70,8 @@ def test_what_a_file_cannot_import_from_its_package_is_told(tmp_path):
         load_function(str(tmp_path / "judge.py"), "f", "rewards.0")
 
 
-def test_a_file_that_changed_within_a_second_and_is_as_long_runs_again(tmp_path):
+def test_a_file_that_changed_within_a_second_and_is_as_long_runs_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     file = tmp_path / "judge.py"
     for number in (1, 2, 1):
         file.write_text(f"def f(prompts, completions): return [{number}]\n")

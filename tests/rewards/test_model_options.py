@@ -64,7 +64,8 @@ def test_an_answer_that_a_judge_cannot_read_is_an_error_unless_it_has_a_score(ju
     assert output.scores == pytest.approx([wanted[0], -0.5, wanted[2]], abs=1e-6) and wanted[1] != -0.5
     assert output.components["judge/missing"] == [0.0, 1.0, 0.0] and len(forwards) == 3
     assert rewards.score(chat_batch(tiny_tokenizer(), TURNS[1:2])).scores == [-0.5]
-    assert caplog.text.count("Its score is set to -0.5, the reward's `missing`; rewards/judge/missing is") == 1
+    why = "but the limit is 12. Its score is set to -0.5, the reward's `missing`; rewards/judge/missing is"
+    assert caplog.text.count(why) == caplog.text.count("Its score is set to") == 1
 
 
 def test_an_empty_answer_without_a_token_has_the_score_of_those_that_cannot_be_read(tmp_path):

@@ -33,7 +33,10 @@ CHANGES = {
     "torch's precision of float32 products": (
         "torch.set_float32_matmul_precision('medium')", torch.get_float32_matmul_precision,
     ),
-    "the flags of cuDNN": ("torch.backends.cudnn.deterministic = True", lambda: torch.backends.cudnn.deterministic),
+    "the flags of cuDNN": (
+        "torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = True",
+        lambda: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+    ),
     "torch's anomaly detection": ("torch.autograd.set_detect_anomaly(True)", torch.is_anomaly_enabled),
     "the current folder": ("os.chdir('/')", os.getcwd),
     "filters that make warnings exceptions": (
@@ -105,6 +108,20 @@ def test_calls_that_take_turns_in_one_thread_are_set_back_when_the_last_one_ends
     assert asyncio.run(calls()) and len(seen) == 3
 
 
+def test_what_a_call_sets_holds_until_its_own_end():
+    async def call(turns):
+        with undisturbed("call"):
+            torch.set_default_dtype(torch.float64)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return torch.get_default_dtype()
+
+    async def calls():
+        return await asyncio.gather(call(1), call(3))
+
+    assert asyncio.run(calls()) == 2 * [torch.float64] and torch.get_default_dtype() == torch.float32
+
+
 def test_a_closed_stream_is_an_error_that_can_still_be_told(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     with pytest.raises(RewardError, match=r"judge closed sys\.stdout, which the run writes to"), undisturbed("judge"):
@@ -129,6 +146,7 @@ def test_random_numbers_are_a_functions_own():
 def test_filters_that_hide_warnings_stay():
     def judge(prompts, completions):
         warnings.filterwarnings("ignore", "a message of the test")
+        warnings.filterwarnings("error", "a message that ends the run")
         return [1.0]
 
     with warnings.catch_warnings(record=True) as shown:

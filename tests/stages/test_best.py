@@ -65,8 +65,11 @@ def test_the_best_evaluated_model_is_kept_and_told(tmp_path, how):
 
 def test_the_smaller_loss_is_the_better_one_and_the_last_model_is_kept_unless_asked(tmp_path):
     config = best_stage(tmp_path, greater_is_better=None, load_best_model_at_end=False, save_total_limit=1)
-    train_sft(config)
+    seen = set()
+    train_sft(config, on_progress=lambda *_: seen.update(path.name for path in config.output_dir.glob("checkpoint-*")))
     losses = evaluated(config)
+    assert sorted(losses.values(), reverse=True) == list(losses.values())
+    assert seen >= {"checkpoint-2", "checkpoint-4", "checkpoint-6"}, "each was the best when it was evaluated"
     assert losses[8] == min(losses.values())
     assert [path.name for path in config.output_dir.glob("checkpoint-*")] == ["checkpoint-8"]
     assert same(weights(config.output_dir), weights(config.output_dir / "checkpoint-8"))
@@ -116,7 +119,9 @@ def test_a_run_that_goes_on_elsewhere_finds_the_best_where_it_was(tmp_path):
     asked = iter([None] * 4 + ["SIGTERM"])
     train_sft(stopped, stop=lambda: next(asked))
     other = {"resume": str(stopped.output_dir / "checkpoint-5"), "output_dir": tmp_path / "other"}
-    train_sft(stopped.model_copy(update=other))
+    asked = iter([None, "SIGTERM"])
+    assert train_sft(stopped.model_copy(update=other), stop=lambda: next(asked)).interrupted == "SIGTERM"
+    train_sft(stopped.model_copy(update=other | {"resume": True}))
     assert same(weights(tmp_path / "other"), weights(stopped.output_dir / "checkpoint-2"))
 
 
@@ -147,8 +152,8 @@ def test_a_best_checkpoint_that_cannot_be_read_at_the_end_leaves_the_last_model(
 
 def test_a_run_that_does_not_improve_ends_early_also_if_it_was_resumed(tmp_path):
     straight = best_stage(tmp_path, out="straight", early_stopping_patience=2)
-    told = []
-    assert train_sft(straight, tell=told.append).interrupted is None
+    told, asked = [], iter([None] * 5 + ["SIGTERM"])  # in the last step, after which there is nothing to go on with
+    assert train_sft(straight, tell=told.append, stop=lambda: next(asked)).interrupted is None
     assert list(evaluated(straight)) == [2, 4, 6]
     assert "ends after step 6: 2 evaluations in a row without a better eval_loss" in told
     stopped = best_stage(tmp_path, out="stopped", early_stopping_patience=2)

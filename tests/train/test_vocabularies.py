@@ -10,6 +10,7 @@ from tether.errors import ConfigError
 from tether.generation.fake import FakeGenerator
 from tether.metrics.writers import read_jsonl
 from tether.models.build import critic_source
+from tether.models.fit import ids_with_rows
 from tether.train.inputs import check_data, load_data
 from tether.train.rollout import reward_batch
 from tether.train.run import open_trainer, train_policy
@@ -61,6 +62,10 @@ def test_a_judge_scores_what_it_can_read(tmp_path):
 def answers_of(trainer, ids):
     prompts = [trainer.parts.prompts[0]] * len(ids)
     return reward_batch(prompts, ["good"] * len(ids), ids, trainer.parts.tokenizer, None)
+
+
+def test_only_ids_without_a_token_and_without_a_row_are_passed_over():
+    assert ids_with_rows([3, 9, 3, 5, 7], 5, {3, 7}) == [3, 3, 7]
 
 
 def test_what_the_policy_samples_is_what_its_update_sees(tmp_path):

@@ -47,7 +47,7 @@ from tether.cli.display import RunDisplay
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.data.collate import pad_left
-from tether.data.prompts import encoded_queries
+from tether.data.prompts import QueryFormat, encoded_queries
 from tether.demo.model import prepare_model
 from tether.demo.run import cache_folder
 from tether.metrics.writers import read_jsonl
@@ -371,7 +371,7 @@ class Task:
 def drawn_task(config: RunConfig) -> Task:
     """The prompts, with words drawn from the start policy's first tokens."""
     model, tokenizer = load_causal_lm(config.model.path, dtype=torch.float32), load_tokenizer(config.model.path)
-    _, queries = encoded_queries(PROMPTS, tokenizer, "none", None, PROMPTS, [{}] * len(PROMPTS))
+    _, queries = encoded_queries(PROMPTS, QueryFormat(tokenizer, chat_template="none"), PROMPTS, [{}] * len(PROMPTS))
     reference = next_logprobs(model, queries, bf16=False).exp()
     texts = tokenizer.batch_decode([[token] for token in range(reference.shape[1])], skip_special_tokens=True)
     least = LEAST if config.sampling.response_length == 1 else LEAST_OF_FIRST

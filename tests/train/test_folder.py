@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train.runs import tiny_run
+from tether.config.load import load_config
 from tether.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tether.metrics.writers import read_jsonl
 from tether.models import saving
@@ -72,6 +73,20 @@ def test_a_start_that_failed_is_made_again_by_the_same_command(tmp_path, monkeyp
     assert {row["step"] for row in read_jsonl(config.output_dir / "samples.jsonl")} == {1, 2}
     with pytest.raises(ConfigError, match="holds an earlier run"):
         train_policy(config)
+
+
+def test_the_saved_configuration_of_a_run_may_begin_another(tmp_path):
+    """Neither resumed, like the run that wrote it, nor in place of an earlier one without being asked."""
+    train_policy(tiny_run(tmp_path, train__max_steps=1, train__save_steps=1))
+    saved = tmp_path / "out" / "config.yaml"
+    for asked in ({"resume": True}, {"overwrite_output_dir": True}):
+        train_policy(tiny_run(tmp_path, train__max_steps=2, train__save_steps=1, **asked))
+        again = load_config(saved)
+        assert (again.resume, again.overwrite_output_dir) == (False, False)
+        with pytest.raises(ConfigError, match="--resume"):
+            train_policy(again)
+        anew = again.model_copy(update={"output_dir": tmp_path / f"after-{next(iter(asked))}"})
+        assert len(train_policy(anew).updates) == 2
 
 
 def test_resume_auto_goes_on_or_starts(tmp_path, monkeypatch):

@@ -102,6 +102,12 @@ def dump_config(config: Section) -> str:
     return text.dump(config.model_dump(mode="json"))
 
 
+def dump_run(config: Section) -> str:
+    """``dump_config`` for the folder of a run, without what was asked of one start only: the file may begin another
+    run, which is not to be resumed, and must not replace this one."""
+    return dump_config(config.model_copy(update={"resume": False, "overwrite_output_dir": False}))
+
+
 @dataclass(frozen=True, slots=True)
 class _Problem:
     where: str

@@ -37,7 +37,7 @@ from transformers import (
 from tether.config import launched
 from tether.config.base import differences, passes_over
 from tether.config.chat import present, with_now
-from tether.config.load import dump_config, parse_config
+from tether.config.load import dump_run, parse_config
 from tether.config.places import FILE_OF, different, is_place, may_have_moved
 from tether.config.stage import StageConfig
 from tether.data.digest import file_digest, rows_digest
@@ -429,7 +429,7 @@ def clear(config: StageConfig) -> None:
 def _mark(config: StageConfig) -> None:
     """Marks an empty ``output_dir`` as this run's, even if the run ends before its folder is prepared."""
     if not any(config.output_dir.iterdir()):
-        write_whole(config.output_dir / CONFIG_FILE, dump_config(config).encode())
+        write_whole(config.output_dir / CONFIG_FILE, dump_run(config).encode())
 
 
 def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
@@ -446,7 +446,7 @@ def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
             if path.resolve() != checkpoint.resolve() and (_step(path) is None or _step(path) > step):
                 shutil.rmtree(path)  # its steps are repeated, and it is written again
         truncate_after(folder / METRICS, step, step)
-    write_whole(folder / CONFIG_FILE, dump_config(config).encode())
+    write_whole(folder / CONFIG_FILE, dump_run(config).encode())
 
 
 # Training

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.config.base import differences
 from tether.config.chat import with_now
-from tether.config.load import dump_config, parse_config
+from tether.config.load import dump_config, dump_run, parse_config
 from tether.config.places import different, may_have_moved
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
@@ -202,7 +202,7 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
         # the policy too: an adapter next to another run's full model would be loaded together with it
         for name in (METRICS, SAMPLES, BAD_BATCHES, REPORT, SCORE_NORM, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
-    write_whole(folder / CONFIG, dump_config(config).encode())
+    write_whole(folder / CONFIG, dump_run(config).encode())
 
 
 def save_final(

@@ -386,6 +386,19 @@ def roles(bench: Bench) -> Iterator[Row]:
     yield "a head in the policy's pass, not a critic of its own: scoring", "s", *bench.seconds(critic, riding)
 
 
+def merged(bench: Bench) -> Iterator[Row]:
+    """Generation with the policy's adapter merged into its base."""
+    roles = bench.roles(lora={"r": 16})
+    requests = [Request(ids, i) for i, ids in enumerate(bench.ids(*[12] * bench.decoded))]
+
+    def decode(**options: object) -> None:
+        generator = HFGenerator(roles.decoding, batch_size=bench.decoded, device="cpu", **options)
+        for _ in generator.generate(requests, Sampling(bench.tokens)):
+            pass
+
+    yield "LoRA adapter merged while decoding", "s", *bench.seconds(decode, lambda: decode(phase=roles.ready_to_decode))
+
+
 def autocast(bench: Bench) -> Iterator[Row]:
     """bfloat16 autocast against float32."""
     batch = bench.batch()
@@ -426,7 +439,8 @@ def compiled(bench: Bench) -> Iterator[Row]:
 
 
 TRICKS = (
-    products, few_rows, half, gradients, logits, lengths, rows, cache, draws, optimizer, roles, autocast, compiled,
+    products, few_rows, half, gradients, logits, lengths, rows, cache, draws, optimizer, roles, merged, autocast,
+    compiled,
 )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from tether.types import Generator
 def build_generator(config: RunConfig, roles: ModelRoles) -> Generator:
     """The generator that a run asks for; currently always the policy's own forward."""
     return HFGenerator(
-        lambda: roles.use("policy"),
+        roles.decoding,
+        phase=roles.ready_to_decode,
         batch_size=config.sampling.batch_size,
         device=roles.device,
         is_static=config.sampling.cache_implementation == "static",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
 import torch
@@ -43,6 +43,7 @@ class HFGenerator:
         device: device of the policy.
         is_static: keep keys and values in a cache of fixed size, if the model has nothing else; on an accelerator the
             forward of a token is then compiled.
+        phase: a context around all steps of one ``generate``, also while the caller handles an answer.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class HFGenerator:
         batch_size: int,
         device: torch.device | str,
         is_static: bool = False,
+        phase: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         assert batch_size > 0
         self.batch_size = batch_size
-        self._policy_scope = policy_scope
+        self._policy_scope, self._phase = policy_scope, phase
         self._device = torch.device(device)
         self._static = StaticCaches() if is_static else None
         self._decoding: Decoding | None = None
@@ -70,17 +72,18 @@ class HFGenerator:
         """
         if not requests:
             return
-        if self._decoding is None:
-            try:
-                with self._policy_scope() as policy, torch.no_grad():
-                    self._decoding = decoding(_bare(policy), self._device, is_static=self._static is not None)
-            except torch.OutOfMemoryError as error:
-                self._halve(1, error)
-        unanswered = dict.fromkeys(range(len(requests)))
-        while unanswered:
-            for position, completion in self._decoded(requests, list(unanswered), sampling):
-                del unanswered[position]
-                yield position, completion
+        with self._phase():
+            if self._decoding is None:
+                try:
+                    with self._policy_scope() as policy, torch.no_grad():
+                        self._decoding = decoding(_bare(policy), self._device, is_static=self._static is not None)
+                except torch.OutOfMemoryError as error:
+                    self._halve(1, error)
+            unanswered = dict.fromkeys(range(len(requests)))
+            while unanswered:
+                for position, completion in self._decoded(requests, list(unanswered), sampling):
+                    del unanswered[position]
+                    yield position, completion
 
     def _decoded(
         self, requests: Sequence[Request], positions: Sequence[int], sampling: Sampling

@@ -30,6 +30,7 @@ from tether.models.bitsandbytes import num_weights, placed
 from tether.models.forward import LogprobOutput, last_token_scores, response_outputs, response_values
 from tether.models.heads import ScalarHead
 from tether.models.layers import num_rows
+from tether.models.merging import MergedAdapter
 from tether.models.offload import Offloaded, has_own_memory
 from tether.models.products import with_quick_products
 from tether.models.recompute import recomputed_layers
@@ -192,6 +193,8 @@ class ModelRoles:
         self._parts: dict[nn.Module, _Parts] = {}
         self._hosts: dict[str, Host] = {}
         self._recompute = False
+        has_adapter, is_exact = bool(self.role(POLICY).adapter), autocast_dtype is None
+        self._merged = MergedAdapter(adapted, self.policy_adapter) if has_adapter and is_exact else None
         self.base_source = base_source
         """Absolute path or hub id of the adapters' base model; of the policy itself if there are no adapters."""
         self.tokenizer = tokenizer
@@ -334,6 +337,17 @@ class ModelRoles:
             recomputed_layers(played.model) if with_gradients else nullcontext(),
         ):
             yield
+
+    @contextmanager
+    def decoding(self) -> Iterator[PreTrainedModel]:
+        """``use("policy")`` for one or more decoding steps; with merged weights inside of ``ready_to_decode``."""
+        with self.use(POLICY) as model, self._merged.in_place() if self._merged else nullcontext():
+            yield model
+
+    def ready_to_decode(self) -> AbstractContextManager[None]:
+        """Keeps the policy's adapter merged for ``decoding`` where that is faster and rounds in float32 only. The
+        policy must not change meanwhile; other roles may be used."""
+        return self._merged.ready() if self._merged else nullcontext()
 
     @contextmanager
     def fetched(self) -> Iterator[None]:

@@ -1,5 +1,7 @@
 """Attention in half precision on a CPU: torch's own output, with a gradient computed in float32."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
@@ -52,7 +54,7 @@ def gradients(inputs, grad=None, **options):
 
 
 def context():
-    return wide_gradients(torch.nn.Identity())
+    return wide_gradients(torch.nn.Linear(1, 1).bfloat16())
 
 
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
@@ -126,6 +128,16 @@ def test_everything_else_is_left_to_torch(monkeypatch, widened):
     with context():
         attention(*operands(torch.bfloat16))
     assert not widened
+
+
+def test_models_in_float32_and_on_accelerators_are_not_watched():
+    """Watching takes as long as a third of a small model's calls."""
+    single = torch.nn.Linear(1, 1)
+    elsewhere = [single, torch.nn.Linear(1, 1, device="meta", dtype=torch.bfloat16), torch.nn.Identity()]
+    assert all(isinstance(wide_gradients(each), nullcontext) for each in elsewhere)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not isinstance(wide_gradients(single), nullcontext)
+    assert not isinstance(context(), nullcontext)
 
 
 def weights_gradient(model, contexts):

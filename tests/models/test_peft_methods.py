@@ -5,6 +5,8 @@ import warnings
 import peft
 import pytest
 import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.models.build import (
@@ -166,3 +168,36 @@ def test_a_vocabulary_may_have_more_rows_than_the_tokenizer(tmp_path, base, rows
         assert torch.equal(old, roles.ref_logprobs(micro_batch(), 1.0))
         trained(roles)
         assert not torch.equal(roles.score_pass(micro_batch(), 1.0).logprobs, old)
+
+
+class Conversions(TorchDispatchMode):
+    """Counts conversions to another type."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.aten._to_copy
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_under_autocast_inputs_are_not_converted_to_float32_and_back(tmp_path, base, use_dora):
+    """Neither those of the policy's adapter, nor those of layers that a reward adapter alone has."""
+    start = save_adapter(tmp_path / "start", base, tokenizer=True, target_modules=["q_proj"], use_dora=use_dora)
+    reward = save_adapter(tmp_path / "reward", base, reward=True, target_modules=["o_proj"])
+    config = run_config(start, lora={}, model={"dtype": "bfloat16"})
+    roles = roles_of(config, autocast_dtype=torch.bfloat16)
+    roles.add_reward_adapter("a", str(reward))
+    layers = [layer for layer in roles.policy.modules() if isinstance(layer, LoraLinear)]
+    for role in ("policy", "reward/a"):
+        outputs, counts = [], []
+        for converts in (False, True):
+            for layer in layers:
+                layer.cast_input_dtype_enabled |= converts
+            with roles.use(role) as model, torch.no_grad(), Conversions() as seen:
+                outputs.append(model(input_ids=IDS, use_cache=False).logits)
+            counts.append(seen.count)
+        assert torch.equal(*outputs)
+        assert counts[1] - counts[0] == (0 if use_dora and role == "policy" else 4)  # twice in each of two layers
+        for layer in layers:
+            layer.cast_input_dtype_enabled = bool(layer.lora_variant)

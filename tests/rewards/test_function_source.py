@@ -3,14 +3,17 @@
 import asyncio
 import importlib
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.rewards.batches import text_batch
 from tether.errors import ConfigError, RewardError, RewardResponseError
 from tether.rewards.function import FunctionSource, check_columns, load_function
+from tether.rewards.loop import event_loop
 
 MESSAGES = [{"role": "system", "content": "be nice"}, {"role": "user", "content": "hi"}]
 
@@ -141,6 +144,22 @@ def test_an_exception_that_no_answer_causes_alone_names_them_all():
 
     with pytest.raises(RewardError, match=r"brevity raised RuntimeError: too many \(answers 0 to 2 .*'user: hi.*why"):
         scores(judge, text_batch("a", "b", "c", prompts=[[MESSAGES[1], {"role": "user", "content": "why"}], "q", "r"]))
+
+
+def test_async_functions_find_the_accelerator_of_their_process(monkeypatch):
+    """The current device belongs to a thread, and would be the first one in a new thread."""
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda index: chosen.append((index, threading.current_thread().name))
+    )
+    loop = event_loop.__wrapped__()
+    try:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=60)
+        assert chosen == [(3, "tether-rewards")]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
 
 
 def test_async_functions_share_one_event_loop():

@@ -21,6 +21,7 @@ from peft import (
     load_peft_weights,
     set_peft_model_state_dict,
 )
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -265,6 +266,17 @@ def peft_lora_config(lora: LoraConfig, model: PreTrainedModel) -> peft.LoraConfi
         target_modules=lora.target_modules,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
+
+
+def without_casts(adapted: PeftModel) -> None:
+    """Stops PEFT from converting the inputs of LoRA layers to the adapters' float32, for a model under autocast.
+
+    Autocast would convert each copy back, and keep it for the gradient: the same numbers, with more work and memory.
+    DoRA computes the norms of its weights in the type of its inputs, and is left alone.
+    """
+    for layer in adapted.modules():
+        if type(layer) is LoraLinear and not layer.lora_variant:
+            layer.cast_input_dtype_enabled = False
 
 
 def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:

@@ -32,8 +32,16 @@ def wide_gradients(module: nn.Module) -> AbstractContextManager:
 
     A layer that is recomputed during the backward pass has to run in it as well. Compiled layers are left alone.
     """
-    is_wanted = torch.is_grad_enabled() and is_x86() and not is_compiled(module)
+    is_wanted = torch.is_grad_enabled() and is_x86() and _is_half(module) and not is_compiled(module)
     return _WideGradients() if is_wanted else nullcontext()
+
+
+def _is_half(module: nn.Module) -> bool:
+    """Whether a module computes in half precision on the CPU: elsewhere, watching every call would only take time."""
+    first = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if first is None or first.device.type != "cpu":
+        return False
+    return first.dtype in HALF or (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in HALF)
 
 
 class _WideGradients(TorchFunctionMode):

@@ -76,7 +76,7 @@ def _keep_decisions_out() -> None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``compile_layers`` has compiled this layer, or layers of this model."""
-    return any(layer in _COMPILED for layer in transformer_layers(module))
+    return bool(_COMPILED) and any(layer in _COMPILED for layer in transformer_layers(module))
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:
@@ -88,7 +88,8 @@ def forward_of(layer: nn.Module) -> Callable[..., Any]:
 def compiled_layers(model: nn.Module) -> Iterator[None]:
     """Makes forwards of the model use the layers compiled by ``compile_layers``, except those whose forward has been
     replaced by other code. The backward pass may run after the context has ended."""
-    layers = [layer for layer in transformer_layers(model) if layer in _COMPILED and "forward" not in vars(layer)]
+    all_layers = transformer_layers(model) if _COMPILED else ()  # to find them takes as long as a small layer
+    layers = [layer for layer in all_layers if layer in _COMPILED and "forward" not in vars(layer)]
     try:
         for layer in layers:
             layer.forward = _COMPILED[layer]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.errors import CheckpointError
-from tether.models.adapters import DEFAULT, adapter_parameters, add_reward, flags_kept
+from tether.models.adapters import DEFAULT, adapter_parameters, add_reward, flags_kept, without_casts
 from tether.models.bitsandbytes import num_weights, placed
 from tether.models.forward import LogprobOutput, last_token_scores, response_outputs, response_values
 from tether.models.heads import ScalarHead
@@ -215,6 +215,8 @@ class ModelRoles:
             with_quick_products(model).requires_grad_(False).eval()
         for model in models - idle:
             placed(model, self.device)
+        if adapted is not None and autocast_dtype is not None:
+            without_casts(adapted)
         self._offloaded = {model: Offloaded(model, device=self.device) for model in idle}
         for role in self._by_name.values():
             if role.head is not None:
@@ -466,6 +468,8 @@ class ModelRoles:
         for parameter in adapter_parameters(self._adapted, adapter).values():
             parameter.requires_grad_(False)
         placed(with_quick_products(self._adapted).eval(), self.device)
+        if self.autocast_dtype is not None:
+            without_casts(self._adapted)
         self._parts.pop(self._adapted, None)
         role = Role(
             f"reward/{name}",

@@ -9,6 +9,8 @@ from functools import cache
 from threading import Thread
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -26,12 +28,19 @@ def started(awaitable: Awaitable[T]) -> Future[T]:
         except (KeyboardInterrupt, SystemExit) as error:  # either would end the loop, and with it everything that waits
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    return asyncio.run_coroutine_threadsafe(main(), _event_loop())
+    return asyncio.run_coroutine_threadsafe(main(), event_loop())
 
 
 @cache
-def _event_loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     """One loop for all calls, so that clients that functions keep between calls stay usable."""
     loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True, name="tether-rewards").start()
+    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def run() -> None:
+        if index is not None:  # each thread has its own, which would be the first: that of another process
+            torch.accelerator.set_device_index(index)
+        loop.run_forever()
+
+    Thread(target=run, daemon=True, name="tether-rewards").start()
     return loop

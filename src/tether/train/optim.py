@@ -220,7 +220,8 @@ def build_optimizer(
     if train.optim == "adamw_8bit":
         optimizer = adamw_8bit(parameters, **options)
     else:
-        optimizer = AdamW(parameters, fused=train.optim == "adamw_torch_fused", **options)
+        # None lets torch take many tensors at a time on accelerators
+        optimizer = AdamW(parameters, fused=True if train.optim == "adamw_torch_fused" else None, **options)
     scheduler = schedule(config, optimizer, num_updates)
     return PassOptimizer(name, list(parameters), optimizer, scheduler, train.max_grad_norm, loss_scale(train))
 

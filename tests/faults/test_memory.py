@@ -303,6 +303,21 @@ def test_the_dry_step_has_the_longest_lengths_and_no_effect(tmp_path, monkeypatc
     assert_same_weights(weights(tried.output_dir), weights(plain.output_dir))
 
 
+@pytest.mark.parametrize(("micro", "fits", "count"), [(4, 4, [1]), (2, 4, [2]), (4, 2, [1, 2]), (4, 1, [1, 2, 2])])
+def test_the_dry_step_has_room_for_gradients_where_a_mini_batch_has_several_parts(
+    tmp_path, monkeypatch, micro, fits, count
+):
+    """The second part of a mini-batch needs what the first does, and the gradients of the first. Answers are decoded
+    once, however often micro-batches are halved."""
+    small_machine(monkeypatch, Update, "accumulate", fits=fits)
+    wrapped, tried, decoded = Update.add_gradients, [], []
+    monkeypatch.setattr(Update, "add_gradients", lambda *args: [tried.append(len(args[2])), wrapped(*args)][1])
+    of_decoding = memory._decode_longest
+    monkeypatch.setattr(memory, "_decode_longest", lambda *args: [decoded.append(1), of_decoding(*args)][1])
+    train_policy(run(tmp_path, "out", train__dry_step=True, train__micro_batch_size=micro, value__kind="head"))
+    assert tried[: len(count)] == count and decoded == [1]
+
+
 def test_the_dry_step_shows_the_longest_demonstration(tmp_path, monkeypatch):
     """Wherever in the data it is: the first mini-batch need not draw it."""
     rows = [{"prompt": "the cat", "completion": "runs"}] * 20

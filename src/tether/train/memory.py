@@ -25,69 +25,83 @@ def dry_step(
     parts: Parts,
     micro_batches: Callable[[Answers], list[MicroBatch]],
     one_update: Callable[..., Update],
+    halve: Callable[[torch.OutOfMemoryError], None],
 ) -> str:
     """Tries an update of the longest lengths, without effect; returns a line about the memory and time that it took.
 
     With memory for the optimizers' moments allocated, decodes as many answers as will be decoded at once, then runs
-    forward and backward on a micro-batch of the longest query with answers of ``sampling.response_length``, and on a
-    mini-batch of the longest demonstration if there are demonstrations. If the answers cannot be decoded at once, the
-    generator decodes fewer. Decoding comes first, as a cache of fixed size is kept for the next answers.
+    forward and backward on micro-batches of the longest query with answers of ``sampling.response_length``, and on a
+    mini-batch of the longest demonstration if there are demonstrations. Where a mini-batch has several micro-batches,
+    it runs two: the second needs room for the gradients of the first. If the answers cannot be decoded at once, the
+    generator decodes fewer; micro-batches are halved until they fit. Decoding comes first, as a cache of fixed size is
+    kept for the next answers.
 
     Args:
         micro_batches: makes micro-batches of answers, as in the run.
         one_update: makes an update from answers, metrics and a number of finished updates.
+        halve: halves micro-batches after one that did not fit; raises if they cannot be halved.
 
     Raises:
-        torch.OutOfMemoryError: the micro-batch does not fit.
         GenerationError: not even one answer can be decoded.
     """
-    start, sampling, dist = time.perf_counter(), config.sampling, parts.dist
+    start, dist = time.perf_counter(), parts.dist
     longest = max(parts.prompts, key=lambda prompt: len(prompt.token_ids))
-    answer = Completion([longest.token_ids[-1]] * sampling.response_length, "length")
+    answer = Completion([longest.token_ids[-1]] * config.sampling.response_length, "length")
     count = config.answers_at_once(dist.num_processes)
     answers = Answers([longest] * count, [answer] * count, [""] * count)
-    batch = micro_batches(answers)[0]
     if dist.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(dist.device)
-    update = one_update(answers, Metrics(), step=config.value.warmup_steps)  # the first update that trains everything
-    if parts.demonstrations:
-        update.demonstrations = [max(parts.demonstrations, key=lambda each: each.num_tokens)]
+    first_step = config.value.warmup_steps  # of the first update that trains everything
     each, engine = MOMENT_BYTES[config.train.optim], parts.engine
     moments = [
         torch.empty(int(each * engine.num_stepped(p)), dtype=torch.uint8, device=engine.part(p).device)
-        for optimizer in update.optimizers
+        for optimizer in one_update(answers, Metrics(), step=first_step).optimizers
         for p in optimizer.parameters
         if p not in optimizer.optimizer.state
     ]
-    try:
-        _decode_longest(config, parts)
+    _decode_longest(config, parts)
+    shape = None
+    while shape is None:
         dist.release_memory()
-        with torch.no_grad(), parts.roles.fetched():
-            old = parts.roles.score_pass(batch, sampling.temperature)
-            ref = parts.roles.ref_logprobs(batch, sampling.temperature) if parts.roles.has_reference else None
-        in_loss = config.ppo.kl_in == "loss"
-        item = Experience(
-            batch=batch,
-            logprobs=old.logprobs,
-            advantages=torch.zeros_like(old.logprobs),
-            loss_mask=batch.response_mask,
-            values=old.values,
-            returns=old.values,
-            ref_logprobs=ref if in_loss else None,
-            kl_loss_coef=config.ppo.kl_coef if in_loss else 0.0,
-        )
-        for optimizer in update.optimizers_in_use():
-            update.add_gradients(optimizer, [item], 0)
+        update = one_update(answers, Metrics(), step=first_step)
+        if parts.demonstrations:
+            update.demonstrations = [max(parts.demonstrations, key=lambda each: each.num_tokens)]
+        batches = micro_batches(answers)
+        try:
+            _try_mini_batch(config, parts, update, batches[0], 1 + (len(batches) > 1 or config.mini_batch_size > count))
+            shape = batches[0].token_ids.shape
+        except torch.OutOfMemoryError as error:
+            halve(error)
+        finally:
             update.drop_gradients()
-    finally:
-        update.drop_gradients()
-        del moments
-    rows, tokens = batch.token_ids.shape
+    del moments
     took = time.perf_counter() - start
     return (
-        f"dry step: {rows} answers of {tokens} tokens fit into memory in an update, {_side_by_side(config, parts)} in "
-        f"decoding{_peak(dist)}; it took {took:.2g} s"
+        f"dry step: {shape[0]} answers of {shape[1]} tokens fit into memory in an update, "
+        f"{_side_by_side(config, parts)} in decoding{_peak(dist)}; it took {took:.2g} s"
     )
+
+
+def _try_mini_batch(config: RunConfig, parts: Parts, update: Update, batch: MicroBatch, count: int) -> None:
+    """The passes of a mini-batch of ``count`` times the same micro-batch, as in an update."""
+    temperature = config.sampling.temperature
+    with torch.no_grad(), parts.roles.fetched():
+        old = parts.roles.score_pass(batch, temperature)
+        ref = parts.roles.ref_logprobs(batch, temperature) if parts.roles.has_reference else None
+    in_loss = config.ppo.kl_in == "loss"
+    item = Experience(
+        batch=batch,
+        logprobs=old.logprobs,
+        advantages=torch.zeros_like(old.logprobs),
+        loss_mask=batch.response_mask,
+        values=old.values,
+        returns=old.values,
+        ref_logprobs=ref if in_loss else None,
+        kl_loss_coef=config.ppo.kl_coef if in_loss else 0.0,
+    )
+    for optimizer in update.optimizers_in_use():
+        update.add_gradients(optimizer, [item] * count, 0)
+        update.drop_gradients()
 
 
 def _side_by_side(config: RunConfig, parts: Parts) -> int:

@@ -301,18 +301,13 @@ class PPOTrainer:
         return self.dist.device.type != "cpu" if wanted is None else wanted
 
     def dry_step(self) -> None:
-        """Runs a micro-batch of the longest lengths forward and backward, without effect; halves it until it fits."""
-        while True:
-            self.log.phase("dry step", 0, 1)
-            try:
-                told = dry_step(self.config, self.parts, self.micro_batches, self.one_update)
-            except torch.OutOfMemoryError as error:
-                self.halve(error)
-            else:
-                self.log.message(told)
-                return
-            finally:
-                self.release_memory()
+        """Runs micro-batches of the longest lengths forward and backward, without effect; halves them until they
+        fit."""
+        self.log.phase("dry step", 0, 1)
+        try:
+            self.log.message(dry_step(self.config, self.parts, self.micro_batches, self.one_update, self.halve))
+        finally:
+            self.release_memory()
 
     def halve(self, error: torch.OutOfMemoryError) -> None:
         """Halves the micro-batches of every later pass. They are planned and shuffled as before and then run in parts,

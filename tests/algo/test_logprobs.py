@@ -102,6 +102,29 @@ def test_temperature_1_of_divided_logits_and_shifts_of_all_change_nothing(case):
         assert all(torch.allclose(a, b, atol=1e-13, rtol=0) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2 * V, 3 * V])
+def test_chunks_of_given_logits_change_nothing_and_nothing_else_of_their_size_is_kept(
+    case, monkeypatch, at_once, with_entropy
+):
+    """For models that change their logits, whose log-probabilities would take twice the memory of bfloat16 logits."""
+    hidden, weight, targets = case
+    kept = []
+
+    def outputs():
+        logits = (hidden @ weight.T).requires_grad_()
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: [kept.append(x), x][1], lambda x: x):
+            out = logprobs_from_logits(logits, targets, temperature=0.7, with_entropy=with_entropy)
+        assert [x.data_ptr() for x in kept if x is not None and x.numel() >= N * V] == [logits.data_ptr()]
+        total = sum((x * torch.linspace(1, 2, N)).sum() for x in out if x is not None)
+        return [x for x in out if x is not None] + list(torch.autograd.grad(total, logits))
+
+    whole = outputs()
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", at_once)
+    assert all(map(torch.equal, outputs(), whole))
+
+
 def test_a_uniform_row_by_hand():
     logprobs, entropy = logprobs_from_logits(
         torch.full((1, 8), 3.0, dtype=torch.float64), torch.tensor([5]), temperature=0.5, with_entropy=True

@@ -190,19 +190,19 @@ LOGPROBS = in_file(
     ("the softmax is taken in half precision", "scaled = wide(logits)", "scaled = logits"),
     (
         "the entropy is that at temperature 1",
-        "entropy = all_logprobs.exp().mul_(all_logprobs)",
-        "entropy = scaled.log_softmax(-1).exp().mul_(scaled.log_softmax(-1))",
+        "_finite(of_chunk).exp().mul_(of_chunk)",
+        "_all_logprobs(logits[chunk], 1).exp().mul_(_all_logprobs(logits[chunk], 1))",
     ),
     ("the entropy is negative", ".sum(dim=-1).neg_()", ".sum(dim=-1)"),
     (
         "the entropy is the surprise of the token that was drawn",
-        "entropy = all_logprobs.exp().mul_(all_logprobs).sum(dim=-1).neg_()",
-        "entropy = -logprobs",
+        "entropy[chunk] = _finite(of_chunk).exp().mul_(of_chunk).sum(dim=-1).neg_()",
+        "entropy[chunk] = -logprobs[chunk]",
     ),
     (
         "a token of probability 0 makes the entropy NaN",
-        "all_logprobs.clamp_(min=torch.finfo(all_logprobs.dtype).min)",
-        "pass",
+        "return logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)",
+        "return logprobs",
     ),
     (
         "no gradient flows through the normaliser",
@@ -221,8 +221,8 @@ LOGPROBS = in_file(
     ),
     (
         "the entropy's gradient lacks that of the probabilities",
-        "(all_logprobs + entropy.unsqueeze(-1))",
-        "torch.ones_like(all_logprobs)",
+        "factors = of_chunk.add_(entropy[chunk].unsqueeze(-1))",
+        "factors = torch.ones_like(of_chunk)",
     ),
     (
         "logits of all tokens are kept for the backward pass",
@@ -1211,8 +1211,8 @@ UPDATE = (
         "train/memory.py",
         (
             "the dry step leaves the policy's gradients beside the critic's",
-            "            update.drop_gradients()\n    finally",
-            "    finally",
+            "        update.drop_gradients()\n\n\ndef",
+            "\n\ndef",
         ),
         (
             "the dry step tries the policy alone",
@@ -1221,10 +1221,30 @@ UPDATE = (
         ),
         (
             "the dry step is one of the critic's warm-up",
-            "step=config.value.warmup_steps)",
-            "step=0)",
+            "first_step = config.value.warmup_steps",
+            "first_step = 0",
         ),
         tests=("tests/faults/test_memory.py::test_gradients_of_policy_and_critic_are_never_there_together",),
+    ),
+    *in_file(
+        "train/memory.py",
+        ("the dry step has no room for gradients of earlier parts", "[item] * count", "[item]"),
+        ("the dry step of halved micro-batches has room for one alone", "len(batches) > 1 or ", ""),
+        tests=(
+            "tests/faults/test_memory.py::test_the_dry_step_has_room_for_gradients_where_a_mini_batch_has_several_parts",
+        ),
+    ),
+    *in_file(
+        "models/merging.py",
+        ("weights in half precision are merged", "kinds == {(torch.float32, \"cpu\")} and ", ""),
+        ("a tied head is merged", " or users[id(base.weight)] > 1", ""),
+        ("the base keeps the merged weights", "each.layer.get_base_layer().weight.data = each.of_base", "pass"),
+        ("a layer stays merged", "each.layer.merged_adapters = []", "pass"),
+        ("merged weights stay in memory", "    finally:\n            self._merged = []", "    finally:\n            pass"),
+        ("the base's own tensor is changed", "of_base.clone()", "of_base"),
+        ("no limit of merged weights", " and size <= MOST_BYTES", ""),
+        ("a merge without the bias of an adapter", " or layer.lora_bias[adapter]", ""),
+        tests=("tests/models/test_merging.py",),
     ),
     *in_file(
         "train/plan.py",

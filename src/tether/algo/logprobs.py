@@ -54,25 +54,25 @@ def logprobs_from_logits(
 
 
 class _FromLogits(torch.autograd.Function):
-    """``logprobs_from_logits`` and its gradient; the only large tensor kept holds all log-probabilities.
+    """``logprobs_from_logits`` and its gradient, with the log-probabilities of a chunk of tokens in memory at a time.
 
-        ∂ log π(y) / ∂z_v = [v = y] − π_v        ∂H / ∂z_v = −π_v (log π_v + H)
+    Keeps the logits, as the model that changed them often does; the backward pass computes log-probabilities anew.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        scaled = wide(logits)
-        all_logprobs = (scaled if temperature == 1 else scaled / temperature).log_softmax(dim=-1)
-        logprobs, entropy = all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), None
-        # A probability of 0 times −∞ would be NaN, also in the gradient; the clamp makes it 0.
-        all_logprobs.clamp_(min=torch.finfo(all_logprobs.dtype).min)
-        if with_entropy:
-            entropy = all_logprobs.exp().mul_(all_logprobs).sum(dim=-1).neg_()
+        logprobs = logits.new_empty(len(logits), dtype=wide(logits[:0]).dtype)
+        entropy = torch.empty_like(logprobs) if with_entropy else None
+        for chunk in _chunks_of(logits):
+            of_chunk = _all_logprobs(logits[chunk], temperature)
+            logprobs[chunk] = of_chunk.gather(-1, targets[chunk].unsqueeze(-1)).squeeze(-1)
+            if with_entropy:
+                entropy[chunk] = _finite(of_chunk).exp().mul_(of_chunk).sum(dim=-1).neg_()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(all_logprobs, targets, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.save_for_backward(logits, targets, entropy)
+        ctx.temperature = temperature
         return logprobs, entropy
 
     @staticmethod
@@ -80,14 +80,32 @@ class _FromLogits(torch.autograd.Function):
     def backward(
         ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
-        all_logprobs, targets, entropy = ctx.saved_tensors
+        logits, targets, entropy = ctx.saved_tensors
         if of_logprobs is None and of_entropy is None:
             return None, None, None, None
-        entropy_factors = None
-        if of_entropy is not None:
-            entropy_factors = (all_logprobs + entropy.unsqueeze(-1)).mul_(-of_entropy.unsqueeze(-1))
-        grad = _gradient_over(all_logprobs.exp(), targets, of_logprobs, entropy_factors).div_(ctx.temperature)
-        return grad.to(ctx.dtype), None, None, None
+        grad = torch.empty_like(logits)
+        for chunk in _chunks_of(logits):
+            of_chunk, factors = _finite(_all_logprobs(logits[chunk], ctx.temperature)), None
+            probs = of_chunk.exp()
+            if of_entropy is not None:
+                factors = of_chunk.add_(entropy[chunk].unsqueeze(-1)).mul_(-of_entropy[chunk].unsqueeze(-1))
+            of_chosen = None if of_logprobs is None else of_logprobs[chunk]
+            grad[chunk] = _gradient_over(probs, targets[chunk], of_chosen, factors).div_(ctx.temperature)
+        return grad, None, None, None
+
+
+def _chunks_of(logits: Float[Tensor, "N V"]) -> list[slice]:
+    return _even_chunks(len(logits), max(1, logits_at_once(logits.device) // max(1, logits.shape[-1])))
+
+
+def _all_logprobs(logits: Float[Tensor, "n V"], temperature: float) -> Float[Tensor, "n V"]:
+    scaled = wide(logits)
+    return (scaled if temperature == 1 else scaled / temperature).log_softmax(dim=-1)
+
+
+def _finite(logprobs: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+    """Log-probabilities, changed in place, whose product with a probability of 0 is 0 instead of NaN."""
+    return logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
 
 
 def _gradient_over(

@@ -313,7 +313,7 @@ def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
 
 def _may_change(config: Any, key: str, *, is_finished: bool) -> bool:
     if not isinstance(config, RunConfig):
-        return key in running.MAY_CHANGE
+        return running.may_change(key, is_finished=is_finished)
     return may_change(key, is_finished=is_finished)
 
 

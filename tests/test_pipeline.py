@@ -188,7 +188,9 @@ def test_finished_stages_are_skipped_and_an_unfinished_one_goes_on_bitwise(file,
     assert [line for line in told.lines if ": finished in " in line] == told.lines[:3]
 
 
-def test_a_pipeline_that_moved_goes_on_where_it_is(file, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_pipeline_that_moved_goes_on_where_it_is(file, tmp_path, monkeypatch, is_damaged):
+    """If it was killed while it wrote a checkpoint, from the one before, which also knows what the run has read."""
     overrides = [*FULL, f"--ppo.model.path={tmp_path}/out/sft"]
     with monkeypatch.context() as patch:
         patch.setattr("tether.train.run.save_final", None)
@@ -198,6 +200,9 @@ def test_a_pipeline_that_moved_goes_on_where_it_is(file, tmp_path, monkeypatch):
     other.mkdir()
     for name in ("model", "out", "pairs.jsonl"):
         (tmp_path / name).rename(other / name)
+    if is_damaged:
+        (other / "out/ppo/finished.json").unlink()
+        (other / "out/ppo/checkpoint-3/tether_state/state.json").write_text("{")
     moved = other / "run.yaml"
     moved.write_text(PIPELINE.format(folder=other))
     overrides = [*FULL, f"--ppo.model.path={other}/out/sft"]

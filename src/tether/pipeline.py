@@ -23,7 +23,6 @@ from tether.config.sft_stage import SftStageConfig
 from tether.errors import ConfigError, TetherError
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
-from tether.models.checkpoints import list_checkpoints
 from tether.models.saving import is_whole
 from tether.stages import reward as reward_stage
 from tether.stages import running
@@ -31,6 +30,7 @@ from tether.stages import sft as sft_stage
 from tether.stages.reward import RewardStageResult, train_reward_model
 from tether.stages.sft import SftResult, train_sft
 from tether.train import inputs
+from tether.train.checkpoint import last_complete
 from tether.train.display import Display, NullDisplay
 from tether.train.folder import CONFIG, CRITIC, other_contents, prepare_folder, recorded
 from tether.train.folder import check_folder as check_run_folder
@@ -313,7 +313,7 @@ def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
 
 def _may_change(config: Any, key: str, *, is_finished: bool) -> bool:
     if not isinstance(config, RunConfig):
-        return key in running.MAY_CHANGE
+        return running.may_change(key, is_finished=is_finished)
     return may_change(key, is_finished=is_finished)
 
 
@@ -338,4 +338,4 @@ def _ready(config: Any, state: State) -> Any:
 def _has_checkpoint(config: Any) -> bool:
     if not isinstance(config, RunConfig):
         return running.newest_checkpoint(config.output_dir, lambda text: None) is not None
-    return any(is_whole(path) for path in reversed(list_checkpoints(config.output_dir)))
+    return last_complete(config.output_dir, contents=True) is not None

@@ -367,16 +367,25 @@ def test_messages_of_generate_name_options(tmp_path, row, template, changes):
     assert not NO_KEY.search(str(caught.value)), caught.value
 
 
+def full(*args):
+    raise torch.OutOfMemoryError("full")
+
+
+def test_memory_that_runs_out_in_generate_is_told_with_options(tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path / "model")
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "the cat"}) + "\n", encoding="utf-8")
+    monkeypatch.setattr("tether.generation.batch.Batch.decode_until_one_ends", full)
+    with pytest.raises(GenerationError, match=r"lower --response_length or --max_prompt_length$"):
+        generate_path(folder, tmp_path / "asked.jsonl", response_length=4)
+
+
 def test_messages_of_chat_name_options(models, monkeypatch):
     chat = open_chat(str(models[0]), **OPTIONS)
     with pytest.raises(ConfigError, match="lower --response_length") as caught:
         chat.say("the " * 130)
     assert not NO_KEY.search(str(caught.value))
 
-    def fails(*args):
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr("tether.generation.batch.Batch.decode_until_one_ends", fails)
+    monkeypatch.setattr("tether.generation.batch.Batch.decode_until_one_ends", full)
     with pytest.raises(GenerationError, match=r"lower --response_length$") as caught:
         chat.say("the")
     assert not NO_KEY.search(str(caught.value))

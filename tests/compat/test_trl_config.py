@@ -192,7 +192,7 @@ def test_arguments_become_a_run(tmp_path):
     assert (train.rollout_batch_size, train.micro_batch_size, config.mini_batch_size) == (24, 4, 12)
     assert (train.total_episodes, config.num_updates(100), train.eval_steps, train.save_steps) == (480, 20, 5, 4)
     assert (ppo.lam, ppo.kl_coef, ppo.missing_eos_penalty, ppo.num_mini_batches) == (0.9, 0.1, 2.0, 2)
-    assert (train.adam_epsilon, train.max_grad_norm, train.warmup_ratio) == (1e-7, None, 0.25)
+    assert (train.adam_epsilon, train.max_grad_norm, train.warmup_steps, train.warmup_ratio) == (1e-7, None, 5, 0)
     assert (train.lr_scheduler_type, train.lr_scheduler_kwargs) == ("cosine", {"num_cycles": 0.3})
     assert (sampling.temperature, sampling.response_length, sampling.batch_size) == (0.7, 6, 7)
     assert (train.metric_for_best_model, train.greater_is_better, train.bf16) == ("eval_scores", True, False)
@@ -201,9 +201,9 @@ def test_arguments_become_a_run(tmp_path):
 
 
 def test_a_small_warm_up_is_a_share_and_no_evaluation_has_no_steps(tmp_path):
-    assert config_of(arguments(tmp_path, warmup_steps=5000)).train.warmup_ratio == 1.0
     config = config_of(arguments(tmp_path, warmup_steps=0.1, save_strategy="no"), evaluates=False)
-    assert (config.train.warmup_ratio, config.train.eval_steps, config.train.save_steps) == (0.1, None, None)
+    assert (config.train.warmup_ratio, config.train.warmup_steps) == (0.1, None)
+    assert (config.train.eval_steps, config.train.save_steps) == (None, None)
 
 
 def test_batch_sizes_that_are_worked_out_are_told_where_they_were_set_otherwise(tmp_path, caplog):

@@ -306,6 +306,29 @@ def test_calls_and_results_of_sharegpt(write):
         prompts(write({"conversations": [turns[0], {"from": "function_call", "value": "look"}]}), tokenizer)
 
 
+CALLS = [  # arguments as a dataset has them, and as a template writes them
+    ({"x": 1}, '{"x": 1}'), ('{"x": 1}', '{"x": 1}'), ("{}", "{}"), (" ", "{}"), ("look", '"look"'), ("[1]", '"[1]"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "written"), CALLS)
+def test_arguments_of_calls_that_are_json_text_become_objects(write, arguments, written):
+    """The APIs have them as text, which templates such as Qwen's would quote once more."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}{% set call = call.function or call %}"
+        "{{ call.name }}{{ call.arguments | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    call, result = {"name": "f", "arguments": arguments}, {"role": "tool", "content": "c"}
+    asks = {"role": "assistant", "content": "b"}
+    for calls in ([{"id": "1", "type": "function", "function": call}], [call], json.dumps([call])):
+        (prompt,) = prompts(write({"messages": [TURN, {**asks, "tool_calls": calls}, result]}), tokenizer)
+        assert prompt.text == f"the catf{written}bc"
+    turns = [("human", "the cat"), ("function_call", json.dumps(call)), ("observation", "c")]
+    (prompt,) = prompts(write({"conversations": [{"from": who, "value": text} for who, text in turns]}), tokenizer)
+    assert prompt.text == f"the catf{written}c"
+
+
 def parts(*texts):
     return [{"type": "text", "text": text} for text in texts]
 

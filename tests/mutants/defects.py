@@ -2094,7 +2094,7 @@ ROWS = (
     *in_file(
         "data/bad_rows.py",
         ("bad rows are left out unasked", "            if errors and not drops:\n                break\n", ""),
-        ("rows behind a bad one get other numbers", "for i in left], left)", "for i in left], range(len(left)))"),
+        ("rows behind a bad one get other numbers", "read(rows, own, left)", "read(rows, own, range(len(left)))"),
         tests=(
             "tests/data/test_bad_rows.py::test_all_of_them_are_named_at_once_in_the_order_of_the_file",
             "tests/data/test_bad_rows.py::test_they_are_left_out_and_counted_and_the_others_keep_their_numbers",
@@ -2221,7 +2221,7 @@ RUNS = (
     ),
     *in_file(
         "stages/running.py",
-        ("a resumed stage has the experts of the start", "trainer.add_callback(_OwnWeights(checkpoint))", "pass"),
+        ("a resumed stage has the experts of the start", "self.run.dist.each(lambda: _load_weights(model, checkpoint))", "pass"),
         tests=(
             "tests/stages/test_sft.py"
             "::test_a_model_whose_names_in_files_are_not_those_in_memory_goes_on_with_its_own_weights",

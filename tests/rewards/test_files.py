@@ -77,3 +77,67 @@ def test_a_file_that_changed_within_a_second_and_is_as_long_runs_again(tmp_path,
         file.write_text(f"def f(prompts, completions): return [{number}]\n")
         assert load_function(str(file), "f", "rewards.0")([], []) == [number]
     assert not (tmp_path / "__pycache__").exists()
+
+
+SCORES = "def f(prompts, completions):\n    {late}\n    return [factor]\n"
+
+
+def judges(folder, *, says, modules, factors=(1.0, 2.0)):
+    """Two reward files in folders of their own, with modules of the same names beside them."""
+    files = [folder / place / "judge.py" for place in ("a", "b")]
+    for file, factor in zip(files, factors, strict=True):
+        for name, text in modules.items():
+            place = file.parent / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text.format(factor=factor))
+        file.write_text(says)
+    return [str(file) for file in files]
+
+
+@pytest.mark.parametrize(
+    ("says", "modules"),
+    [
+        (f"from twins import factor\n{SCORES.format(late='')}", {"twins.py": "factor = {factor}\n"}),
+        (SCORES.format(late="from late_twins import factor"), {"late_twins.py": "factor = {factor}\n"}),
+        (
+            f"from twin_package.inner import factor\n{SCORES.format(late='')}",
+            {"twin_package/__init__.py": "", "twin_package/inner.py": "factor = {factor}\n"},
+        ),
+        (
+            f"from twin_folder.inner import factor\n{SCORES.format(late='')}",
+            {"twin_folder/inner.py": "factor = {factor}\n"},
+        ),
+        (
+            f"from same_twins import factor\n{SCORES.format(late='')}",
+            {"same_twins.py": "from twins_of_twins import factor\n", "twins_of_twins.py": "factor = {factor}\n"},
+        ),
+        (
+            f"from .own import factor\n{SCORES.format(late='')}",
+            {"own.py": "import twins_of_own\nfactor = twins_of_own.factor\n", "twins_of_own.py": "factor = {factor}\n"},
+        ),
+    ],
+)
+def test_modules_of_one_name_beside_two_files_are_refused_if_they_differ(tmp_path, says, modules):
+    first, second = judges(tmp_path, says=says, modules=modules)
+    assert load_function(first, "f", "rewards.0")([], []) == [1.0]
+    told = r"^rewards\.1\.path: .*/b/judge\.py and .*/a/judge\.py both import a module (\w+) .*\(from \.\1 import"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=told):
+            load_function(second, "f", "rewards.1")
+    with open(first, "a") as file:
+        file.write("#")
+    (tmp_path / "a" / next(reversed(modules))).write_text("factor = 3.0\n")  # which the process has imported
+    assert load_function(first, "f", "rewards.0")([], []) == [1.0]
+
+
+def test_each_file_has_its_own_module_if_it_imports_it_relatively(tmp_path):
+    modules = {"relative_twins.py": "factor = {factor}\n"}
+    files = judges(tmp_path, says=f"from .relative_twins import factor\n{SCORES.format(late='')}", modules=modules)
+    assert [load_function(file, "f", "rewards.0")([], []) for file in files] == [[1.0], [2.0]]
+
+
+def test_equal_modules_beside_two_files_and_modules_of_the_program_are_accepted(tmp_path):
+    """A module that the program has imported is that one everywhere, whatever lies beside a file."""
+    says = f"import math\nfrom equal_twins import factor\n{SCORES.format(late='')}"
+    files = judges(tmp_path, says=says, modules={"equal_twins.py": "factor = 3.0\n", "math.py": "factor = {factor}\n"})
+    assert [load_function(file, "f", "rewards.0")([], []) for file in files] == [[3.0], [3.0]]

@@ -12,6 +12,7 @@ from tests.stages.test_reward_stage import held_out, stage_config
 from tests.stages.test_sft import stage, weights
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.sft_stage import SftStageConfig
+from tether.errors import CheckpointError, ConfigError
 from tether.metrics.writers import read_jsonl
 from tether.models.saving import verify_manifest
 from tether.pipeline import _state
@@ -163,6 +164,42 @@ def test_a_run_that_does_not_improve_ends_early_also_if_it_was_resumed(tmp_path)
     assert list(evaluated(stopped)) == [2, 4, 6]
     assert same(weights(stopped.output_dir), weights(straight.output_dir))
     assert (read_run(stopped.output_dir).kept_step, read_run(stopped.output_dir).finished_step) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [({"load_best_model_at_end": True}, 2), ({"load_best_model_at_end": True, "greater_is_better": False}, 8)],
+    ids=["same criterion", "other criterion"],
+)
+def test_a_resumed_run_may_choose_the_best_otherwise(tmp_path, change, kept):
+    """By the criterion of its checkpoints, not of the last start, which may have ended before it saved one."""
+    stopped = best_stage(tmp_path, load_best_model_at_end=False)
+    asked = iter([None] * 4 + ["SIGTERM"])
+    assert train_sft(stopped, stop=lambda: next(asked)).interrupted == "SIGTERM"
+
+    def killed(step, steps, logs):
+        raise KeyboardInterrupt
+
+    other, told = best_stage(tmp_path, **change).model_copy(update={"resume": True}), []
+    with pytest.raises(KeyboardInterrupt):
+        train_sft(other, on_progress=killed)
+    train_sft(other, tell=told.append)
+    assert read_run(other.output_dir).kept_step == kept
+    forgotten = "warning: checkpoint-2, the best so far, was chosen by another criterion; the best from here on is kept"
+    assert (forgotten in told) == ("greater_is_better" in change)
+    last = best_stage(tmp_path, **change | {"load_best_model_at_end": False})
+    with pytest.raises(CheckpointError, match=r"belongs to another run: train\.load_best_model_at_end True → False"):
+        train_sft(last.model_copy(update={"resume": "auto"}))
+    with pytest.raises(ConfigError, match=r"holds this stage with a different train\.load_best_model_at_end"):
+        _state(last)
+
+
+def test_a_resumed_run_may_end_early(tmp_path):
+    stopped = best_stage(tmp_path)
+    asked = iter([None] * 4 + ["SIGTERM"])
+    train_sft(stopped, stop=lambda: next(asked))
+    train_sft(best_stage(tmp_path, early_stopping_patience=2).model_copy(update={"resume": True}))
+    assert list(evaluated(stopped)) == [2, 4, 6]
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])

@@ -143,8 +143,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = _parser("evaluate", about)
     parser.add_argument("run", type=Path, help="output folder of a run, or a checkpoint in it")
     parser.add_argument("--prompts", help="prompts to answer (default: the run's held-out prompts)")
-    parser.add_argument("--split", help="split to read where --prompts has several (default: train, or as in the run)")
-    parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
+    _reads_part(parser, "--prompts", default=None)
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for answers and scores")
     parser.add_argument("--metrics", type=Path, help="JSON file for the metrics, with what was measured")
     given = parser.parse_args(arguments)
@@ -165,8 +164,7 @@ def generate(arguments: Sequence[str]) -> int:
     parser = _parser("generate", "Answers prompts with a run's policy or any model; one JSON line per answer.")
     parser.add_argument("model", help="output folder of a run, a model or adapter folder, or a hub id")
     parser.add_argument("--prompts", required=True, help="prompts to answer")
-    parser.add_argument("--split", default="train", help="split where --prompts has several (default: %(default)s)")
-    parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
+    _reads_part(parser, "--prompts", default="train")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for the answers (default: standard output)")
     parser.add_argument(
         "--response_length", type=_positive, help="maximum tokens of an answer (default: the run's, or 256)"
@@ -221,8 +219,7 @@ def score(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("source", metavar="SOURCE.yaml", help="reward sources (the key rewards), or a run's file")
     parser.add_argument("file", metavar="FILE", help="chosen and rejected, or response, with prompt in each row")
-    parser.add_argument("--split", default="train", help="split to read where FILE has several (default: %(default)s)")
-    parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
+    _reads_part(parser, "FILE", default="train")
     parser.add_argument("-o", "--output", type=Path, help="JSONL file for the rows with their scores")
     parser.add_argument("--metrics", type=Path, help="JSON file for the numbers shown, with what was measured")
     given, overrides = parser.parse_known_args(arguments)
@@ -402,6 +399,13 @@ def _config_help(command: str, section: type[Section], options: str | None = Non
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"tether {command}", description=description, allow_abbrev=False)
+
+
+def _reads_part(parser: argparse.ArgumentParser, source: str, *, default: str | None) -> None:
+    """Adds the options for the part of ``source`` to read; without a default split, it may be the run's."""
+    told = default or "train, or as in the run"
+    parser.add_argument("--split", default=default, help=f"split to read where {source} has several (default: {told})")
+    parser.add_argument("--subset", help="subset to read where a hub dataset or a folder has several")
 
 
 def _positive(word: str) -> int:

@@ -383,12 +383,6 @@ class Translator:
         return "…" if _SECRET.search(key) else keys.shown(self.given[key])
 
 
-def warmup_share(steps: float, updates: float) -> float:
-    """The fraction of a run of ``updates`` updates over which the learning rate rises; ``steps`` below 1 is that
-    fraction itself."""
-    return steps if steps < 1 else min(1.0, steps / max(updates, 1))
-
-
 def _boolean(value: Any) -> Any:
     """A value; YAML 1.1's words for true and false count as booleans, as other systems read them so."""
     return _WORDS.get(value.lower(), value) if isinstance(value, str) else value

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tether.data.forms import as_text, content_told, decoded, function_calls
+from tether.data.forms import as_text, content_told, decoded, function_calls, tool_calls
 from tether.data.sources import Row, Rows, check_source, read_hub, read_rows
 from tether.errors import DataError
 from tether.types import Message
@@ -243,7 +243,7 @@ def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
 def _turn(turn: Any, entry: _Entry, where: str) -> Message:
     tags, given = entry.tags, turn if isinstance(turn, Mapping) else {}
     role, content = given.get(tags["role_tag"]), as_text(given.get(tags["content_tag"]))
-    calls = decoded(given.get("tool_calls"), f"{where}, tool_calls") if entry.formatting == "openai" else None
+    calls = tool_calls(given.get("tool_calls"), where) if entry.formatting == "openai" else None
     if calls:
         return {"role": "assistant", "content": content or "", "tool_calls": _api_calls(calls, where)}
     if isinstance(role, str) and isinstance(content, list):
@@ -264,21 +264,13 @@ def _turn(turn: Any, entry: _Entry, where: str) -> Message:
 
 
 def _api_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Function calls in the format of the API, with arguments as JSON text."""
+    """Function calls in the format of the API, without their ids."""
     listed = calls if isinstance(calls, list) else [calls]
     functions = [call.get("function") if isinstance(call, Mapping) else None for call in listed]
     if not all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions):
         raise DataError(f"{where}: got the tool_calls {calls!r}, wanted a list of calls, each with a function's name")
-    read = [{"name": each["name"], "arguments": _arguments(each.get("arguments"))} for each in functions]
+    read = [{"name": each["name"], "arguments": each.get("arguments")} for each in functions]
     return [{"type": "function", "function": function} for function in read]
-
-
-def _arguments(given: Any) -> Any:
-    """Arguments of a call as an object, as chat templates expect; text that is not JSON stays as it is."""
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        return given
 
 
 def _ranked(row: Row, column: str, entry: _Entry, where: str) -> str:

@@ -3,6 +3,7 @@
     JSON text        a list of messages as text, in columns of files that have no lists → messages
     conversations    a list of {from, value}, as in ShareGPT → messages
     parts            content that is a list of texts, as the APIs have it → text
+    calls            of functions, with arguments as JSON text, as the APIs have them → with an object
     transcripts      "\\n\\nHuman: … \\n\\nAssistant: …", as Anthropic's HH-RLHF has them → messages, or for a model
                      without chat template the text up to the last "\\n\\nAssistant:" and the answer
 """
@@ -230,7 +231,36 @@ def function_calls(content: Any, where: str) -> list[dict[str, Any]]:
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
             raise DataError(f"{where}: got the function call {call!r}, wanted name and arguments")
-    return [{"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls]
+    return [{"type": "function", "function": _parsed({"name": c["name"], "arguments": c["arguments"]})} for c in calls]
+
+
+def tool_calls(value: Any, where: str) -> Any:
+    """The ``tool_calls`` of a message, or what they hold as JSON text, with arguments as chat templates expect them.
+
+    Raises:
+        DataError: text is not JSON; ``where`` names the message.
+    """
+    calls = decoded(value, f"{where}, tool_calls")
+    return [_parsed(call) for call in calls] if isinstance(calls, list) else _parsed(calls)
+
+
+def _parsed(call: Any) -> Any:
+    """A call of a function with an object as its arguments, which the APIs have as JSON text; blank text is none.
+
+    Text that is no JSON object stays as it is: models write such calls, too.
+    """
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _parsed(call["function"])}
+    text = call.get("arguments")
+    if not isinstance(text, str):
+        return call
+    try:
+        arguments = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def _is_open(conversation: Any) -> bool:
@@ -250,10 +280,10 @@ def _shared(turn: Any, where: str) -> Message:
 
 
 def _message(message: Any, where: str) -> Any:
-    """A message with our name of its role, text as content, and calls that are no longer JSON text; unchecked."""
+    """A message with our name of its role, text as content, and calls as templates expect them; unchecked."""
     if not isinstance(message, Mapping):
         return message
-    known = {"role": _role, "content": as_text, "tool_calls": lambda calls: decoded(calls, f"{where}, tool_calls")}
+    known = {"role": _role, "content": as_text, "tool_calls": lambda calls: tool_calls(calls, where)}
     return {name: known[name](value) if name in known else value for name, value in message.items()}
 
 

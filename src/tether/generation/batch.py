@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from transformers import CompileConfig
 
 from tether.data.collate import pad_left
-from tether.errors import ConfigError, GenerationError
+from tether.errors import GenerationError
 from tether.generation.caches import StaticCaches, fixed_width, give_room
-from tether.models.fit import steady_positions, steady_positions_told
 from tether.types import Completion, Request, Sampling
 
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -87,8 +86,6 @@ class Batch:
 
     def decode_until_one_ends(self, model: nn.Module) -> list[tuple[int, Completion]]:
         """Writes token after token until an answer ends; returns the finished answers, the others stay in ``rows``."""
-        if not self.rows[0].token_ids:
-            self._check_positions(model)
         ended: list[bool] = [False]
         while not any(ended):
             self._next_tokens(model)
@@ -132,7 +129,7 @@ class Batch:
             if not math.isfinite(logprob):
                 raise GenerationError(
                     f"request {row.position}: the policy's logits for token {len(row.token_ids)} of the answer are not "
-                    "finite; its weights may have diverged, or exceed the range of half precision (train.fp16)"
+                    "finite; its weights may have diverged, or exceed the range of half precision"
                 )
             row.token_ids.append(token)
             row.logprobs.append(logprob)
@@ -181,16 +178,6 @@ class Batch:
     def _completion(self, row: Row) -> Completion:
         stopped = self._sampling.stops(row.token_ids, row.before)
         return Completion(row.token_ids, "stop" if stopped else "length", row.logprobs)
-
-    def _check_positions(self, model: nn.Module) -> None:
-        limit = steady_positions(model.config)
-        wanted = self._read + self._sampling.max_new_tokens
-        if limit is not None and wanted > limit:
-            raise ConfigError(
-                f"a query of {self._read} tokens and an answer of up to {self._sampling.max_new_tokens} need {wanted} "
-                f"positions, but the model has {steady_positions_told(model.config)}: lower data.max_prompt_length or "
-                "sampling.response_length"
-            )
 
 
 def drawn_tokens(

@@ -10,11 +10,13 @@ from itertools import groupby
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedConfig
 
-from tether.errors import GenerationError
+from tether.errors import ConfigError, GenerationError
 from tether.generation.batch import Batch, Decoding
 from tether.generation.caches import StaticCaches
 from tether.generation.decoding import decoding
+from tether.models.fit import steady_positions, steady_positions_told
 from tether.types import Completion, Request, Sampling
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class HFGenerator:
         is_static: keep keys and values in a cache of fixed size, if the model has nothing else; on an accelerator the
             forward of a token is then compiled.
         phase: a context around all steps of one ``generate``, also while the caller handles an answer.
+        limits: what the user sets for shorter queries and answers, for messages.
+        smaller: how else the user may save memory, for messages; empty if there is no other way.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class HFGenerator:
         device: torch.device | str,
         is_static: bool = False,
         phase: Callable[[], AbstractContextManager[None]] = nullcontext,
+        limits: str = "sampling.response_length or data.max_prompt_length",
+        smaller: str = "load the model in fewer bits (model.quantization, model.dtype)",
     ) -> None:
         assert batch_size > 0
         self.batch_size = batch_size
@@ -61,6 +67,8 @@ class HFGenerator:
         self._device = torch.device(device)
         self._static = StaticCaches() if is_static else None
         self._decoding: Decoding | None = None
+        self._shape: PreTrainedConfig | None = None
+        self._limits, self._smaller = limits, smaller
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """Yields (position in ``requests``, answer) as answers finish; requests of similar length share a batch.
@@ -77,8 +85,10 @@ class HFGenerator:
                 try:
                     with self._policy_scope() as policy, torch.no_grad():
                         self._decoding = decoding(_bare(policy), self._device, is_static=self._static is not None)
+                        self._shape = _bare(policy).config
                 except torch.OutOfMemoryError as error:
                     self._halve(1, error)
+            self._check_positions(max(len(request.token_ids) for request in requests), sampling.max_new_tokens)
             unanswered = dict.fromkeys(range(len(requests)))
             while unanswered:
                 for position, completion in self._decoded(requests, list(unanswered), sampling):
@@ -101,12 +111,20 @@ class HFGenerator:
                     return
                 yield from finished
 
+    def _check_positions(self, query: int, answer: int) -> None:
+        limit = steady_positions(self._shape)
+        if limit is not None and query + answer > limit:
+            raise ConfigError(
+                f"a query of {query} tokens and an answer of up to {answer} need {query + answer} positions, but the "
+                f"model has {steady_positions_told(self._shape)}: lower {self._limits}"
+            )
+
     def _halve(self, count: int, error: torch.OutOfMemoryError) -> None:
         """Halves the batch size after a batch of ``count`` answers that did not fit."""
         if count == 1:
             raise GenerationError(
-                f"out of memory with one answer being decoded ({error}): lower sampling.response_length or "
-                "data.max_prompt_length, or load the model in fewer bits (model.quantization, model.dtype)"
+                f"out of memory with one answer being decoded ({error}): lower {self._limits}"
+                f"{', or ' if self._smaller else ''}{self._smaller}"
             ) from error
         self.batch_size = -(-count // 2)
         logger.warning(

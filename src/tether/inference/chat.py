@@ -16,7 +16,7 @@ from tether.config.schema import RunConfig
 from tether.data.prompts import QueryFormat, encoded_queries, uses_template
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
-from tether.inference.options import check_options, naming_options
+from tether.inference.options import check_options
 from tether.inference.saved import SavedPolicy, chat_keys, load_saved_policy, policy_config
 from tether.inference.streaming import Streamed
 from tether.models.chat import templated
@@ -41,7 +41,9 @@ class Speaker:
 
     def __post_init__(self) -> None:
         model = self.policy.model
-        self.generator = HFGenerator(partial(nullcontext, model), batch_size=1, device=model.device)
+        self.generator = HFGenerator(
+            partial(nullcontext, model), batch_size=1, device=model.device, limits="--response_length", smaller=""
+        )
 
 
 Tell = Callable[[Speaker, str], None]
@@ -61,7 +63,6 @@ class Chat:
     """Number of questions so far; each has its own noise, the same for both sides."""
 
     @torch.no_grad()
-    @naming_options(in_chat=True)
     def say(self, text: str, tell: Tell = lambda speaker, text: None) -> list[str]:
         """Returns each side's answer to ``text``, given its conversation so far.
 

@@ -14,7 +14,7 @@ from tether.data.prompts import PROMPTS_OPTION, load_prompts
 from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
-from tether.inference.options import check_options, naming_options
+from tether.inference.options import check_options
 from tether.inference.output import check_output, kept
 from tether.inference.saved import DEFAULT_LENGTH, chat_keys, load_saved_policy, policy_config
 from tether.models.fit import check_positions, steady_positions, steady_positions_told
@@ -99,11 +99,14 @@ def generate_path(
     policy = load_saved_policy(
         model, tokenizer, run, response_length=longest_answer, temperature=temperature, **code
     )
-    generator = HFGenerator(lambda: nullcontext(policy.model), batch_size=16, device=policy.model.device)
+    generator = HFGenerator(
+        lambda: nullcontext(policy.model), batch_size=16, device=policy.model.device,
+        limits="--response_length or --max_prompt_length", smaller="",
+    )  # fmt: skip
     requests = [Request(p.token_ids, noise_key(seed, "generate", p.row, 0), p.before) for p in data.prompts]
     rows: list[dict[str, Any]] = [{} for _ in requests]
     display.phase("answers", 0, len(rows))
-    with naming_options(), kept(output, lambda: [row for row in rows if row], display):
+    with kept(output, lambda: [row for row in rows if row], display):
         for done, (i, answer) in enumerate(generator.generate(requests, policy.sampling), start=1):
             rows[i] = {
                 "row": data.prompts[i].row,

@@ -15,6 +15,7 @@ from typing import Any
 from tether.errors import ConfigError, RewardError
 from tether.report.text import one_line, prompt_text
 from tether.rewards.base import listed
+from tether.rewards.beside import clash
 from tether.rewards.early import Asked, AtOnce, Begun, InGroups, joined, named
 from tether.rewards.files import file_module, imports_from
 from tether.rewards.loop import awaited, started
@@ -181,8 +182,8 @@ def load_function(path: str, name: str, key: str) -> RewardFunction:
         key: the configuration key with which messages begin.
 
     Raises:
-        ConfigError: no such file, module or function; the file fails to import; the function does not take
-            ``prompts`` and ``completions`` by name.
+        ConfigError: no such file, module or function; the file fails to import, or imports a module that would be
+            another reward file's; the function does not take ``prompts`` and ``completions`` by name.
     """
     module = _file_module(path, key) if path.endswith(".py") else _import(path, key)
     function = getattr(module, name, None)
@@ -251,10 +252,12 @@ def _file_module(path: str, key: str) -> ModuleType:
     if not file.is_file():
         raise ConfigError(f"{key}.path: there is no file {file}")
     try:
-        with undisturbed(f"{key}: {path}"):
-            return file_module(file, file.read_bytes())
+        if (told := clash(file)) is None:
+            with undisturbed(f"{key}: {path}"):
+                return file_module(file, file.read_bytes())
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}.path: {path} cannot be run: {type(error).__name__}: {error}") from error
+    raise ConfigError(f"{key}.path: {told}")
 
 
 def _import(path: str, key: str) -> ModuleType:

@@ -33,6 +33,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 
 from tether.config import launched
 from tether.config.base import differences, passes_over
@@ -74,7 +75,13 @@ SCHEDULES = tuple(
     )
 )
 """Schedules of transformers that need no extra arguments and do not depend on a metric."""
-MAY_CHANGE = frozenset({
+OF_RESULT = frozenset({
+    "train.metric_for_best_model", "train.greater_is_better", "train.load_best_model_at_end",
+    "train.early_stopping_patience",
+})  # fmt: skip
+"""Keys that decide which model a run leaves behind. A resumed run may change them; a finished one is another run with
+them."""
+MAY_CHANGE = OF_RESULT | frozenset({
     "resume", "overwrite_output_dir", "output_dir", "train.eval_steps", "train.save_steps", "train.save_total_limit",
     "train.ddp_timeout", "train.report_to", "train.run_name", "train.micro_batch_size", "train.gradient_checkpointing",
 })  # fmt: skip
@@ -251,7 +258,7 @@ def is_finished(config: ConfigT, read: Callable[[ConfigT], Mapping[str, str]]) -
     """
     if config.resume != "auto" or not (config.output_dir / MANIFEST).is_file():
         return False
-    if _check_same_run(config.output_dir, config.output_dir, config):
+    if _check_same_run(config.output_dir, config.output_dir, config, is_finished=True):
         _check_read(config.output_dir, config.output_dir, read(config))
     verify_manifest(config.output_dir)
     return True
@@ -283,7 +290,7 @@ def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
                 "--overwrite to replace an earlier run, and set train.save_steps to write checkpoints. If the folder "
                 "of the run has moved, name its new place as output_dir"
             )
-    _check_same_run(found, found.parent, config)
+    _check_same_run(found, found.parent, config, is_finished=False)
     return found
 
 
@@ -308,9 +315,21 @@ def _is_complete(checkpoint: Path) -> bool:
     return _step(checkpoint) is not None
 
 
-def _check_same_run(held: Path, folder: Path, config: StageConfig) -> list[str]:
+def may_change(key: str, *, is_finished: bool) -> bool:
+    """Whether a resumed run may change a key.
+
+    Args:
+        is_finished: whether nothing is left to train, so that only keys without effect on the result may change.
+    """
+    return key in MAY_CHANGE and not (is_finished and key in OF_RESULT)
+
+
+def _check_same_run(held: Path, folder: Path, config: StageConfig, *, is_finished: bool) -> list[str]:
     """Keys that name other places than in the run that ``held``, a checkpoint or a trained model, belongs to; models
     and files there are the same, and ``check_same_data`` compares rows.
+
+    Args:
+        is_finished: as in ``may_change``.
 
     Raises:
         CheckpointError: it belongs to another run.
@@ -319,7 +338,8 @@ def _check_same_run(held: Path, folder: Path, config: StageConfig) -> list[str]:
     if not file.is_file():
         raise CheckpointError(f"resume: {file} is missing, so it is not known which run {held} belongs to")
     saved = with_now(_saved(folder, type(config)), config.data.chat_template_now)  # older runs kept no date
-    changed = {key: values for key, values in differences(saved, config).items() if key not in MAY_CHANGE}
+    differing = differences(saved, config).items()
+    changed = {key: values for key, values in differing if not may_change(key, is_finished=is_finished)}
     recorded = _recorded(folder) if changed else {}
     places = place_digests(config) if changed else {}
     refused = [key for key in changed if not recorded or not may_have_moved(key, recorded, places)]
@@ -507,7 +527,7 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
 
 
 @dataclass
-class Watch(TrainerCallback):
+class Watch(TrainerCallback, ExportableState):
     """Writes TRL's logs to metrics.jsonl, trackers and callers, saves the best evaluated model, and ends a run that
     should stop, does not improve any more, or has diverged.
 
@@ -525,6 +545,11 @@ class Watch(TrainerCallback):
     interrupted: str | None = None
     """Why the run was asked to stop, if it was."""
 
+    def state(self) -> dict[str, Any]:
+        """What every checkpoint keeps for ``on_train_begin``: the criterion for the best evaluation."""
+        train = self.run.config.train
+        return {"args": {}, "attributes": {"criterion": [train.metric_for_best_model, train.is_greater_better]}}
+
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -538,20 +563,23 @@ class Watch(TrainerCallback):
 
         The weights of a full model are loaded again: transformers matches them by name alone, and leaves those as they
         are whose names in a file are others than in memory, such as experts. The optimizer already holds the
-        parameters. The best checkpoint is looked for, as the folder may have moved since its place was recorded.
+        parameters. The best checkpoint is looked for, as the folder may have moved since its place was recorded. It is
+        forgotten if another criterion chose it.
         """
         checkpoint = self.run.checkpoint
         if checkpoint is not None and not isinstance(model, PeftModel):
             self.run.dist.each(lambda: _load_weights(model, checkpoint))
+        chosen_by, state.stateful_callbacks[Watch.__name__] = state.stateful_callbacks.get(Watch.__name__), self.state()
         if state.best_global_step is None:
             return
         found = self.run.dist.by_main(lambda: _best_so_far(self.run, state))
-        if found is not None:
+        is_same = chosen_by == self.state()
+        if found is not None and is_same:
             state.best_model_checkpoint = str(found)
             return
+        why = "is not there any more" if is_same else "was chosen by another criterion"
         self.run.tell(
-            f"warning: checkpoint-{state.best_global_step}, the best so far, is not there any more; the best from here "
-            "on is kept"
+            f"warning: checkpoint-{state.best_global_step}, the best so far, {why}; the best from here on is kept"
         )
         state.best_global_step = state.best_metric = state.best_model_checkpoint = None
 

@@ -50,7 +50,7 @@ from tether.report.card import CARD, write_card
 from tether.report.html import REPORT
 from tether.report.read import FINISHED
 from tether.train.build import is_from_gguf
-from tether.train.checkpoint import read_state
+from tether.train.checkpoint import last_complete, read_state
 from tether.train.guard import BAD_BATCHES
 from tether.train.inputs import check, load_data, model_paths, place_digests, resolved
 from tether.train.log import SAMPLES
@@ -112,11 +112,12 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def recorded(folder: Path) -> Mapping[str, str]:
-    """``fingerprints`` of the run in a folder: of its end, else of its newest checkpoint; none without either."""
+    """``fingerprints`` of the run in a folder: of its end, else of the checkpoint that it would be resumed from; none
+    without either."""
     if (folder / FINISHED).is_file():
         return json.loads((folder / FINISHED).read_text(encoding="utf-8")).get("data", {})
-    paths = list_checkpoints(folder)
-    return read_state(paths[-1])["data"] if paths else {}
+    checkpoint = last_complete(folder, contents=True)
+    return read_state(checkpoint)["data"] if checkpoint is not None else {}
 
 
 def other_contents(config: RunConfig, changed: Iterable[str], saved: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,6 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
 
 from tether.compat.scalars import ADAMW, ADAMW_8BIT
-from tether.compat.translation import warmup_share
 from tether.compat.trl.former import OF_CONFIG, telling
 from tether.config import launched
 from tether.config.load import checked_config
@@ -329,7 +328,7 @@ def run_config(
         "compile": args.torch_compile,
         "lr_scheduler_type": args.lr_scheduler_type.value,
         "lr_scheduler_kwargs": dict(args.lr_scheduler_kwargs or {}),
-        "warmup_ratio": warmup_ratio(args, updates),
+        **_warmup(args.warmup_steps),
         "max_grad_norm": args.max_grad_norm or None,
         "eval_steps": _every(args.eval_strategy.value, args.eval_steps, updates, each_epoch) if evaluates else None,
         "save_steps": _every(args.save_strategy.value, args.save_steps, updates, each_epoch),
@@ -351,9 +350,9 @@ def run_config(
     return checked_config(config, RunConfig, source="PPOConfig", origins=origins)
 
 
-def warmup_ratio(args: PPOConfig, num_updates: int) -> float:
-    """The fraction of a run of ``num_updates`` updates over which the learning rate rises."""
-    return warmup_share(args.warmup_steps, num_updates)
+def _warmup(steps: float) -> dict[str, float]:
+    """The key of the warm-up and its value; ``steps`` below 1 are a fraction of the run."""
+    return {"warmup_ratio": steps} if steps < 1 else {"warmup_steps": int(steps)}
 
 
 def _every(strategy: str, steps: float | None, updates: int, each_epoch: int) -> int | None:

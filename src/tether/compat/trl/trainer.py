@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -21,15 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from tether.algo import ScoreMoments
 from tether.compat.trl import hub
 from tether.compat.trl.arguments import callbacks_of, check_kinds, policy_adapter, stop_of
-from tether.compat.trl.config import (
-    INERT,
-    PPOConfig,
-    check_arguments,
-    check_evaluation,
-    derive,
-    run_config,
-    warmup_ratio,
-)
+from tether.compat.trl.config import INERT, PPOConfig, check_arguments, check_evaluation, derive, run_config
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
 from tether.compat.trl.former import OF_TRAINER, no_attribute, telling
@@ -41,7 +32,7 @@ from tether.config.chat import present, with_now
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.data.prompts import PromptData
-from tether.errors import CheckpointError, ConfigError
+from tether.errors import ConfigError
 from tether.generation.build import build_generator
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
@@ -373,26 +364,13 @@ class PPOTrainer:
         """Raises ``CheckpointError`` if the checkpoint belongs to another run; states what differs."""
         record = read_state(checkpoint)
         saved = parse_config(record["config"], RunConfig)
-        self._dist.each(lambda: self._check_warmup(saved, checkpoint))
-        # The same number of updates as before; their share depends on the length of the run.
-        same_warmup = saved.train.model_copy(update={"warmup_ratio": config.train.warmup_ratio})
         # Whether the chat template prints a date at all shows in the fingerprints of the prompts.
         data = saved.data.model_copy(update={"chat_template_now": config.data.chat_template_now})
-        saved = saved.model_copy(update={"train": same_warmup, "data": data})
+        saved = saved.model_copy(update={"data": data})
         places = self._dist.each(lambda: place_digests(config))
         self._dist.each(lambda: check_same_run(saved, config, checkpoint, record["data"], places))
         if (told := told_of_move(saved, record, config, self._dist, self._engine.name)) is not None:
             display.message(told)
-
-    def _check_warmup(self, saved: RunConfig, checkpoint: Path) -> None:
-        """Raises ``CheckpointError`` if ``warmup_steps`` differs from that of the checkpoint's run."""
-        share = warmup_ratio(self.args, saved.num_updates(len(self._parts.prompts)))
-        if not math.isclose(saved.train.warmup_ratio, share):
-            raise CheckpointError(
-                f"resume: {checkpoint} was made with a warm-up over a share of {saved.train.warmup_ratio:.3g} of its "
-                f"updates, but PPOConfig.warmup_steps {self.args.warmup_steps:g} are {share:.3g} of them. Restore the "
-                "earlier value, or start a new run in another output_dir"
-            )
 
     def _resumed(self, asked: str | bool | None) -> RunConfig:
         """The configuration, with its settings for an earlier run in its folder."""

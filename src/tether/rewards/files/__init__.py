@@ -48,6 +48,11 @@ def module_name(file: Path, source: bytes) -> str:
     return ".".join([__name__, *map(_quoted, parts)])
 
 
+def folders_of(file: Path) -> tuple[Path, Path]:
+    """Where a file's imports are searched first: its folder, then the one that contains its package."""
+    return file.parent, _root(file)
+
+
 @contextmanager
 def imports_from(folder: Path) -> Iterator[None]:
     """A context in which imports search ``folder`` first, like the folder of a script; afterwards they search it last,
@@ -91,8 +96,8 @@ class _Loader(SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
     def exec_module(self, module: ModuleType) -> None:
-        file = Path(self.path)
-        with imports_from(_root(file)), imports_from(file.parent):
+        first, last = folders_of(Path(self.path))
+        with imports_from(last), imports_from(first):
             super().exec_module(module)
 
 

@@ -16,6 +16,7 @@ from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
 from tether.data.prompts import QueryFormat, checked_prompt, encoded_queries, template_arguments
 from tether.data.sources import Row, Rows
+from tether.data.typed import TypedTokens
 from tether.errors import ConfigError, DataError
 from tether.types import Message
 
@@ -109,9 +110,8 @@ def load_pairs(
         check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
         arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
         queries = encoded_prompts(prompts, form, places, arguments)
-        leads = answer_leads(prompts, form)
         chosen, rejected = (
-            encoded_answers([getattr(text, name) for text in texts], leads, tokenizer, closing_id)
+            answer_ids([getattr(text, name) for text in texts], prompts, form, closing_id)
             for name in ("chosen", "rejected")
         )
         pairs = [
@@ -258,11 +258,21 @@ def pair_accuracy(margins: Sequence[float]) -> float:
     return sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
 
 
-def answer_leads(prompts: Sequence[str | list[Message] | None], form: QueryFormat) -> list[str | None]:
-    """What each answer begins with after its prompt: the chat template's blank, or nothing; None if it continues text.
+def answer_ids(
+    answers: Sequence[str], prompts: Sequence[str | list[Message] | None], form: QueryFormat, closing_id: int
+) -> list[list[int]]:
+    """Token ids of answers after their prompts, as in ``encoded_answers``. One in a conversation begins with the chat
+    template's blank, and special tokens in it are those of a message; see ``QueryFormat``.
 
     Args:
         prompts: prompts from ``checked_prompt``; None if answers are whole texts.
+        closing_id: id of the end token; see ``closing_token``.
     """
-    lead = answer_lead(form.tokenizer)
-    return ["" if prompt is None else None if form.conversation(prompt) is None else lead for prompt in prompts]
+    lead, plain = answer_lead(form.tokenizer), None if form.special_tokens else TypedTokens(form.tokenizer)
+    are_messages = [prompt is not None and form.conversation(prompt) is not None for prompt in prompts]
+    leads = [
+        lead if is_message else "" if prompt is None else None
+        for prompt, is_message in zip(prompts, are_messages, strict=True)
+    ]
+    typed = [plain if is_message else None for is_message in are_messages]
+    return encoded_answers(answers, leads, form.tokenizer, closing_id, typed=typed)

@@ -172,7 +172,7 @@ def test_an_answer_that_its_text_closes_is_closed_once(tmp_path):
     """By the token that the template puts there, which need not be the tokenizer's end token."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE.replace("eos_token", "'<pad>'")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "the cat<pad>"}) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "the cat<pad>\n"}) + "\n")
     usual = {"split": "train", "max_length": 512, "chat_template": "auto", "system_prompt": None, "key": "k"}
     (one,) = load_demonstrations(str(tmp_path / "rows.jsonl"), tokenizer, **usual, end_ids={EOS, PAD}).demonstrations
     assert tokenizer.decode(one.response_ids) == "the cat <pad>"

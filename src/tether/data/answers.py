@@ -84,8 +84,9 @@ def encoded_answers(
 
 
 def _unclosed(answer: str, ends: Sequence[str]) -> str:
-    """An answer without the end token that its text ends with, if it does."""
-    return next((answer.removesuffix(end) for end in ends if answer.endswith(end)), answer)
+    """An answer without the end token that its text ends with, if it does, and without blanks behind that."""
+    bare = answer.rstrip()
+    return next((bare.removesuffix(end) for end in ends if bare.endswith(end)), answer)
 
 
 def _continuing(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

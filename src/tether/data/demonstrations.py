@@ -16,7 +16,14 @@ from tether.data.collate import collate, plan_micro_batches
 from tether.data.forms import given_names, is_given
 from tether.data.joined import column_names, read_datasets
 from tether.data.pairs import answer_ids, prompt_and_answer
-from tether.data.prompts import QueryFormat, before_answer, checked_prompt, encoded_queries, template_arguments
+from tether.data.prompts import (
+    QueryFormat,
+    before_answer,
+    check_untemplated,
+    checked_prompt,
+    encoded_queries,
+    template_arguments,
+)
 from tether.data.sources import Row, Rows
 from tether.data.stream import PromptStream
 from tether.errors import DataError
@@ -135,6 +142,7 @@ def load_demonstrations(
             parts = every(partial(_split, every_turn=every_turn), *columns_of)
             split_rows = [(i, *part) for i, each in zip(answered, parts, strict=True) for part in each]
             indices, prompts = [i for i, _, _ in split_rows], [prompt for _, prompt, _ in split_rows]
+            check_untemplated(prompts, form, f"{key}: {table.name}")
             arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
             _, queries = encoded_queries(
                 prompts, form, [places[i] for i in indices], [arguments[i] for i in indices]

@@ -14,7 +14,13 @@ from tether.data.bad_rows import BadRows, every, usable
 from tether.data.forms import is_given
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
-from tether.data.prompts import QueryFormat, checked_prompt, encoded_queries, template_arguments
+from tether.data.prompts import (
+    QueryFormat,
+    check_untemplated,
+    checked_prompt,
+    encoded_queries,
+    template_arguments,
+)
 from tether.data.sources import Row, Rows
 from tether.data.typed import TypedTokens
 from tether.errors import ConfigError, DataError
@@ -108,6 +114,7 @@ def load_pairs(
         texts = every(pair_texts, places, rows)
         prompts = [text.prompt for text in texts]
         check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
+        check_untemplated(prompts, form, f"{key}: {table.name}")
         arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
         queries = encoded_prompts(prompts, form, places, arguments)
         chosen, rejected = (

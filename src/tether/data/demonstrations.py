@@ -15,7 +15,7 @@ from tether.data.bad_rows import every, usable
 from tether.data.collate import collate, plan_micro_batches
 from tether.data.forms import given_names, is_given
 from tether.data.joined import column_names, read_datasets
-from tether.data.pairs import answer_ids, prompt_and_answer
+from tether.data.pairs import answer_ids, check_answers, prompt_and_answer
 from tether.data.prompts import (
     QueryFormat,
     before_answer,
@@ -142,6 +142,7 @@ def load_demonstrations(
             parts = every(partial(_split, every_turn=every_turn), *columns_of)
             split_rows = [(i, *part) for i, each in zip(answered, parts, strict=True) for part in each]
             indices, prompts = [i for i, _, _ in split_rows], [prompt for _, prompt, _ in split_rows]
+            check_answers(prompts, [(answer,) for _, _, answer in split_rows], f"{key}: {table.name}")
             check_untemplated(prompts, form, f"{key}: {table.name}")
             arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
             _, queries = encoded_queries(

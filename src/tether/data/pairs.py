@@ -114,6 +114,7 @@ def load_pairs(
         texts = every(pair_texts, places, rows)
         prompts = [text.prompt for text in texts]
         check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
+        check_answers(prompts, [(text.chosen, text.rejected) for text in texts], f"{key}: {table.name}")
         check_untemplated(prompts, form, f"{key}: {table.name}")
         arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
         queries = encoded_prompts(prompts, form, places, arguments)
@@ -182,6 +183,24 @@ def check_prompts(
         )
 
 
+def check_answers(prompts: Sequence[object | None], answers: Sequence[Sequence[str]], source: str) -> None:
+    """Raises ``DataError`` if all answers of a dataset begin with their prompt, which would then be there twice.
+
+    Some of many may repeat it by themselves, and so may one row alone.
+
+    Args:
+        prompts: prompt of each row; only those that are text count.
+        answers: answers of each row.
+        source: the dataset, for messages.
+    """
+    rows = [(prompt, each) for prompt, each in zip(prompts, answers, strict=True) if isinstance(prompt, str)]
+    if len(rows) > 1 and all(answer.startswith(prompt) for prompt, each in rows for answer in each):
+        raise DataError(
+            f"{source}: all answers begin with their prompt, which would be there twice; wanted answers without it: "
+            "remove it from them"
+        )
+
+
 def pair_texts(row: Row, where: str) -> PairTexts:
     """The prompt and the two answers of a row.
 
@@ -201,7 +220,7 @@ def pair_texts(row: Row, where: str) -> PairTexts:
 
 def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
     """Prompt and answer in column ``name``. Of several messages, all but the last belong to the prompt: they continue
-    the column ``prompt``, or are a whole conversation, which needs no such column.
+    the column ``prompt``, or are a whole conversation, which needs no such column and may begin with it.
 
     Raises:
         DataError: the column holds neither text nor a conversation that ends with the assistant's message.
@@ -215,7 +234,8 @@ def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
     if not before or not is_given(prompt):
         return before or prompt, answer
     goes_on = name in ("completion", "response") or _role(before[0]) == "assistant"
-    return [*_turns(prompt), *before] if goes_on else before, answer
+    turns = _turns(prompt)
+    return [*turns, *before] if goes_on and before[: len(turns)] != turns else before, answer
 
 
 def _role(message: Any) -> Any:

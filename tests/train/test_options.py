@@ -592,7 +592,7 @@ CONTRADICTIONS = [
     ),
     (
         {"ppo__score_norm": "running", "train__metric_for_best_model": "eval_scores"},
-        r"train\.metric_for_best_model eval_scores: .* set ppo\.score_norm to frozen, or the metric to eval_rewards/lett",
+        r"train\.metric_for_best_model eval_scores: .* set ppo\.score_norm to frozen, or the metric to eval_rewards/",
     ),
 ]
 

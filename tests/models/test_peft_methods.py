@@ -166,3 +166,11 @@ def test_a_vocabulary_may_have_more_rows_than_the_tokenizer(tmp_path, base, rows
         assert torch.equal(old, roles.ref_logprobs(micro_batch(), 1.0))
         trained(roles)
         assert not torch.equal(roles.score_pass(micro_batch(), 1.0).logprobs, old)
+
+
+@pytest.mark.filterwarnings("ignore:.*LoRA tensor.s. have invalid shape")  # PEFT takes a bias for a part of a shard
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_an_adapter_that_peft_cannot_merge_is_named(tmp_path, base):
+    adapter = save_adapter(tmp_path / "adapter", base, lora_bias=True)
+    with pytest.raises(ModelError, match=r"adapter: Impossible to merge LoRA .* the base layer has no bias"):
+        load_causal_lm(str(adapter), dtype=torch.float32)

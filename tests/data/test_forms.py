@@ -479,3 +479,42 @@ def test_datasets_of_several_forms_are_joined(tmp_path):
     queries = [prompt.text for prompt in prompts([files["answers"], files["asked"], files["pairs"]])]
     cat = "<user> the cat <eos> <assistant>"
     assert queries == ["<user> you <eos> <assistant>", cat, cat]
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "plain"])
+def test_answers_that_all_begin_with_their_prompt_are_refused(write, chat):
+    """A model would be taught, or a judge shown, every prompt twice."""
+    texts = [("the cat", "is red"), ("you", "run and run")]
+    whole = [{"prompt": a, "completion": f"{a} {b}", "chosen": f"{a} {b}", "rejected": f"{a} not"} for a, b in texts]
+    some = [*whole, {"prompt": "a", "completion": "it", "chosen": "it", "rejected": "is"}]
+    tokenizer, told = tiny_tokenizer(chat_template=chat), r"jsonl: all answers begin with their prompt, .*: remove it"
+    options = {"max_length": 64, "end_ids": {EOS}, **OPTIONS}
+
+    def pairs(file):
+        return load_pairs(file, tokenizer, **options).pairs
+
+    def demonstrations(file):
+        return load_demonstrations(file, tokenizer, **options).demonstrations
+
+    def judged(file):
+        return load_judged(file, split="train", key="FILE", is_chat=chat).rows
+
+    for read in (pairs, demonstrations, judged):
+        with pytest.raises(DataError, match=told):
+            read(write(*whole))
+        assert len(read(write(*some))) == 3, "one of many repeats its prompt by itself"
+        assert len(read(write(whole[0]))) == 1, "and so may a row alone"
+    answers = [{"prompt": row["prompt"], "response": row["completion"]} for row in whole]
+    assert [row.answers for row in judged(write(*answers))] == [(row["response"],) for row in answers], "of a policy"
+
+
+@pytest.mark.parametrize("prompt", [[TURN], "the cat"], ids=["messages", "text"])
+def test_a_completion_that_is_a_whole_conversation_holds_its_prompt_once(write, prompt):
+    says = {"role": "assistant", "content": "sees"}
+    tokenizer = tiny_tokenizer()
+    for completion in ([says], [TURN, says]):
+        file = write({"prompt": prompt, "completion": completion})
+        (shown,) = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).demonstrations
+        assert tokenizer.decode(shown.query_ids + shown.response_ids) == "<user> the cat <eos> <assistant> sees <eos>"
+        (row,) = load_judged(file, split="train", key="FILE", is_chat=True).rows
+        assert (row.prompt, row.answers) == (prompt if completion == [says] else [TURN], ("sees",))

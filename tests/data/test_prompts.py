@@ -5,6 +5,9 @@ import json
 import pytest
 
 from tests.tiny import BOS, EOS, VOCABULARY, tiny_bpe_tokenizer, tiny_tokenizer
+from tether.compat.trl.data import prompts_of
+from tether.data.demonstrations import load_demonstrations
+from tether.data.pairs import load_pairs
 from tether.data.prompts import load_prompts
 from tether.errors import ConfigError, DataError
 
@@ -282,3 +285,48 @@ def test_the_conversation_that_the_policy_is_shown_goes_with_the_prompt(load):
     assert [p.conversation for p in load(rows[:2]).prompts] == [[user("cat")], [user("dog")]]
     assert load(rows[:1], chat_template="none").prompts[0].conversation is None
     assert load(rows[:1], tokenizer=tiny_tokenizer(chat_template=False)).prompts[0].conversation is None
+
+
+TEMPLATED = "<user> the cat <eos> <assistant>"
+
+
+def read_by(kind, path, tokenizer, **changes):
+    """The prompts of a file, as each kind of dataset has them."""
+    usual = {"split": "train", "chat_template": "auto", "system_prompt": None, "key": f"data.{kind}"} | changes
+    if kind == "prompts":
+        return [each.token_ids for each in load_prompts(path, tokenizer, max_prompt_length=64, **usual).prompts]
+    usual |= {"max_length": 64, "end_ids": {EOS}}
+    if kind == "pairs":
+        return [each.chosen_ids[: each.query_length] for each in load_pairs(path, tokenizer, **usual).pairs]
+    return [each.query_ids for each in load_demonstrations(path, tokenizer, **usual).demonstrations]
+
+
+@pytest.mark.parametrize("kind", ["prompts", "pairs", "ptx"])
+def test_prompts_that_are_in_a_template_already_are_not_put_into_it_again(tmp_path, kind):
+    answers, path = {"completion": "is", "chosen": "is", "rejected": "runs"}, str(tmp_path / "rows.jsonl")
+    templated = [f"<system> we <eos> {TEMPLATED}", f"{TEMPLATED}\n"]
+
+    def write(*prompts):
+        rows = [{"prompt": prompt, **answers} for prompt in prompts]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(*templated)
+    told = r"rows\.jsonl: its prompts are in a chat template .* ' <eos> <assistant>', .*: set data\.chat_template: none"
+    with pytest.raises(DataError, match=rf"data\.{kind}: .*{told}"):
+        read_by(kind, path, tiny_tokenizer())
+    assert read_by(kind, path, tiny_tokenizer(), chat_template="none") == [ids(text) for text in templated]
+    write("the cat", templated[1])  # one of many ends so by itself, and is text like all that is typed
+    usual, typed = read_by(kind, path, tiny_tokenizer())
+    assert usual == ids(TEMPLATED) and typed.count(EOS) == 1
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
+    write("the cat\n")
+    assert read_by(kind, path, tokenizer) == [ids("<user> the cat")], "it writes nothing but blanks there"
+
+
+def test_without_a_configuration_there_is_no_key_to_set(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": TEMPLATED}))
+    with pytest.raises(DataError, match=r"^--prompts: .* put into one again: give them without it$"):
+        read_by("prompts", str(tmp_path / "rows.jsonl"), tiny_tokenizer(), key="--prompts")
+    with pytest.raises(DataError, match=r"^train_dataset: .* put into one again: give them without it$"):
+        prompts_of([{"prompt": TEMPLATED}], tiny_tokenizer(), None, "train_dataset")

@@ -239,6 +239,18 @@ def test_mistakes_name_the_key(folder, tmp_path, changes, message):
         load_data(tiny_run(tmp_path, data__prompts=str(folder), **usual | changes))
 
 
+def test_half_of_an_alpaca_prompt_is_refused(tmp_path):
+    """Its other half would be lost."""
+    def read(**more):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"instruction": "the", "answer": "a"} | more) + "\n")
+        config = tiny_run(tmp_path, data__prompts=str(tmp_path / "rows.jsonl"), data__columns={"prompt": "instruction"})
+        return load_data(config).prompts.prompts[0].source
+
+    with pytest.raises(DataError, match=r"^data\.prompts: .*rows\.jsonl has a column input besides instruction, "):
+        read(input="cat")
+    assert [read(input=""), read(input=None), read(other="cat")] == ["the"] * 3
+
+
 def test_keys_that_do_nothing_are_refused():
     data = {"dataset_dir": "data", "demonstrations": "d"}
     rest = {"model": {"path": "m"}, "output_dir": "o"}

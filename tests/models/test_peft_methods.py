@@ -201,3 +201,11 @@ def test_under_autocast_inputs_are_not_converted_to_float32_and_back(tmp_path, b
         assert counts[1] - counts[0] == (0 if use_dora and role == "policy" else 4)  # twice in each of two layers
         for layer in layers:
             layer.cast_input_dtype_enabled = bool(layer.lora_variant)
+
+
+@pytest.mark.filterwarnings("ignore:.*LoRA tensor.s. have invalid shape")  # PEFT takes a bias for a part of a shard
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_an_adapter_that_peft_cannot_merge_is_named(tmp_path, base):
+    adapter = save_adapter(tmp_path / "adapter", base, lora_bias=True)
+    with pytest.raises(ModelError, match=r"adapter: Impossible to merge LoRA .* the base layer has no bias"):
+        load_causal_lm(str(adapter), dtype=torch.float32)

@@ -374,6 +374,8 @@ def test_an_adapter_goes_on_with_lora_and_is_merged_without(lora, tmp_path):
     train_sft(on)
     settings = json.loads((on.output_dir / "adapter_config.json").read_text())
     assert (settings["base_model_name_or_path"], settings["r"]) == (before.model.path, 4)
+    again = load_config(on.output_dir / "config.yaml", section=SftStageConfig)
+    train_sft(again.model_copy(update={"output_dir": tmp_path / "again"}))
     old, new = weights(folder), weights(on.output_dir)
     assert old.keys() == new.keys()
     assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old)

@@ -8,9 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.models.build import save_adapter
+from tests.models.test_peft_methods import METHODS
+from tests.models.test_peft_methods import saved as save_other_adapter
+from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
-from tether.config.load import load_config
+from tether.config.chat import with_now
+from tether.config.load import load_config, parse_config
+from tether.config.schema import LoraConfig
 from tether.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from tether.inference.evaluate import evaluate_path
 from tether.metrics.writers import read_jsonl
 from tether.models import saving
 from tether.models.checkpoints import list_checkpoints
@@ -18,6 +25,8 @@ from tether.models.saving import files_written, verify_manifest
 from tether.train import build
 from tether.train.display import NullDisplay
 from tether.train.hub import model_files
+from tether.train.inputs import resolved
+from tether.train.plan import plan
 from tether.train.run import train_policy
 from tether.train.trainer import PPOTrainer
 
@@ -87,6 +96,22 @@ def test_the_saved_configuration_of_a_run_may_begin_another(tmp_path):
             train_policy(again)
         anew = again.model_copy(update={"output_dir": tmp_path / f"after-{next(iter(asked))}"})
         assert len(train_policy(anew).updates) == 2
+
+
+@pytest.mark.parametrize("method", ["LoRA", "IA3"])
+def test_the_saved_configuration_of_a_run_that_continued_an_adapter_leaves_its_settings_to_it(tmp_path, method):
+    base = save_tiny(tmp_path / "llama-tied")
+    if method == "LoRA":
+        start = save_adapter(tmp_path / "start", base, tokenizer=True, r=2)
+    else:
+        start = save_other_adapter(tmp_path / "start", base, METHODS[method])
+    config = tiny_run(tmp_path, model__path=str(start), model__lora={}, train__max_steps=1)
+    train_policy(config)
+    again = load_config(config.output_dir / "config.yaml")
+    assert again == resolved(with_now(config, again.data.chat_template_now))
+    assert evaluate_path(config.output_dir, config.data.prompts).metrics["eval_length"] > 0
+    assert parse_config(plan(again.model_copy(update={"overwrite_output_dir": True})).config).model.lora == LoraConfig()
+    assert len(train_policy(again.model_copy(update={"output_dir": tmp_path / "next"})).updates) == 1
 
 
 def test_resume_auto_goes_on_or_starts(tmp_path, monkeypatch):

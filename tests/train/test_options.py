@@ -590,6 +590,10 @@ CONTRADICTIONS = [
         {"ppo__kl_coef": 0.0, "train__metric_for_best_model": "eval_kl"},
         r"train\.metric_for_best_model: got eval_kl, wanted one of eval_scores, eval_length, eval_eos_rate, eval_rewar",
     ),
+    (
+        {"ppo__score_norm": "running", "train__metric_for_best_model": "eval_scores"},
+        r"train\.metric_for_best_model eval_scores: .* set ppo\.score_norm to frozen, or the metric to eval_rewards/",
+    ),
 ]
 
 

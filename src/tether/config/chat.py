@@ -65,8 +65,9 @@ class ChatKeys(Section):
     stage."""
     special_tokens: bool = False
     """Treat special tokens typed into the content of a message (``<|im_end|>``) as control tokens. If false, they are
-    plain characters, so that no prompt can end its own turn. Text that goes through no chat template is passed through
-    unchanged. Must be the same in every stage."""
+    plain characters, so that no message can end its own turn; an end token that an answer of a dataset ends with is the
+    one that closes it. Text that goes through no chat template is passed through unchanged. Must be the same in every
+    stage."""
 
     @property
     def chat(self) -> dict[str, Any]:

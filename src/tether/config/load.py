@@ -97,15 +97,23 @@ def at_home(data: Any) -> Any:
     return str(Path(data).expanduser()) if isinstance(data, str) and data.startswith("~/") else data
 
 
-def dump_config(config: Section) -> str:
-    """YAML of every key, defaults included, that loads back to an equal configuration."""
-    return text.dump(config.model_dump(mode="json"))
+def dump_config(config: Section, *, continues: bool = False) -> str:
+    """YAML of every key, defaults included, that loads back to an equal configuration.
+
+    Args:
+        continues: whether the run continues an adapter, which has settings of its own: keys of ``model.lora`` that are
+            left out are then left out here as well, as their defaults would be taken for wanted settings.
+    """
+    lora = config.model.lora if continues else None
+    unset = {} if lora is None else {"model": {"lora": type(lora).model_fields.keys() - lora.model_fields_set}}
+    return text.dump(config.model_dump(mode="json", exclude=unset))
 
 
-def dump_run(config: Section) -> str:
+def dump_run(config: Section, *, continues: bool) -> str:
     """``dump_config`` for the folder of a run, without what was asked of one start only: the file may begin another
     run, which is not to be resumed, and must not replace this one."""
-    return dump_config(config.model_copy(update={"resume": False, "overwrite_output_dir": False}))
+    asked_once = {"resume": False, "overwrite_output_dir": False}
+    return dump_config(config.model_copy(update=asked_once), continues=continues)
 
 
 @dataclass(frozen=True, slots=True)

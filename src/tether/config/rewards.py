@@ -52,7 +52,14 @@ class _Reward(Section):
     """Clips the source's scores, after ``norm`` and before ``weight``: a number c to within ±c, a list to ``[low,
     high]``. The logged score of a source is the one before all three. Default: no clipping."""
     name: str | None = None
-    """Name in metrics and samples; must be unique."""
+    """Name in metrics and samples, without ``/``; must be unique."""
+
+    @field_validator("name")
+    @classmethod
+    def _has_no_parts(cls, name: str | None) -> str | None:
+        if name is not None and (not name.strip() or "/" in name):
+            raise ValueError(f"got {name!r}, wanted a name without /, which separates a source from its components")
+        return name
 
     @field_validator("norm")
     @classmethod

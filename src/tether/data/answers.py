@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.forms import ROLES, content_told, role_told
+from tether.data.typed import TypedTokens
 from tether.errors import ConfigError, DataError
 
 _ANSWER = "Xyzzy, said he."
@@ -50,24 +51,42 @@ def encodable(text: str, where: str) -> str:
 
 
 def encoded_answers(
-    answers: Sequence[str], leads: Sequence[str | None], tokenizer: PreTrainedTokenizerBase, closing_id: int
+    answers: Sequence[str],
+    leads: Sequence[str | None],
+    tokenizer: PreTrainedTokenizerBase,
+    closing_id: int,
+    *,
+    typed: Sequence[TypedTokens | None] | None = None,
 ) -> list[list[int]]:
-    """Token ids of answers, each closed by one end token.
+    """Token ids of answers, each closed by one end token, also if its text ends with one already.
 
     Args:
         leads: what each answer begins with, unless it begins with a blank already; see ``answer_lead``. None: the
             answer continues the text of its prompt, with nothing in between.
         closing_id: id of the end token; see ``closing_token``.
+        typed: encodes special tokens typed into an answer as ordinary characters; None for an answer in which they are
+            control tokens. Default: in all of them.
     """
+    ends = (tokenizer.eos_token, tokenizer.convert_ids_to_tokens(closing_id))
     bare = [
-        ("" if answer[:1].isspace() else lead or "") + answer.removesuffix(tokenizer.eos_token)
+        ("" if answer[:1].isspace() else lead or "") + _unclosed(answer, ends)
         for answer, lead in zip(answers, leads, strict=True)
     ]
     encoded = _ids(bare, tokenizer)
     going_on = [i for i, lead in enumerate(leads) if lead is None]
     for i, ids in zip(going_on, _continuing([bare[i] for i in going_on], tokenizer), strict=True):
         encoded[i] = ids
+    for i, own in enumerate(typed or ()):
+        marked = None if own is None else own.hidden([{"role": "assistant", "content": bare[i]}])
+        if marked is not None:
+            encoded[i] = own.encoded(marked[0]["content"])[1]
     return [[*ids, closing_id] for ids in encoded]
+
+
+def _unclosed(answer: str, ends: Sequence[str]) -> str:
+    """An answer without the end token that its text ends with, if it does, and without blanks behind that."""
+    bare = answer.rstrip()
+    return next((bare.removesuffix(end) for end in ends if bare.endswith(end)), answer)
 
 
 def _continuing(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

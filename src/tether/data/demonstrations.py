@@ -10,13 +10,20 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
-from tether.data.answers import closing_token, encodable, encoded_answers, last_turn, text_start
+from tether.data.answers import closing_token, encodable, last_turn, text_start
 from tether.data.bad_rows import every, usable
 from tether.data.collate import collate, plan_micro_batches
 from tether.data.forms import given_names, is_given
 from tether.data.joined import column_names, read_datasets
-from tether.data.pairs import answer_leads, prompt_and_answer
-from tether.data.prompts import QueryFormat, before_answer, checked_prompt, encoded_queries, template_arguments
+from tether.data.pairs import answer_ids, check_answers, prompt_and_answer
+from tether.data.prompts import (
+    QueryFormat,
+    before_answer,
+    check_untemplated,
+    checked_prompt,
+    encoded_queries,
+    template_arguments,
+)
 from tether.data.sources import Row, Rows
 from tether.data.stream import PromptStream
 from tether.errors import DataError
@@ -135,12 +142,13 @@ def load_demonstrations(
             parts = every(partial(_split, every_turn=every_turn), *columns_of)
             split_rows = [(i, *part) for i, each in zip(answered, parts, strict=True) for part in each]
             indices, prompts = [i for i, _, _ in split_rows], [prompt for _, prompt, _ in split_rows]
+            check_answers(prompts, [(answer,) for _, _, answer in split_rows], f"{key}: {table.name}")
+            check_untemplated(prompts, form, f"{key}: {table.name}")
             arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
             _, queries = encoded_queries(
                 prompts, form, [places[i] for i in indices], [arguments[i] for i in indices]
             )
-            leads = answer_leads(prompts, form)
-            answers = encoded_answers([answer for _, _, answer in split_rows], leads, tokenizer, closing_id)
+            answers = answer_ids([answer for _, _, answer in split_rows], prompts, form, closing_id)
             encoded = sorted([*encoded, *zip(indices, queries, answers, strict=True)], key=lambda each: each[0])
         kept = [
             Demonstration(numbers[i], tuple(query), tuple(response))

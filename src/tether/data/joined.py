@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tether.config.chat import Sources, sources
 from tether.data.dataset_info import check_entry, read_entry
+from tether.data.forms import is_given
 from tether.data.sources import Row, Rows, check_source, read_rows
 from tether.errors import DataError
 
@@ -88,6 +89,13 @@ def _renamed(table: Rows, columns: Mapping[str, str], key: str) -> Rows:
             )
     if not columns:
         return table
+    has_input = "input" not in columns.values() and any(is_given(row.get("input")) for row in table.rows)
+    if is_of_run and columns.get("prompt") == "instruction" and has_input:
+        raise DataError(
+            f"{key}: {table.name} has a column input besides instruction, as alpaca's format, where both make up the "
+            "prompt, and it would be lost: join the two in one column, or describe the dataset in a dataset_info.json "
+            "and name its folder as data.dataset_dir; if it is something else, rename it"
+        )
     return replace(table, rows=[_renamed_row(row, columns, keeps_ours=not is_of_run) for row in table.rows])
 
 

@@ -10,7 +10,7 @@ from tether.data.answers import encodable
 from tether.data.bad_rows import every, usable
 from tether.data.forms import is_given
 from tether.data.joined import column_names
-from tether.data.pairs import check_prompts, pair_texts, prompt_and_answer
+from tether.data.pairs import check_answers, check_prompts, pair_texts, prompt_and_answer
 from tether.data.prompts import checked_prompt
 from tether.data.sources import Row, Rows, read_rows
 from tether.errors import DataError
@@ -80,7 +80,10 @@ def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str
             JudgedRow(prompt, tuple(own), {name: row.get(name) for name in columns}, place)
             for (prompt, *own), row, place in zip(texts, plain, places, strict=True)
         ]
-        check_prompts([row.prompt for row in rows], names, places, f"{key}: {table.name}")
+        prompts, source = [row.prompt for row in rows], f"{key}: {table.name}"
+        check_prompts(prompts, names, places, source)
+        if is_pairs:  # answers of a policy are judged as they are
+            check_answers(prompts, [row.answers for row in rows], source)
         return JudgedData(table.name, is_pairs, rows, columns)
 
     return usable(table, key, is_chat, read)[0]

@@ -14,8 +14,15 @@ from tether.data.bad_rows import BadRows, every, usable
 from tether.data.forms import is_given
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
-from tether.data.prompts import QueryFormat, checked_prompt, encoded_queries, template_arguments
+from tether.data.prompts import (
+    QueryFormat,
+    check_untemplated,
+    checked_prompt,
+    encoded_queries,
+    template_arguments,
+)
 from tether.data.sources import Row, Rows
+from tether.data.typed import TypedTokens
 from tether.errors import ConfigError, DataError
 from tether.types import Message
 
@@ -107,11 +114,12 @@ def load_pairs(
         texts = every(pair_texts, places, rows)
         prompts = [text.prompt for text in texts]
         check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
+        check_answers(prompts, [(text.chosen, text.rejected) for text in texts], f"{key}: {table.name}")
+        check_untemplated(prompts, form, f"{key}: {table.name}")
         arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
         queries = encoded_prompts(prompts, form, places, arguments)
-        leads = answer_leads(prompts, form)
         chosen, rejected = (
-            encoded_answers([getattr(text, name) for text in texts], leads, tokenizer, closing_id)
+            answer_ids([getattr(text, name) for text in texts], prompts, form, closing_id)
             for name in ("chosen", "rejected")
         )
         pairs = [
@@ -175,6 +183,24 @@ def check_prompts(
         )
 
 
+def check_answers(prompts: Sequence[object | None], answers: Sequence[Sequence[str]], source: str) -> None:
+    """Raises ``DataError`` if all answers of a dataset begin with their prompt, which would then be there twice.
+
+    Some of many may repeat it by themselves, and so may one row alone.
+
+    Args:
+        prompts: prompt of each row; only those that are text count.
+        answers: answers of each row.
+        source: the dataset, for messages.
+    """
+    rows = [(prompt, each) for prompt, each in zip(prompts, answers, strict=True) if isinstance(prompt, str)]
+    if len(rows) > 1 and all(answer.startswith(prompt) for prompt, each in rows for answer in each):
+        raise DataError(
+            f"{source}: all answers begin with their prompt, which would be there twice; wanted answers without it: "
+            "remove it from them"
+        )
+
+
 def pair_texts(row: Row, where: str) -> PairTexts:
     """The prompt and the two answers of a row.
 
@@ -194,7 +220,7 @@ def pair_texts(row: Row, where: str) -> PairTexts:
 
 def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
     """Prompt and answer in column ``name``. Of several messages, all but the last belong to the prompt: they continue
-    the column ``prompt``, or are a whole conversation, which needs no such column.
+    the column ``prompt``, or are a whole conversation, which needs no such column and may begin with it.
 
     Raises:
         DataError: the column holds neither text nor a conversation that ends with the assistant's message.
@@ -208,7 +234,8 @@ def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
     if not before or not is_given(prompt):
         return before or prompt, answer
     goes_on = name in ("completion", "response") or _role(before[0]) == "assistant"
-    return [*_turns(prompt), *before] if goes_on else before, answer
+    turns = _turns(prompt)
+    return [*turns, *before] if goes_on and before[: len(turns)] != turns else before, answer
 
 
 def _role(message: Any) -> Any:
@@ -258,11 +285,21 @@ def pair_accuracy(margins: Sequence[float]) -> float:
     return sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
 
 
-def answer_leads(prompts: Sequence[str | list[Message] | None], form: QueryFormat) -> list[str | None]:
-    """What each answer begins with after its prompt: the chat template's blank, or nothing; None if it continues text.
+def answer_ids(
+    answers: Sequence[str], prompts: Sequence[str | list[Message] | None], form: QueryFormat, closing_id: int
+) -> list[list[int]]:
+    """Token ids of answers after their prompts, as in ``encoded_answers``. One in a conversation begins with the chat
+    template's blank, and special tokens in it are those of a message; see ``QueryFormat``.
 
     Args:
         prompts: prompts from ``checked_prompt``; None if answers are whole texts.
+        closing_id: id of the end token; see ``closing_token``.
     """
-    lead = answer_lead(form.tokenizer)
-    return ["" if prompt is None else None if form.conversation(prompt) is None else lead for prompt in prompts]
+    lead, plain = answer_lead(form.tokenizer), None if form.special_tokens else TypedTokens(form.tokenizer)
+    are_messages = [prompt is not None and form.conversation(prompt) is not None for prompt in prompts]
+    leads = [
+        lead if is_message else "" if prompt is None else None
+        for prompt, is_message in zip(prompts, are_messages, strict=True)
+    ]
+    typed = [plain if is_message else None for is_message in are_messages]
+    return encoded_answers(answers, leads, form.tokenizer, closing_id, typed=typed)

@@ -24,6 +24,8 @@ from tether.types import Message, Prompt
 
 PROMPTS_OPTION = "--prompts"
 """The option that names prompts on a command line, as messages call it."""
+_QUESTION = "Xyzzy, said he?"
+"""A placeholder prompt that no chat template writes by itself."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def load_prompts(
     def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> PromptData:
         used, others = _columns(rows, table, key)
         sources = every(_checked_source, places, rows, used)
+        check_untemplated(sources, form, f"{key}: {table.name}")
         arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
         texts, queries = encoded_queries(sources, form, places, arguments)
         prompts = [
@@ -258,6 +261,39 @@ def _tools(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[A
             f"{where}: the chat template does not use tools; {_other_template(where)}leave the column out, or rename it"
         )
     return _without_nulls([decoded(tool, f"{where}, tool {i}") for i, tool in enumerate(value)])
+
+
+def check_untemplated(sources: Sequence[str | list[Message] | None], form: QueryFormat, name: str) -> None:
+    """Checks that the prompts of a dataset are not in a chat template already, as they would be put into it twice.
+
+    Args:
+        sources: prompts from ``checked_prompt``; None where there is none.
+        name: the dataset in messages, after its key.
+
+    Raises:
+        DataError: all prompts that are text end as the template ends a prompt. Some of many may do so by themselves.
+    """
+    texts = [source for source in sources if isinstance(source, str)]
+    end = _prompt_end(form) if texts and form.is_chat else ""
+    if end and all(text.rstrip().endswith(end) for text in texts):
+        way_out = "give them without it"
+        if name.startswith("data."):
+            way_out = "set data.chat_template: none, which takes text as it is, or " + way_out
+        raise DataError(
+            f"{name}: its prompts are in a chat template already, as they end with {end!r}, and would be put into one "
+            f"again: {way_out}"
+        )
+
+
+def _prompt_end(form: QueryFormat) -> str:
+    """What the chat template writes behind the text of a user's turn, up to where the answer begins; empty if it writes
+    nothing there but blanks, or takes no such turn."""
+    turns = [{"role": "user", "content": _QUESTION}]
+    try:
+        text = rendered(form.tokenizer, turns, form.now, add_generation_prompt=True)
+    except Exception:  # templates raise whatever their authors chose; rows that they refuse are reported individually
+        return ""
+    return text.rpartition(_QUESTION)[2].rstrip() if _QUESTION in text else ""
 
 
 def _has_keys(where: str) -> bool:

@@ -13,8 +13,8 @@ from tether.config.chat import present, with_now
 from tether.config.rewards import AdapterReward, OwnModelReward, measured_norms, sources_of
 from tether.config.schema import LoraConfig, RunConfig
 from tether.config.source import QueryConfig, SourceConfig
-from tether.data.answers import closing_token, encoded_answers
-from tether.data.pairs import answer_leads, encoded_prompts
+from tether.data.answers import closing_token
+from tether.data.pairs import answer_ids, encoded_prompts
 from tether.data.prompts import QueryFormat, template_arguments
 from tether.errors import ConfigError, DataError
 from tether.machine.distributed import Dist
@@ -113,8 +113,7 @@ class PolicyReader:
     ) -> list[list[int]]:
         if self.closing_id is None:
             return self.tokenizer(list(responses), add_special_tokens=False)["input_ids"]
-        leads = answer_leads(prompts, self._form)
-        return encoded_answers(responses, leads, self.tokenizer, self.closing_id)
+        return answer_ids(responses, prompts, self._form, self.closing_id)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     outer = model.get_output_embeddings()
     if _is_tied(adapter.config) and isinstance(outer, BaseTunerLayer):  # otherwise a shared weight is added to twice
         _separate(model, outer.base_layer)
-    return adapted.merge_and_unload().eval()
+    with model_errors(adapter.path):  # PEFT refuses some at the first layer that it cannot merge
+        return adapted.merge_and_unload().eval()
 
 
 def _untie(model: PreTrainedModel, adapter: Adapter) -> None:

@@ -153,10 +153,13 @@ def counted(parts: Sequence[Part], outputs: Sequence[RewardOutput], batch: Rewar
         RewardResponseError: a part did not score every answer.
     """
     components: dict[str, list[float]] = {}
+    columns = []
     for part, output in zip(parts, outputs, strict=True):
-        components[part.name] = checked(output.scores, len(batch), f"reward {part.name}")
-        components |= {f"{part.name}/{name}": list(values) for name, values in output.components.items()}
-    columns = [[part.counted(score) for score in components[part.name]] for part in parts]
+        scores = checked(output.scores, len(batch), f"reward {part.name}")
+        columns.append([part.counted(score) for score in scores])
+        own = {part.name: scores} | {f"{part.name}/{name}": list(values) for name, values in output.components.items()}
+        assert own.keys().isdisjoint(components), "names of sources have no /, which joins them to their components"
+        components |= own
     token_rows = None
     if any(output.token_scores is not None for output in outputs):
         token_columns = [

@@ -53,7 +53,7 @@ from tether.models.adapters import DEFAULT
 from tether.models.chat import check_template
 from tether.models.checkpoints import METRICS, check_models_kept, holds_run, list_checkpoints
 from tether.models.device import half_dtype
-from tether.models.paths import check_model_path, model_digest, model_errors
+from tether.models.paths import check_model_path, is_adapter, model_digest, model_errors
 from tether.models.saving import (
     FINAL,
     MANIFEST,
@@ -449,7 +449,7 @@ def clear(config: StageConfig) -> None:
 def _mark(config: StageConfig) -> None:
     """Marks an empty ``output_dir`` as this run's, even if the run ends before its folder is prepared."""
     if not any(config.output_dir.iterdir()):
-        write_whole(config.output_dir / CONFIG_FILE, dump_run(config).encode())
+        _write_config(config)
 
 
 def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
@@ -466,7 +466,12 @@ def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
             if path.resolve() != checkpoint.resolve() and (_step(path) is None or _step(path) > step):
                 shutil.rmtree(path)  # its steps are repeated, and it is written again
         truncate_after(folder / METRICS, step, step)
-    write_whole(folder / CONFIG_FILE, dump_run(config).encode())
+    _write_config(config)
+
+
+def _write_config(config: StageConfig) -> None:
+    continues = is_adapter(config.model.path, config.model.revision)
+    write_whole(config.output_dir / CONFIG_FILE, dump_run(config, continues=continues).encode())
 
 
 # Training

@@ -32,7 +32,7 @@ from tether.models.checkpoints import (
     is_checkpoint_name,
     list_checkpoints,
 )
-from tether.models.paths import ADAPTER_CONFIG, BASE
+from tether.models.paths import ADAPTER_CONFIG, BASE, is_adapter
 from tether.models.roles import ModelRoles
 from tether.models.saving import (
     FINAL,
@@ -169,7 +169,7 @@ def _was_begun(folder: Path) -> bool:
     path = folder / CONFIG
     try:
         text = path.read_text(encoding="utf-8")
-        return dump_config(parse_config(text, RunConfig)) == text
+        return dump_config(parse_config(text, RunConfig), continues=True) == text
     except (OSError, ConfigError, UnicodeDecodeError):
         return False
 
@@ -203,7 +203,8 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
         # the policy too: an adapter next to another run's full model would be loaded together with it
         for name in (METRICS, SAMPLES, BAD_BATCHES, REPORT, SCORE_NORM, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
-    write_whole(folder / CONFIG, dump_run(config).encode())
+    continues = is_adapter(config.model.path, config.model.revision)
+    write_whole(folder / CONFIG, dump_run(config, continues=continues).encode())
 
 
 def save_final(

@@ -164,7 +164,8 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
         for name, spreading in engines.items()
     }
     loading = {name: _while_loading(roles) for name, spreading in engines.items() if spreading.weights}
-    return Plan(dump_config(config), arithmetic, updates, roles, memory, each, loading, notes)
+    continues = is_adapter(config.model.path, config.model.revision)
+    return Plan(dump_config(config, continues=continues), arithmetic, updates, roles, memory, each, loading, notes)
 
 
 def _each(config: RunConfig) -> str:

@@ -13,6 +13,7 @@ from tether.data.forms import is_given, plain_row
 from tether.data.prompts import (
     PromptData,
     QueryFormat,
+    check_untemplated,
     checked_prompt,
     encoded_queries,
     template_arguments,
@@ -70,6 +71,7 @@ def prompts_of(
         values = [row.get(name) for row, name in zip(plain, of_rows, strict=True)]
         sources, used = every(checked_prompt, places, values), {*of_rows, "prompt"}
     if queries is None:
+        check_untemplated(sources, form, name)
         arguments = template_arguments(rows, tokenizer, None, places)
         texts, queries = encoded_queries(sources, form, places, arguments)
         chats = [form.conversation(source) for source in sources]

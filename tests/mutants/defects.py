@@ -1240,7 +1240,7 @@ UPDATE = (
         ("a tied head is merged", " or users[id(base.weight)] > 1", ""),
         ("the base keeps the merged weights", "each.layer.get_base_layer().weight.data = each.of_base", "pass"),
         ("a layer stays merged", "each.layer.merged_adapters = []", "pass"),
-        ("merged weights stay in memory", "    finally:\n            self._merged = []", "    finally:\n            pass"),
+        ("merged weights stay in memory", "finally:\n            self._merged = []", "finally:\n            pass"),
         ("the base's own tensor is changed", "of_base.clone()", "of_base"),
         ("no limit of merged weights", " and size <= MOST_BYTES", ""),
         ("a merge without the bias of an adapter", " or layer.lora_bias[adapter]", ""),

@@ -2221,7 +2221,11 @@ RUNS = (
     ),
     *in_file(
         "stages/running.py",
-        ("a resumed stage has the experts of the start", "self.run.dist.each(lambda: _load_weights(model, checkpoint))", "pass"),
+        (
+            "a resumed stage has the experts of the start",
+            "self.run.dist.each(lambda: _load_weights(model, checkpoint))",
+            "pass",
+        ),
         tests=(
             "tests/stages/test_sft.py"
             "::test_a_model_whose_names_in_files_are_not_those_in_memory_goes_on_with_its_own_weights",

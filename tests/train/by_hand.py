@@ -61,6 +61,7 @@ class Run(reference.Run):
     def __init__(self, policy, ref, critic, settings):
         super().__init__(policy, ref, critic, settings)
         self.metrics, self.tokens, self.norms = {}, {}, {}
+        self.first_evaluated = None
         for name, optimizer in self.optimizers.items():
             optimizer.step = self.noted(optimizer, "value" if name == "value" else "policy")
 
@@ -202,8 +203,10 @@ class Run(reference.Run):
     @torch.no_grad()
     def evaluation(self, rollouts, scores, rewards):
         """What an evaluation whose answers are ``rollouts`` should log, whatever the run did before it."""
-        s = self.s
-        shaped = [shaped_score(x, rollout, self.seen_scores, s) for x, rollout in zip(scores, rollouts, strict=True)]
+        s, seen = self.s, self.seen_scores
+        if s.score_norm == "running":
+            seen = self.first_evaluated = self.first_evaluated or list(scores)
+        shaped = [shaped_score(x, rollout, seen, s) for x, rollout in zip(scores, rollouts, strict=True)]
         policy = self.policy
         if s.ema_decay is not None:
             policy = copy.deepcopy(policy)

@@ -152,9 +152,10 @@ def test_what_is_no_norm_is_refused(norm):
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["ended", "killed"])
-def test_a_checkpoint_is_evaluated_by_its_own_norms(tmp_path, kept):
-    """Whose moments move on after it, and are in no file of their own where the run was killed."""
+def test_a_checkpoint_is_evaluated_by_the_norms_of_its_runs_evaluations(tmp_path, kept):
+    """Which are in no file of their own where the run was killed."""
     moving = {"ppo__score_norm": "running", "train__eval_steps": 1, "train__save_steps": 1}
+    moving |= {"train__learning_rate": 0.05, "train__lr_scheduler_type": "constant"}
     rewards = [section(tmp_path, "letters", norm="auto")]
     out = train_policy(auto_run(tmp_path, rewards, train__max_steps=3, **moving)).output_dir
     if not kept:

@@ -484,8 +484,8 @@ class TrainConfig(Section):
     save_total_limit: PositiveInt | None = None
     """Number of checkpoints to keep: the newest ones, and always the best one."""
     metric_for_best_model: str | None = None
-    """Evaluation metric that decides which checkpoint is the best, for example ``eval_scores`` (not with a ``running``
-    score_norm, whose scale moves). Each evaluation that is the best so far saves a checkpoint."""
+    """Evaluation metric that decides which checkpoint is the best, for example ``eval_scores``. Each evaluation that is
+    the best so far saves a checkpoint."""
     greater_is_better: bool = True
     """Whether a larger ``metric_for_best_model`` is better."""
     load_best_model_at_end: bool = False
@@ -740,13 +740,6 @@ class RunConfig(Section):
         known += ["eval_kl"] if self.ppo.kl_coef > 0 else []
         if metric is not None and metric not in known:
             raise ValueError(f"train.metric_for_best_model: got {metric}, wanted one of {', '.join(known)}")
-        if metric == "eval_scores" and self.ppo.score_norm == "running":
-            ways = " or ".join(f"eval_rewards/{name}" for name in self.reward_names)
-            raise ValueError(
-                "train.metric_for_best_model eval_scores: ppo.score_norm running measures each evaluation on another "
-                "scale, so that better answers may count as worse than earlier ones: set ppo.score_norm to frozen, or "
-                f"the metric to {ways}"
-            )
         return self
 
     @model_validator(mode="after")

@@ -127,7 +127,7 @@ def evaluate_path(
     load_policy(parts.roles, run, trust_remote_code=config.model.trust_remote_code)
     rows: list[dict[str, Any]] = []
     with kept(output, lambda: [row for row in rows if row], display):
-        numbers, samples = evaluate(parts, config, moments, phase=display.phase, check=lambda: None, rows=rows)
+        numbers, samples, _ = evaluate(parts, config, moments, phase=display.phase, check=lambda: None, rows=rows)
     if metrics is not None:
         write_metrics(
             metrics,

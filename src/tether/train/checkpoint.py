@@ -71,6 +71,8 @@ class RunState:
     """Current coefficient of the KL penalty."""
     score_moments: ScoreMoments = field(default_factory=ScoreMoments)
     """Moments that scores are normalized by: those of the start policy's scores, or of all scores so far."""
+    eval_moments: ScoreMoments = field(default_factory=ScoreMoments)
+    """With ``score_norm: running``, moments that evaluations normalize scores by: those of the first evaluation."""
     source_moments: dict[str, ScoreMoments] = field(default_factory=dict)
     """Moments of the start policy's scores, for each source with ``norm: auto``, by name."""
     step: int = 0
@@ -330,8 +332,8 @@ class Checkpoints:
         del record["data"], record["num_processes"], record["engine"]
         saved = parse_config(record.pop("config"), RunConfig)
         sources = {name: ScoreMoments(**moments) for name, moments in record["source_moments"].items()}
-        moments = {"score_moments": ScoreMoments(**record["score_moments"]), "source_moments": sources}
-        state = RunState(**record | moments)
+        moments = {name: ScoreMoments(**record[name]) for name in ("score_moments", "eval_moments") if name in record}
+        state = RunState(**record | moments | {"source_moments": sources})
         self._fit_memory(state, saved)
         if _criterion(self.config) != _criterion(saved) or not self._has_best(state):
             state.best_metric = state.best_step = None  # measured by another criterion, or its checkpoint is gone

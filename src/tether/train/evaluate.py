@@ -20,7 +20,16 @@ from tether.models.forward import response_outputs
 from tether.models.memory import in_fitting_parts
 from tether.models.roles import POLICY
 from tether.train.parts import Parts
-from tether.train.rollout import Answers, PhaseReport, answer, answer_row, judge, micro_batches
+from tether.train.rollout import (
+    Answers,
+    Judged,
+    PhaseReport,
+    answer,
+    answer_row,
+    micro_batches,
+    raw_scores,
+    shaped_scores,
+)
 from tether.types import Completion, Request, noise_key
 
 
@@ -34,11 +43,11 @@ def evaluate(
     halvings: int = 0,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     rows: list[dict[str, Any]] | None = None,
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
+) -> tuple[dict[str, float], list[dict[str, Any]], algo.ScoreMoments]:
     """Generates and scores the current policy's answers to ``parts.eval_prompts``.
 
     Args:
-        moments: moments that scores are normalized by, as in training.
+        moments: moments that ``ppo.score_norm`` normalizes scores by; those of these answers if they are of no scores.
         halvings: how often micro-batches are halved to fit into memory.
         waiting: a context entered while waiting for scores.
         rows: filled with what is known of each answer, in the order of the prompts, for callers that keep it if
@@ -46,8 +55,8 @@ def evaluate(
 
     Returns:
         ``eval_scores`` and its standard deviation, ``eval_kl`` in nats per sequence (absent without a reference),
-        ``eval_length`` in tokens, ``eval_eos_rate``, and ``eval_rewards/NAME`` for each source; and the rows of
-        samples.jsonl.
+        ``eval_length`` in tokens, ``eval_eos_rate``, and ``eval_rewards/NAME`` for each source; the rows of
+        samples.jsonl; and the moments that scores were normalized by.
     """
     prompts = list(parts.eval_prompts)
     requests = [Request(p.token_ids, noise_key(config.train.seed, "eval", p.row, 0), p.before) for p in prompts]
@@ -60,7 +69,10 @@ def evaluate(
     watched = {"phase": phase, "check": check, "name": "evaluation"}
     answers = answer(parts, prompts, requests, **watched, ask=True, finished=finished)
     with waiting():
-        judged = judge(parts, answers, config, moments)
+        raw, output = raw_scores(parts, answers)
+    if moments.count == 0:
+        moments = algo.merged_moments(moments, raw)
+    judged = Judged(shaped_scores(raw, answers, config, moments), output.components)
     samples[:] = [judged.sample(i, answers) for i in range(len(prompts))]
     with parts.roles.fetched():
         kl = sequence_kl(parts, answers, config, phase=phase, check=check, halvings=halvings)
@@ -80,7 +92,7 @@ def evaluate(
     for name in judged.components:
         numbers[f"eval_rewards_std/{name}"] = numbers.pop(f"eval_rewards_var/{name}") ** 0.5
     samples[:] = [sample | {"kl": kl[i] if kl else None} for i, sample in enumerate(samples)]
-    return numbers, samples
+    return numbers, samples, moments
 
 
 @torch.no_grad()

@@ -64,23 +64,25 @@ def spread(moments: algo.ScoreMoments, what: str, key: str) -> str:
 
 
 def write_norms(path: Path, state: RunState) -> None:
-    """Writes the moments that normalized the run's scores and those of sources with ``norm: auto``, for evaluations."""
-    record = asdict(state.score_moments)
+    """Writes the moments that normalized the scores of the run's evaluations, and those of sources with ``norm: auto``,
+    for later evaluations."""
+    record = asdict(_of_evaluations(state))
     if state.source_moments:
         record["sources"] = {name: asdict(moments) for name, moments in state.source_moments.items()}
     write_whole(path, json.dumps(record).encode() + b"\n")
 
 
 def read_norms(run: Path) -> tuple[ScoreMoments, dict[str, ScoreMoments]]:
-    """The moments that normalized the run's scores, and by name those of sources with ``norm: auto``; for a checkpoint,
-    as of that checkpoint.
+    """The moments that normalized the scores of the run's evaluations, and by name those of sources with ``norm:
+    auto``; for a checkpoint, as of that checkpoint.
 
     Raises:
         ConfigError: the run has not measured them yet.
     """
     if (state := run / STATE_DIR / STATE).is_file():
         record = json.loads(state.read_text(encoding="utf-8"))
-        return ScoreMoments(**record["score_moments"]), _moments(record["source_moments"])
+        own = [ScoreMoments(**record.get(name, {})) for name in ("eval_moments", "score_moments")]
+        return next((each for each in own if each.count), ScoreMoments()), _moments(record["source_moments"])
     path = next((folder / SCORE_NORM for folder in run_folders(run) if (folder / SCORE_NORM).is_file()), None)
     if path is None:
         told = f"{run}: no {SCORE_NORM} beside its config.yaml; it is written when the run ends or is stopped"
@@ -88,6 +90,11 @@ def read_norms(run: Path) -> tuple[ScoreMoments, dict[str, ScoreMoments]]:
     record = json.loads(path.read_text(encoding="utf-8"))
     sources = _moments(record.pop("sources", {}))
     return ScoreMoments(**record), sources
+
+
+def _of_evaluations(state: RunState) -> ScoreMoments:
+    """Those of the run's own evaluations; without any, those of training."""
+    return state.eval_moments if state.eval_moments.count else state.score_moments
 
 
 def _moments(records: Mapping[str, Mapping[str, float]]) -> dict[str, ScoreMoments]:

@@ -175,18 +175,6 @@ def raw_scores(
     return torch.tensor(scores, dtype=torch.float32), output
 
 
-def judge(parts: Parts, answers: Answers, config: RunConfig, moments: algo.ScoreMoments) -> Judged:
-    """Scores every answer.
-
-    Args:
-        moments: used by ``ppo.score_norm``, if set; if they have counted no score yet, those of these answers are used.
-    """
-    raw, output = raw_scores(parts, answers)
-    if moments.count == 0:
-        moments = algo.merged_moments(moments, raw)
-    return Judged(shaped_scores(raw, answers, config, moments), output.components)
-
-
 def shaped_scores(
     raw: Float[Tensor, " B"], answers: Answers, config: RunConfig, moments: algo.ScoreMoments
 ) -> Float[Tensor, " B"]:

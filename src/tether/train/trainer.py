@@ -226,16 +226,19 @@ class PPOTrainer:
         if not self.parts.eval_prompts:
             return
         self.before = random_states()
+        is_moving = self.config.ppo.score_norm == "running"
         with self.policy_to_keep():
-            metrics, samples = evaluate(
+            metrics, samples, moments = evaluate(
                 self.parts,
                 self.config,
-                self.state.score_moments,
+                self.state.eval_moments if is_moving else self.state.score_moments,
                 phase=self.log.phase,
                 check=self.stop.check,
                 halvings=self.state.halvings,
                 waiting=self.stop.at_once,
             )
+        if is_moving:  # one scale for all evaluations
+            self.state.eval_moments = moments
         self.state.evaluated_step = self.state.step
         is_best = self.state.note_evaluation(metrics, self.config.train)
         self.log.evaluation(self.state.step, metrics, samples)

@@ -404,7 +404,7 @@ class PPOTrainer:
             raise ConfigError("evaluate: there is no eval_dataset; give one to PPOTrainer")
         parts = replace(self._parts, eval_prompts=held_out.prompts)
         shown, check = NullDisplay().phase, lambda: None
-        metrics, _ = evaluation.evaluate(parts, self._config, ScoreMoments(), phase=shown, check=check)
+        metrics, *_ = evaluation.evaluate(parts, self._config, ScoreMoments(), phase=shown, check=check)
         if held_out is self._held_out and metric_key_prefix == "eval":
             self._events.evaluated(metrics)
             return metrics

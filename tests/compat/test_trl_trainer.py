@@ -711,7 +711,7 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
             made._phases.stop.reason = "SIGINT"
 
     made.add_callback(Stop)
-    with pytest.raises(KeyboardInterrupt, match="SIGINT: stopped after 1 updates, and the state is saved"):
+    with pytest.raises(KeyboardInterrupt, match="SIGINT: stopped after 1 update, and the state is saved"):
         made.train()
     assert (tmp_path / "out" / "checkpoint-1").is_dir()
 

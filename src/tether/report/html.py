@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tether import __version__
+from tether.config.keys import counted
 from tether.config.secrets import without_keys
 from tether.config.text import TextError, dump, parse
 from tether.errors import DataError
@@ -21,7 +22,7 @@ from tether.report.read import CONFIG, METRICS, SAMPLES, STAGES, Run, Sample, re
 from tether.report.style import CSS, SCRIPT
 from tether.report.summary import Pair, Tile, Verdict, pairs, tiles, verdict
 from tether.report.svg import MAX_POINTS
-from tether.report.text import counted, number, one_line, signed
+from tether.report.text import number, one_line, signed
 
 REPORT = "report.html"
 MAX_PAIRS, OPEN_PAIRS = 24, 6

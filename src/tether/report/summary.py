@@ -6,9 +6,10 @@ import math
 import statistics
 from dataclasses import dataclass
 
+from tether.config.keys import counted
 from tether.report.limits import LEAST_PROMPTS
 from tether.report.read import STAGES, Point, Run, Sample
-from tether.report.text import counted, duration, number, percent, signed
+from tether.report.text import duration, number, percent, signed
 
 NOISE = 0.1
 """Number of standard deviations below which a change in score is noise, if the answers were not kept."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tether.config.keys import counted
 from tether.metrics.history import History
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import JsonlWriter, write_whole
@@ -74,7 +75,7 @@ class RunLog:
         if self._samples is not None:
             self._samples.write_all({"step": step, "split": "eval", **sample} for sample in samples)
         self.trackers.log(dict(metrics), step)
-        self.display.message(f"evaluation after {step} updates: {_summary(metrics)}")
+        self.display.message(f"evaluation after {counted(step, 'update')}: {_summary(metrics)}")
         self.display.samples(list(samples[:SHOWN_SAMPLES]))
 
     def samples(self, step: int, split: str, answers: Answers, judged: Judged, *, limit: int) -> None:

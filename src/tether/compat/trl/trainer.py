@@ -29,6 +29,7 @@ from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
 from tether.compat.trl.samples import print_table, send_table
 from tether.config.chat import present, with_now
+from tether.config.keys import counted
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.data.prompts import PromptData
@@ -350,7 +351,7 @@ class PPOTrainer:
             dist.by_main(lambda: write_report(folder))
         if interrupted is not None:
             raise KeyboardInterrupt(
-                f"{interrupted}: stopped after {phases.state.step} updates, and the state is saved; "
+                f"{interrupted}: stopped after {counted(phases.state.step, 'update')}, and the state is saved; "
                 f"train(resume_from_checkpoint=True) resumes it"
             )
 

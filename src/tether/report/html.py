@@ -162,7 +162,7 @@ def _status(findings: list[health.Finding]) -> Html | None:
     counts = Counter(f.level for f in findings)
     if not findings:
         return None
-    names = {"act": "to act on", "warn": "to watch", "ok": "healthy"}
+    names = {"act": "to act on", "warn": "to watch", "ok": "ok"}
     words = ", ".join(f"{counts[level]} {name}" for level, name in names.items() if counts[level])
     return element("p", element("a", f"Health: {words or 'too early to judge'}", href="#health"), class_="status")
 
@@ -205,7 +205,10 @@ def _health(run: Run, findings: list[health.Finding]) -> Html:
     title = element("h2", "Health", id="health")
     if not findings:
         return join(title, element("p", "No metrics to judge.", class_="lead"))
-    lead = f"Unless stated otherwise, stretches of {STRETCH} updates are judged, not single ones."
+    lead = (
+        f"Unless stated otherwise, stretches of {STRETCH} updates are judged, not single ones. ok: nothing to do, also "
+        "between the healthy range and the value from which to watch."
+    )
     return join(
         title,
         element("p", lead, class_="lead") if run.kind not in STAGES else None,

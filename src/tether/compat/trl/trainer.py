@@ -160,7 +160,11 @@ class PPOTrainer:
         own = callbacks_of(callbacks)
         every = default_callbacks(args, own)
         if inert := sorted(INERT & args.set_arguments):
-            logger.warning("PPOConfig: not read here: %s", ", ".join(inert))
+            logger.warning(
+                "PPOConfig: these arguments have no effect here, whatever they are set to: %s. %s says why",
+                ", ".join(inert),
+                "docs/from_trl.md",
+            )
 
         set_seed((args.seed + dist.rank) % 2**32)
         device = torch.device("cpu") if engine.spreads_weights else dist.device
@@ -288,7 +292,7 @@ class PPOTrainer:
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
         """Removes a callback, or the first one of a class, and returns it; None if there is none."""
         for each in self._events.callbacks:
-            if each is callback or (isinstance(callback, type) and type(each) is callback):
+            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
                 self._events.callbacks.remove(each)
                 return each
         return None

@@ -31,7 +31,7 @@ def test_commands(words, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("COLUMNS", "160")
         assert main(words[1:]) == 0
         shown = capsys.readouterr().out
-        assert "2 of 1 answers in each of 8 processes" in shown and all(name in shown for name in scale.ENGINES)
+        assert "2 of 1 answer in each of 8 processes" in shown and all(name in shown for name in scale.ENGINES)
         return
     if words[0] == "accelerate":
         args = launch_command_parser().parse_args(words[2:])

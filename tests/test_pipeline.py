@@ -332,7 +332,7 @@ def test_mistakes_of_the_last_stage_are_told_before_the_first_loads_a_model(file
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for override, error, message in [
         (f"--ppo.data.prompts={tmp_path / 'bad.jsonl'}", DataError, r"data\.prompts: .*row 1 \(line 2\)"),
-        ("--reward.data.max_length=2", DataError, r"data\.pairs: none of the 6 rows"),
+        ("--reward.data.max_length=2", DataError, r"data\.pairs: no row of .* \(6 rows\) can be used"),
         ("--ppo.sampling.response_length=500", ConfigError, r"sampling\.response_length 500 .* the model has 128"),
         (f"--ppo.model.path={tmp_path / 'judge'}", ModelError, "judge is a sequence classifier; wanted a causal"),
         ("--data.chat_template=chatml", ConfigError, r"data\.chat_template: chatml needs"),

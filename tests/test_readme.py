@@ -13,11 +13,12 @@ import pytest
 from tests.compat.llamafactory import PPO as LLAMAFACTORY
 from tests.hub import fake_hub
 from tests.tiny import save_tiny
-from tests.train.runs import write_prompts
+from tests.train.runs import tiny_run, write_prompts
 from tether.cli.commands import COMMANDS
 from tether.cli.main import main
 from tether.config.keys import describe
 from tether.config.schema import RunConfig
+from tether.train.run import train_policy
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -48,6 +49,24 @@ ppo:
   sampling: {response_length: 4}
   train: {max_steps: 1, rollout_batch_size: 4, micro_batch_size: 4}
 """
+
+
+def listed_files() -> set[str]:
+    """Files and folders in the first column of the table of outputs."""
+    table = README.split("## Output")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)} - {"output_dir"}
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_the_table_of_outputs_lists_what_a_run_writes(lora, tmp_path):
+    config = tiny_run(tmp_path, model__lora=lora, train__save_steps=1, value__save=True, ppo__score_norm="running")
+    train_policy(config)
+    written = {re.sub(r"-\d+$", "-N", path.name) + "/" * path.is_dir() for path in config.output_dir.iterdir()}
+    policy, other = {"config.json", "model.safetensors"}, {"adapter_config.json", "adapter_model.safetensors"}
+    assert written - listed_files() == set()
+    sometimes = {"bad_batches.jsonl", "logs/", "base/"} | (policy if lora else other)
+    assert listed_files() - written == sometimes
 
 
 def commands() -> list[str]:

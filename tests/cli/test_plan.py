@@ -1,5 +1,7 @@
 """What ``tether plan`` shows."""
 
+import re
+
 import pytest
 
 from tests.train.runs import tiny_run
@@ -7,7 +9,7 @@ from tests.train.test_mistakes import judge_of
 from tether.cli.main import main
 from tether.cli.plan import size
 from tether.config.launched import num_processes
-from tether.config.load import dump_config
+from tether.config.load import dump_config, parse_config
 
 
 @pytest.mark.parametrize(
@@ -21,17 +23,50 @@ def test_sizes_are_for_people(num_bytes, text):
     assert size(num_bytes) == text
 
 
-def test_a_plan_shows_configuration_arithmetic_roles_and_memory(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def shown_plan(config, folder, capsys, monkeypatch, *options, columns=200):
+    """What ``tether plan`` prints."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    (folder / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert main(["plan", str(folder / "run.yaml"), *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_plan_shows_settings_arithmetic_roles_and_memory(tmp_path, capsys, monkeypatch):
     config = tiny_run(tmp_path, model__lora={"r": 4}, train__total_episodes=20)
-    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
-    assert main(["plan", str(tmp_path / "run.yaml")]) == 0
-    shown = capsys.readouterr().out
-    for line in dump_config(config.resolved(bf16=False)).splitlines():
-        assert line.strip()[:40] in shown
+    shown = shown_plan(config, tmp_path, capsys, monkeypatch)
+    settings, _, rest = shown.partition("\nbatches")
+    for text in ("total_episodes: 20", "r: 4", "kind: adapter", f"output_dir: {config.output_dir}"):
+        assert text in settings, text  # what was set, and what follows from it
+    assert "cliprange" not in settings  # a default
     for text in ("3 of 8 answers = 24 episodes", "base", "reference", "peak memory", "letters", "KiB"):
-        assert text in shown, text
+        assert text in rest, text
+    assert shown.splitlines()[-1] == "nothing was found that would stop the run"
     assert not config.output_dir.exists()
+
+
+def test_a_plan_shows_every_key_if_asked(tmp_path, capsys, monkeypatch):
+    config = tiny_run(tmp_path, train__total_episodes=20)
+    shown, _, _ = shown_plan(config, tmp_path, capsys, monkeypatch, "--config").partition("\nbatches")
+    assert parse_config(shown) == config.resolved(bf16=False)
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+def test_no_word_of_a_plan_is_broken_on_a_narrow_terminal(processes, tmp_path, capsys, monkeypatch):
+    config = tiny_run(tmp_path, model__lora={"r": 4})
+    wide, narrow = (
+        shown_plan(config, tmp_path, capsys, monkeypatch, f"--processes={processes}", columns=columns)
+        for columns in (400, 80)
+    )
+    words = set(re.findall(r"[^\s│╭─┬╮├┼┤╰┴╯]+", narrow))
+    assert words == set(re.findall(r"[^\s│╭─┬╮├┼┤╰┴╯]+", wide))
+
+
+def test_a_plan_ends_with_what_would_stop_the_run(tmp_path, capsys, monkeypatch):
+    config = tiny_run(tmp_path)
+    config.output_dir.mkdir()
+    (config.output_dir / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    last = shown_plan(config, tmp_path, capsys, monkeypatch).splitlines()[-1]
+    assert last.startswith("warning: output_dir: ") and last.endswith("or add --overwrite to replace it")
 
 
 def test_a_plan_warns_of_answers_that_may_be_too_long_for_a_reward_model(tmp_path, capsys, monkeypatch):

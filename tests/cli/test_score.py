@@ -79,6 +79,6 @@ def test_a_subset_of_a_folder_is_read_by_its_name(folder, monkeypatch, capsys):
     for name, pairs in (("first", PAIRS), ("second", PAIRS[:1])):
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     assert main(["score", "source.yaml", "data", "--subset", "second"]) == 0
-    assert "1 pairs of data" in capsys.readouterr().out
+    assert "1 pair of data" in capsys.readouterr().out
     assert main(["score", "source.yaml", "data"]) == 2
     assert "has the subsets first, second: choose one with --subset" in " ".join(capsys.readouterr().err.split())

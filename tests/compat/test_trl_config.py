@@ -134,8 +134,9 @@ def test_torch_compile_compiles_the_layers(tmp_path, monkeypatch):
 
 def test_inert_arguments_that_are_set_are_named_once(tmp_path, caplog):
     trainer(tmp_path, args=arguments(tmp_path, logging_steps=1, dataloader_num_workers=2))
-    assert [r.message for r in caplog.records if "not read" in r.message] == [
-        "PPOConfig: not read here: dataloader_num_workers, logging_steps"
+    assert [r.message for r in caplog.records if "no effect" in r.message] == [
+        "PPOConfig: these arguments have no effect here, whatever they are set to: dataloader_num_workers, "
+        "logging_steps. docs/from_trl.md says why"
     ]
 
 
@@ -208,9 +209,10 @@ def test_a_small_warm_up_is_a_share_and_no_evaluation_has_no_steps(tmp_path):
 
 def test_batch_sizes_that_are_worked_out_are_told_where_they_were_set_otherwise(tmp_path, caplog):
     trainer(tmp_path, args=arguments(tmp_path, batch_size=128, mini_batch_size=8))
-    told = [record.message for record in caplog.records if "which is ignored" in record.message]
-    assert len(told) == 1 and told[0].startswith("PPOConfig.batch_size: got 128, which is ignored; it is 8 here")
-    assert "per_device_train_batch_size 4, gradient_accumulation_steps 2" in told[0]
+    told = [record.message for record in caplog.records if "but it is derived" in record.message]
+    (told,) = told
+    assert told.startswith("PPOConfig.batch_size: got 128, but it is derived, as in TRL 1.12, and is 8 here")
+    assert "per_device_train_batch_size 4, gradient_accumulation_steps 2" in told
 
 
 def test_arguments_of_older_releases_are_told_what_they_are_called(tmp_path):

@@ -512,6 +512,16 @@ def test_without_a_strategy_nothing_is_evaluated_and_samples_are_shown_by_number
     assert not any("eval_scores" in row for row in made.state.log_history)
 
 
+def test_the_main_metrics_of_an_update_are_printed_and_all_are_written(tmp_path, capsys):
+    made = trainer(tmp_path)
+    made.train()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert len(printed) == 2 and all("objective/scores" in line and "time/" not in line for line in printed)
+    assert "time/rollout_s" in made.state.log_history[0]
+    made.log({"mine": 1.0})
+    assert "mine" in capsys.readouterr().out
+
+
 def test_generated_completions(tmp_path, capsys):
     made = trainer(
         tmp_path,
@@ -711,7 +721,7 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
             made._phases.stop.reason = "SIGINT"
 
     made.add_callback(Stop)
-    with pytest.raises(KeyboardInterrupt, match="SIGINT: stopped after 1 updates, and the state is saved"):
+    with pytest.raises(KeyboardInterrupt, match="SIGINT: stopped after 1 update, and the state is saved"):
         made.train()
     assert (tmp_path / "out" / "checkpoint-1").is_dir()
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field
 
 from tether.config import docs
-from tether.config.keys import KeyDoc, describe, find, shown, wanted
+from tether.config.keys import KeyDoc, counted, describe, find, shown, wanted
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.schema import LoraConfig, RunConfig
 
@@ -103,3 +103,12 @@ def test_a_location_is_freed_of_the_names_of_union_members():
 
 def test_the_page_of_all_keys_is_up_to_date():
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == docs.page(), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [(0, "row", "0 rows"), (1, "row", "1 row"), (5000, "update", "5,000 updates"), (2, "mini-batch", "2 mini-batches"),
+     (2, "epoch", "2 epochs"), (2, "process", "2 processes"), (1, "pass", "1 pass")],
+)  # fmt: skip
+def test_a_number_of_things_has_its_plural(count, noun, text):
+    assert counted(count, noun) == text

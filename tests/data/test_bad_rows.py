@@ -143,7 +143,7 @@ def test_what_is_wrong_with_all_rows_is_told_first_only_where_no_row_is_bad(writ
     rows = [{"prompt": "the cat sees a dog"}, {"prompt": 3}]
     with pytest.raises(DataError, match=r"row 1 .*the prompt is a int"):
         prompts(write(rows), max_prompt_length=3)
-    with pytest.raises(DataError, match=r"all 1 prompts of .* are longer than data\.max_prompt_length 3"):
+    with pytest.raises(DataError, match=r"every prompt of .* \(1 prompt\) is longer than data\.max_prompt_length 3"):
         prompts(write(rows), max_prompt_length=3, drop_bad_rows=True)
 
 

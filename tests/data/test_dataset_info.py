@@ -195,7 +195,7 @@ def test_rows_without_an_answer_are_dropped_and_counted_where_that_is_asked(entr
     with pytest.raises(DataError, match=r"row 1, messages: got None, wanted text"):
         load_demonstrations("d", tiny_tokenizer(), **same)
     entry(rows[1:3])
-    with pytest.raises(DataError, match=r"k: none of the 2 rows of .* has an answer; wanted some to train on"):
+    with pytest.raises(DataError, match=r"k: no row of .* \(2 rows\) has an answer; wanted some to train on"):
         load_demonstrations("d", tiny_tokenizer(), drops_unanswered=True, **same)
 
 

@@ -151,7 +151,8 @@ def test_demonstrations_over_the_limit_are_dropped_and_counted(load):
 
 
 def test_nothing_within_the_limit(load):
-    with pytest.raises(DataError, match=r"data\.ptx: all 2 demonstrations .*max_ptx_length 2; the shortest has 3"):
+    told = r"data\.ptx: every demonstration of .* \(2 demonstrations\) .*max_ptx_length 2; the shortest has 3"
+    with pytest.raises(DataError, match=told):
         load([{"text": "the cat is"}, {"text": "the cat is red"}], max_length=2)
 
 

@@ -124,7 +124,8 @@ def test_prompts_over_the_limit_are_dropped_and_counted(load):
 
 
 def test_nothing_within_the_limit(load):
-    with pytest.raises(DataError, match=r"data\.prompts: all 2 prompts .*max_prompt_length 3; the shortest has 4"):
+    told = r"data\.prompts: every prompt of .* \(2 prompts\) .*max_prompt_length 3; the shortest has 4"
+    with pytest.raises(DataError, match=told):
         load([{"prompt": "cat"}, {"prompt": "a cat"}], max_prompt_length=3)
 
 

@@ -196,7 +196,7 @@ def test_mistakes_of_a_command_name_its_options(folder, trained, capsys, command
 
 def test_limits_and_system_prompts_of_a_command_name_its_options(folder, trained, tmp_path):
     (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "the cat sees a dog"}))
-    with pytest.raises(DataError, match=r"all 1 prompts of .* are longer than --max_prompt_length 2; "):
+    with pytest.raises(DataError, match=r"every prompt of .* \(1 prompt\) is longer than --max_prompt_length 2; "):
         generate_path(trained, tmp_path / "asked.jsonl", max_prompt_length=2)
     plain = save_tiny(tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()

@@ -127,7 +127,7 @@ def test_a_run_that_every_answer_is_left_out_of_ends_in_both_alike(folder):
     changes = settings(folder, "truncated answers left out", num_processes=2)
     changes |= {"sampling__response_length": 1, "train__max_steps": 1, "output_dir": str(folder / "none")}
     said = together(refused, folder, changes, folder=folder)
-    assert all(each.startswith("nothing was trained: none of the answers of 1 updates ended") for each in said)
+    assert all(each.startswith("nothing was trained: none of the answers of 1 update ended") for each in said)
 
 
 class Asks(TrainerCallback):

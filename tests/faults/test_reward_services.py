@@ -136,7 +136,7 @@ def test_no_failure_reaches_the_optimizer(tmp_path, failure):
         config = service_run(tmp_path, local.url)
         with pytest.raises(RewardError, match=local.url) as caught:
             train_policy(config)
-    assert caught.value.__notes__ == ["the state after 1 updates is saved; --resume continues from there"]
+    assert caught.value.__notes__ == ["the state after 1 update is saved; --resume continues from there"]
     assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
     assert (config.output_dir / "checkpoint-1" / "manifest.json").is_file()
     assert not (config.output_dir / "model.safetensors").exists()
@@ -251,7 +251,7 @@ def test_49_no_failure_of_a_judge_reaches_the_optimizer(tmp_path, failure, told)
         with pytest.raises(RewardError, match=told) as caught:
             train_policy(config)
     assert local.url in str(caught.value)
-    assert caught.value.__notes__ == ["the state after 1 updates is saved; --resume continues from there"]
+    assert caught.value.__notes__ == ["the state after 1 update is saved; --resume continues from there"]
     assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1]
 
 

@@ -150,7 +150,7 @@ def test_a_run_writes_one_into_every_folder(tmp_path, lora):
     library = "peft" if lora else "transformers"
     assert {head(text)["library_name"] for text in texts.values()} == {library}
     assert head(texts["critic"])["pipeline_tag"] == "text-classification"
-    assert "after 1 updates" in texts["checkpoint-1"] and "## Curves" in texts["."]
+    assert "after 1 update" in texts["checkpoint-1"] and "## Curves" in texts["."]
     for folder in (out, out / "checkpoint-1", out / "critic"):
         assert CARD in json.loads((folder / "manifest.json").read_text())["files"]
 

@@ -91,7 +91,7 @@ def test_a_healthy_run(tmp_path):
         "Reward against KL", "Ended by itself", "Explained variance", "Seconds per phase", "brevity",
         "question 0", "answer 0 at 0", "answer 0 at 25",
         "Start policy", "After update 25",
-        "Training answers over time", "num_ppo_epochs: 4", "Health: 14 healthy",
+        "Training answers over time", "num_ppo_epochs: 4", "Health: 14 ok",
     ):  # fmt: skip
         assert words in page.text, words
 

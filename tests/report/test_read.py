@@ -30,7 +30,7 @@ def test_a_torn_last_line_is_told_from_damage_in_the_middle(tmp_path):
     run = read_run(tmp_path)
     assert sorted(run.updates) == [1, 3]
     assert any("last line of metrics.jsonl is incomplete" in note for note in run.notes)
-    assert any("3 unreadable line(s); the first is line 2" in note for note in run.notes)
+    assert any("3 unreadable lines; the first is line 2" in note for note in run.notes)
 
 
 def test_values_that_are_not_finite_are_gaps_and_not_numbers_are_left_out(tmp_path):

@@ -131,3 +131,10 @@ def test_answers_without_a_score_are_not_counted_as_better(tmp_path, score):
     samples = [answer(0, 0, 1.0), answer(1, 0, score), answer(0, 1, 1.0), answer(1, 1, 2.0)]
     run = read_run(write(tmp_path, [update(1, 0.1)], samples))
     assert next(t.value for t in tiles(run, pairs(run)) if t.label == "Better answers") == "1 of 1"
+
+
+@pytest.mark.parametrize("kl", [0.5, -0.01])
+def test_a_kl_below_0_is_explained_where_it_is_shown(kl, tmp_path):
+    run = read_run(write(tmp_path, [update(1, 0.5), update(2, 1), evaluation(0, 0), evaluation(2, 1, eval_kl=kl)]))
+    (detail,) = [tile.detail for tile in tiles(run, []) if tile.label == "KL spent"]
+    assert ("below 0 by chance" in detail) == (kl < 0)

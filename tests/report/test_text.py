@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tether.report.text import counted, duration, json_line, number, one_line, percent, prompt_text, signed, visible
+from tether.report.text import duration, json_line, number, one_line, percent, prompt_text, signed, visible
 
 
 def test_a_line_of_json_is_the_same_value_and_acts_on_nothing():
@@ -67,12 +67,11 @@ def test_number(value, shown):
     assert number(value) == shown
 
 
-def test_signed_percent_and_counted():
+def test_signed_and_percent():
     assert [signed(1.5), signed(-1.5), signed(0.0)] == ["+1.5", "−1.5", "0"]
     assert [percent(0.0), percent(0.051), percent(0.5), percent(-0.3), percent(float("nan"))] == [
         "0 %", "5.1 %", "50 %", "−30 %", "–",
     ]  # fmt: skip
-    assert [counted(1, "update"), counted(5000, "update")] == ["1 update", "5,000 updates"]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_pairs_over_the_limit_and_equal_pairs_are_dropped_and_counted(tmp_path):
         ([{"chosen": [assistant("a")], "rejected": [assistant("b")]}], "one message and no column prompt"),
         ([{"chosen": [USER, assistant("a")], "rejected": [USER, USER, assistant("b")]}], "answer different prompts"),
         ([{"prompt": "", "chosen": "good", "rejected": "bad"}], "row 0 .* has no prompt"),
-        ([{"prompt": "a", "chosen": "good", "rejected": "good"}], "none of the 1 rows .* in 1 both answers"),
+        ([{"prompt": "a", "chosen": "good", "rejected": "good"}], r"no row of .* \(1 row\) .* in 1 both answers"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c \ud83d"}], r"rejected: got '\\ud83d' at character 2"),
         ([{"prompt": p, "chosen": "b", "rejected": "c"} for p in ("a", None)], "row 1 .* has no prompt, although "),
         ([{"question": "a", "chosen": "b", "rejected": "c"}], "a column question. Rename it to prompt; leave it out"),

@@ -349,7 +349,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
         (changed("model", path=str(tmp_path / "none")), ModelError, r"model\.path: .* does not exist"),
         (changed("data", pairs="none.jsonl"), DataError, r"data\.pairs: no such file"),
         (changed("data", eval_pairs="none.jsonl"), DataError, r"data\.eval_pairs: no such file"),
-        (changed("data", max_length=3), DataError, r"data\.pairs: none of the 18 rows .* 18 are longer"),
+        (changed("data", max_length=3), DataError, r"data\.pairs: no row of .* \(18 rows\) .* 18 are longer"),
         (
             changed("train", lr_scheduler_type="stairs"),
             ConfigError,

@@ -641,7 +641,8 @@ MISTAKES = {
     ),
     "no demonstration short enough": (
         {"ppo__ptx_coef": 1.0, "data__max_ptx_length": 4},
-        r"^data\.ptx: all 5 demonstrations of .* are longer than data\.max_ptx_length 4; the shortest has 6 tokens",
+        r"^data\.ptx: every demonstration of .* \(5 demonstrations\) is longer than "
+        r"data\.max_ptx_length 4; the shortest has 6 tokens",
     ),
 }
 

@@ -150,7 +150,7 @@ def test_a_mini_batch_that_hardly_anything_divides_is_warned_of(tmp_path):
     few = plan(tiny_run(tmp_path, train__rollout_batch_size=13, train__micro_batch_size=None))
     (note,) = few.notes
     assert note.startswith("train.micro_batch_size is 1,") and "mini-batch size 13" in note
-    assert dict(few.arithmetic)["micro-batches"] == "13 of 1 answers"
+    assert dict(few.arithmetic)["micro-batches"] == "13 of 1 answer"
 
 
 def test_adapters_that_are_continued_or_judge_are_counted_as_they_were_saved(tmp_path):

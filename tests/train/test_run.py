@@ -342,7 +342,7 @@ def test_every_prompt_is_seen_each_epoch_and_few_prompts_are_cycled(tmp_path):
     rows = [s["row"] for s in read_jsonl(result.output_dir / "samples.jsonl")]
     for epoch in range(3):
         assert sorted(rows[epoch * 5 : epoch * 5 + 5]) == list(range(5))
-    assert any("5 prompts are fewer than the 8 of an update" in text for text in said)
+    assert any("5 prompts, fewer than the 8 of an update" in text for text in said)
     assert any("2 updates of 8 answers = 16 episodes" in text for text in said)
 
 

@@ -47,13 +47,15 @@ def ppo(arguments: Sequence[str]) -> int:
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Show what a run would do, train nothing: tether plan RUN.yaml [--processes=N]"""
+    """Show what a run would do, train nothing: tether plan RUN.yaml [--processes=N] [--config]"""
     from tether.config.schema import RunConfig
 
     if _wants_help(arguments):
-        return _config_help("tether plan", RunConfig, "  --processes=N  plan for N processes, one per device\n")
+        own = ["--processes=N  plan for N processes, one per device", "--config       show every key, also defaults"]
+        return _config_help("tether plan", RunConfig, "".join(f"  {option}\n" for option in own))
     parser = argparse.ArgumentParser("tether plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", type=_positive, default=1, metavar="N")
+    parser.add_argument("--config", action="store_true")
     options, rest = parser.parse_known_args(arguments)
     file, overrides = run_arguments("tether plan", rest)
 
@@ -69,7 +71,7 @@ def plan(arguments: Sequence[str]) -> int:
 
     with RunDisplay() as display:
         announce(translation, display)
-        show_plan(plan_of(config, options.processes), display)
+        show_plan(plan_of(config, options.processes), display, whole=options.config)
     return 0
 
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -187,12 +188,13 @@ class RunDisplay:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Shows a permanent table; columns of numbers are right-aligned."""
         table = Table(title=self._text(one_line(title, CELL)), title_justify="left", box=self._box)
-        for i, name in enumerate(columns):
+        cells = [[self._text(_cell(value)) for value in row] for row in (columns, *rows)]
+        widths = _column_widths(list(zip(*cells, strict=True)), self.console.width - 3 * len(columns) - 1)
+        for i, (heading, width) in enumerate(zip(cells[0], widths, strict=True)):
             is_numeric = bool(rows) and all(isinstance(row[i], int | float) for row in rows)
-            heading = self._text(one_line(name, CELL))
-            table.add_column(heading, justify="right" if is_numeric else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(self._text(_cell(value)) for value in row))
+            table.add_column(heading, justify="right" if is_numeric else "left", overflow="fold", width=width)
+        for row in cells[1:]:
+            table.add_row(*row)
         self._print(table)
 
     def close(self) -> None:
@@ -285,3 +287,13 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return one_line("" if value is None else str(value), CELL)
     return f"{value:,}" if isinstance(value, int) else number(value)
+
+
+def _column_widths(columns: Sequence[Sequence[Text]], room: int) -> list[int]:
+    """Widths that together fit into ``room``: the widest columns wrap first, and no word is broken while that helps."""
+    widths = [max(cell.cell_len for cell in column) for column in columns]
+    words = [max(cell_len(word) for cell in column for word in cell.plain.split() or [""]) for column in columns]
+    for least in (words, [1] * len(columns)):
+        while sum(widths) > room and (wide := [i for i, width in enumerate(widths) if width > least[i]]):
+            widths[max(wide, key=lambda i: widths[i])] -= 1
+    return widths

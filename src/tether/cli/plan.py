@@ -6,27 +6,40 @@ from tether.train.display import Display
 from tether.train.plan import Plan
 
 
-def show_plan(plan: Plan, display: Display) -> None:
-    """Shows the resolved configuration, warnings, the arithmetic of batches, the roles and the estimated memory."""
-    for line in plan.config.splitlines():
-        display.message(line)
+def show_plan(plan: Plan, display: Display, *, whole: bool = False) -> None:
+    """Shows the settings, the arithmetic of batches, the roles, the estimated memory, and at last, where it is seen,
+    what may go wrong.
+
+    Args:
+        whole: whether to show every key of the configuration, not only those that are not at their defaults.
+    """
+    if not whole:
+        display.message("settings that are not defaults (--config shows every key):")
+    for line in (plan.config if whole else plan.settings).splitlines():
+        display.message(line if whole else f"  {line}")
+    display.table("batches", ["what", "how many"], plan.arithmetic)
+    display.message("roles")
+    for role in plan.roles:  # lines, not a table, whose cells would break a path
+        display.message(f"  {role.role}: {role.source} ({role.sharing})")
+    rows = [[role.role, role.parameters, role.trainable, role.dtype, size(role.weight_bytes)] for role in plan.roles]
+    display.table("parameters that each role adds and trains", ["role", "adds", "trains", "dtype", "memory"], rows)
+    if plan.engines:
+        _show_engines(plan, display)
+    else:
+        display.table("peak memory, estimated", ["phase", "memory"], [[k, size(v)] for k, v in plan.memory.items()])
     for note in plan.notes:
         display.message(f"warning: {note}")
-    display.table("batches", ["what", "how many"], plan.arithmetic)
-    header = ["role", "source", "adds", "trains", "dtype", "memory", "sharing"]
+    if not plan.notes:
+        display.message("nothing was found that would stop the run")
+
+
+def _show_engines(plan: Plan, display: Display) -> None:
     rows = []
-    for role in plan.roles:
-        numbers = [f"{role.parameters:,}", f"{role.trainable:,}", role.dtype, size(role.weight_bytes)]
-        rows.append([role.role, role.source, *numbers, role.sharing])
-    display.table("roles, and the parameters that each adds and trains", header, rows)
-    if not plan.engines:
-        display.table("peak memory, estimated", ["phase", "memory"], [[k, size(v)] for k, v in plan.memory.items()])
-        return
-    header = ["phase", "one process", *plan.engines]
-    rows = [[k, size(v), *[size(each[k]) for each in plan.engines.values()]] for k, v in plan.memory.items()]
-    loading = [size(plan.loading[name]) if name in plan.loading else "" for name in plan.engines]
-    rows.append(["host memory while loading", "", *loading])
-    display.table("peak memory of each process, estimated, by engine", header, rows)
+    for engine, memory in {"one process": plan.memory, **plan.engines}.items():
+        loading = size(plan.loading[engine]) if engine in plan.loading else ""
+        rows.append([engine, *map(size, memory.values()), loading])
+    header = ["engine", *plan.memory, "host memory while loading"]
+    display.table("peak memory of each process, estimated, by engine and phase", header, rows)
 
 
 def size(num_bytes: int) -> str:

@@ -113,6 +113,12 @@ def shown(value: Any) -> str:
     return words if len(words) <= 60 else words[:57] + "…"
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 update``, ``5,000 updates``, ``2 batches``, ``3 passes``."""
+    plural = f"{noun}es" if noun.endswith(("tch", "s")) else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
 def wanted(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """The values that a field takes, in words: ``a number above 0 or null``."""
     base, metadata = _unwrapped(annotation, metadata)

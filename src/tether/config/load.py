@@ -109,6 +109,11 @@ def dump_config(config: Section, *, continues: bool = False) -> str:
     return text.dump(config.model_dump(mode="json", exclude=unset))
 
 
+def dump_settings(config: Section) -> str:
+    """YAML of the keys that are not at their defaults."""
+    return text.dump(config.model_dump(mode="json", exclude_defaults=True))
+
+
 def dump_run(config: Section, *, continues: bool) -> str:
     """``dump_config`` for the folder of a run, without what was asked of one start only: the file may begin another
     run, which is not to be resumed, and must not replace this one."""

@@ -34,7 +34,7 @@ from tether.config.base import (
 )
 from tether.config.chat import Columns, DataKeys, Sources
 from tether.config.idle import idle
-from tether.config.keys import shown
+from tether.config.keys import counted, shown
 from tether.config.rewards import RewardConfig, reward_names, sources_of
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -631,9 +631,10 @@ class RunConfig(Section):
         at_once = min(micro * num_processes, mini)
         if mini % at_once:
             raise ValueError(
-                f"train.micro_batch_size {micro} in each of {num_processes} processes makes {at_once} answers at once, "
-                f"which must divide the mini-batch size {mini}: launch a different number of processes, or change "
-                "train.rollout_batch_size, ppo.num_mini_batches or train.micro_batch_size"
+                f"train.micro_batch_size {micro} in each of {counted(num_processes, 'process')} makes "
+                f"{counted(at_once, 'answer')} at once, which must divide the mini-batch size {mini}: "
+                "launch a different number of processes, or change train.rollout_batch_size, "
+                "ppo.num_mini_batches or train.micro_batch_size"
             )
         return at_once
 

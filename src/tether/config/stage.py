@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validat
 
 from tether.config.base import LARGEST_DEFAULT, Section, Seed, check_precision, check_warmup, divisors
 from tether.config.chat import DataKeys
+from tether.config.keys import counted
 from tether.config.schema import Fraction, HeldOut, ModelConfig, check_weights
 
 
@@ -91,8 +92,9 @@ class StageTrainConfig(Section):
         if rows == 0 or self.batch_size % (rows * num_processes):
             least = max(rows, 1) * num_processes
             raise ValueError(
-                f"train.batch_size: got {self.batch_size}, wanted a multiple of {least} ({max(rows, 1)} rows at once "
-                f"in each of {num_processes} processes; train.micro_batch_size is {self.micro_batch_size})"
+                f"train.batch_size: got {self.batch_size}, wanted a multiple of {least} ("
+                f"{counted(max(rows, 1), 'row')} at once in each of {counted(num_processes, 'process')}; "
+                f"train.micro_batch_size is {self.micro_batch_size})"
             )
         return rows
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+from tether.config.keys import counted
 from tether.data.forms import plain_row
 from tether.data.sources import Row, Rows
 from tether.errors import DataError
@@ -110,7 +111,7 @@ def _told(
     first = "".join("\n  " + str(error).removeprefix(f"{key}: ") for error in ordered[:SHOWN])
     total = len(table.rows) + len(table.bad)
     sign = ":" if count <= SHOWN else "; the first:"
-    return f"{key}: {count} of {total} rows of {table.name} {what}{sign}{first}"
+    return f"{key}: {count:,} of {counted(total, 'row')} of {table.name} {what}{sign}{first}"
 
 
 def _refused(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
+from tether.config.keys import counted
 from tether.data.answers import closing_token, encodable, last_turn, text_start
 from tether.data.bad_rows import every, usable
 from tether.data.collate import collate, plan_micro_batches
@@ -126,7 +127,7 @@ def load_demonstrations(
         unanswered = {i for i, row in enumerate(rows) if drops_unanswered and _has_prompt_alone(row)}
         if len(unanswered) == len(rows):
             raise DataError(
-                f"{key}: none of the {len(rows)} rows of {table.name} has an answer; wanted some to train on"
+                f"{key}: no row of {table.name} ({counted(len(rows), 'row')}) has an answer; wanted some to train on"
             )
         used = _columns(rows, table, key)
         plain = [i for i, column in enumerate(used) if column == "text"]
@@ -158,8 +159,8 @@ def load_demonstrations(
         if not kept:
             shortest = min(len(query) + len(response) for _, query, response in encoded)
             raise DataError(
-                f"{key}: all {len(encoded)} demonstrations of {table.name} are longer than {length_key} "
-                f"{max_length}; the shortest has {shortest} tokens"
+                f"{key}: every demonstration of {table.name} ({counted(len(encoded), 'demonstration')}) is longer than "
+                f"{length_key} {max_length}; the shortest has {shortest} tokens"
             )
         return DemonstrationData(kept, len(rows), len(encoded) - len(kept), len(unanswered))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
+from tether.config.keys import counted
 from tether.data.answers import answer_lead, closing_token, encodable, encoded_answers, last_turn, text_start
 from tether.data.bad_rows import BadRows, every, usable
 from tether.data.forms import is_given
@@ -130,8 +131,9 @@ def load_pairs(
         kept = [pair for pair in differing if max(len(pair.chosen_ids), len(pair.rejected_ids)) <= max_length]
         if not kept:
             raise DataError(
-                f"{key}: none of the {len(pairs)} rows of {table.name} can be used: in {len(pairs) - len(differing)} "
-                f"both answers are the same, {len(differing)} are longer than data.max_length {max_length}"
+                f"{key}: no row of {table.name} ({counted(len(pairs), 'row')}) can be used: in "
+                f"{len(pairs) - len(differing)} both answers are the same, {len(differing)} are longer than "
+                f"data.max_length {max_length}"
             )
         return PairData(kept, len(pairs), len(differing) - len(kept), len(pairs) - len(differing))
 

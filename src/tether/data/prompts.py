@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
+from tether.config.keys import counted
 from tether.data.answers import encodable, last_turn, text_start
 from tether.data.bad_rows import UNUSABLE, every, usable
 from tether.data.forms import ROLES, content_told, decoded, given_names, role_told
@@ -160,14 +161,14 @@ def load_prompts(
         ]
         if not prompts:
             raise DataError(
-                f"{key}: all {len(queries)} prompts of {table.name} are longer than {length_key} "
-                f"{max_prompt_length}; the shortest has {min(map(len, queries))} tokens"
+                f"{key}: every prompt of {table.name} ({counted(len(queries), 'prompt')}) is longer than {length_key} "
+                f"{max_prompt_length}; the shortest has {counted(min(map(len, queries)), 'token')}"
             )
         return PromptData(prompts, len(queries), len(queries) - len(prompts), others, table.name)
 
     data, num_bad = usable(table, key, form.is_chat, read, drops=drop_bad_rows)
     num_rows = data.num_rows + num_bad
-    note = f"{table.name}: {len(data.prompts)} of {num_rows} prompts"
+    note = f"{table.name}: {len(data.prompts):,} of {counted(num_rows, 'prompt')}"
     if data.num_too_long:
         note += f", {data.num_too_long} dropped as longer than {max_prompt_length} tokens"
     if num_bad:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.config.chat import present, with_now
+from tether.config.keys import counted
 from tether.config.rewards import OwnModelReward, sources_of
 from tether.config.source import SourceConfig
 from tether.data.judged import JudgedData, JudgedRow, load_judged
@@ -150,7 +151,7 @@ def pair_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int], n
     by_length = [[label, len(rows), *accuracy([margins[i] for i in rows])] for label, rows in groups.items() if rows]
     header = ["source", "accuracy", "±", "ties", "chosen", "rejected", "margin", "r with length"]
     return [
-        Table(f"{len(pairs)} pairs of {name}: accuracy and mean scores", header, summary),
+        Table(f"{counted(len(pairs), 'pair')} of {name}: accuracy and mean scores", header, summary),
         Table("accuracy by length", ["pairs in which", "pairs", "accuracy", "±"], by_length),
     ]
 
@@ -180,7 +181,7 @@ def answer_tables(scores: Mapping[str, Sequence[float]], lengths: Sequence[int],
     ]
     header = ["source", "mean", "std", "lowest", "highest", "r with length"]
     return [
-        Table(f"{len(lengths)} answers of {name}: scores", header, summary),
+        Table(f"{counted(len(lengths), 'answer')} of {name}: scores", header, summary),
         Table("score by length", ["answers of", "answers", "mean"], by_length),
     ]
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 from huggingface_hub import ModelCardData
 
+from tether.config.keys import counted
 from tether.config.secrets import address_without_keys, without_keys
 from tether.report.read import FINISHED, Run, read_run, read_settings
 from tether.report.summary import kept, kl_spent, pairs, verdict
@@ -127,7 +128,7 @@ def _is_hub_id(path: str) -> bool:
 def _title(run: Run, kind: Kind, step: int | None) -> str:
     name = _escaped(run.folder.absolute().name, 80)
     what = {"ppo": "", "sft": "", "reward": "", "critic": ": critic"}[kind]
-    return f"# {name}{what}" + (f", after {step} updates" if step is not None else "")
+    return f"# {name}{what}" + (f", after {counted(step, 'update')}" if step is not None else "")
 
 
 def _summary(kind: Kind, base: str | None, adapter: Mapping[str, Any] | None, *, step: int | None) -> str:

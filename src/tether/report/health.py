@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from tether.config.keys import counted
 from tether.report import advice
 from tether.report.limits import (
     FEW_STEPS,
@@ -29,7 +30,7 @@ from tether.report.limits import (
     scores_alike,
 )
 from tether.report.read import STAGES, Run, Series, is_missing_share
-from tether.report.text import counted, number, one_line, percent, signed
+from tether.report.text import number, one_line, percent, signed
 from tether.report.trends import (
     MIN_UPDATES,
     change,
@@ -99,8 +100,8 @@ def not_finite(run: Run) -> Finding | None:
     return Finding(
         "act" if serious else "warn",
         name,
-        f"{len(bad)} metric(s) were not finite numbers at some {run.unit}; the first was {name} at {run.unit} "
-        f"{bad[name][0]}.",
+        f"{counted(len(bad), 'metric')} had values that are not finite numbers at some {run.unit}; the first "
+        f"was {name} at {run.unit} {bad[name][0]}.",
         f"{look}if losses grew before it, lower train.learning_rate or set train.max_grad_norm: 1."
         if serious
         else "",
@@ -244,8 +245,8 @@ def negative_kl(run: Run) -> Finding | None:
     return Finding(
         "act" if len(low) > 1 else "warn",
         "objective/kl",
-        f"The KL estimate was negative beyond noise (below {number(-limit)}) in {len(low)} update(s), first at update "
-        f"{low[0]}.",
+        f"The KL estimate was negative beyond noise (below {number(-limit)}) in {counted(len(low), 'update')}, "
+        f"first at update {low[0]}.",
         "Answers were not drawn from the distribution that is scored: look for top-p, top-k or a minimum length in the "
         "generation engine, another temperature, or a reference that is not the start model.",
     )

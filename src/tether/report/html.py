@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tether import __version__
+from tether.config.keys import counted
 from tether.config.secrets import without_keys
 from tether.config.text import TextError, dump, parse
 from tether.errors import DataError
@@ -21,7 +22,7 @@ from tether.report.read import CONFIG, METRICS, SAMPLES, STAGES, Run, Sample, re
 from tether.report.style import CSS, SCRIPT
 from tether.report.summary import Pair, Tile, Verdict, pairs, tiles, verdict
 from tether.report.svg import MAX_POINTS
-from tether.report.text import counted, number, one_line, signed
+from tether.report.text import number, one_line, signed
 
 REPORT = "report.html"
 MAX_PAIRS, OPEN_PAIRS = 24, 6
@@ -161,7 +162,7 @@ def _status(findings: list[health.Finding]) -> Html | None:
     counts = Counter(f.level for f in findings)
     if not findings:
         return None
-    names = {"act": "to act on", "warn": "to watch", "ok": "healthy"}
+    names = {"act": "to act on", "warn": "to watch", "ok": "ok"}
     words = ", ".join(f"{counts[level]} {name}" for level, name in names.items() if counts[level])
     return element("p", element("a", f"Health: {words or 'too early to judge'}", href="#health"), class_="status")
 
@@ -204,7 +205,10 @@ def _health(run: Run, findings: list[health.Finding]) -> Html:
     title = element("h2", "Health", id="health")
     if not findings:
         return join(title, element("p", "No metrics to judge.", class_="lead"))
-    lead = f"Unless stated otherwise, stretches of {STRETCH} updates are judged, not single ones."
+    lead = (
+        f"Unless stated otherwise, stretches of {STRETCH} updates are judged, not single ones. ok: nothing to do, also "
+        "between the healthy range and the value from which to watch."
+    )
     return join(
         title,
         element("p", lead, class_="lead") if run.kind not in STAGES else None,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
+from tether.config.keys import counted
 from tether.report.text import prompt_text
 
 CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
@@ -330,7 +331,7 @@ def _read_lines(run: Run, name: str, take: Callable[[dict[str, Any]], bool], *, 
         run.notes.append(f"The last line of {name} is incomplete: the run was interrupted, or is still writing.")
         bad.pop()
     if bad:
-        run.notes.append(f"{name}: {len(bad)} unreadable line(s); the first is line {bad[0]}.")
+        run.notes.append(f"{name}: {counted(len(bad), 'unreadable line')}; the first is line {bad[0]}.")
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from tether.config.keys import counted
 from tether.report.read import Run
 from tether.report.summary import Tile, Verdict, kept
-from tether.report.text import counted, number, percent
+from tether.report.text import number, percent
 
 OVERFITTED = 1.02
 """Multiple of the lowest held-out loss."""

@@ -6,9 +6,10 @@ import math
 import statistics
 from dataclasses import dataclass
 
+from tether.config.keys import counted
 from tether.report.limits import LEAST_PROMPTS
 from tether.report.read import STAGES, Point, Run, Sample
-from tether.report.text import counted, duration, number, percent, signed
+from tether.report.text import duration, number, percent, signed
 
 NOISE = 0.1
 """Number of standard deviations below which a change in score is noise, if the answers were not kept."""
@@ -150,7 +151,8 @@ def _kl_tile(run: Run) -> Tile | None:
     if value is None:
         reason = "not measured: ppo.kl_coef is 0" if run.count("ppo.kl_coef") == 0 else "not logged"
         return Tile("KL spent", "–", reason)
-    return Tile("KL spent", f"{number(value)} nats", "per sequence, to the reference")
+    why = "; an estimate, below 0 by chance" if value < 0 else ""
+    return Tile("KL spent", f"{number(value)} nats", f"per answer, to the reference{why}")
 
 
 def _length_tile(run: Run) -> Tile | None:

@@ -99,12 +99,6 @@ def percent(share: float | None) -> str:
     return text.replace("-", _MINUS)
 
 
-def counted(count: int, noun: str) -> str:
-    """``1 update``, ``5,000 updates``, ``2 batches``."""
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{count:,} {noun if count == 1 else plural}"
-
-
 def duration(seconds: float) -> str:
     """Seconds in the two largest units: ``42 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     total = max(0, round(seconds))

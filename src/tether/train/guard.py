@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tether.config.keys import counted
 from tether.errors import TrainingError
 from tether.machine.distributed import Dist, met_by_all
 from tether.metrics.writers import JsonlWriter
@@ -111,7 +112,7 @@ class Guard:
         path = self.write_down(f"{what} is not finite", answers, rows)
         named = [str(answers.prompts[row].row) for row in rows]
         raise NotFinite(
-            f"{what} is not finite for {len(rows)} rollouts of update {self.step} (dataset rows "
+            f"{what} is not finite for {counted(len(rows), 'rollout')} of update {self.step} (dataset rows "
             f"{', '.join(named[:8])}{', …' if len(named) > 8 else ''}); no optimizer step was taken with it. Their "
             f"texts are in {path}. A smaller learning rate, or bf16 and fp16: false, usually helps."
         )

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.config import launched
 from tether.config.base import LARGEST_DEFAULT, divisors
+from tether.config.keys import counted
 from tether.config.places import FILE_OF
 from tether.config.rewards import AdapterReward, FunctionReward, OwnModelReward, sources_of
 from tether.config.schema import RunConfig
@@ -376,8 +377,8 @@ def _check_updates(config: RunConfig, num_prompts: int) -> None:
     updates = config.num_updates(num_prompts)
     if config.value.warmup_steps >= updates:
         raise ConfigError(
-            f"value.warmup_steps {config.value.warmup_steps}: the run has {updates} updates, so the policy would never "
-            f"be trained. Set it below {updates}"
+            f"value.warmup_steps {config.value.warmup_steps}: the run has {counted(updates, 'update')}, so the policy "
+            f"would never be trained. Set it below {updates}"
         )
     check_schedule(config, updates)
 
@@ -403,7 +404,7 @@ def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
         dropped = f", {data.ptx.num_too_long} of them dropped as too long" if data.ptx.num_too_long else ""
         dropped += f", {data.ptx.num_unanswered} without an answer" if data.ptx.num_unanswered else ""
         dropped += f", {data.ptx.num_bad} left out as {UNUSABLE}" if data.ptx.num_bad else ""
-        display.message(f"demonstrations: {config.data.ptx}: {data.ptx.num_rows} rows{dropped}")
+        display.message(f"demonstrations: {config.data.ptx}: {counted(data.ptx.num_rows, 'row')}{dropped}")
     if config.sampling.is_truncated:
         display.message(
             "warning: with sampling.top_p or top_k, answers do not come from the distribution whose ratio and KL are "
@@ -415,8 +416,9 @@ def tell_data(config: RunConfig, data: RunData, display: Display) -> None:
     size, asked = config.train.rollout_batch_size, config.prompts_per_update
     updates, count = config.num_updates(len(prompts)), len(prompts)
     if count < asked:
-        display.message(f"{count} prompts are fewer than the {asked} of an update: each update cycles through them")
+        told = f"{counted(count, 'prompt')}, fewer than the {asked} of an update"
+        display.message(f"{told}: each update cycles through them")
     display.message(
-        f"{updates} updates of {size} answers = {updates * size} episodes, "
-        f"{updates * asked / count:.3g} passes over the prompts"
+        f"{counted(updates, 'update')} of {counted(size, 'answer')} = {counted(updates * size, 'episode')}; passes "
+        f"over the prompts: {updates * asked / count:.3g}"
     )

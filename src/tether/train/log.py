@@ -8,16 +8,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tether.config.keys import counted
 from tether.metrics.history import History
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import JsonlWriter, write_whole
 from tether.models.checkpoints import METRICS
 from tether.report.read import FINISHED
+from tether.report.text import number, percent
 from tether.train.display import Display
 from tether.train.rollout import Answers, Judged
 
 SAMPLES = "samples.jsonl"
 SHOWN_SAMPLES = 4
+NEGATIVE_KL = (
+    "a KL below 0 is no error: it is estimated from the answers, and while the KL is near 0, chance may take the "
+    "estimate below 0"
+)
 
 
 class RunLog:
@@ -33,7 +39,7 @@ class RunLog:
     def __init__(self, folder: Path | None, display: Display, trackers: Trackers, *, logging_steps: int) -> None:
         self.display, self.trackers, self.logging_steps = display, trackers, logging_steps
         self._folder = folder
-        self._warned: set[str] = set()
+        self._told: set[str] = set()
         self._updates = History()
         self.evaluations: list[dict[str, float]] = []
 
@@ -64,6 +70,7 @@ class RunLog:
         if step % self.logging_steps == 0 or step == total:
             self.trackers.log(dict(metrics), step)
         self.display.update(step, total, metrics)
+        self._explain_kl(metrics.get("objective/kl"))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Records an evaluation with all its answers, and shows a few."""
@@ -74,7 +81,8 @@ class RunLog:
         if self._samples is not None:
             self._samples.write_all({"step": step, "split": "eval", **sample} for sample in samples)
         self.trackers.log(dict(metrics), step)
-        self.display.message(f"evaluation after {step} updates: {_summary(metrics)}")
+        self.display.message(f"evaluation after {counted(step, 'update')}: {_summary(metrics)}")
+        self._explain_kl(metrics.get("eval_kl"))
         self.display.samples(list(samples[:SHOWN_SAMPLES]))
 
     def samples(self, step: int, split: str, answers: Answers, judged: Judged, *, limit: int) -> None:
@@ -102,9 +110,16 @@ class RunLog:
 
     def warn_once(self, text: str) -> None:
         """Shows a warning, unless it was shown before."""
-        if text not in self._warned:
-            self._warned.add(text)
-            self.display.message(f"warning: {text}")
+        self._tell_once(f"warning: {text}")
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self.display.message(text)
+
+    def _explain_kl(self, kl: float | None) -> None:
+        if kl is not None and kl < 0:
+            self._tell_once(NEGATIVE_KL)
 
     def close(self) -> None:
         """Closes trackers and display."""
@@ -113,5 +128,7 @@ class RunLog:
 
 
 def _summary(metrics: Mapping[str, float]) -> str:
-    shown = {"eval_scores": "reward", "eval_kl": "KL", "eval_length": "length", "eval_eos_rate": "ended"}
-    return ", ".join(f"{label} {metrics[name]:.3g}" for name, label in shown.items() if name in metrics)
+    shown = {"eval_scores": "reward", "eval_kl": "KL", "eval_length": "tokens per answer"}
+    parts = [f"{label} {number(metrics[name])}" for name, label in shown.items() if name in metrics]
+    ended = metrics.get("eval_eos_rate")
+    return ", ".join([*parts, *([] if ended is None else [f"{percent(ended)} of the answers ended by themselves"])])

@@ -9,6 +9,7 @@ from itertools import cycle, islice
 
 import torch
 
+from tether.config.keys import counted
 from tether.config.schema import RunConfig
 from tether.errors import TrainingError
 from tether.machine.distributed import Dist
@@ -77,7 +78,7 @@ def dry_step(
     del moments
     took = time.perf_counter() - start
     return (
-        f"dry step: {shape[0]} answers of {shape[1]} tokens fit into memory in an update, "
+        f"dry step: {counted(shape[0], 'answer')} of {counted(shape[1], 'token')} fit into memory in an update, "
         f"{_side_by_side(config, parts)} in decoding{_peak(dist)}; it took {took:.2g} s"
     )
 

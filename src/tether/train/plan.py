@@ -19,7 +19,8 @@ from transformers import (
 
 from tether.algo import logits_at_once
 from tether.config.base import Quantization
-from tether.config.load import dump_config
+from tether.config.keys import counted
+from tether.config.load import dump_config, dump_settings
 from tether.config.rewards import (
     AdapterReward,
     EnsembleReward,
@@ -34,6 +35,7 @@ from tether.config.rewards import (
 )
 from tether.config.schema import RunConfig
 from tether.data.bad_rows import UNUSABLE
+from tether.errors import ConfigError
 from tether.models.adapters import (
     DEFAULT,
     MODULE_PREFIX,
@@ -50,6 +52,7 @@ from tether.models.heads import is_head_key, read_value_head, state_size, value_
 from tether.models.layers import parameters_above
 from tether.models.loading import load_config
 from tether.models.paths import is_adapter, own_weights
+from tether.train.folder import check_folder
 from tether.train.inputs import check, check_batches, check_data, load_data, resolved
 from tether.train.optim import MOMENT_BYTES
 
@@ -109,6 +112,8 @@ class Plan:
 
     config: str
     """The resolved configuration as YAML."""
+    settings: str
+    """The same without the keys that are at their defaults: what was set, and what was derived from it."""
     arithmetic: list[tuple[str, str]]
     """Names and values of batch sizes and counts."""
     num_updates: int
@@ -138,20 +143,23 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     config = resolved(config, num_processes)
     data = load_data(config)
     notes = check_data(config, data)
+    try:
+        check_folder(config)
+    except ConfigError as error:  # as the run itself will say, unless the folder is changed until then
+        notes.append(str(error))
     prompts, eval_prompts = data.prompts, data.eval_prompts
     count, longest = len(prompts.prompts), prompts.longest_query
     updates, rollout = config.num_updates(count), config.train.rollout_batch_size
     epochs, minis = config.ppo.num_ppo_epochs, config.ppo.num_mini_batches
+    rows, answers = counted(prompts.num_rows, "row"), counted(rollout, "answer")
+    steps = f"{counted(epochs, 'epoch')} × {counted(minis, 'mini-batch')}"
     dropped = f"{prompts.num_too_long} too long" + (f", {prompts.num_bad} {UNUSABLE}" if prompts.num_bad else "")
     arithmetic = [
-        ("prompts", f"{count} of {prompts.num_rows} rows ({dropped}), longest {longest} tokens"),
+        ("prompts", f"{count:,} of {rows} ({dropped}), longest {counted(longest, 'token')}"),
         ("held-out prompts", str(len(eval_prompts.prompts)) if eval_prompts else "none"),
-        ("updates", f"{updates} of {rollout} answers{_each(config)} = {updates * rollout} episodes"),
+        ("updates", f"{updates:,} of {answers}{_each(config)} = {counted(updates * rollout, 'episode')}"),
         ("passes over the prompts", f"{updates * config.prompts_per_update / count:.3g}"),
-        (
-            "optimizer steps",
-            f"{updates * epochs * minis} ({epochs} epochs × {minis} mini-batches of {config.mini_batch_size})",
-        ),
+        ("optimizer steps", f"{updates * epochs * minis:,} ({steps} of {counted(config.mini_batch_size, 'answer')})"),
         ("micro-batches", _micro_batches(config, num_processes)),
     ]
     roles = plan_roles(config, data.tokenizer)
@@ -165,13 +173,14 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     }
     loading = {name: _while_loading(roles) for name, spreading in engines.items() if spreading.weights}
     continues = is_adapter(config.model.path, config.model.revision)
-    return Plan(dump_config(config, continues=continues), arithmetic, updates, roles, memory, each, loading, notes)
+    whole, settings = dump_config(config, continues=continues), dump_settings(config)
+    return Plan(whole, settings, arithmetic, updates, roles, memory, each, loading, notes)
 
 
 def _each(config: RunConfig) -> str:
     """Describes how many answers each prompt gets, if more than one."""
     answers = config.sampling.num_generations
-    return "" if answers == 1 else f" ({config.prompts_per_update} prompts × {answers})"
+    return "" if answers == 1 else f" ({counted(config.prompts_per_update, 'prompt')} × {answers})"
 
 
 def _micro_batches(config: RunConfig, num_processes: int) -> str:
@@ -179,7 +188,7 @@ def _micro_batches(config: RunConfig, num_processes: int) -> str:
     if train.max_tokens_per_micro_batch is not None:
         return f"of at most {train.max_tokens_per_micro_batch} tokens{each}"
     at_once = config.answers_at_once(num_processes)
-    return f"{train.rollout_batch_size // at_once} of {-(-at_once // num_processes)} answers{each}"
+    return f"{train.rollout_batch_size // at_once:,} of {counted(-(-at_once // num_processes), 'answer')}{each}"
 
 
 def model_config(path: str, config: RunConfig) -> PreTrainedConfig:

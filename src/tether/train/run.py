@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from tether.config.chat import present, with_now
+from tether.config.keys import counted
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.machine.claim import claimed
@@ -199,9 +200,10 @@ def open_trainer(
             dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))
             if checkpoint is not None:
                 trainer.resume(checkpoint)
-                log.message(f"resumed from {checkpoint} after {trainer.state.step} updates")
+                log.message(f"resumed from {checkpoint} after {counted(trainer.state.step, 'update')}")
                 if trainer.state.step > trainer.num_updates:
-                    log.message(f"nothing is left to train: the configuration asks for {trainer.num_updates} updates")
+                    asked = counted(trainer.num_updates, "update")
+                    log.message(f"nothing is left to train: the configuration asks for {asked}")
             yield trainer
             trainer.parts.generator.close()
         except Exception as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from tether import algo
+from tether.config.keys import counted
 from tether.config.schema import RunConfig
 from tether.data.stream import PromptStream
 from tether.errors import (
@@ -169,7 +170,8 @@ class PPOTrainer:
             if self.state.step > 0 or self.state.evaluated_step is not None:
                 set_random_states(self.before)
                 self.save()  # scoring happens before an update changes anything
-                error.add_note(f"the state after {self.state.step} updates is saved; --resume continues from there")
+                done = counted(self.state.step, "update")
+                error.add_note(f"the state after {done} is saved; --resume continues from there")
             raise
         self.check_trained()
         self.log.finished(self.state.step, self.restore_best(), self.checkpoints.data)
@@ -181,7 +183,7 @@ class PPOTrainer:
         if self.state.step > 0 and not self.state.had_tokens:
             raise met_by_all(
                 TrainingError(
-                    f"nothing was trained: none of the answers of {self.state.step} updates ended within "
+                    f"nothing was trained: none of the answers of {counted(self.state.step, 'update')} ended within "
                     f"sampling.response_length {self.config.sampling.response_length}, and ppo.mask_truncated leaves "
                     "such answers out of all losses. Set a larger sampling.response_length, or ppo.mask_truncated: "
                     "false. No policy is written"

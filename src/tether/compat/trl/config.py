@@ -275,8 +275,8 @@ def derive(args: PPOConfig, num_prompts: int, num_processes: int = 1) -> list[st
         args.total_episodes = int(args.num_train_epochs * num_prompts)
     args.num_total_batches = math.ceil(args.total_episodes / args.batch_size)
     return [
-        f"PPOConfig.{name}: got {value}, which is ignored; it is {getattr(args, name)} here, derived as in TRL 1.12 "
-        f"from per_device_train_batch_size {args.per_device_train_batch_size}, gradient_accumulation_steps "
+        f"PPOConfig.{name}: got {value}, but it is derived, as in TRL 1.12, and is {getattr(args, name)} here: it "
+        f"follows from per_device_train_batch_size {args.per_device_train_batch_size}, gradient_accumulation_steps "
         f"{args.gradient_accumulation_steps}, num_mini_batches {args.num_mini_batches} and the number of processes"
         for name, value in was.items()
         if value != getattr(args, name)

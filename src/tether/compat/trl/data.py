@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.config.keys import counted
 from tether.data.bad_rows import every
 from tether.data.forms import is_given, plain_row
 from tether.data.prompts import (
@@ -85,7 +86,7 @@ def prompts_of(
         Prompt(i, sources[i], texts[i], tuple(queries[i]), {column: row.get(column) for column in others}, chats[i])
         for i, row in enumerate(rows)
     ]
-    return PromptData(prompts, len(rows), 0, others, f"{name}: {len(rows)} prompts")
+    return PromptData(prompts, len(rows), 0, others, f"{name}: {counted(len(rows), 'prompt')}")
 
 
 def _rows(dataset: Any, name: str) -> list[Mapping[str, Any]]:

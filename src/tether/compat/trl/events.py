@@ -26,6 +26,11 @@ from tether.train.checkpoint import RunState
 from tether.train.display import NullDisplay
 
 logger = logging.getLogger(__name__)
+SHOWN = (
+    "objective/scores", "objective/kl", "rollout/length", "rollout/eos_rate", "policy/approxkl_avg", "loss/policy_avg",
+    "loss/value_avg", "eval_scores", "eval_kl", "eval_length", "eval_eos_rate", "lr", "episode",
+)  # fmt: skip
+"""Metrics of an update and of an evaluation that are printed; metrics.jsonl and the trackers get all."""
 
 
 @dataclass
@@ -128,6 +133,27 @@ class PushedSaves(TrainerCallback):
             logger.warning("push_to_hub after step %d: %s: %s", state.global_step, type(error).__name__, error)
 
 
+class ShortProgress(ProgressCallback):
+    """The progress bar, and of each update's metrics those of ``SHOWN``."""
+
+    def on_log(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Prints metrics above the bar."""
+        super().on_log(args, state, control, **kwargs | {"logs": _shown(kwargs["logs"])})
+
+
+class ShortPrinter(PrinterCallback):
+    """The same without a bar."""
+
+    def on_log(self, args: PPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Prints metrics."""
+        super().on_log(args, state, control, **kwargs | {"logs": _shown(kwargs["logs"])})
+
+
+def _shown(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of ``SHOWN``; all of a log that has none of them, as it is the script's own."""
+    return {name: logs[name] for name in SHOWN if name in logs} or dict(logs)
+
+
 class LoggedDisplay(NullDisplay):
     """Sends messages to Python's logging."""
 
@@ -139,6 +165,6 @@ class LoggedDisplay(NullDisplay):
 
 def default_callbacks(args: PPOConfig, callbacks: Sequence[Any]) -> list[TrainerCallback]:
     """The callbacks of a run: those of ``transformers`` and of ``report_to``, and the user's, objects or classes."""
-    progress = PrinterCallback if args.disable_tqdm else ProgressCallback
+    progress = ShortPrinter if args.disable_tqdm else ShortProgress
     every = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to), *callbacks, progress]
     return [callback() if isinstance(callback, type) else callback for callback in every]

@@ -29,6 +29,7 @@ from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
 from tether.compat.trl.samples import print_table, send_table
 from tether.config.chat import present, with_now
+from tether.config.keys import counted
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.data.prompts import PromptData
@@ -159,7 +160,11 @@ class PPOTrainer:
         own = callbacks_of(callbacks)
         every = default_callbacks(args, own)
         if inert := sorted(INERT & args.set_arguments):
-            logger.warning("PPOConfig: not read here: %s", ", ".join(inert))
+            logger.warning(
+                "PPOConfig: these arguments have no effect here, whatever they are set to: %s. %s says why",
+                ", ".join(inert),
+                "docs/from_trl.md",
+            )
 
         set_seed((args.seed + dist.rank) % 2**32)
         device = torch.device("cpu") if engine.spreads_weights else dist.device
@@ -287,7 +292,7 @@ class PPOTrainer:
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
         """Removes a callback, or the first one of a class, and returns it; None if there is none."""
         for each in self._events.callbacks:
-            if each is callback or (isinstance(callback, type) and type(each) is callback):
+            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
                 self._events.callbacks.remove(each)
                 return each
         return None
@@ -350,7 +355,7 @@ class PPOTrainer:
             dist.by_main(lambda: write_report(folder))
         if interrupted is not None:
             raise KeyboardInterrupt(
-                f"{interrupted}: stopped after {phases.state.step} updates, and the state is saved; "
+                f"{interrupted}: stopped after {counted(phases.state.step, 'update')}, and the state is saved; "
                 f"train(resume_from_checkpoint=True) resumes it"
             )
 

@@ -4,8 +4,16 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    GenerationConfig,
+)
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import flash_attention_mask
 
 from tests.generation.scopes import Scope, answers
 from tests.tiny import BOS, EOS, PAD, VOCAB_SIZE, tiny_causal_lm
@@ -163,6 +171,40 @@ def test_what_cannot_be_held_in_a_cache_of_fixed_size_is_told(caplog):
     got = dict(generator.generate(asked, SAMPLING))
     assert "its cache is not one of fixed size" in caplog.text
     assert [got[i] for i in range(3)] == wanted
+
+
+def unpadded_attention(module, query, key, value, attention_mask, scaling, **_):
+    """Attention that leaves padding out, as flash attention does: a mask tells which columns hold a token, and the
+    queries are the last of these."""
+    rows, heads, width, _ = query.shape
+    held = key.new_ones(rows, key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask
+    key, value = (x[:, :, : held.shape[1]].repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    output = torch.zeros_like(query)
+    for row in range(rows):
+        asks = held[row, -width:]
+        q, k, v = query[row][:, asks], key[row][:, held[row]], value[row][:, held[row]]
+        sees = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        scores = (q @ k.transpose(1, 2) * scaling).masked_fill(~sees, -torch.inf)
+        output[row][:, asks] = scores.softmax(-1) @ v
+    return output.transpose(1, 2), None
+
+
+def test_attention_that_reads_a_whole_cache_of_fixed_size_gets_another_one(caplog):
+    caplog.set_level(logging.WARNING, logger="tether.generation.decoding")
+    AttentionInterface.register("unpadded", unpadded_attention)
+    AttentionMaskInterface.register("unpadded", flash_attention_mask)
+    model, asked = tiny_causal_lm("llama"), requests([1, 3, 7, 12, 12, 5])
+    wanted = answers(model, asked, SAMPLING)
+    model.set_attn_implementation("unpadded")
+    for is_static in (False, True):
+        assert caplog.messages == [], "this test's attention"
+        generator = HFGenerator(Scope(model), batch_size=6, device="cpu", is_static=is_static)
+        got = dict(generator.generate(asked, SAMPLING))
+        for i, completion in enumerate(wanted):
+            assert got[i].token_ids == completion.token_ids
+            torch.testing.assert_close(got[i].logprobs, completion.logprobs, atol=1e-5, rtol=0)
+    (told,) = caplog.messages
+    assert "gives other results in a cache of fixed size" in told and "model.attn_implementation" in told
 
 
 def filled_layer(rows=3, length=5):

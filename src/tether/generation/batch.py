@@ -143,7 +143,7 @@ class Batch:
         if self._decoding is Decoding.FIXED:
             if is_first:
                 self._cache = self._static.empty(model, *self._mask.shape)
-            elif self._mask.device.type != "cpu":
+            elif self._static.compiles:
                 call = model.get_compiled_call(CompileConfig())
         elif self._seen == self._read + 1:
             give_room(self._cache)

@@ -77,9 +77,14 @@ def fixed_width(width: int) -> int:
 
 
 class StaticCaches:
-    """Caches of fixed size; the last one is reused where it fits, as compiled code is bound to its address."""
+    """Caches of fixed size; the last one is reused where it fits, as compiled code is bound to its address.
 
-    def __init__(self) -> None:
+    Args:
+        compiles: whether the forward of one token is compiled.
+    """
+
+    def __init__(self, *, compiles: bool) -> None:
+        self.compiles = compiles
         self._last: tuple[tuple[int, int], StaticCache] | None = None
 
     def empty(self, model: PreTrainedModel, rows: int, width: int) -> StaticCache:

@@ -65,7 +65,7 @@ class HFGenerator:
         self.batch_size = batch_size
         self._policy_scope, self._phase = policy_scope, phase
         self._device = torch.device(device)
-        self._static = StaticCaches() if is_static else None
+        self._static = StaticCaches(compiles=self._device.type != "cpu") if is_static else None
         self._decoding: Decoding | None = None
         self._shape: PreTrainedConfig | None = None
         self._limits, self._smaller = limits, smaller

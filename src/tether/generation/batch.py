@@ -17,7 +17,7 @@ from transformers import CompileConfig
 
 from tether.data.collate import pad_left
 from tether.errors import GenerationError
-from tether.generation.caches import StaticCaches, fixed_width, give_room
+from tether.generation.caches import StaticCaches, give_room
 from tether.types import Completion, Request, Sampling
 
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -81,8 +81,9 @@ class Batch:
         # Columns for the whole answer exist from the start; a forward sees those up to its own token.
         self._seen = self._read = ids.shape[1]
         width = self._read + sampling.max_new_tokens
-        columns = (fixed_width(width) if decoding is Decoding.FIXED else width) - self._read
-        self._mask = torch.cat([mask, mask.new_ones(len(queries), columns)], dim=1)
+        if decoding is Decoding.FIXED:
+            width = static.width(len(queries), width)
+        self._mask = torch.cat([mask, mask.new_ones(len(queries), width - self._read)], dim=1)
 
     def decode_until_one_ends(self, model: nn.Module) -> list[tuple[int, Completion]]:
         """Writes token after token until an answer ends; returns the finished answers, the others stay in ``rows``."""

@@ -136,6 +136,17 @@ class TestOverrides:
             (told,) = problems(content, *both[:-1], "--model.dtype=bfloat16", section=section)
             assert "model.dtype bfloat16 and train.fp16 request two different half-precision types" in told
 
+    @pytest.mark.parametrize("kernel", ["flash_attention_2", "kernels-community/vllm-flash-attn3", "sdpa", None])
+    def test_a_cache_of_fixed_size_is_not_for_flash_attention(self, kernel):
+        static = ["--sampling.cache_implementation=static", f"--model.attn_implementation={kernel or 'null'}"]
+        if kernel is None or "flash" not in kernel:
+            parse_config(FILE, RunConfig, overrides=static, source="run.yaml")
+            return
+        (told,) = problems(FILE, *static)
+        assert f"cache_implementation static does not work with model.attn_implementation {kernel}" in told
+        assert "Set cache_implementation to dynamic, or attn_implementation to sdpa" in told
+        parse_config(FILE, RunConfig, overrides=static[1:], source="run.yaml")
+
     def test_float16_goes_before_the_bfloat16_of_the_hardware(self, file):
         assert load_config(file, ["--train.fp16=true"]).resolved(bf16=True).train.bf16 is False
 

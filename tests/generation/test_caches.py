@@ -1,15 +1,25 @@
 """Models that keep more than keys and values of what they read, and queries that several answers begin with."""
 
 import logging
+import weakref
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    GenerationConfig,
+    StaticCache,
+)
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import flash_attention_mask
 
 from tests.generation.scopes import Scope, answers
 from tests.tiny import BOS, EOS, PAD, VOCAB_SIZE, tiny_causal_lm
-from tether.generation import decoding
+from tether.generation import caches, decoding
 from tether.generation.batch import Decoding
 from tether.generation.caches import ROOM, RoomyLayer, cuttable
 from tether.generation.hf import HFGenerator, batches
@@ -148,11 +158,47 @@ def test_sliding_windows_in_a_cache_of_fixed_size(kind):
     model, asked = model_of(kind), requests([1, 3, 7, 12, 12, 5])
     wanted = answers(model, asked, SAMPLING, batch_size=3)
     generator = HFGenerator(Scope(model), batch_size=3, device="cpu", is_static=True)
-    for _ in range(2):  # the second time in the cache of the first
+    for _ in range(2):  # the second batch in the cache of the first
         got = dict(generator.generate(asked, SAMPLING))
         for i, completion in enumerate(wanted):
             assert got[i].token_ids == completion.token_ids
             torch.testing.assert_close(got[i].logprobs, completion.logprobs, atol=1e-5, rtol=0)
+
+
+def test_batches_of_equally_many_rows_share_a_cache_of_fixed_size_until_the_last_answer(monkeypatch):
+    living, made = weakref.WeakSet(), []
+
+    class Noted(StaticCache):
+        def __init__(self, *, max_cache_len, **options):
+            super().__init__(max_cache_len=max_cache_len, **options)
+            made.append((max_cache_len, len(living)))
+            living.add(self)
+
+    monkeypatch.setattr(caches, "StaticCache", Noted)
+    monkeypatch.setattr(caches, "WIDTHS", 4)
+    model, asked = tiny_causal_lm("llama"), requests([12, 1, 9, 8, 12, 5, 5, 3])
+    wanted = answers(model, asked, SAMPLING)
+    scope = Scope(model)
+    generator, got = scope.tried(batch_size=3, is_static=True), {}
+    made.clear()
+    for position, completion in generator.generate(asked, SAMPLING):
+        assert len(living) == 1
+        got[position] = completion
+    assert [shape for shape in scope.shapes if shape[1] > 1] == [(3, 12), (3, 8), (2, 3)]
+    assert made == [(24, 0), (16, 0)], "none beside another, the second for fewer rows"
+    assert len(living) == 0, "the update has its memory"
+    for i, completion in enumerate(wanted):
+        assert got[i].token_ids == completion.token_ids
+        torch.testing.assert_close(got[i].logprobs, completion.logprobs, atol=1e-5, rtol=0)
+
+
+def test_a_wider_text_than_the_cache_of_fixed_size_has_room_for_gets_another_one():
+    static, model = caches.StaticCaches(compiles=False), tiny_causal_lm("llama")
+    widths = [static.width(rows, longest) for rows, longest in [(2, 70), (2, 128)]]
+    first = static.empty(model, 2, widths[0])
+    widths += [static.width(rows, longest) for rows, longest in [(2, 128), (2, 1), (2, 129), (1, 1), (3, 1)]]
+    assert widths == [128, 128, 128, 128, 192, 64, 64]
+    assert static.empty(model, 2, 128) is first and static.empty(model, 2, 192) is not first
 
 
 def test_what_cannot_be_held_in_a_cache_of_fixed_size_is_told(caplog):
@@ -163,6 +209,40 @@ def test_what_cannot_be_held_in_a_cache_of_fixed_size_is_told(caplog):
     got = dict(generator.generate(asked, SAMPLING))
     assert "its cache is not one of fixed size" in caplog.text
     assert [got[i] for i in range(3)] == wanted
+
+
+def unpadded_attention(module, query, key, value, attention_mask, scaling, **_):
+    """Attention that leaves padding out, as flash attention does: a mask tells which columns hold a token, and the
+    queries are the last of these."""
+    rows, heads, width, _ = query.shape
+    held = key.new_ones(rows, key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask
+    key, value = (x[:, :, : held.shape[1]].repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    output = torch.zeros_like(query)
+    for row in range(rows):
+        asks = held[row, -width:]
+        q, k, v = query[row][:, asks], key[row][:, held[row]], value[row][:, held[row]]
+        sees = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        scores = (q @ k.transpose(1, 2) * scaling).masked_fill(~sees, -torch.inf)
+        output[row][:, asks] = scores.softmax(-1) @ v
+    return output.transpose(1, 2), None
+
+
+def test_attention_that_reads_a_whole_cache_of_fixed_size_gets_another_one(caplog):
+    caplog.set_level(logging.WARNING, logger="tether.generation.decoding")
+    AttentionInterface.register("unpadded", unpadded_attention)
+    AttentionMaskInterface.register("unpadded", flash_attention_mask)
+    model, asked = tiny_causal_lm("llama"), requests([1, 3, 7, 12, 12, 5])
+    wanted = answers(model, asked, SAMPLING)
+    model.set_attn_implementation("unpadded")
+    for is_static in (False, True):
+        assert caplog.messages == [], "this test's attention"
+        generator = HFGenerator(Scope(model), batch_size=6, device="cpu", is_static=is_static)
+        got = dict(generator.generate(asked, SAMPLING))
+        for i, completion in enumerate(wanted):
+            assert got[i].token_ids == completion.token_ids
+            torch.testing.assert_close(got[i].logprobs, completion.logprobs, atol=1e-5, rtol=0)
+    (told,) = caplog.messages
+    assert "gives other results in a cache of fixed size" in told and "model.attn_implementation" in told
 
 
 def filled_layer(rows=3, length=5):

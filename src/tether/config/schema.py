@@ -231,7 +231,7 @@ class SamplingConfig(Section):
     text, and finished answers leave it. ``static``: the cache has a fixed size, and finished answers stay until the
     last one of their batch ends. On an accelerator, ``static`` also compiles the forward pass of a token, on a GPU into
     CUDA graphs; this pays off if answers have similar lengths. Models with recurrent states always use ``dynamic``; the
-    log says so."""
+    log says so. ``static`` does not work with flash attention."""
     num_generations: PositiveInt = 1
     """Answers per prompt in a rollout batch, whose size counts answers. rloo and grpo compare them with each other."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -677,6 +677,17 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_weights(self) -> RunConfig:
         check_weights(self.model, fp16=self.train.fp16)
+        return self
+
+    @model_validator(mode="after")
+    def _check_cache(self) -> RunConfig:
+        kernel, cache = self.model.attn_implementation, self.sampling.cache_implementation
+        if cache == "static" and kernel is not None and "flash" in kernel:
+            raise ValueError(
+                f"sampling.cache_implementation static does not work with model.attn_implementation {kernel}: flash "
+                "attention also reads the part of the cache that no token has filled yet. Set cache_implementation to "
+                "dynamic, or attn_implementation to sdpa"
+            )
         return self
 
     @model_validator(mode="after")

@@ -71,19 +71,28 @@ def cuttable(cache: Any) -> bool:
     return isinstance(cache, Cache) and layers is not None and all(type(layer) in CUTTABLE_LAYERS for layer in layers)
 
 
-def fixed_width(width: int) -> int:
-    """The width of a cache of fixed size for texts of up to ``width`` tokens."""
-    return -(-width // WIDTHS) * WIDTHS
-
-
 class StaticCaches:
-    """Caches of fixed size; the last one is reused where it fits, as compiled code is bound to its address."""
+    """Caches of fixed size, one at a time. The last one is reused where it has room, as CUDA graphs are bound to its
+    address.
 
-    def __init__(self) -> None:
+    Args:
+        compiles: whether the forward of one token is compiled.
+    """
+
+    def __init__(self, *, compiles: bool) -> None:
+        self.compiles = compiles
         self._last: tuple[tuple[int, int], StaticCache] | None = None
 
+    def width(self, rows: int, longest: int) -> int:
+        """The width of a cache for ``rows`` texts of up to ``longest`` tokens: the last one's where that has room."""
+        if self._last is not None:
+            (last_rows, last_width), _ = self._last
+            if last_rows == rows and last_width >= longest:
+                return last_width
+        return -(-longest // WIDTHS) * WIDTHS
+
     def empty(self, model: PreTrainedModel, rows: int, width: int) -> StaticCache:
-        """A cache for ``rows`` texts of up to ``width`` tokens, a ``fixed_width``, that has read nothing."""
+        """A cache for ``rows`` texts, as wide as ``width`` said, that has read nothing."""
         size = (rows, width)
         if self._last is None or self._last[0] != size:
             self._last = None  # before there is another

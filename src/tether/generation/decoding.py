@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from tether.generation.batch import Batch, Decoding, cache_name
-from tether.generation.caches import cuttable
+from tether.generation.caches import StaticCaches, cuttable
 from tether.models.forward import few_tokens, is_half
 from tether.types import Request, Sampling
 
@@ -36,7 +36,7 @@ def decoding(model: nn.Module, device: torch.device, *, is_static: bool = False)
     decoded that way; anything but ``CUT`` is logged.
 
     Args:
-        is_static: whether a cache of fixed size is wanted.
+        is_static: whether a cache of fixed size is wanted, and used if it stands the same test.
     """
     cache, kind = _cache_of_one_token(model, device), type(model).__name__
     ways = [Decoding.CUT, Decoding.ALIKE, Decoding.KEPT, Decoding.ANEW]
@@ -50,6 +50,12 @@ def decoding(model: nn.Module, device: torch.device, *, is_static: bool = False)
         logger.warning("%s %s: %s", kind, reason, CONSEQUENCES[way])
         if is_static:
             logger.warning("%s: its cache is not one of fixed size", kind)
+    elif is_static and not _is_faithful(model, device, Decoding.FIXED):
+        logger.warning(
+            "%s gives other results in a cache of fixed size than for the whole text: its cache is not one of fixed "
+            "size. Its attention may read what no token has filled yet (model.attn_implementation)",
+            kind,
+        )
     elif is_static:
         logger.info(
             "%s is decoded in a cache of fixed size: answers that have ended stay until the last one ends%s",
@@ -79,7 +85,8 @@ def _is_faithful(model: nn.Module, device: torch.device, way: Decoding) -> bool:
     answer, twice, once = ids[-3:], ids[:-4], ids[:2] if way.may_pad else ids[4:]
     queries, said = (twice, twice, once), ([], [], [])
     requests = [(i, Request(query, key=i)) for i, query in enumerate(queries)]
-    batch = Batch(requests, Sampling(max_new_tokens=len(answer)), device, way, None)
+    # a compiled forward gets the same mask; it would have to be compiled for these three texts alone
+    batch = Batch(requests, Sampling(max_new_tokens=len(answer)), device, way, StaticCaches(compiles=False))
     try:
         for step, token in enumerate(answer):
             for row, logits in zip(batch.rows, batch.logits(model), strict=True):

@@ -44,7 +44,8 @@ class HFGenerator:
         batch_size: maximum number of answers decoded side by side.
         device: device of the policy.
         is_static: keep keys and values in a cache of fixed size, if the model has nothing else; on an accelerator the
-            forward of a token is then compiled.
+            forward of a token is then compiled. The cache is freed at the end of a ``generate``: its width follows from
+            the requests alone, so that a resumed run repeats it, and the update has the memory.
         phase: a context around all steps of one ``generate``, also while the caller handles an answer.
         limits: what the user sets for shorter queries and answers, for messages.
         smaller: how else the user may save memory, for messages; empty if there is no other way.
@@ -65,7 +66,7 @@ class HFGenerator:
         self.batch_size = batch_size
         self._policy_scope, self._phase = policy_scope, phase
         self._device = torch.device(device)
-        self._static = StaticCaches() if is_static else None
+        self._is_static = is_static
         self._decoding: Decoding | None = None
         self._shape: PreTrainedConfig | None = None
         self._limits, self._smaller = limits, smaller
@@ -84,24 +85,25 @@ class HFGenerator:
             if self._decoding is None:
                 try:
                     with self._policy_scope() as policy, torch.no_grad():
-                        self._decoding = decoding(_bare(policy), self._device, is_static=self._static is not None)
+                        self._decoding = decoding(_bare(policy), self._device, is_static=self._is_static)
                         self._shape = _bare(policy).config
                 except torch.OutOfMemoryError as error:
                     self._halve(1, error)
             self._check_positions(max(len(request.token_ids) for request in requests), sampling.max_new_tokens)
+            static = StaticCaches(compiles=self._device.type != "cpu") if self._is_static else None
             unanswered = dict.fromkeys(range(len(requests)))
             while unanswered:
-                for position, completion in self._decoded(requests, list(unanswered), sampling):
+                for position, completion in self._decoded(requests, list(unanswered), sampling, static):
                     del unanswered[position]
                     yield position, completion
 
     def _decoded(
-        self, requests: Sequence[Request], positions: Sequence[int], sampling: Sampling
+        self, requests: Sequence[Request], positions: Sequence[int], sampling: Sampling, static: StaticCaches | None
     ) -> Iterator[tuple[int, Completion]]:
         """Answers to the requests at ``positions``, side by side; ends early once that many do not fit into memory."""
         for rows in batches([requests[i].token_ids for i in positions], self.batch_size, self._decoding):
             asked = [(positions[row], requests[positions[row]]) for row in rows]
-            batch = Batch(asked, sampling, self._device, self._decoding, self._static)
+            batch = Batch(asked, sampling, self._device, self._decoding, static)
             while batch.rows:
                 try:
                     with self._policy_scope() as policy, torch.no_grad():

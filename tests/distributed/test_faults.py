@@ -97,7 +97,7 @@ def not_finite(mark: Path) -> None:
 
 
 PATCHES: Mapping[str, Callable[[Path], None]] = {
-    "forward": lambda mark: fails_at(ModelRoles, "score_pass", 2, out_of_memory, mark),
+    "forward": lambda mark: fails_at(ModelRoles, "score_pass", 3, out_of_memory, mark),
     "decoding": lambda mark: fails_at(Batch, "decode_until_one_ends", 3, out_of_memory, mark),
     "checking": lambda mark: fails_at(run, "check", 1, no_file, mark),
     "loading": lambda mark: fails_at(build, "build_roles", 1, no_model, mark),

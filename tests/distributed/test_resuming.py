@@ -41,7 +41,7 @@ def command(file: Path, arguments: list[str], ends_at: int | None) -> None:
 
         def score_pass(*args: Any, **kwargs: Any) -> Any:
             passes.append(1)
-            if len(passes) > 2 * ends_at:  # two micro-batches an update
+            if len(passes) > 4 * ends_at:  # two micro-batches an update, by policy and critic
                 os.kill(os.getpid(), signal.SIGKILL)
             return wrapped(*args, **kwargs)
 

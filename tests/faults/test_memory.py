@@ -11,14 +11,18 @@ import torch
 from transformers import TrainerCallback
 
 from tests.faults.test_bad_numbers import Heard
-from tests.tiny import save_tiny
+from tests.tiny import EOS, save_tiny
 from tests.train.runs import tiny_run
 from tests.train.test_run import assert_same_weights, reproducible, weights
+from tests.train.trainers import trainer_of
 from tether.errors import GenerationError, TrainingError
 from tether.generation import batch
+from tether.generation.fake import FakeGenerator
+from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
 from tether.models.roles import ModelRoles, Pass
 from tether.rewards import model
+from tether.rewards.fake import FakeRewards
 from tether.train import evaluate, memory
 from tether.train.inputs import load_data
 from tether.train.rollout import halves
@@ -88,7 +92,7 @@ def test_a_first_mini_batch_that_does_not_fit_is_scored_anew_in_halves(tmp_path,
     scored = small_machine(monkeypatch, ModelRoles, "score_pass", times=0)
     small_machine(monkeypatch, Update, "accumulate")
     train_policy(run(tmp_path, "out"))
-    assert [rows for rows, _ in scored] == [4, 4, 2, 2, 2, 2], "all passes of an update have the same micro-batches"
+    assert [rows for rows, _ in scored] == [4] * 4 + [2] * 8, "all passes of an update have the same micro-batches"
 
 
 class Living(TrainerCallback):
@@ -154,7 +158,7 @@ def test_a_run_that_goes_on_keeps_the_smaller_micro_batches(tmp_path, monkeypatc
         train_policy(run(tmp_path, "out", **steady))
     widths = small_machine(monkeypatch, ModelRoles, "score_pass", times=0)
     train_policy(run(tmp_path, "out", resume=True, **steady | {"train__max_steps": 2}))
-    assert [rows for rows, _ in widths] == [2, 2, 2, 2]
+    assert [rows for rows, _ in widths] == [2] * 8, "by policy and critic"
 
 
 def test_tokens_of_a_micro_batch_are_halved_where_they_are_its_measure(tmp_path, monkeypatch):
@@ -190,7 +194,7 @@ def test_what_has_changed_weights_is_not_begun_anew(tmp_path, monkeypatch, where
         monkeypatch.setattr(Update, "take_step", step)
     with pytest.raises(TrainingError, match=r"in the middle of update 1, .* cannot be repeated .*train\.dry_step"):
         train_policy(run(tmp_path, "out", value__kind="model", train__micro_batch_size=1))
-    assert len(scored) == 8, "every answer once"
+    assert len(scored) == 16, "every answer once, by policy and critic"
 
 
 @pytest.mark.parametrize("measure", ["answers", "tokens"])
@@ -284,6 +288,33 @@ def test_passes_over_answers_that_do_not_fit_are_run_in_halves(tmp_path, monkeyp
     for one, other in zip(expected, got, strict=True):
         assert other == pytest.approx(one, abs=1e-5, rel=1e-5)
     assert any("out of memory in" in record.message for record in caplog.records)
+
+
+def test_the_kl_of_an_evaluation_has_the_same_shapes_on_both_sides_where_only_the_reference_does_not_fit(
+    tmp_path, monkeypatch
+):
+    generator = FakeGenerator([[10, 11, EOS], [12, EOS]])
+    trainer = trainer_of(run(tmp_path, "out"), FakeRewards(lambda *texts: 0.0), generator, stop_ids={EOS})
+    answers, policy, reference = trainer.rollout(Metrics()), [], []
+    of_policy, of_reference = evaluate.response_outputs, ModelRoles.ref_logprobs
+
+    def noted(model, batch, **kwargs):
+        policy.append(tuple(batch.token_ids.shape))
+        return of_policy(model, batch, **kwargs)
+
+    def few(self, batch, temperature):
+        if len(batch.rows) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        reference.append(tuple(batch.token_ids.shape))
+        return of_reference(self, batch, temperature)
+
+    monkeypatch.setattr(evaluate, "response_outputs", noted)
+    monkeypatch.setattr(ModelRoles, "ref_logprobs", few)
+    progress = []
+    told = {"phase": lambda *done: progress.append(done), "check": lambda: None}
+    assert evaluate.sequence_kl(trainer.parts, answers, trainer.config, **told) == [0.0] * 8
+    assert [rows for rows, _ in policy] == [4, 4, 2, 2, 2, 2] and policy[2:] == reference
+    assert progress[0] == ("evaluation KL", 4, 16) and progress[-1] == ("evaluation KL", 16, 16)
 
 
 @pytest.mark.parametrize("sharing", [{"value__kind": "head"}, {"model__lora": {"r": 2}}], ids=["full", "LoRA"])

@@ -86,6 +86,39 @@ def test_uses_nest(roles):
         assert snapshot(roles) == before
 
 
+def switches(monkeypatch):
+    """A list that fills with every change of a layer's adapter."""
+    seen = []
+    for name in ("set_adapter", "enable_adapters"):
+        wrapped = getattr(BaseTunerLayer, name)
+
+        def noted(self, *args, wrapped=wrapped, **kwargs):
+            seen.append(wrapped.__name__)
+            return wrapped(self, *args, **kwargs)
+
+        monkeypatch.setattr(BaseTunerLayer, name, noted)
+    return seen
+
+
+def test_a_role_that_was_switched_to_is_used_without_a_switch(roles, monkeypatch):
+    before, seen = snapshot(roles), switches(monkeypatch)
+    for role in ROLES:
+        with roles.use(role) as model:
+            wanted, inside = logits(model), snapshot(roles)
+        with roles.switched_to(role):
+            num_switches = len(seen)
+            for _ in range(2):
+                with roles.use(role) as model:
+                    assert torch.equal(logits(model), wanted) and snapshot(roles) == inside
+            assert len(seen) == num_switches, role
+            with roles.use("value"):
+                pass
+            with roles.use(role) as model:
+                assert torch.equal(logits(model), wanted), role
+        assert snapshot(roles) == before, role
+    assert seen
+
+
 def test_flags_are_the_same_inside_every_role(roles):
     flags = snapshot(roles)[3]
     for role in ROLES:

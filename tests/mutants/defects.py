@@ -885,18 +885,18 @@ TRAINER = (
         "train/trainer.py",
         (
             "the reference is the policy that is trained",
-            "ref = self.roles.ref_logprobs(batch, temperature)",
-            "ref = out.logprobs",
+            'refs = of_all(REFERENCE, "reference", partial(self.roles.ref_logprobs, temperature=temperature))',
+            "refs = [out.logprobs for out in seen]",
         ),
         (
             "old log-probabilities lack the temperature",
-            "self.roles.score_pass(batch, temperature, of_pass)",
-            "self.roles.score_pass(batch, 1.0, of_pass)",
+            "partial(score, temperature=temperature, passes=[pass_])",
+            "partial(score, temperature=1.0, passes=[pass_])",
         ),
         (
             "the reference's log-probabilities lack the temperature",
-            "self.roles.ref_logprobs(batch, temperature)",
-            "self.roles.ref_logprobs(batch, 1.0)",
+            "partial(self.roles.ref_logprobs, temperature=temperature)",
+            "partial(self.roles.ref_logprobs, temperature=1.0)",
         ),
         ("the KL is in the loss too where it is in the reward", 'kl_coef if ppo.kl_in == "loss" else 0.0', "kl_coef"),
         tests=whole_step("k3, temperature, gamma, lambda, head"),
@@ -1675,12 +1675,12 @@ EVALUATE = (
         ),
         (
             "the KL of an evaluation is between one policy and itself",
-            "roles.ref_logprobs(batch, temperature)",
-            "logprobs",
+            "roles.ref_logprobs(batch_of(rows), temperature)",
+            "of_policy(rows)",
         ),
         (
             "the KL of an evaluation is a mean over padded tokens",
-            "algo.masked_sum(gap, batch.response_mask, dim=1).tolist()",
+            "algo.masked_sum(gap, batch_of(rows).response_mask, dim=1).tolist()",
             "gap.mean(dim=1).tolist()",
         ),
         (
@@ -1812,8 +1812,8 @@ ROLES = (
         ),
         (
             "adapters that were off are on afterwards",
-            "before = OFF if self._adapters_off else self._adapted.active_adapter",
-            "before = self._adapted.active_adapter",
+            "return OFF if self._adapters_off else self._adapted.active_adapter",
+            "return self._adapted.active_adapter",
         ),
         tests=(
             f"{SWITCHING}::test_use_restores_everything_also_after_an_exception",
@@ -1844,8 +1844,8 @@ ROLES = (
         "models/roles.py",
         (
             "the scoring pass lacks the temperature",
-            "around(pass_), pass_(batch, temperature=temperature, with_entropy=True)",
-            "around(pass_), pass_(batch, temperature=1.0, with_entropy=True)",
+            "with pass_(batch, temperature=temperature, with_entropy=True)",
+            "with pass_(batch, temperature=1.0, with_entropy=True)",
         ),
         (
             "the reference lacks the temperature",

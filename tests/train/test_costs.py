@@ -1,18 +1,22 @@
 """What an update costs: seconds that add up, tokens, peak memory, and operations against those of matrix products."""
 
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
-from tests.tiny import EOS
+from tests.models.build import save_adapter
+from tests.tiny import EOS, save_tiny
 from tests.train.runs import tiny_run
 from tests.train.trainers import trainer_of
 from tether.generation.fake import FakeGenerator
 from tether.metrics.reduce import Metrics
 from tether.models import products
-from tether.train.costs import matrix_rate, phase, timed, with_rates
+from tether.train.costs import Peak, matrix_rate, phase, timed, with_rates
+from tether.train.run import train_policy
 from tether.types import RewardOutput
 
 RESPONSES = [[10, 11, EOS], [20, EOS], [13, 14, 15, 16, 17, 18], [21, 22, EOS]]
@@ -49,6 +53,29 @@ def test_seconds_and_memory_of_the_phases(tmp_path, changes, without):
     assert got["eps"] == pytest.approx(4 / whole, rel=1e-9)
     memory = {name: number for name, number in got.items() if name.startswith("memory/")}
     assert memory.keys() == {f"memory/{name}" for name in PHASES - without}
+
+
+def test_roles_are_switched_and_phases_measured_once_however_many_micro_batches_there_are(tmp_path, monkeypatch):
+    """In scoring, update, rewards and evaluation: either may take as long as a micro-batch's forward pass."""
+    reward = save_adapter(tmp_path / "reward", save_tiny(tmp_path / "llama-tied"), reward=True)
+    seen = Counter()
+    for owner, name in ((BaseTunerLayer, "set_adapter"), (BaseTunerLayer, "enable_adapters"), (Peak, "__init__")):
+        wrapped = getattr(owner, name)
+
+        def noted(self, *args, wrapped=wrapped, **kwargs):
+            seen[wrapped.__qualname__] += 1
+            return wrapped(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+    counts = []
+    for size in (4, 1):
+        changes = {"train__micro_batch_size": size, "train__max_steps": 1, "output_dir": str(tmp_path / str(size))}
+        rewards = [{"type": "adapter", "path": str(reward), "batch_size": size}]
+        config = tiny_run(tmp_path, rewards=rewards, model__lora={"r": 2}, data__eval_fraction=0.4, **changes)
+        seen.clear()
+        train_policy(config)
+        counts.append(dict(seen))
+    assert counts[0] == counts[1] and len(counts[0]) == 3
 
 
 def test_a_phase_counts_the_seconds_in_which_the_device_does_its_work(monkeypatch):

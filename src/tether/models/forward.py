@@ -42,6 +42,10 @@ class LogprobOutput(NamedTuple):
     values: Float[Tensor, "M R"] | None
     """Value of the state that each response token was sampled in."""
 
+    def or_else(self, other: LogprobOutput) -> LogprobOutput:
+        """The same outputs, with those of ``other`` in place of None."""
+        return LogprobOutput(*(theirs if own is None else own for own, theirs in zip(self, other, strict=True)))
+
 
 def response_outputs(
     model: PreTrainedModel,

@@ -12,7 +12,7 @@ never on) and exactly the trained parameters require gradients. Using a role cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -372,13 +372,19 @@ class ModelRoles:
         """Autocast, if it is on."""
         return nullcontext() if self.autocast_dtype is None else torch.autocast(self.device.type, self.autocast_dtype)
 
+    def switched_to(self, role: str) -> AbstractContextManager[None]:
+        """Keeps the adapter of a role active while it is used many times. Without it, each use switches adapters and
+        back, which in a large model takes longer than a forward pass needs to be launched. Other roles may be used
+        meanwhile; a use of this one still needs ``use`` or a ``Pass``."""
+        return self._switched(self.role(role).adapter)
+
     @contextmanager
     def _switched(self, adapter: str | None) -> Iterator[None]:
         """Makes ``adapter`` active; the previously active one is restored on exit."""
         if adapter is None:
             yield
             return
-        before = OFF if self._adapters_off else self._adapted.active_adapter
+        before = self._active_adapter
         try:
             self._switch(adapter)
             yield
@@ -386,8 +392,14 @@ class ModelRoles:
             self._switch(before)
             assert self._adapted.active_adapter == (before or self.policy_adapter), "the adapter was not restored"
 
+    @property
+    def _active_adapter(self) -> str:
+        return OFF if self._adapters_off else self._adapted.active_adapter
+
     def _switch(self, adapter: str) -> None:
         """Makes ``adapter`` active. PEFT also changes ``requires_grad``, which is restored immediately."""
+        if adapter == self._active_adapter:
+            return
         wanted, is_off = adapter or self.policy_adapter, adapter == OFF
         with flags_kept(self._parts_of(self._adapted).parameters):
             if self._adapters_off and not is_off:
@@ -402,20 +414,17 @@ class ModelRoles:
 
     @torch.no_grad()
     def score_pass(
-        self,
-        batch: MicroBatch,
-        temperature: float,
-        around: Callable[[Pass], AbstractContextManager[None]] = lambda pass_: nullcontext(),
+        self, batch: MicroBatch, temperature: float, passes: Sequence[Pass] | None = None
     ) -> LogprobOutput:
         """Old log-probabilities, entropy and values, without gradients; bitwise equal to those of the update's passes.
 
         Args:
-            around: creates a context in which each pass runs.
+            passes: those to run. Default: all.
         """
         merged = LogprobOutput(None, None, None)
-        for pass_ in self.passes:
-            with around(pass_), pass_(batch, temperature=temperature, with_entropy=True) as out:
-                merged = LogprobOutput(*(new if new is not None else old for old, new in zip(merged, out, strict=True)))
+        for pass_ in self.passes if passes is None else passes:
+            with pass_(batch, temperature=temperature, with_entropy=True) as out:
+                merged = out.or_else(merged)
         return merged
 
     @torch.no_grad()

@@ -62,7 +62,8 @@ class AdapterSource:
 
     def scored(self, read: list[list[int]]) -> RewardOutput:
         """The adapter's scores of token ids."""
-        scores = score_sequences(read, self._score_batch, batch_size=self.batch_size, device=self.device)
+        with self.roles.switched_to(f"reward/{self.name}"):
+            scores = score_sequences(read, self._score_batch, batch_size=self.batch_size, device=self.device)
         return RewardOutput(checked(scores, len(read), f"reward adapter {self.name}"))
 
     def seen(self, batch: RewardBatch) -> list[str]:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tether import algo
 from tether.config.schema import RunConfig
@@ -18,7 +19,7 @@ from tether.data.collate import collate
 from tether.metrics.reduce import Metrics
 from tether.models.forward import response_outputs
 from tether.models.memory import in_fitting_parts
-from tether.models.roles import POLICY
+from tether.models.roles import POLICY, REFERENCE
 from tether.train.parts import Parts
 from tether.train.rollout import (
     Answers,
@@ -30,7 +31,7 @@ from tether.train.rollout import (
     raw_scores,
     shaped_scores,
 )
-from tether.types import Completion, Request, noise_key
+from tether.types import Completion, MicroBatch, Request, noise_key
 
 
 def evaluate(
@@ -112,18 +113,40 @@ def sequence_kl(
     queries = [p.token_ids for p in answers.prompts]
     responses = [c.token_ids for c in answers.completions]
     plan = [batch.rows for batch in micro_batches(answers, config, dist, halvings=halvings)]
-    own: dict[int, float] = {}
+    total, done = 2 * sum(map(len, plan)), 0
 
-    def of_rows(rows: Sequence[int]) -> list[float]:
-        batch = collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(roles.device)
+    def batch_of(rows: Sequence[int]) -> MicroBatch:
+        return collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(roles.device)
+
+    def of_policy(rows: Sequence[int]) -> Tensor:
+        batch = batch_of(rows)
         with roles.use(POLICY) as policy:
-            outputs = roles.through(POLICY)(lambda: response_outputs(policy, batch, temperature=temperature))
-        gap = algo.kl_estimate(outputs.logprobs, roles.ref_logprobs(batch, temperature), "k1")
-        return algo.masked_sum(gap, batch.response_mask, dim=1).tolist()
+            return roles.through(POLICY)(lambda: response_outputs(policy, batch, temperature=temperature)).logprobs
 
-    for rows, values in in_fitting_parts(plan, of_rows, "an evaluation's KL"):
-        own |= zip(rows, values, strict=True)
-        phase("evaluation KL", len(own), sum(map(len, plan)))
-        check()
+    def of_reference(rows: Sequence[int]) -> Tensor:
+        return roles.ref_logprobs(batch_of(rows), temperature)
+
+    def fitting(
+        role: str, logprobs: Callable[[Sequence[int]], Tensor], plan: Sequence[Sequence[int]]
+    ) -> list[tuple[Sequence[int], Tensor]]:
+        nonlocal done
+        found = []
+        with roles.switched_to(role):
+            for rows, of_rows in in_fitting_parts(plan, logprobs, "an evaluation's KL"):
+                found.append((rows, of_rows))
+                done += len(rows)
+                phase("evaluation KL", min(done, total), total)
+                check()
+        return found
+
+    policy = fitting(POLICY, of_policy, plan)
+    reference = fitting(REFERENCE, of_reference, [rows for rows, _ in policy])
+    of_parts = dict(policy)
+    again = [rows for rows, _ in reference if rows not in of_parts]  # both need the same shape for a KL of exactly 0
+    of_parts |= fitting(POLICY, of_policy, again)
+    own: dict[int, float] = {}
+    for rows, of_rows in reference:
+        gap = algo.kl_estimate(of_parts[rows], of_rows, "k1")
+        own |= zip(rows, algo.masked_sum(gap, batch_of(rows).response_mask, dim=1).tolist(), strict=True)
     kl = {row: value for theirs in dist.gathered(own) for row, value in theirs.items()}
     return [kl[row] for row in range(len(responses))]

@@ -10,11 +10,13 @@ Formulas are in ``tether.algo``; only ``tether.models.roles`` knows which model 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -35,7 +37,8 @@ from tether.machine.distributed import met_by_all
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
 from tether.models.checkpoints import METRICS
-from tether.models.roles import POLICY, Pass
+from tether.models.forward import LogprobOutput
+from tether.models.roles import POLICY, REFERENCE
 from tether.report.limits import forward_type, scores_alike
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.callbacks import Callbacks
@@ -68,6 +71,8 @@ from tether.train.rollout import (
 from tether.train.same_run import fingerprints
 from tether.train.update import Update
 from tether.types import Experience, MicroBatch, Request, RewardOutput, noise_key
+
+T = TypeVar("T")
 
 
 class PPOTrainer:
@@ -462,23 +467,31 @@ class PPOTrainer:
         return experience(batches, outputs, learned, kept, kl_loss_coef=in_loss, dist=self.dist)
 
     def outputs(self, batches: list[MicroBatch], answers: Answers, metrics: Metrics) -> Outputs:
-        """Outputs of policy, critic and reference for the rollout batch."""
-        temperature, seen, refs = self.config.sampling.temperature, [], []
+        """Outputs of policy, critic and reference for the rollout batch, one role after the other: switching roles and
+        waiting for the device, as measuring a phase does, may take as long as a micro-batch."""
+        temperature, passes = self.config.sampling.temperature, self.roles.passes
+        total, done = (len(passes) + self.roles.has_reference) * len(batches), count()
 
-        def of_pass(pass_: Pass) -> AbstractContextManager[None]:
-            return phase(metrics, "logprobs" if POLICY in pass_.trains else "values", self.dist.device)
-
-        for done, batch in enumerate(batches):
-            self.log.phase("log-probabilities", done, len(batches))
+        def of_all(role: str, name: str, compute: Callable[[MicroBatch], T]) -> list[T]:
             self.stop.agree()
-            out, ref = self.roles.score_pass(batch, temperature, of_pass), None
-            if self.roles.has_reference:
-                with phase(metrics, "reference", self.dist.device):
-                    ref = self.roles.ref_logprobs(batch, temperature)
+            found = []
+            with phase(metrics, name, self.dist.device), self.roles.switched_to(role):
+                for batch in batches:
+                    self.log.phase("log-probabilities", next(done), total)
+                    self.stop.check()
+                    found.append(compute(batch))
+            return found
+
+        seen, refs = [LogprobOutput(None, None, None)] * len(batches), [None] * len(batches)
+        for pass_ in passes:
+            name, score = "logprobs" if POLICY in pass_.trains else "values", self.roles.score_pass
+            found = of_all(pass_.name, name, partial(score, temperature=temperature, passes=[pass_]))
+            seen = [new.or_else(old) for new, old in zip(found, seen, strict=True)]
+        if self.roles.has_reference:
+            refs = of_all(REFERENCE, "reference", partial(self.roles.ref_logprobs, temperature=temperature))
+        for batch, out, ref in zip(batches, seen, refs, strict=True):
             metrics.sum("tokens/read", num_read(batch))
             self.guard.check(answers, batch, logprobs=out.logprobs, values=out.values, ref_logprobs=ref)
-            seen.append(out)
-            refs.append(ref)
         width = self.dist.max(torch.tensor(max(batch.response_mask.shape[1] for batch in batches)))
         mask = algo.length_mask(answers.lengths.to(self.dist.device), int(width))
         whole = partial(joined, batches=batches, shape=tuple(mask.shape), dist=self.dist)

@@ -195,8 +195,9 @@ class Update:
             return Gradients.EMPTY
         self.engine.expect({p.name: len(learned) + len(shown) * (POLICY in p.trains) for p in passes})
         for pass_ in passes:
-            for item in learned:
-                self.accumulate(pass_, item, normaliser, drift, optimizer, is_first=number == 0)
+            with self.roles.switched_to(pass_.name):
+                for item in learned:
+                    self.accumulate(pass_, item, normaliser, drift, optimizer, is_first=number == 0)
         for batch in shown:
             self.imitate(batch, num_tokens, optimizer)
         if self.is_warming_up:

@@ -1236,6 +1236,24 @@ UPDATE = (
         ),
     ),
     *in_file(
+        "train/checkpoint.py",
+        (
+            "a resumed run forgets the scale of its evaluations",
+            'for name in ("score_moments", "eval_moments")',
+            'for name in ("score_moments",)',
+        ),
+        tests=("tests/train/test_options.py::test_evaluations_of_running_moments_share_the_scale_of_the_first",),
+    ),
+    *in_file(
+        "train/trainer.py",
+        (
+            "evaluations are normalized by the moments of training so far",
+            "self.state.eval_moments if is_moving else self.state.score_moments",
+            "self.state.score_moments",
+        ),
+        tests=("tests/train/test_options.py::test_evaluations_of_running_moments_share_the_scale_of_the_first",),
+    ),
+    *in_file(
         "models/merging.py",
         ("weights in half precision are merged", "kinds == {(torch.float32, \"cpu\")} and ", ""),
         ("a tied head is merged", " or users[id(base.weight)] > 1", ""),
@@ -1891,10 +1909,14 @@ CHECKPOINT = in_file(
     "train/checkpoint.py",
     (
         "a resumed run forgets the KL coefficient",
-        "RunState(**record | moments)",
-        'RunState(**record | moments | {"kl_coef": self.config.ppo.kl_coef})',
+        'RunState(**record | moments | {"source_moments": sources})',
+        'RunState(**record | moments | {"source_moments": sources, "kl_coef": self.config.ppo.kl_coef})',
     ),
-    ("a resumed run forgets its score moments", 'ScoreMoments(**record["score_moments"])', "ScoreMoments()"),
+    (
+        "a resumed run forgets its score moments",
+        'for name in ("score_moments", "eval_moments")',
+        'for name in ("eval_moments",)',
+    ),
     (
         "a resumed run forgets Adam's moments",
         "            self.engine.load_optimizer_state(optimizer, states[optimizer.name])\n",

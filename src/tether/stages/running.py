@@ -578,7 +578,7 @@ class Watch(TrainerCallback, ExportableState):
         if state.best_global_step is None:
             return
         found = self.run.dist.by_main(lambda: _best_so_far(self.run, state))
-        is_same = chosen_by == self.state()
+        is_same = chosen_by in (None, self.state())  # older checkpoints kept none, and allowed no other
         if found is not None and is_same:
             state.best_model_checkpoint = str(found)
             return

@@ -19,7 +19,7 @@ def test_the_page_of_demonstrations_has_loss_accuracy_and_rate_and_nothing_of_pp
     for words in (
         "Did the model learn from the demonstrations? Yes. The held-out loss fell by 17 %.",
         "From 3 after 10 steps to 2.5 after 20 steps", "tiny · all weights · mine.jsonl · 8 rows per step",
-        "Held-out loss3 → 2.5", "Token accuracy24 % → 57 %", "Learning rate9.5e−5", "Gradient norm", "2 healthy",
+        "Held-out loss3 → 2.5", "Token accuracy24 % → 57 %", "Learning rate9.5e−5", "Gradient norm", "2 ok",
     ):  # fmt: skip
         assert words in shown, words
     assert [word for word in PPO if word in shown] == []

@@ -742,6 +742,7 @@ DECODING = in_file(
     "generation/decoding.py",
     ("a cache that looks as if it could be cut is trusted", "or _is_faithful(model, device, way)", "or True"),
     ("no cache is trusted", "or _is_faithful(model, device, way)", "or False"),
+    ("a cache of fixed size is trusted", "and not _is_faithful(model, device, Decoding.FIXED)", "and False"),
     ("caches are not tried with padding", "ids[:2] if way.may_pad", "ids[:-4] if way.may_pad"),
     ("the end of a text is never tried", "if step == 1:", "if step == 9:"),
     (

@@ -75,7 +75,6 @@ class Batch:
         if decoding.may_drop:
             places = {query: i for i, query in enumerate(dict.fromkeys(queries))}
             queries, slots = list(places), [places[query] for query in queries]
-        self._slots = slots  # where each unfinished row is in the tensors; at first, where its query is
         ids, mask, positions = (x.to(device) for x in pad_left(queries))
         self._inputs, self._positions = ids, positions
         # Columns for the whole answer exist from the start; a forward sees those up to its own token.
@@ -84,6 +83,8 @@ class Batch:
         if decoding is Decoding.FIXED:
             width = static.width(len(queries), width)
         self._mask = torch.cat([mask, mask.new_ones(len(queries), width - self._read)], dim=1)
+        self._last_column = torch.tensor([-1], device=device)
+        self._place(slots)
 
     def decode_until_one_ends(self, model: nn.Module) -> list[tuple[int, Completion]]:
         """Writes token after token until an answer ends; returns the finished answers, the others stay in ``rows``."""
@@ -100,21 +101,27 @@ class Batch:
 
     def keep(self, kept: Sequence[int]) -> None:
         """Keeps only these of the unfinished rows."""
-        self.rows, self._slots = [self.rows[i] for i in kept], [self._slots[i] for i in kept]
-        if self.rows and self._decoding.may_drop:
-            self._select()
+        self.rows = [self.rows[i] for i in kept]
+        if self.rows:
+            self._place([self._slots[i] for i in kept])
+            if self._decoding.may_drop:
+                self._select()
 
     def logits(self, model: nn.Module) -> Float[Tensor, "M V"]:
         """The logits of the next token of every unfinished row."""
-        logits = self._forward(model)[self._slots]
+        logits = self._forward(model)
+        if self._index is not None:
+            logits = logits[self._index]
         if len(self.rows) > len(self._mask):  # answers to one query diverge
             self._select()
         return logits
 
     def write(self, tokens: Int[Tensor, " M"]) -> None:
         """Makes these the next tokens of the unfinished rows."""
-        added = self._inputs.new_zeros(len(self._mask), 1)
-        added[self._slots, 0] = tokens
+        added = tokens[:, None]
+        if self._index is not None:
+            added = self._inputs.new_zeros(len(self._mask), 1)
+            added[self._index, 0] = tokens
         if self._decoding is Decoding.ANEW:
             self._inputs = torch.cat([self._inputs, added], dim=1)
             self._positions = torch.cat([self._positions, self._positions[:, -1:] + 1], dim=1)
@@ -125,14 +132,15 @@ class Batch:
     def _next_tokens(self, model: nn.Module) -> None:
         """One forward and one more token for every unfinished row."""
         tokens, logprobs = drawn_tokens(self.logits(model), [row.noise for row in self.rows], self._sampling)
-        drawn, scores = tokens.tolist(), logprobs.tolist()
+        # one copy, since each waits for the device; float32 holds all integers up to 2²⁴
+        drawn, scores = torch.stack([tokens.to(logprobs.dtype), logprobs]).tolist()
         for row, token, logprob in zip(self.rows, drawn, scores, strict=True):
             if not math.isfinite(logprob):
                 raise GenerationError(
                     f"request {row.position}: the policy's logits for token {len(row.token_ids)} of the answer are not "
                     "finite; its weights may have diverged, or exceed the range of half precision"
                 )
-            row.token_ids.append(token)
+            row.token_ids.append(int(token))
             row.logprobs.append(logprob)
         self.write(tokens)
 
@@ -150,7 +158,7 @@ class Batch:
             give_room(self._cache)
         # an index, not a count: the slice that transformers takes for a count is not contiguous, and the head's matrix
         # product on it can be hundreds of times slower in bfloat16
-        optional, padded = {"logits_to_keep": torch.tensor([-1])}, {}
+        optional, padded = {"logits_to_keep": self._last_column}, {}
         # elsewhere nothing is padded: Mamba takes a mask next to its cache for that of one token alone, and models
         # whose positions do not begin at 0 (RoBERTa) compute them best themselves
         if self._decoding.may_pad:
@@ -168,13 +176,21 @@ class Batch:
             self._cache = getattr(output, name)
         return output.logits[:, -1]
 
+    def _place(self, slots: Sequence[int]) -> None:
+        """Notes where each unfinished row is in the tensors; at first, where its query is."""
+        self._slots = list(slots)
+        is_each = self._slots == list(range(len(self._mask)))
+        # made once: indexing by a list copies it to the device, and waits for that, for every token
+        self._index = None if is_each else torch.tensor(self._slots, device=self._mask.device)
+
     def _select(self) -> None:
         """Makes the tensors and the cache hold the unfinished rows and no others, in their order."""
-        indices = torch.tensor(self._slots, device=self._mask.device)
+        if (indices := self._index) is None:
+            return
         if self._cache is not None:
             self._cache.reorder_cache(indices)
         self._inputs, self._positions, self._mask = (x[indices] for x in (self._inputs, self._positions, self._mask))
-        self._slots = list(range(len(self.rows)))
+        self._place(range(len(self.rows)))
 
     def _completion(self, row: Row) -> Completion:
         stopped = self._sampling.stops(row.token_ids, row.before)

@@ -78,8 +78,8 @@ ADVANTAGES = in_file(
     ("token rewards in half precision", "wide(kl)", "kl"),
     ("γ is missing in the TD error", "gamma * next_values", "next_values"),
     ("λ discounts the next value instead of γ", "gamma * next_values", "lam * next_values"),
-    ("λ is missing in the sum of TD errors", "gamma * lam * advantage", "gamma * advantage"),
-    ("γ is missing in the sum of TD errors", "gamma * lam * advantage", "lam * advantage"),
+    ("λ is missing in the sum of TD errors", "decay * columns[t + 1]", "gamma * columns[t + 1]"),
+    ("γ is missing in the sum of TD errors", "decay * columns[t + 1]", "lam * columns[t + 1]"),
     ("the TD error lacks the value of its own state", "gamma * next_values - values", "gamma * next_values"),
     ("the last token bootstraps from the first", "torch.zeros_like(values[:, :1])], dim", "values[:, :1]], dim"),
     (
@@ -88,7 +88,7 @@ ADVANTAGES = in_file(
         "values[:, -1:]], dim",
     ),
     ("advantages bootstrap from the padding", "torch.where(mask, wide(x), 0.0) for x", "wide(x) for x"),
-    ("GAE runs forward in time", "in reversed(range(deltas.shape[1]))", "in range(deltas.shape[1])"),
+    ("GAE runs forward in time", "in reversed(range(len(columns) - 1))", "in range(len(columns) - 1)"),
     ("returns lack the values", "advantages, advantages + values", "advantages, advantages"),
     ("the length-adaptive λ is not clamped", ".clamp(min=0.0)", ""),
     ("the length-adaptive λ lacks α", "(alpha * lengths)", "lengths"),
@@ -1533,8 +1533,8 @@ MEASURE = in_file(
     ),
     (
         "the gap to the sampler cancels out",
-        "outputs.logprobs[row, : len(sampled)]).abs())",
-        "outputs.logprobs[row, : len(sampled)]).sum().abs())",
+        "gaps = (sampled.to(mask.device) - outputs.logprobs).abs()",
+        "gaps = sampled.to(mask.device) - outputs.logprobs",
     ),
     (
         "the length is that of the longest answer",

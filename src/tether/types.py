@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -228,15 +229,40 @@ class MicroBatch:
         real = self.attention_mask.cumsum(dim=1)
         return self.attention_mask & (real > real[:, -1:] - self.lengths[:, None])
 
+    @cached_property
+    def response_index(self) -> Int[Tensor, " N"]:
+        """Where the response tokens are in the flattened ``token_ids``, one row after the other."""
+        return self.response_columns.flatten().nonzero()[:, 0]
+
+    @cached_property
+    def response_places(self) -> Int[Tensor, " N"]:
+        """Where the same tokens are in a flattened [M, R]."""
+        return self.response_mask.flatten().nonzero()[:, 0]
+
+    @cached_property
+    def sampled_columns(self) -> Int[Tensor, " K"]:
+        """The columns of ``token_ids`` in which any response token was sampled: one before its own."""
+        return self.response_columns[:, 1:].any(dim=0).nonzero()[:, 0]
+
+    @cached_property
+    def has_padding_before(self) -> bool:
+        """Whether a row begins with padding; none does that ``collate`` made."""
+        return not bool(self.attention_mask[:, 0].all())
+
     @property
     def num_response_tokens(self) -> int:
         """Number of response tokens in this micro-batch."""
         return int(self.response_mask.sum())
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch on another device."""
+        """The same micro-batch on another device, with all indices: an accelerator would have to be waited for, as
+        their number is not known in advance."""
         names = ("token_ids", "attention_mask", "position_ids", "response_mask")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        moved = replace(self, **{name: getattr(self, name).to(device) for name in names})
+        indices = ("response_index", "response_places", "sampled_columns")
+        cached = {name: getattr(self, name).to(device) for name in indices}
+        vars(moved).update(cached, has_padding_before=self.has_padding_before)  # where cached properties are kept
+        return moved
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.algo.ragged import answers, column, examples, padded, same, unpadded
 from tether.algo import gae, length_adaptive_lam, length_mask, token_rewards
@@ -58,6 +59,34 @@ def test_gae_by_its_definition_with_a_lambda_for_each_answer(rows, gamma, lams):
 def test_the_same_lambda_for_each_answer_is_one_lambda_for_all(case):
     each = gae(*case, gamma=0.9, lam=torch.full((len(LENGTHS),), 0.8, dtype=torch.float64))
     assert all(torch.equal(a, b) for a, b in zip(each, gae(*case, gamma=0.9, lam=0.8), strict=True))
+
+
+@pytest.mark.parametrize("lam", [0.95, torch.tensor([0.9, 0.3, 1.0])])
+def test_gae_is_bitwise_its_recurrence_over_columns(case, lam):
+    rewards, values, mask = (x.float() if x.is_floating_point() else x for x in case)
+    advantages, _ = gae(rewards, values, mask, gamma=0.97, lam=lam)
+    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
+    carry, zero = torch.zeros(len(rewards)), torch.zeros(len(rewards))
+    for t in reversed(range(WIDTH)):
+        delta = rewards[:, t] + 0.97 * (values[:, t + 1] if t + 1 < WIDTH else zero) - values[:, t]
+        carry = delta + 0.97 * lam * carry
+        assert torch.equal(advantages[:, t], carry)
+
+
+def test_gae_takes_two_operations_a_token():
+    class Counted(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.number += 1
+            return op(*args, **kwargs or {})
+
+    numbers = []
+    for width in (10, 30):
+        with Counted() as counted:
+            gae(*torch.ones(2, 3, width), torch.ones(3, width, dtype=torch.bool), gamma=0.9, lam=0.9)
+        numbers.append(counted.number)
+    assert numbers[1] - numbers[0] == 2 * 20
 
 
 def test_gae_by_hand():

@@ -1,6 +1,7 @@
 """Padding, masks and positions against values written by hand."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,19 @@ def test_collate_by_hand():
     assert batch.response_mask.tolist() == [[True, True], [True, False]]
     assert batch.response_columns.int().tolist() == [[0, 1, 1, 0], [0, 0, 0, 1]]
     assert batch.lengths.tolist() == [2, 1] and batch.num_response_tokens == 3
+    for same in (batch, batch.to("cpu")):
+        assert same.response_index.tolist() == [1, 2, 7] and same.response_places.tolist() == [0, 1, 2]
+        assert same.sampled_columns.tolist() == [0, 1, 2] and not same.has_padding_before
+
+
+def test_another_micro_batch_has_indices_of_its_own():
+    batch = collate([[5], [6, 7, 8]], [[9, 2], [4]]).to("cpu")
+    names = ("token_ids", "attention_mask", "position_ids", "response_mask")
+    second = replace(batch, rows=(1,), **{name: getattr(batch, name)[1:] for name in names})
+    assert second.response_index.tolist() == [3] and second.response_places.tolist() == [0]
+    assert second.sampled_columns.tolist() == [2]
+    padded = replace(batch, attention_mask=batch.attention_mask.roll(1, dims=1))
+    assert padded.has_padding_before and not batch.has_padding_before
 
 
 def test_masks_come_from_lengths_not_from_ids():

@@ -75,6 +75,14 @@ def test_an_empty_part_changes_nothing():
     assert collect((A, A_MASK), empty, (B, B_MASK)).compute() == collect((A, A_MASK), (B, B_MASK)).compute()
 
 
+def test_parts_are_copied_from_the_device_together(monkeypatch):
+    copied, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: (copied.append(x.shape[0]), cpu(x))[1])
+    metrics = collect(*[(A, A_MASK), (B, B_MASK)] * 10)
+    assert collect((A, A_MASK), (B, B_MASK)).compute()["mean"] == metrics.compute()["mean"]
+    assert copied == [2] * 5 + [20] * 5
+
+
 def test_reductions_of_nothing():
     results = collect((A, torch.zeros_like(A_MASK))).compute()
     assert math.isnan(results["mean"]) and math.isnan(results["var"])

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -361,6 +362,51 @@ def test_padding_behind_a_row_takes_no_mask():
     assert not micro_batch().attention_mask.all()
     response_outputs(model, micro_batch(), temperature=1.0)
     assert [call.get("attention_mask") for call in given] == [None] * len(given) != []
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations for which an accelerator is waited for: their results' sizes depend on values, or are values."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        by_mask = op.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+        masks = [x for x in args[1] if x is not None and x.dtype == torch.bool] if by_mask else []
+        name = str(op.overloadpacket).removeprefix("aten.")
+        if masks or name in ("nonzero", "masked_select", "masked_scatter", "_local_scalar_dense", "is_nonzero"):
+            self.seen.append(name)
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["plain", *CHANGED_LOGITS])
+def test_a_pass_waits_for_no_number_from_the_device(name, monkeypatch):
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda ids: None)  # its own look
+    model = tiny_causal_lm("llama").eval() if name == "plain" else model_of(CHANGED_LOGITS[name])
+    batch, head = micro_batch().to("cpu"), seeded_head()
+    response_outputs(model, batch, temperature=1.0)  # the first call tries the head
+    with Waits() as waits:
+        out = response_outputs(model, batch, temperature=0.7, head=head, with_entropy=True)
+        (out.logprobs + out.entropy + out.values).sum().backward()
+    assert waits.seen == []
+
+
+def test_states_and_their_gradients_are_bitwise_those_that_masks_select(monkeypatch):
+    model, batch = tiny_causal_lm("llama").eval(), micro_batch()
+    hidden = model.base_model(input_ids=batch.token_ids, use_cache=False).last_hidden_state.detach()
+    weight = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0))
+    by_mask, by_index = (hidden.clone().requires_grad_() for _ in range(2))
+    flat = by_mask[:, :-1][batch.response_columns[:, 1:]] @ weight
+    wanted = flat.new_zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, flat)
+    monkeypatch.setattr(forward, "_hidden_states", lambda *args, **kwargs: by_index)
+    head = seeded_head()
+    head.weight.data = weight[None]
+    got = response_values(model.base_model, head, batch)
+    assert torch.equal(got, wanted)
+    got.square().sum().backward()
+    wanted.square().sum().backward()
+    assert torch.equal(by_index.grad, by_mask.grad) and by_mask.grad.any()
 
 
 @pytest.mark.parametrize("is_decoder", [True, False])

@@ -31,8 +31,13 @@ from tests.train.trainers import (
     with_random_pads,
 )
 from tether.algo import ScoreMoments
+from tether.config.schema import PPOConfig
 from tether.generation.fake import FakeGenerator
-from tether.types import RewardOutput
+from tether.metrics.reduce import Metrics
+from tether.train.experience import Outputs
+from tether.train.measure import measure_objective
+from tether.train.rollout import Answers
+from tether.types import Completion, RewardOutput
 
 ROOT = Path(__file__).parents[2]
 RESPONSES = [
@@ -169,6 +174,22 @@ def scored(batch, number):
         for name, numbers in (("kind", KINDNESS), ("brief", BREVITY))
     }
     return rollouts, [a - b / 2 for a, b in zip(rewards["kind"], rewards["brief"], strict=True)], rewards
+
+
+def test_the_gap_to_decoding_is_over_the_tokens_whose_log_probabilities_it_reported(monkeypatch):
+    """In one mean for all answers, not one for each."""
+    means, mean = [], Metrics.mean
+    monkeypatch.setattr(Metrics, "mean", lambda self, name, *args: (means.append(name), mean(self, name, *args))[1])
+    mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, 0.0, 0.0], [-5.0, -6.0, 0.0]])
+    told = [[-1.5, -2.0, -4.0], None, [-5.25, -6.0]]
+    completions = [Completion([7] * (3 - i % 2), "stop", each) for i, each in enumerate(told)]
+    answers, metrics = Answers([], completions, [""] * 3), Metrics()
+    outputs = Outputs(mask=mask, logprobs=logprobs, entropy=-logprobs, values=None, ref_logprobs=None)
+    rest = {"kl_coef": 0.0, "num_generations": 1}
+    measure_objective(metrics, outputs, torch.zeros(3), answers, PPOConfig(), **rest)
+    assert metrics.compute()["rollout/logprob_gap"] == (0.5 + 1 + 0.25) / 5
+    assert means.count("rollout/logprob_gap") == 1
 
 
 @pytest.fixture(scope="module")

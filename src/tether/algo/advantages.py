@@ -68,11 +68,11 @@ def gae(
     rewards, values = (torch.where(mask, wide(x), 0.0) for x in (rewards, values))
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     deltas = rewards + gamma * next_values - values
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(deltas[:, 0])
-    for t in reversed(range(deltas.shape[1])):
-        advantage = deltas[:, t] + gamma * lam * advantage
-        advantages[:, t] = advantage
+    decay = (gamma * lam).cpu() if isinstance(lam, Tensor) else gamma * lam
+    columns = list(deltas.cpu().unbind(dim=1))  # an accelerator takes longer to begin an operation than this loop
+    for t in reversed(range(len(columns) - 1)):
+        columns[t] = columns[t] + decay * columns[t + 1]
+    advantages = torch.stack(columns, dim=1).to(deltas.device)
     return advantages, advantages + values
 
 

@@ -87,7 +87,7 @@ class Metrics:
             reduce: sums over processes, which must all have collected the same names. Default: a single process.
             reduce_max: takes the maximum over processes; needed with ``reduce`` if there is a maximum or minimum.
         """
-        parts = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in self._parts.items()}
+        parts = {name: _on_cpu(parts) for name, parts in self._parts.items()}
         sums = self._over({n: parts[n].sum(dim=0) for n in self._named("mean", "var", "sum")}, reduce)
         means = {n: sums[n][1] / sums[n][0] for n in self._named("mean", "var")}
         # A second round, since squares around the mean of all entries do not cancel as Σ x² − n · mean² does.
@@ -131,6 +131,13 @@ def wide(values: Values) -> Tensor:
     if not isinstance(values, Tensor):
         return torch.tensor(values, dtype=torch.float64)
     return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
+
+
+def _on_cpu(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of one metric in float64 on the CPU: one copy for all of them, as each copy waits for the device."""
+    if len({part.device for part in parts}) > 1:
+        parts = [part.cpu().double() for part in parts]
+    return torch.stack(list(parts)).cpu().double()
 
 
 def _moments(values: Values, mask: Tensor | None) -> Tensor:

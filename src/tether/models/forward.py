@@ -128,7 +128,8 @@ def last_token_scores(
         mask: True on real tokens, at least one in each row.
         position_ids: position of each real token in its row, from 0.
     """
-    hidden = _hidden_states(backbone, ids, mask, position_ids, causal=causal)
+    needs_mask = not (causal and bool(mask[:, 0].all()))
+    hidden = _hidden_states(backbone, ids, mask, position_ids, needs_mask=needs_mask)
     columns = torch.arange(ids.shape[1], device=ids.device)
     last = (mask * columns).argmax(dim=1)
     return head(hidden[torch.arange(len(ids), device=ids.device), last]).squeeze(-1)
@@ -214,15 +215,15 @@ def _hidden_states(
     mask: Bool[Tensor, "M T"],
     position_ids: Int[Tensor, "M T"],
     *,
-    causal: bool = True,
+    needs_mask: bool,
 ) -> Float[Tensor, "M T D"]:
     """The trunk's last hidden states."""
     with compiled_layers(backbone), wide_gradients(backbone):
-        return backbone(**_inputs(backbone, ids, mask, position_ids, causal=causal)).last_hidden_state
+        return backbone(**_inputs(backbone, ids, mask, position_ids, needs_mask=needs_mask)).last_hidden_state
 
 
 def _inputs(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor, *, causal: bool = True
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor, *, needs_mask: bool
 ) -> dict[str, Tensor | bool]:
     """Arguments of a forward without cache. Models that take no position ids count real tokens by the mask.
 
@@ -230,7 +231,7 @@ def _inputs(
     anyway, purely causal attention has faster kernels, and a model knows its own first position (RoBERTa's is not 0).
     """
     inputs = {"input_ids": ids, "use_cache": False}
-    if causal and mask[:, 0].all():
+    if not needs_mask:
         return inputs
     placed = "position_ids" in inspect.signature(model.forward).parameters
     return inputs | {"attention_mask": mask.long()} | ({"position_ids": position_ids} if placed else {})
@@ -238,28 +239,31 @@ def _inputs(
 
 def _response_states(backbone: PreTrainedModel, batch: MicroBatch) -> Float[Tensor, "N D"]:
     """The state that each response token was sampled in, with the rows of the batch concatenated, without padding."""
-    hidden = _hidden_states(backbone, batch.token_ids, batch.attention_mask, batch.position_ids)
-    return hidden[:, :-1][batch.response_columns[:, 1:]]
+    ids, mask, position_ids = batch.token_ids, batch.attention_mask, batch.position_ids
+    hidden = _hidden_states(backbone, ids, mask, position_ids, needs_mask=batch.has_padding_before)
+    return hidden.flatten(0, 1).index_select(0, batch.response_index - 1)
 
 
 def _targets(batch: MicroBatch) -> Int[Tensor, " N"]:
     """The response tokens, with the rows of the batch concatenated, without padding."""
-    return batch.token_ids[batch.response_columns]
+    return batch.token_ids.flatten().index_select(0, batch.response_index)
 
 
 def _response_logits(model: PreTrainedModel, batch: MicroBatch) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
     """States and logits of response tokens from the model's own forward, for models that post-process their logits."""
     seen: list[Tensor] = []
-    inputs = _inputs(model, batch.token_ids, batch.attention_mask, batch.position_ids)
-    sampled_in = batch.response_columns[:, 1:]
-    kept = sampled_in.any(dim=0).nonzero()[:, 0]
+    ids, mask, position_ids = batch.token_ids, batch.attention_mask, batch.position_ids
+    inputs = _inputs(model, ids, mask, position_ids, needs_mask=batch.has_padding_before)
+    sampled_in, kept = batch.response_index - 1, batch.sampled_columns
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         inputs["logits_to_keep"] = kept
     with compiled_layers(model.base_model), wide_gradients(model.base_model), _heard(model.base_model, seen):
         logits = model(**inputs).logits
     if logits.shape[1] > len(kept):  # the model takes no logits_to_keep and returned them for every token
         logits = logits[:, kept]
-    return seen[0][:, :-1][sampled_in], logits[sampled_in[:, kept]]
+    rows, columns = sampled_in // ids.shape[1], sampled_in % ids.shape[1]
+    of_kept = rows * len(kept) + torch.searchsorted(kept, columns)
+    return seen[0].flatten(0, 1).index_select(0, sampled_in), logits.flatten(0, 1).index_select(0, of_kept)
 
 
 @contextmanager
@@ -280,4 +284,5 @@ def _named(model: PreTrainedModel) -> str:
 
 def _on_response(flat: Float[Tensor, " N"], batch: MicroBatch) -> Float[Tensor, "M R"]:
     """Scatters one value per response token to its position, 0 on padding."""
-    return flat.new_zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, flat)
+    shape = batch.response_mask.shape
+    return flat.new_zeros(shape.numel()).index_copy(0, batch.response_places, flat).view(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Guard:
     def check(self, answers: Answers, batch: MicroBatch, **tensors: Tensor | None) -> None:
         """Raises ``NotFinite`` in all processes if a [M, R] tensor is not finite at a response token in one of them;
         names tensor and rows."""
-        found = next(_not_finite(batch, tensors), None)
+        found = _not_finite(batch, tensors)
         if self.dist.any(found is not None):
             told = [each for each in self.dist.gathered(found) if each is not None]
             what = told[0][0]
@@ -118,12 +118,16 @@ class Guard:
         )
 
 
-def _not_finite(batch: MicroBatch, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, list[int]]]:
-    """Name and rows of each [M, R] tensor that is not finite at a response token."""
-    for name, x in tensors.items():
-        bad = None if x is None else (~torch.isfinite(x) & batch.response_mask).any(dim=1)
-        if bad is not None and bool(bad.any()):
-            yield name.replace("_", " "), [row for row, is_bad in zip(batch.rows, bad.tolist(), strict=True) if is_bad]
+def _not_finite(batch: MicroBatch, tensors: Mapping[str, Tensor | None]) -> tuple[str, list[int]] | None:
+    """Name and rows of the first [M, R] tensor that is not finite at a response token; reads from the device once."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    if not given:
+        return None
+    bad = torch.stack([(~torch.isfinite(x) & batch.response_mask).any(dim=1) for x in given.values()]).tolist()
+    for name, flags in zip(given, bad, strict=True):
+        if any(flags):
+            return name.replace("_", " "), [row for row, is_bad in zip(batch.rows, flags, strict=True) if is_bad]
+    return None
 
 
 def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: int = 0) -> list[str]:

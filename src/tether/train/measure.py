@@ -52,10 +52,12 @@ def measure_objective(
         equal = algo.equal_groups(scores, num_generations=num_generations)
         metrics.mean("objective/equal_scores", equal.double())
     metrics.mean("policy/entropy_avg", outputs.entropy, mask)
-    for row, completion in enumerate(answers.completions):
-        if completion.logprobs is not None:
-            sampled = torch.tensor(completion.logprobs, device=mask.device)
-            metrics.mean("rollout/logprob_gap", (sampled - outputs.logprobs[row, : len(sampled)]).abs())
+    told = [completion.logprobs or [] for completion in answers.completions]
+    if any(told):
+        sampled = torch.tensor([[*row, *[0.0] * (mask.shape[1] - len(row))] for row in told])
+        gaps = (sampled.to(mask.device) - outputs.logprobs).abs()
+        lengths = torch.tensor([len(row) for row in told])
+        metrics.mean("rollout/logprob_gap", gaps, algo.length_mask(lengths, mask.shape[1]).to(mask.device))
 
 
 def measure_critic(metrics: Metrics, outputs: Outputs, learned: Targets) -> None:

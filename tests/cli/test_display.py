@@ -118,9 +118,9 @@ def test_pace_after_a_resume_and_without_phases():
 def test_a_live_line_moves_on_a_terminal_and_goes_away():
     display, clock, written = terminal()
     run_updates(display, clock, first=1, last=3, total=10, seconds=12.0)
-    display.phase("update", 2, 4)
+    display.phase("optimizer step", 2, 4)
     display.close()
-    assert re.search(r"update 3/10 · update 2/4 · 1 min 24 s left · reward 0.3 · KL 1.5", written())
+    assert re.search(r"update 3/10 · optimizer step 2/4 · 1 min 24 s left · reward 0.3 · KL 1.5", written())
     display.close()
     assert written().endswith("\x1b[?25h\r\x1b[1A\x1b[2K")
     display.message("saved")

@@ -90,6 +90,12 @@ class TestHelp:
         assert shown.startswith(f"usage: tether {name}")
         assert max(map(len, shown.splitlines())) <= 80
 
+    @pytest.mark.parametrize("name", ["ppo", "plan", "sft", "reward", "pipeline"])
+    def test_of_a_command_that_reads_a_file_says_what_it_does(self, name, capsys):
+        main([name, "--help"])
+        summary = commands.COMMANDS[name].__doc__.split(": tether")[0]
+        assert capsys.readouterr().out.split("\n\n")[1] == f"{summary}."
+
     def test_of_ppo_documents_a_key_with_its_default(self, capsys):
         main(["ppo", "--help"])
         assert (

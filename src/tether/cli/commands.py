@@ -32,7 +32,7 @@ def ppo(arguments: Sequence[str]) -> int:
     from tether.config.schema import RunConfig
 
     if _wants_help(arguments):
-        return _config_help("tether ppo", RunConfig)
+        return _config_help("ppo", RunConfig)
     config, translation = _configured("ppo", RunConfig, arguments)
 
     from tether.cli.foreign import announce, plot
@@ -52,7 +52,7 @@ def plan(arguments: Sequence[str]) -> int:
 
     if _wants_help(arguments):
         own = ["--processes=N  plan for N processes, one per device", "--config       show every key, also defaults"]
-        return _config_help("tether plan", RunConfig, "".join(f"  {option}\n" for option in own))
+        return _config_help("plan", RunConfig, "".join(f"  {option}\n" for option in own))
     parser = argparse.ArgumentParser("tether plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", type=_positive, default=1, metavar="N")
     parser.add_argument("--config", action="store_true")
@@ -80,7 +80,7 @@ def sft(arguments: Sequence[str]) -> int:
     from tether.config.sft_stage import SftStageConfig
 
     if _wants_help(arguments):
-        return _config_help("tether sft", SftStageConfig)
+        return _config_help("sft", SftStageConfig)
     config, translation = _configured("sft", SftStageConfig, arguments)
 
     from tether.cli.foreign import announce, plot
@@ -99,7 +99,7 @@ def reward(arguments: Sequence[str]) -> int:
     from tether.config.reward_stage import RewardStageConfig
 
     if _wants_help(arguments):
-        return _config_help("tether reward", RewardStageConfig)
+        return _config_help("reward", RewardStageConfig)
     config, translation = _configured("reward", RewardStageConfig, arguments)
 
     from tether.cli.foreign import announce, plot
@@ -118,7 +118,7 @@ def pipeline(arguments: Sequence[str]) -> int:
     from tether.config.pipeline import PipelineConfig, load_pipeline
 
     if _wants_help(arguments):
-        return _config_help("tether pipeline", PipelineConfig)
+        return _config_help("pipeline", PipelineConfig)
     with alike():
         file, overrides = run_arguments("tether pipeline", arguments)
 
@@ -395,7 +395,8 @@ def _config_help(command: str, section: type[Section], options: str | None = Non
     from tether.cli.help import config_help
 
     if rank() == 0:
-        print(config_help(command, section, options), end="")
+        does = COMMANDS[command].__doc__.partition(": tether ")[0] + "."
+        print(config_help(command, does, section, options), end="")
     return 0
 
 

@@ -9,7 +9,9 @@ from tether.config.keys import KeyDoc, describe
 
 _WIDTH = 80
 _HEAD = """\
-usage: {command} FILE.yaml [--KEY=VALUE …]
+usage: tether {command} FILE.yaml [--KEY=VALUE …]
+
+{does}
 
 Every key below can be set in the file, nested at its dots, and on the command
 line, which takes precedence: --train.seed=7, or --rewards.0.path=DIR for the
@@ -24,15 +26,17 @@ _SHORTCUTS = {
 }
 
 
-def config_help(command: str, section: type[Section], options: str | None = None) -> str:
-    """What ``command --help`` prints, at most 80 columns wide: usage, then every key with type, default and meaning.
+def config_help(command: str, does: str, section: type[Section], options: str | None = None) -> str:
+    """What ``tether COMMAND --help`` prints, at most 80 columns wide: usage, then every key with type, default and
+    meaning.
 
     Args:
+        does: what the command does, a sentence.
         options: lines about the command's own options; None for those of commands that train.
     """
     if options is None:
         options = "".join(line for key, line in _SHORTCUTS.items() if key in section.model_fields)
-    parts = [_HEAD.format(command=command, options=options)]
+    parts = [_HEAD.format(command=command, does=textwrap.fill(does, _WIDTH), options=options)]
     group = ""
     for doc in describe(section):
         if doc.group != group:

@@ -101,7 +101,7 @@ class Update:
             for optimizer in self.optimizers_in_use():
                 gradients = None
                 if not (stopped or is_bad):
-                    self.phase("update", done, total)
+                    self.phase("optimizer step", done, total)
                     try:
                         gradients = self.fitting_gradients(optimizer, mini_batch, done)
                         stopped = gradients is Gradients.TOO_FAR

@@ -1552,7 +1552,7 @@ MEASURE = in_file(
     (
         "the gap to the sampler cancels out",
         "gaps = (sampled.to(mask.device) - outputs.logprobs).abs()",
-        "gaps = sampled.to(mask.device) - outputs.logprobs",
+        "gaps = (sampled.to(mask.device) - outputs.logprobs).sum(dim=1, keepdim=True).abs().expand_as(mask)",
     ),
     (
         "the length is that of the longest answer",

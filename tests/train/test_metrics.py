@@ -182,7 +182,7 @@ def test_the_gap_to_decoding_is_over_the_tokens_whose_log_probabilities_it_repor
     monkeypatch.setattr(Metrics, "mean", lambda self, name, *args: (means.append(name), mean(self, name, *args))[1])
     mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
     logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, 0.0, 0.0], [-5.0, -6.0, 0.0]])
-    told = [[-1.5, -2.0, -4.0], None, [-5.25, -6.0]]
+    told = [[-1.5, -2.0, -2.0], None, [-5.25, -6.0]]
     completions = [Completion([7] * (3 - i % 2), "stop", each) for i, each in enumerate(told)]
     answers, metrics = Answers([], completions, [""] * 3), Metrics()
     outputs = Outputs(mask=mask, logprobs=logprobs, entropy=-logprobs, values=None, ref_logprobs=None)

@@ -33,7 +33,7 @@ PLACES: dict[str, tuple[tuple[Any, str], ...]] = {
     "update": ((Alone, "backward"), (PassOptimizer, "step")),
     "save": ((saving, "_sha256"), (saving, "_sync"), (checkpoint, "save_file"), (checkpoint.Checkpoints, "_drop_old")),
     "end": ((run, "save_final"), (run, "write_norms"), (run, "write_report")),
-    "evaluation": ((evaluate, "answer"), (evaluate, "judge"), (evaluate, "sequence_kl")),
+    "evaluation": ((evaluate, "answer"), (evaluate, "raw_scores"), (evaluate, "sequence_kl")),
     "line": ((JsonlWriter, "write_all"),),
 }
 CLOCK = "millisecond"

@@ -1,8 +1,9 @@
 """The policy's adapter merged into the weights of its base while answers are generated on a CPU, in float32.
 
-PEFT computes  y = W x + s B A x  for each adapted layer: two small products, a scaling and a sum. For the few rows of a
-decoding step, these take half as long as the model itself. While the policy decodes, its layers multiply by W + s B A
-instead, computed once for all answers. In float32 the sum is rounded like any other product, by some 1e-7 of a weight.
+PEFT computes  y = W x + s B A x  for each adapted layer: two small products, a scaling and a sum, a tenth of a decoding
+step. For DoRA it also computes the norm of W + s B A anew for every token, which takes twice as long as the rest. While
+the policy decodes, its layers multiply by the merged weight instead, computed once for all answers. In float32 the sum
+is rounded like any other product, by some 1e-7 of a weight.
 
 bfloat16 is left alone: what an adapter learns is often less than half of the distance between two neighbouring weights
 there. It would be lost, and answers would come from another policy than the one that is trained.

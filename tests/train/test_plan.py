@@ -13,10 +13,10 @@ from tests.models.build import edit_json
 from tests.tiny import KINDS, VOCAB_SIZE, save_tiny, tiny_classifier, tiny_tokenizer
 from tests.train.runs import tiny_run
 from tests.train.test_run import SHARINGS
-from tether.algo.logprobs import logits_at_once
 from tether.config.chat import with_now
 from tether.config.load import load_config, parse_config
 from tether.models.build import build_roles
+from tether.models.merging import MOST_BYTES
 from tether.train.inputs import load_data
 from tether.train.plan import ACTIVATION_FACTOR, model_config, plan
 from tether.train.run import train_policy
@@ -40,7 +40,8 @@ def test_roles_have_the_parameters_that_were_planned(tmp_path, kind, sharing, kl
 
 
 @pytest.mark.parametrize(("key", "dtype"), [("train__bf16", torch.bfloat16), ("train__fp16", torch.float16)])
-def test_a_frozen_base_is_counted_in_the_type_of_autocast(tmp_path, key, dtype):
+def test_a_frozen_base_is_counted_in_the_type_of_autocast(tmp_path, monkeypatch, key, dtype):
+    monkeypatch.setattr("tether.train.plan.MOST_BYTES", 0)  # no merged copy
     full, config = (tiny_run(tmp_path, model__lora={"r": 4}, **changes) for changes in ({}, {key: True}))
     planned = plan(config)
     roles = build_roles(config, load_data(config).tokenizer, device="cpu", autocast_dtype=dtype)
@@ -119,7 +120,24 @@ def test_logits_that_a_model_changes_afterwards_are_counted_whole(tmp_path):
 
     usual = of_update()
     edit_json(tmp_path / "llama-tied" / "config.json", lambda config: config.update(final_logit_softcapping=30.0))
-    assert of_update() - usual == 3 * 4 * 100 * VOCAB_SIZE * 4 - 2 * logits_at_once(torch.device("cpu")) * 4
+    assert of_update() - usual == 2 * 4 * 100 * VOCAB_SIZE * 4, "they and their gradient"
+
+
+def test_a_merged_copy_of_adapted_weights_is_counted_where_there_is_one(tmp_path, monkeypatch):
+    def more(**changes):
+        config = tiny_run(tmp_path, **changes)
+        with monkeypatch.context() as patch:
+            rollouts = []
+            for most in (MOST_BYTES, 1000, 0):
+                patch.setattr("tether.train.plan.MOST_BYTES", most)
+                planned = plan(config)
+                rollouts.append(planned.memory["rollout"])
+        base = next((role.weight_bytes for role in planned.roles if role.role == "base"), None)
+        return [rollout - rollouts[-1] for rollout in rollouts], base
+
+    (whole, limited, none), base = more(model__lora={"r": 4})
+    assert (whole, limited, none) == (base, 1000, 0)
+    assert more()[0] == more(model__lora={"r": 4}, train__bf16=True)[0] == [0, 0, 0]
 
 
 def test_a_plan_writes_nothing(tmp_path):

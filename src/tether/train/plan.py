@@ -51,6 +51,7 @@ from tether.models.fit import has_few_bits
 from tether.models.heads import is_head_key, read_value_head, state_size, value_head_file
 from tether.models.layers import parameters_above
 from tether.models.loading import load_config
+from tether.models.merging import MOST_BYTES
 from tether.models.paths import is_adapter, own_weights
 from tether.train.folder import check_folder
 from tether.train.inputs import check, check_batches, check_data, load_data, resolved
@@ -359,13 +360,16 @@ def estimate_memory(
     chunk = 2 * logits_at_once(default_device()) * 4
     if any(getattr(text, key, None) not in (None, 1.0) for key in CHANGES_LOGITS):
         responses = max(-(-tokens // width) * config.sampling.response_length, shown)
-        chunk = 3 * responses * text.vocab_size * 4
+        chunk += 2 * responses * text.vocab_size * unit  # the logits and their gradient
     layers = 2 if config.train.gradient_checkpointing else text.num_hidden_layers
     activations = max(tokens, shown) * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
     one_layer = tokens * text.hidden_size * ACTIVATION_FACTOR * unit // 2
+    base = next((role for role in roles if role.role == "base"), None)
+    is_merged = base is not None and base.dtype == "float32" and unit == 4 and default_device().type == "cpu"
+    merged = min(base.weight_bytes, MOST_BYTES) if is_merged else 0
     return {
         "weights and optimizer": kept,
-        "rollout": kept + gathered + cache + rows * text.vocab_size * 4 * 3,
+        "rollout": kept + gathered + merged + cache + rows * text.vocab_size * 4 * 3,
         "log-probabilities and values": kept + one_layer + chunk,
         "update": kept + part(GRAD_BYTES * at_once, spreading.gradients) + activations + chunk,
     }

@@ -326,7 +326,7 @@ def test_the_dry_step_has_the_longest_lengths_and_no_effect(tmp_path, monkeypatc
     decoded, done = short_decoding(monkeypatch, 8), []
     monkeypatch.setattr(memory, "_side_by_side", lambda *args: done.append((len(decoded), len(widths))) or 8)
     train_policy(tried, display=display)
-    assert done[0] == (0, 0) and done[1][0] >= 6, "answers come first: a cache of fixed size stays"
+    assert done[0] == (0, 0) and done[1][0] >= 6, "answers come first, as in an update"
     assert widths[0][0] == 4 and widths[0][1] >= max(width for _, width in widths[1:])
     (told,) = [text for text in display.said if "dry step" in text]
     assert told.startswith(f"dry step: {widths[0][0]} answers of {widths[0][1]} tokens fit into memory")

@@ -34,8 +34,7 @@ def dry_step(
     forward and backward on micro-batches of the longest query with answers of ``sampling.response_length``, and on a
     mini-batch of the longest demonstration if there are demonstrations. Where a mini-batch has several micro-batches,
     it runs two: the second needs room for the gradients of the first. If the answers cannot be decoded at once, the
-    generator decodes fewer; micro-batches are halved until they fit. Decoding comes first, as a cache of fixed size is
-    kept for the next answers.
+    generator decodes fewer; micro-batches are halved until they fit.
 
     Args:
         micro_batches: makes micro-batches of answers, as in the run.

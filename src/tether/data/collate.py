@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tether.types import MicroBatch
@@ -53,6 +53,13 @@ def pad_right(
 ) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"], Int[Tensor, "M T"]]:
     """Token ids padded on the right, the mask of real tokens, and the position in each column."""
     return _placed([(0, ids) for ids in sequences])
+
+
+def pad_numbers(
+    rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "B R"]:
+    """One number per response token, and 0 after the last."""
+    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows], dtype=dtype)
 
 
 def plan_micro_batches(

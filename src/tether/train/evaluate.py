@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -115,7 +116,8 @@ def sequence_kl(
     plan = [batch.rows for batch in micro_batches(answers, config, dist, halvings=halvings)]
     total, done = 2 * sum(map(len, plan)), 0
 
-    def batch_of(rows: Sequence[int]) -> MicroBatch:
+    @cache
+    def batch_of(rows: tuple[int, ...]) -> MicroBatch:
         return collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(roles.device)
 
     def of_policy(rows: Sequence[int]) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tether import algo
 from tether.config.schema import PPOConfig
+from tether.data.collate import pad_numbers
 from tether.machine.distributed import Dist
 from tether.types import Experience, MicroBatch
 
@@ -80,7 +81,9 @@ def targets(
         judged = algo.token_rewards(scores, kl, mask, kl_coef=0.0)
         advantages = algo.grpo(judged, mask, num_generations=num_generations, penalties=-coef * kl)
     else:
-        early = None if early_scores is None else _on_tokens(early_scores, scores, mask)
+        early = None
+        if early_scores is not None:
+            early = pad_numbers(early_scores, mask.shape[1], scores.dtype).to(scores.device)
         rewards = algo.token_rewards(scores, kl, mask, kl_coef=coef, token_scores=early)
         if ppo.whiten_rewards:
             rewards = algo.whiten(rewards, mask, keep_mean=True)
@@ -98,12 +101,6 @@ def targets(
     if ppo.advantage_clip is not None:
         advantages = advantages.clamp(-ppo.advantage_clip, ppo.advantage_clip)
     return Targets(advantages, std, returns)
-
-
-def _on_tokens(early_scores: Sequence[Sequence[float]], scores: Tensor, mask: Tensor) -> Tensor:
-    """Token scores as [B, R], with the dtype and on the device of ``scores``."""
-    padded = [[*row, *[0.0] * (mask.shape[1] - len(row))] for row in early_scores]
-    return torch.tensor(padded, dtype=scores.dtype, device=scores.device)
 
 
 def _generalized(rewards: Tensor, values: Tensor, mask: Tensor, ppo: PPOConfig) -> tuple[Tensor, Tensor]:

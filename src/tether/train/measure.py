@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tether import algo
 from tether.config.schema import PPOConfig
+from tether.data.collate import pad_numbers
 from tether.metrics.reduce import Metrics
 from tether.train.experience import Outputs, Targets
 from tether.train.rollout import Answers
@@ -54,7 +55,7 @@ def measure_objective(
     metrics.mean("policy/entropy_avg", outputs.entropy, mask)
     told = [completion.logprobs or [] for completion in answers.completions]
     if any(told):
-        sampled = torch.tensor([[*row, *[0.0] * (mask.shape[1] - len(row))] for row in told])
+        sampled = pad_numbers(told, mask.shape[1])
         gaps = (sampled.to(mask.device) - outputs.logprobs).abs()
         lengths = torch.tensor([len(row) for row in told])
         metrics.mean("rollout/logprob_gap", gaps, algo.length_mask(lengths, mask.shape[1]).to(mask.device))

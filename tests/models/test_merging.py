@@ -3,10 +3,10 @@
 import pytest
 import torch
 from peft.tuners.lora import Linear as LoraLinear
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.generation.scopes import answers
 from tests.models.build import checksums, roles_of, run_config, save_adapter, save_model
+from tests.operators import operators
 from tether.generation.build import build_generator
 from tether.models import merging
 from tether.types import Request, Sampling
@@ -24,25 +24,14 @@ KINDS = {
 }
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-        return func(*args, **kwargs or {})
-
-
 def logits(model):
     with torch.no_grad():
         return model(input_ids=IDS, use_cache=False).logits
 
 
 def num_products(model):
-    with Products() as products:
-        logits(model)
-    return products.count
+    seen = operators(lambda: logits(model))
+    return seen["aten::mm"] + seen["aten::addmm"]
 
 
 def roles_from(folder, kind="llama", reward=False, **settings):

@@ -6,7 +6,6 @@ import peft
 import pytest
 import torch
 from peft.tuners.lora import Linear as LoraLinear
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.models.build import (
@@ -19,6 +18,7 @@ from tests.models.build import (
     save_model,
     wrapped,
 )
+from tests.operators import operators
 from tether.errors import ConfigError, ModelError
 from tether.models.loading import load_causal_lm
 from tether.models.saving import save_critic, save_policy
@@ -170,16 +170,6 @@ def test_a_vocabulary_may_have_more_rows_than_the_tokenizer(tmp_path, base, rows
         assert not torch.equal(roles.score_pass(micro_batch(), 1.0).logprobs, old)
 
 
-class Conversions(TorchDispatchMode):
-    """Counts conversions to another type."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket is torch.ops.aten._to_copy
-        return func(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_under_autocast_inputs_are_not_converted_to_float32_and_back(tmp_path, base, use_dora):
     """Neither those of the policy's adapter, nor those of layers that a reward adapter alone has."""
@@ -194,9 +184,9 @@ def test_under_autocast_inputs_are_not_converted_to_float32_and_back(tmp_path, b
         for converts in (False, True):
             for layer in layers:
                 layer.cast_input_dtype_enabled |= converts
-            with roles.use(role) as model, torch.no_grad(), Conversions() as seen:
-                outputs.append(model(input_ids=IDS, use_cache=False).logits)
-            counts.append(seen.count)
+            with roles.use(role) as model, torch.no_grad():
+                seen = operators(lambda m=model, found=outputs: found.append(m(input_ids=IDS, use_cache=False).logits))
+            counts.append(seen["aten::_to_copy"])
         assert torch.equal(*outputs)
         assert counts[1] - counts[0] == (0 if use_dora and role == "policy" else 4)  # twice in each of two layers
         for layer in layers:

@@ -49,7 +49,7 @@ from tether.train.ema import PolicyAverage
 from tether.train.engines.base import out_of_step
 from tether.train.evaluate import evaluate
 from tether.train.experience import Outputs, experience, joined, targets
-from tether.train.guard import Guard, NotFinite, suspicions
+from tether.train.guard import Guard, NotFinite
 from tether.train.inputs import place_digests
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import RunLog
@@ -69,6 +69,7 @@ from tether.train.rollout import (
     shaped_scores,
 )
 from tether.train.same_run import fingerprints
+from tether.train.suspicions import suspicions
 from tether.train.update import Update
 from tether.types import Experience, MicroBatch, Request, RewardOutput, noise_key
 

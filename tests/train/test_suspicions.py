@@ -5,33 +5,33 @@ from functools import partial
 import pytest
 
 from tests.train.runs import tiny_run, write
-from tether.train import guard
 from tether.train.display import NullDisplay
 from tether.train.run import train_policy
+from tether.train.suspicions import suspicions
 
-suspicions = partial(guard.suspicions, forward_type="bfloat16")
+found_in = partial(suspicions, forward_type="bfloat16")
 
 GOOD = {"val/first_ratio_error": 0.0, "rollout/logprob_gap": 0.01}
 
 
 def test_sound_metrics_raise_no_suspicion():
-    assert suspicions(GOOD) == []
-    assert suspicions({"val/first_ratio_error": 1e-4}) == []
+    assert found_in(GOOD) == []
+    assert found_in({"val/first_ratio_error": 1e-4}) == []
 
 
 def test_each_mismatch_is_told_with_its_metric():
-    (ratio,) = suspicions(GOOD | {"val/first_ratio_error": 0.01})
+    (ratio,) = found_in(GOOD | {"val/first_ratio_error": 0.01})
     assert "val/first_ratio_error" in ratio
-    (overflow,) = suspicions(GOOD | {"policy/num_overflows": 2.0, "update/num_steps": 0.0})
+    (overflow,) = found_in(GOOD | {"policy/num_overflows": 2.0, "update/num_steps": 0.0})
     assert "policy/num_overflows" in overflow and "train.fp16: false" in overflow
-    assert suspicions(GOOD | {"policy/num_overflows": 1.0, "update/num_steps": 1.0}) == []
-    (gap,) = suspicions(GOOD | {"rollout/logprob_gap": 0.5})
+    assert found_in(GOOD | {"policy/num_overflows": 1.0, "update/num_steps": 1.0}) == []
+    (gap,) = found_in(GOOD | {"rollout/logprob_gap": 0.5})
     assert "rollout/logprob_gap" in gap and "model.attn_implementation" in gap
 
 
 @pytest.mark.parametrize(("forward_type", "is_told"), [("float32", True), ("float16", False), ("bfloat16", False)])
 def test_how_far_decoding_may_differ_from_the_forward_depends_on_the_type(forward_type, is_told):
-    found = guard.suspicions({"rollout/logprob_gap": 0.04}, forward_type=forward_type)
+    found = suspicions({"rollout/logprob_gap": 0.04}, forward_type=forward_type)
     assert bool(found) == is_told
 
 

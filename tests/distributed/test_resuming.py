@@ -25,7 +25,7 @@ from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
 from tether.models.checkpoints import list_checkpoints
 from tether.models.roles import ModelRoles
-from tether.train.rollout import micro_batch_plan
+from tether.train.batches import micro_batch_plan
 from tether.train.same_run import check_same_run, told_of_move
 
 CHANGES = {

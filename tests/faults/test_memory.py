@@ -24,10 +24,10 @@ from tether.models.roles import ModelRoles, Pass
 from tether.rewards import model
 from tether.rewards.fake import FakeRewards
 from tether.train import evaluate, memory
+from tether.train.batches import halves, mini_batches
 from tether.train.inputs import load_data
-from tether.train.rollout import halves
 from tether.train.run import train_policy
-from tether.train.update import Update, mini_batches
+from tether.train.update import Update
 from tether.types import Experience, MicroBatch
 
 MINIS = {"ppo__num_mini_batches": 2, "train__max_steps": 1}

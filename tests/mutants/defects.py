@@ -1306,7 +1306,7 @@ UPDATE = (
         tests=whole_step("demonstrations, temperature, head"),
     ),
     *in_file(
-        "train/update.py",
+        "train/batches.py",
         ("every epoch of an update has the same order", '"shuffle", step, epoch)', '"shuffle", step, 0)'),
         ("every update has the same order", '"shuffle", step, epoch)', '"shuffle", 0, epoch)'),
         (
@@ -1316,8 +1316,8 @@ UPDATE = (
         ),
         (
             "mini-batches are not shuffled",
-            "torch.randperm(len(micro_batches), generator=torch.Generator().manual_seed(seed)).tolist()",
-            "range(len(micro_batches))",
+            "torch.randperm(len(wholes), generator=torch.Generator().manual_seed(seed)).tolist()",
+            "range(len(wholes))",
         ),
         ("the last mini-batch of an epoch is lost", "answers >= number * config", "answers > number * config"),
         (
@@ -1665,11 +1665,12 @@ ROLLOUT = (
             "max_length=longest, buffer",
             "max_length=int(lengths.max()), buffer",
         ),
+        tests=(f"{BOOKKEEPING}::test_the_overlong_penalty_is_measured_by_the_longest_length_there_may_be",),
+    ),
+    *in_file(
+        "train/batches.py",
         ("the token budget is ignored", "config.train.max_tokens_per_micro_batch,\n", "None,\n"),
-        tests=(
-            f"{BOOKKEEPING}::test_the_overlong_penalty_is_measured_by_the_longest_length_there_may_be",
-            f"{BOOKKEEPING}::test_micro_batches_keep_to_the_token_budget",
-        ),
+        tests=(f"{BOOKKEEPING}::test_micro_batches_keep_to_the_token_budget",),
     ),
 )
 

@@ -16,10 +16,11 @@ from tether.data.collate import collate
 from tether.generation.fake import FakeGenerator
 from tether.metrics.writers import read_jsonl
 from tether.rewards.fake import FakeRewards
+from tether.train.batches import micro_batch_plan, mini_batches
 from tether.train.inputs import load_data
-from tether.train.rollout import Answers, micro_batch_plan, shaped_scores
+from tether.train.rollout import Answers, shaped_scores
 from tether.train.run import train_policy
-from tether.train.update import Update, mini_batches
+from tether.train.update import Update
 from tether.types import Completion, Experience, Prompt, noise_key
 
 ANSWERS = [[10, 11, 12, EOS], [20, EOS], [13, 14, 15, 16, 17, 18], [21, 22, EOS]]

@@ -12,7 +12,7 @@ from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
 from tether.models.build import build_roles
 from tether.models.device import half_dtype
-from tether.train import evaluate, rollout, update
+from tether.train import batches, evaluate, update
 from tether.train.callbacks import Callbacks
 from tether.train.display import NullDisplay
 from tether.train.inputs import load_data
@@ -89,7 +89,7 @@ def noted_gradients(monkeypatch):
 def collate_by(monkeypatch, change):
     """Makes whatever collates get ``change`` of the micro-batch instead."""
     collate = collation.collate
-    for module in (rollout, evaluate, demonstrations):
+    for module in (batches, evaluate, demonstrations):
         monkeypatch.setattr(module, "collate", lambda *args: change(collate(*args)))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
+
+PhaseReport = Callable[[str, int, int], None]
+"""``Display.phase``, alone."""
 
 
 @runtime_checkable

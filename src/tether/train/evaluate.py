@@ -21,14 +21,14 @@ from tether.metrics.reduce import Metrics
 from tether.models.forward import response_outputs
 from tether.models.memory import in_fitting_parts
 from tether.models.roles import POLICY, REFERENCE
+from tether.train.batches import micro_batches
+from tether.train.display import PhaseReport
 from tether.train.parts import Parts
 from tether.train.rollout import (
     Answers,
     Judged,
-    PhaseReport,
     answer,
     answer_row,
-    micro_batches,
     raw_scores,
     shaped_scores,
 )

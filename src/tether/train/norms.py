@@ -16,8 +16,9 @@ from tether.machine.distributed import met_by_all
 from tether.metrics.writers import write_whole
 from tether.models.checkpoints import run_folders
 from tether.train.checkpoint import STATE, STATE_DIR, RunState
+from tether.train.display import PhaseReport
 from tether.train.parts import Parts
-from tether.train.rollout import Answers, PhaseReport, answer
+from tether.train.rollout import Answers, answer
 from tether.types import Request, noise_key
 
 SCORE_NORM = "score_norm.json"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from tether import algo
 from tether.config.schema import RunConfig
-from tether.data.collate import collate, plan_micro_batches
-from tether.machine.distributed import Dist
 from tether.models.stop_strings import answer_text, continued
 from tether.rewards.base import checked
 from tether.rewards.early import Begun, begun
 from tether.rewards.tokens import check_token_scores
+from tether.train.display import PhaseReport
 from tether.train.parts import Parts
-from tether.types import Completion, MicroBatch, Prompt, Request, RewardBatch, RewardOutput, TextEnds
-
-PhaseReport = Callable[[str, int, int], None]
-"""Called with the name of a phase, how much of it is done, and its total."""
+from tether.types import Completion, Prompt, Request, RewardBatch, RewardOutput, TextEnds
 
 
 @dataclass(frozen=True)
@@ -208,55 +204,3 @@ def early_scores(
         [0.0 if drop else factor * score for score in row]
         for row, drop in zip(output.token_scores, is_replaced.tolist(), strict=True)
     ]
-
-
-def halves(rows: Sequence[int], halvings: int = 1) -> list[tuple[int, ...]]:
-    """Splits rows into 2^halvings contiguous parts, or fewer if there are too few rows."""
-    parts = [tuple(rows)] if len(rows) else []
-    for _ in range(halvings):
-        middles = [(part, (len(part) + 1) // 2) for part in parts]
-        parts = [half for part, middle in middles for half in (part[:middle], part[middle:]) if half]
-    return parts
-
-
-def micro_batch_plan(
-    config: RunConfig, queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], num_processes: int = 1
-) -> list[tuple[int, ...]]:
-    """Groups of rows (queries with their responses) that all processes together forward at once, by
-    ``train.micro_batch_size`` or the token budget, which are per process.
-
-    A group is no larger than a mini-batch, so every mini-batch gets at least one group.
-    """
-    return plan_micro_batches(
-        [len(query) + len(response) for query, response in zip(queries, responses, strict=True)],
-        config.answers_at_once(num_processes),
-        config.train.max_tokens_per_micro_batch,
-        num_processes,
-    )
-
-
-def micro_batches(answers: Answers, config: RunConfig, dist: Dist, *, halvings: int = 0) -> list[MicroBatch]:
-    """This process's part of the answers in padded micro-batches.
-
-    The rows that all processes forward at once are distributed over the processes, and each process splits its rows
-    into parts that fit into memory. All processes get the same number of parts; if there are too few rows, some parts
-    are idle.
-
-    Args:
-        halvings: how often micro-batches are halved to fit into memory.
-    """
-    queries = [prompt.token_ids for prompt in answers.prompts]
-    responses = [completion.token_ids for completion in answers.completions]
-
-    def batch(rows: Sequence[int]) -> MicroBatch:
-        return collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(dist.device)
-
-    batches = []
-    for group, whole in enumerate(micro_batch_plan(config, queries, responses, dist.num_processes)):
-        parts = halves(dist.dealt(whole), halvings)
-        most = len(halves(dist.dealt(whole, to=0), halvings))
-        dealt = [batch(rows) for rows in parts] + [replace(batch(whole[:1]), is_idle=True)] * (most - len(parts))
-        if dealt[0].rows != tuple(whole):
-            dealt = [replace(each, group=group, group_size=len(whole)) for each in dealt]
-        batches += dealt
-    return batches

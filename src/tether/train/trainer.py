@@ -41,6 +41,7 @@ from tether.models.forward import LogprobOutput
 from tether.models.roles import POLICY, REFERENCE
 from tether.report.limits import forward_type, scores_alike
 from tether.rewards.norms import measured, normalised, unmeasured
+from tether.train.batches import micro_batches
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import Checkpoints, RunState, last_complete
 from tether.train.costs import PassCosts, num_read, phase, product_rate, timed, with_rates
@@ -64,7 +65,6 @@ from tether.train.rollout import (
     Judged,
     answer,
     early_scores,
-    micro_batches,
     raw_scores,
     shaped_scores,
 )

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +17,15 @@ from tether.errors import TrainingError
 from tether.metrics.reduce import Metrics
 from tether.models.forward import LogprobOutput
 from tether.models.roles import POLICY, VALUE, Pass
+from tether.train.batches import halved, mini_batches
 from tether.train.costs import PassCosts
+from tether.train.display import PhaseReport
 from tether.train.guard import Guard, NotFinite
 from tether.train.measure import measure_policy
 from tether.train.optim import PassOptimizer
 from tether.train.parts import Parts
-from tether.train.rollout import Answers, PhaseReport, halves
-from tether.types import Experience, MicroBatch, noise_key
+from tether.train.rollout import Answers
+from tether.types import Experience, MicroBatch
 
 
 class Gradients(Enum):
@@ -357,51 +358,6 @@ class Update:
         return [optimizer for optimizer in self.optimizers if optimizer.name in names]
 
 
-def halved(item: Experience) -> list[Experience]:
-    """Splits a micro-batch into two halves with their padding kept; one of a single answer is not split."""
-    return [_part(item, part[0], part[-1] + 1) for part in halves(range(len(item.batch.rows)))]
-
-
-def _part(item: Experience, start: int, end: int) -> Experience:
-    def cut(record: Any, names: Sequence[str]) -> dict[str, Any]:
-        return {name: None if (x := getattr(record, name)) is None else x[start:end] for name in names}
-
-    of_batch = ("rows", "token_ids", "attention_mask", "position_ids", "response_mask")
-    own = ("logprobs", "advantages", "loss_mask", "values", "returns", "ref_logprobs")
-    return replace(item, batch=replace(item.batch, **cut(item.batch, of_batch)), **cut(item, own))
-
-
 def num_places(item: Experience) -> int:
     """Number of tokens in a micro-batch, including padding."""
     return item.batch.token_ids.numel()
-
-
-def num_answers(parts: Sequence[Experience]) -> int:
-    """Number of answers in a micro-batch, given this process's parts of it."""
-    size = parts[0].batch.group_size
-    return sum(len(item.batch.rows) for item in parts) if size is None else size
-
-
-def mini_batches(experience: Sequence[Experience], config: RunConfig, step: int) -> Iterator[list[Experience]]:
-    """Yields the micro-batches of every epoch, freshly shuffled, in groups; one group is one optimizer step.
-
-    Groups hold equal numbers of answers or, with a token budget, numbers as equal as whole micro-batches allow. Parts
-    of one micro-batch stay together.
-
-    Args:
-        step: number of finished updates, which seeds the shuffle.
-    """
-    whole: dict[int, list[Experience]] = {}
-    for i, item in enumerate(experience):
-        whole.setdefault(i if item.batch.group is None else item.batch.group, []).append(item)
-    micro_batches = list(whole.values())
-    for epoch in range(config.ppo.num_ppo_epochs):
-        seed = noise_key(config.train.seed, "shuffle", step, epoch)
-        order = torch.randperm(len(micro_batches), generator=torch.Generator().manual_seed(seed)).tolist()
-        group, answers, number = [], 0, 1
-        for i in order:
-            group += micro_batches[i]
-            answers += num_answers(micro_batches[i])
-            if answers >= number * config.mini_batch_size:
-                yield group
-                group, number = [], number + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _SETS = "prompts|eval_prompts|ptx|demonstrations|eval_demonstrations|pairs|eval_pairs"
 OF_ROWS = re.compile(rf"data\.(dataset_dir|(\w+_)?(split|subset)|({_SETS})(\.\d+)?)")
@@ -19,13 +19,17 @@ def is_place(key: str) -> bool:
     return any(pattern.fullmatch(key) for pattern in (OF_ROWS, OF_FILES))
 
 
-def may_have_moved(key: str, saved: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether a key that has changed names another place with the same contents, as far as digests of files can show.
-    For rows, the digests of the datasets must be compared too.
+def not_moved(changed: Iterable[str], saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Those of the keys that have changed which do not just name another place with the same contents, as far as
+    digests of files can show. For rows, ``different`` must compare the digests of the datasets, too.
 
     Args:
         saved, now: digests of the models and files that were and are read, by key. Models of the hub have none.
     """
+    return [key for key in changed if not _may_have_moved(key, saved, now)]
+
+
+def _may_have_moved(key: str, saved: Mapping[str, str], now: Mapping[str, str]) -> bool:
     if OF_ROWS.fullmatch(key):
         return True
     names = (key, f"{FILE_OF}{key}")

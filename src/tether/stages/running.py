@@ -39,7 +39,7 @@ from tether.config import launched
 from tether.config.base import differences, passes_over
 from tether.config.chat import present, with_now
 from tether.config.load import dump_run, parse_config
-from tether.config.places import FILE_OF, different, is_place, may_have_moved
+from tether.config.places import FILE_OF, different, is_place, not_moved
 from tether.config.stage import StageConfig
 from tether.data.digest import file_digest, rows_digest
 from tether.errors import CheckpointError, ConfigError, ModelError, TrainingError
@@ -342,7 +342,7 @@ def _check_same_run(held: Path, folder: Path, config: StageConfig, *, is_finishe
     changed = {key: values for key, values in differing if not may_change(key, is_finished=is_finished)}
     recorded = _recorded(folder) if changed else {}
     places = place_digests(config) if changed else {}
-    refused = [key for key in changed if not recorded or not may_have_moved(key, recorded, places)]
+    refused = not_moved(changed, recorded, places) if recorded else [*changed]
     if refused:
         told = ", ".join("{} {} → {}".format(key, *changed[key]) for key in refused)
         moved = (
@@ -393,9 +393,8 @@ def other_contents(
         changed: keys that were different then.
         read: as in ``begin``.
     """
-    saved, places = _recorded(config.output_dir), place_digests(config)
-    others = [key for key in changed if not may_have_moved(key, saved, places)]
-    return others or different(saved, read(config))
+    saved = _recorded(config.output_dir)
+    return not_moved(changed, saved, place_digests(config)) or different(saved, read(config))
 
 
 def _recorded(folder: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.config.base import differences
 from tether.config.chat import with_now
 from tether.config.load import dump_config, dump_run, parse_config
-from tether.config.places import different, may_have_moved
+from tether.config.places import different, not_moved
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
 from tether.metrics.writers import truncate_after, write_whole
@@ -129,7 +129,7 @@ def other_contents(config: RunConfig, changed: Iterable[str], saved: Mapping[str
         saved: ``fingerprints`` of the earlier run.
     """
     places = place_digests(config)
-    if others := [key for key in changed if not may_have_moved(key, saved, places)]:
+    if others := not_moved(changed, saved, places):
         return others
     data = load_data(config)
     held_out = data.eval_prompts.prompts if data.eval_prompts else []

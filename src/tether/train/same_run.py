@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.config.base import differences
-from tether.config.places import different, is_place, may_have_moved
+from tether.config.places import different, is_place, not_moved
 from tether.config.schema import RunConfig
 from tether.data.demonstrations import Demonstration
 from tether.data.digest import rows_digest
@@ -126,7 +126,7 @@ def check_same_run(
         CheckpointError: keys differ that may not; names them, and those that may.
     """
     lines = {key: f"{key}: was {old!r}, now {new!r}" for key, (old, new) in differences(saved, config).items()}
-    if refused := [key for key in lines if not may_change(key) and not may_have_moved(key, recorded, read)]:
+    if refused := not_moved((key for key in lines if not may_change(key)), recorded, read):
         differ = "".join(f"  {lines[key]}\n" for key in refused)
         moved = (
             " A model on the hub is known by its name and revision alone, one in a folder by its contents, which are "

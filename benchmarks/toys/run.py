@@ -148,7 +148,7 @@ def table_trainer(
     folder = config.output_dir
     log = RunLog(folder, NullDisplay(), Trackers("none", folder.name, folder, {}), logging_steps=1)
     events = Callbacks(callbacks, config, len(prompts))
-    return PPOTrainer(config, Parts(**made | parts), log=log, callbacks=events)
+    return PPOTrainer(config, Parts(**made | parts), read={}, log=log, callbacks=events)
 
 
 def train_tables(language: Language, folder: Path, changes: Mapping[str, Any]) -> Course:

@@ -320,7 +320,7 @@ def _may_change(config: Any, key: str, *, is_finished: bool) -> bool:
 def _other_contents(config: Any, changed: Sequence[str], folder: Path) -> list[str]:
     """Keys that changed since the stage in ``folder`` in more than the places of inputs, else sets of other rows."""
     if isinstance(config, RunConfig):
-        return other_contents(config, changed, recorded(folder))
+        return other_contents(config, changed, recorded(folder), lambda: inputs.load_data(config))
     stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
     return running.other_contents(config, changed, stage.read_now)
 

@@ -670,6 +670,16 @@ def test_a_longer_run_goes_on_with_as_many_updates_of_warm_up(tmp_path):
         other.train(resume_from_checkpoint=True)
 
 
+def test_a_run_that_reads_other_rows_is_refused_before_its_folder_changes(tmp_path):
+    trainer(tmp_path, args=arguments(tmp_path, save_steps=1)).train()
+    first, metrics = tmp_path / "out" / "checkpoint-1", (tmp_path / "out" / "metrics.jsonl").read_text()
+    other = trainer(tmp_path, args=arguments(tmp_path, save_steps=1), train_dataset=rows(tiny_tokenizer(), TEXTS[1:]))
+    with pytest.raises(CheckpointError, match=r"data\.prompts changed since"):
+        other.train(resume_from_checkpoint=str(first))
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == metrics
+
+
 def test_a_second_run_replaces_the_first(tmp_path):
     for episodes in (16, 8):
         trainer(tmp_path, args=arguments(tmp_path, total_episodes=episodes)).train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.train.runs import REWARD, tiny_run, write_prompts
 from tests.train.test_run import Signal, assert_same_weights, reproducible, weights
 from tether.errors import CheckpointError, RewardError
 from tether.metrics.writers import read_jsonl
+from tether.train import folder, same_run
 from tether.train.engines.base import out_of_step
 from tether.train.folder import is_finished
 from tether.train.run import open_trainer, train_policy
@@ -182,3 +184,19 @@ def test_a_finished_run_that_moved_is_finished(tmp_path, other, monkeypatch):
         write_prompts(other / "prompts.jsonl", ["the dog"])
         changed = tiny_run(tmp_path, resume="auto", output_dir=str(config.output_dir))
         assert not is_finished(changed.model_copy(update={"model": config.model, "data": config.data}))
+
+
+def test_a_resumed_run_hashes_its_rows_once(tmp_path, monkeypatch):
+    train_policy(tiny_run(tmp_path), callbacks=[Signal(signal.SIGTERM, 1)])
+    hashed = Mock(wraps=same_run.rows_digest)
+    monkeypatch.setattr(same_run, "rows_digest", hashed)
+    with open_trainer(tiny_run(tmp_path, resume=True)):
+        assert hashed.call_count == 3  # prompts, held-out prompts, demonstrations
+
+
+def test_rows_that_moved_are_read_once_to_know_a_finished_run(tmp_path, other, monkeypatch):
+    changes = {"train__num_train_epochs": 1, "resume": "auto"}
+    train_policy(tiny_run(tmp_path, **changes))
+    config, read = moved(other, **changes), Mock(wraps=folder.load_data)
+    monkeypatch.setattr(folder, "load_data", read)
+    assert is_finished(config) and read.call_count == 1

@@ -90,7 +90,7 @@ def trainer_for(config, tmp_path, parts=None):
     log = RunLog(config.output_dir, NullDisplay(), Trackers("none", "t", tmp_path, {}), logging_steps=1)
     parts = parts or parts_for(config)
     callbacks = Callbacks((), config, len(parts.prompts))
-    return PPOTrainer(config, parts, log=log, callbacks=callbacks)
+    return PPOTrainer(config, parts, read={}, log=log, callbacks=callbacks)
 
 
 def moved_away(roles):

@@ -47,7 +47,7 @@ def trainer_of(config, rewards, generator=None, *, prepare=None, stop_ids=()):
         eval_prompts=prompts,
         demonstrations=data.demonstrations,
     )
-    return PPOTrainer(config, parts, log=log, callbacks=callbacks)
+    return PPOTrainer(config, parts, read={}, log=log, callbacks=callbacks)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,12 +36,17 @@ from tether.types import RewardSource, Sampling
 def build_trainer(
     config: RunConfig,
     data: RunData,
+    read: Mapping[str, str],
     rewards: RewardSource | None,
     log: RunLog,
     callbacks: Sequence[TrainerCallback],
     dist: Dist,
 ) -> PPOTrainer:
-    """Loads the models and builds the trainer."""
+    """Loads the models and builds the trainer.
+
+    Args:
+        read: ``fingerprints`` of the data, models and files.
+    """
     set_seed((config.train.seed + dist.rank) % 2**32)
     events = Callbacks(callbacks, config, len(data.prompts.prompts))
     if config.train.offload_idle_roles and not has_own_memory(dist.device):
@@ -49,7 +54,7 @@ def build_trainer(
     log.phase("loading models", 0, 1)
     parts = build_parts(config, data, rewards, dist)
     log.display.table("roles", *role_table(parts.roles))
-    return PPOTrainer(config, parts, log=log, callbacks=events)
+    return PPOTrainer(config, parts, read=read, log=log, callbacks=events)
 
 
 def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, dist: Dist) -> Parts:
@@ -87,7 +92,7 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
         tokenizer=tokenizer,
         sampling=sampling_of(config.sampling, stops, tokenizer),
         prompts=data.prompts.prompts,
-        eval_prompts=data.eval_prompts.prompts if data.eval_prompts else [],
+        eval_prompts=data.held_out,
         demonstrations=data.demonstrations,
         dist=dist,
         engine=engine,

@@ -135,7 +135,7 @@ class Checkpoints:
     """Writes, finds, restores and deletes the checkpoints of one run.
 
     Args:
-        data: ``fingerprints`` of what the run reads.
+        read: ``fingerprints`` of what the run reads.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class Checkpoints:
         parts: Parts,
         optimizers: list[PassOptimizer],
         average: PolicyAverage | None,
-        data: Mapping[str, str],
+        read: Mapping[str, str],
     ) -> None:
         self.config, self.roles, self.tokenizer = config, parts.roles, parts.tokenizer
         self.dist, self.engine = parts.dist, parts.engine
-        self.optimizers, self.average, self.data = optimizers, average, data
+        self.optimizers, self.average, self.read = optimizers, average, read
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint after ``step`` updates."""
@@ -242,7 +242,7 @@ class Checkpoints:
             record={
                 **asdict(state),
                 "config": dump_config(self.config),
-                "data": dict(self.data),
+                "data": dict(self.read),
                 "num_processes": self.dist.num_processes,
                 "engine": self.engine.name,
             },

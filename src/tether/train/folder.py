@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from torch import Tensor
@@ -52,7 +53,7 @@ from tether.report.read import FINISHED
 from tether.train.build import is_from_gguf
 from tether.train.checkpoint import last_complete, read_state
 from tether.train.guard import BAD_BATCHES
-from tether.train.inputs import check, load_data, model_paths, place_digests, resolved
+from tether.train.inputs import RunData, check, load_data, model_paths, place_digests, resolved
 from tether.train.log import SAMPLES
 from tether.train.norms import SCORE_NORM
 from tether.train.same_run import OF_END, fingerprints, may_change
@@ -104,10 +105,11 @@ def is_finished(config: RunConfig) -> bool:
     if not all(is_whole(each) for each in folders) or FINISHED not in files_written(folder):
         return False
     end = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
-    if other and other_contents(config, other, recorded(folder)):
+    data = cache(lambda: load_data(config))
+    if other and other_contents(config, other, recorded(folder), data):
         return False
     depends_on_data = config.train.num_train_epochs is not None
-    num_prompts = len(load_data(config).prompts.prompts) if depends_on_data else 0
+    num_prompts = len(data().prompts.prompts) if depends_on_data else 0
     return end["step"] == config.num_updates(num_prompts)
 
 
@@ -120,20 +122,22 @@ def recorded(folder: Path) -> Mapping[str, str]:
     return read_state(checkpoint)["data"] if checkpoint is not None else {}
 
 
-def other_contents(config: RunConfig, changed: Iterable[str], saved: Mapping[str, str]) -> list[str]:
+def other_contents(
+    config: RunConfig, changed: Iterable[str], saved: Mapping[str, str], data: Callable[[], RunData]
+) -> list[str]:
     """Keys that changed since an earlier run in more than the places of inputs, else datasets of other rows.
 
     Args:
         config: the configuration now.
         changed: keys that were different then.
         saved: ``fingerprints`` of the earlier run.
+        data: loads the data; called if only places changed.
     """
     places = place_digests(config)
     if others := not_moved(changed, saved, places):
         return others
-    data = load_data(config)
-    held_out = data.eval_prompts.prompts if data.eval_prompts else []
-    return different(saved, fingerprints(data.prompts.prompts, held_out, data.demonstrations, places))
+    own = data()
+    return different(saved, fingerprints(own.prompts.prompts, own.held_out, own.demonstrations, places))
 
 
 def begun_at(folder: Path) -> str | None:

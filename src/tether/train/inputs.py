@@ -74,6 +74,11 @@ class RunData:
         return [data for data in (self.prompts, self.eval_prompts) if data is not None]
 
     @property
+    def held_out(self) -> Sequence[Prompt]:
+        """The held-out prompts themselves; may be empty."""
+        return self.eval_prompts.prompts if self.eval_prompts is not None else ()
+
+    @property
     def demonstrations(self) -> Sequence[Demonstration]:
         """The demonstrations; none without the SFT loss."""
         return self.ptx.demonstrations if self.ptx is not None else ()

@@ -92,16 +92,16 @@ class RunLog:
         rows = range(min(limit, len(answers.texts)))
         self._samples.write_all({"step": step, "split": split, **judged.sample(i, answers), "kl": None} for i in rows)
 
-    def finished(self, step: int, kept_step: int, data: Mapping[str, str]) -> None:
+    def finished(self, step: int, kept_step: int, read: Mapping[str, str]) -> None:
         """Records that the run finished.
 
         Args:
             step: number of updates of the run.
             kept_step: number of updates that the kept policy was trained for.
-            data: ``fingerprints`` of what the run read.
+            read: ``fingerprints`` of what the run read.
         """
         if self._folder is not None:
-            end = {"step": step, "kept_step": kept_step, "data": dict(data)}
+            end = {"step": step, "kept_step": kept_step, "data": dict(read)}
             write_whole(self._folder / FINISHED, json.dumps(end).encode() + b"\n")
 
     def message(self, text: str) -> None:

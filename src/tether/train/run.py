@@ -163,6 +163,7 @@ def open_trainer(
     checkpoint, now = dist.by_main(lambda: (find_checkpoint(config, tell=display.message), present()))
     if checkpoint is None:
         config = with_now(config, now)
+        places = dist.each(lambda: place_digests(config))
     else:
         record = dist.each(lambda: read_state(checkpoint))
         # Runs from before this key kept no date; if their template prints it, the user says which it was.
@@ -178,9 +179,8 @@ def open_trainer(
     data = dist.main_first(lambda: load_data(config))
     for note in dist.each(lambda: check_data(config, data)):
         display.message(f"warning: {note}")
+    read = fingerprints(data.prompts.prompts, data.held_out, data.demonstrations, places)
     if checkpoint is not None:
-        held_out = data.eval_prompts.prompts if data.eval_prompts else []
-        read = fingerprints(data.prompts.prompts, held_out, data.demonstrations, places)
         dist.each(lambda: check_same_data(record["data"], read, checkpoint))
     tell_data(config, data, display)
     dist.by_main(lambda: try_outside(config, data, with_services=rewards is None))
@@ -196,7 +196,7 @@ def open_trainer(
                 is_kept = goes_on_in(config.output_dir, checkpoint)
                 dist.by_main(lambda: write_base(config.model, config.output_dir / BASE, is_kept=is_kept))
             with lost_told(dist.num_processes):  # engines communicate while they take over models
-                trainer = build_trainer(config, data, rewards, log, callbacks, dist)
+                trainer = build_trainer(config, data, read, rewards, log, callbacks, dist)
             dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))
             if checkpoint is not None:
                 trainer.resume(checkpoint)

@@ -120,7 +120,7 @@ def check_same_run(
 
     Args:
         recorded: ``fingerprints`` of the checkpoint's run.
-        read: ``place_digests`` of this run.
+        read: ``place_digests`` of this run, or its ``fingerprints``, which include them.
 
     Raises:
         CheckpointError: keys differ that may not; names them, and those that may.

@@ -10,7 +10,7 @@ Formulas are in ``tether.algo``; only ``tether.models.roles`` knows which model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -51,7 +51,6 @@ from tether.train.engines.base import out_of_step
 from tether.train.evaluate import evaluate
 from tether.train.experience import Outputs, experience, joined, targets
 from tether.train.guard import Guard, NotFinite
-from tether.train.inputs import place_digests
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import RunLog
 from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
@@ -68,7 +67,6 @@ from tether.train.rollout import (
     raw_scores,
     shaped_scores,
 )
-from tether.train.same_run import fingerprints
 from tether.train.suspicions import suspicions
 from tether.train.update import Update
 from tether.types import Experience, MicroBatch, Request, RewardOutput, noise_key
@@ -82,6 +80,7 @@ class PPOTrainer:
     Args:
         config: the run's configuration.
         parts: models, reward sources and prompts.
+        read: ``fingerprints`` of what the run reads, by which its checkpoints are recognized.
         log: receives metrics, samples and progress.
         callbacks: called at every event; one step is one update.
         optimizers: used instead of those that the configuration specifies.
@@ -92,6 +91,7 @@ class PPOTrainer:
         config: RunConfig,
         parts: Parts,
         *,
+        read: Mapping[str, str],
         log: RunLog,
         callbacks: Callbacks,
         optimizers: list[PassOptimizer] | None = None,
@@ -104,8 +104,7 @@ class PPOTrainer:
         self.engine.prepare(self.optimizers)
         trained, decay = parts.roles.role(POLICY).trained, config.train.ema_decay
         self.average = PolicyAverage(trained, decay, self.engine.part) if decay else None
-        data = fingerprints(parts.prompts, parts.eval_prompts, parts.demonstrations, place_digests(config))
-        self.checkpoints = Checkpoints(config, parts, self.optimizers, self.average, data)
+        self.checkpoints = Checkpoints(config, parts, self.optimizers, self.average, read)
         self.callbacks = callbacks
         self.callbacks.attach(parts.roles.policy, parts.tokenizer)
         self.state = RunState(kl_coef=config.ppo.kl_coef)
@@ -180,7 +179,7 @@ class PPOTrainer:
                 error.add_note(f"the state after {done} is saved; --resume continues from there")
             raise
         self.check_trained()
-        self.log.finished(self.state.step, self.restore_best(), self.checkpoints.data)
+        self.log.finished(self.state.step, self.restore_best(), self.checkpoints.read)
         self.callbacks.train_end()
         return None
 

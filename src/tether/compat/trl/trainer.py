@@ -58,7 +58,7 @@ from tether.train.optim import check_schedule
 from tether.train.parts import Parts
 from tether.train.rollout import answer
 from tether.train.run import check_processes
-from tether.train.same_run import check_same_data, check_same_run, told_of_move
+from tether.train.same_run import check_same_data, check_same_run, fingerprints, told_of_move
 from tether.train.sharing import shared, shared_generator
 from tether.train.trainer import PPOTrainer as PhaseTrainer
 from tether.types import Request, Sampling, noise_key
@@ -334,8 +334,10 @@ class PPOTrainer:
         config = dist.by_main(lambda: self._resumed(resume_from_checkpoint))
         dist.by_main(lambda: self._check_folder(config.output_dir))
         checkpoint = dist.by_main(lambda: find_checkpoint(config, tell=display.message))
+        places, parts = dist.each(lambda: place_digests(config)), self._parts
+        read = fingerprints(parts.prompts, parts.eval_prompts, parts.demonstrations, places)
         if checkpoint is not None:
-            self._check_resumed(config, checkpoint, display)
+            self._check_resumed(config, checkpoint, read, display)
         folder = config.output_dir
         with ExitStack() as stack:
             dist.by_main(lambda: stack.enter_context(claimed(folder)))
@@ -343,11 +345,9 @@ class PPOTrainer:
             log = RunLog(folder if dist.is_main else None, display, Trackers("none", "", folder, {}), logging_steps=1)
             try:
                 self._phases = phases = PhaseTrainer(
-                    config, self._parts, log=log, callbacks=self._events, optimizers=self._optimizers
+                    config, parts, read=read, log=log, callbacks=self._events, optimizers=self._optimizers
                 )
                 if checkpoint is not None:
-                    read = phases.checkpoints.data
-                    dist.each(lambda: check_same_data(read_state(checkpoint)["data"], read, checkpoint))
                     phases.resume(checkpoint)
                 interrupted = phases.fit()
             finally:
@@ -365,15 +365,21 @@ class PPOTrainer:
         check_models_kept(folder, self._sources, also=FOLDERS)
         check_files(folder, is_new=not holds_run(folder), way_out="remove it")
 
-    def _check_resumed(self, config: RunConfig, checkpoint: Path, display: NullDisplay) -> None:
-        """Raises ``CheckpointError`` if the checkpoint belongs to another run; states what differs."""
+    def _check_resumed(
+        self, config: RunConfig, checkpoint: Path, read: Mapping[str, str], display: NullDisplay
+    ) -> None:
+        """Raises ``CheckpointError`` if the checkpoint belongs to another run; states what differs.
+
+        Args:
+            read: ``fingerprints`` of this run.
+        """
         record = read_state(checkpoint)
         saved = parse_config(record["config"], RunConfig)
         # Whether the chat template prints a date at all shows in the fingerprints of the prompts.
         data = saved.data.model_copy(update={"chat_template_now": config.data.chat_template_now})
         saved = saved.model_copy(update={"data": data})
-        places = self._dist.each(lambda: place_digests(config))
-        self._dist.each(lambda: check_same_run(saved, config, checkpoint, record["data"], places))
+        self._dist.each(lambda: check_same_run(saved, config, checkpoint, record["data"], read))
+        self._dist.each(lambda: check_same_data(record["data"], read, checkpoint))
         if (told := told_of_move(saved, record, config, self._dist, self._engine.name)) is not None:
             display.message(told)
 

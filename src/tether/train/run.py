@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,9 +155,63 @@ def open_trainer(
         ConfigError, DataError, ModelError, CheckpointError: as in ``train_policy``.
     """
     dist = Dist(config.train.ddp_timeout)
+    display = display or NullDisplay() if dist.is_main else NullDisplay()
+    run = begin(config, dist, display)
+    config, checkpoint = run.config, run.checkpoint
+    dist.by_main(lambda: try_outside(config, run.data, with_services=rewards is None))
+    with ExitStack() as stack:
+        dist.by_main(lambda: stack.enter_context(claimed(config.output_dir)))
+        dist.by_main(lambda: check_folder(config))  # again: another run may have started there in the meantime
+        log = open_log(config, display, dist)
+        try:
+            engine = build_engine(dist).name
+            log.message(f"on {dist.described('tether ppo', None if engine == Alone.name else engine)}")
+            if is_from_gguf(config):
+                log.phase("de-quantizing the model", 0, 1)
+                is_kept = goes_on_in(config.output_dir, checkpoint)
+                dist.by_main(lambda: write_base(config.model, config.output_dir / BASE, is_kept=is_kept))
+            with lost_told(dist.num_processes):  # engines communicate while they take over models
+                trainer = build_trainer(config, run.data, run.read, rewards, log, callbacks, dist)
+            dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))
+            if checkpoint is not None:
+                trainer.resume(checkpoint)
+                log.message(f"resumed from {checkpoint} after {counted(trainer.state.step, 'update')}")
+                if trainer.state.step > trainer.num_updates:
+                    asked = counted(trainer.num_updates, "update")
+                    log.message(f"nothing is left to train: the configuration asks for {asked}")
+            yield trainer
+            trainer.parts.generator.close()
+        except Exception as error:
+            if isinstance(log.display, ProcessLog):
+                log.display.failed(error)
+            raise
+        finally:
+            log.close()
+        dist.by_main(lambda: write_report(config.output_dir))
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run as ``begin`` leaves it: checked, with its data loaded, and without its models."""
+
+    config: RunConfig
+    """The configuration with its defaults filled in, and with the date on which the run began."""
+    checkpoint: Path | None
+    """What the run resumes from."""
+    data: RunData
+    """Prompts and demonstrations."""
+    read: Mapping[str, str]
+    """``fingerprints`` of what the run reads."""
+
+
+def begin(config: RunConfig, dist: Dist, display: Display) -> Begun:
+    """Finds the checkpoint to resume from, loads the data, and checks all that can be checked without the models.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError: a mistake; raised in all processes.
+    """
     dist.each(lambda: check(config))
     dist.each(lambda: check_processes(config, dist))
-    display = display or NullDisplay() if dist.is_main else NullDisplay()
     dist.by_main(lambda: check_folder(config))
     config = resolved(config)
     checkpoint, now = dist.by_main(lambda: (find_checkpoint(config, tell=display.message), present()))
@@ -183,36 +237,7 @@ def open_trainer(
     if checkpoint is not None:
         dist.each(lambda: check_same_data(record["data"], read, checkpoint))
     tell_data(config, data, display)
-    dist.by_main(lambda: try_outside(config, data, with_services=rewards is None))
-    with ExitStack() as stack:
-        dist.by_main(lambda: stack.enter_context(claimed(config.output_dir)))
-        dist.by_main(lambda: check_folder(config))  # again: another run may have started there in the meantime
-        log = open_log(config, display, dist)
-        try:
-            engine = build_engine(dist).name
-            log.message(f"on {dist.described('tether ppo', None if engine == Alone.name else engine)}")
-            if is_from_gguf(config):
-                log.phase("de-quantizing the model", 0, 1)
-                is_kept = goes_on_in(config.output_dir, checkpoint)
-                dist.by_main(lambda: write_base(config.model, config.output_dir / BASE, is_kept=is_kept))
-            with lost_told(dist.num_processes):  # engines communicate while they take over models
-                trainer = build_trainer(config, data, read, rewards, log, callbacks, dist)
-            dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))
-            if checkpoint is not None:
-                trainer.resume(checkpoint)
-                log.message(f"resumed from {checkpoint} after {counted(trainer.state.step, 'update')}")
-                if trainer.state.step > trainer.num_updates:
-                    asked = counted(trainer.num_updates, "update")
-                    log.message(f"nothing is left to train: the configuration asks for {asked}")
-            yield trainer
-            trainer.parts.generator.close()
-        except Exception as error:
-            if isinstance(log.display, ProcessLog):
-                log.display.failed(error)
-            raise
-        finally:
-            log.close()
-        dist.by_main(lambda: write_report(config.output_dir))
+    return Begun(config, checkpoint, data, read)
 
 
 def check_processes(config: RunConfig, dist: Dist) -> None:

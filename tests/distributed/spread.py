@@ -119,17 +119,19 @@ def lives(folder: Path, look: Callable[[PPOTrainer], Any], *runs: Mapping[str, A
 
 def assert_saved(two: Lived, out: Path, base: Path, *, is_adapter: bool) -> None:
     """Asserts that one process wrote plain folders of the weights that were there at the end."""
-    from tests.train.test_strict_loads import adapted, strictly  # which the processes need not import
+    # which the processes need not import
+    from tests.train.test_strict_loads import assert_adapter_loads, assert_loads_strictly
 
     for path in (out, out / "checkpoint-3"):
-        model = (adapted if is_adapter else strictly)(path, AutoModelForCausalLM, base)
+        model = (assert_adapter_loads if is_adapter else assert_loads_strictly)(path, AutoModelForCausalLM, base)
         torch.testing.assert_close(model(input_ids=torch.tensor(IDS)).logits, two.logits, atol=1e-6, rtol=0)
     if is_adapter:  # copied from the judge, with the mean of score_norm in a bias, which classifiers of PEFT have not
         name = "base_model.model.score.bias"
-        model = adapted(out / "critic", AutoModelForSequenceClassification, base, beside={name})
+        model = assert_adapter_loads(out / "critic", AutoModelForSequenceClassification, base, beside={name})
         bias = load_file(out / "critic" / "adapter_model.safetensors")[name]
     else:
-        model, bias = strictly(out / "critic", AutoModelForSequenceClassification, base), torch.zeros(1)
+        model = assert_loads_strictly(out / "critic", AutoModelForSequenceClassification, base)
+        bias = torch.zeros(1)
     torch.testing.assert_close(model(input_ids=torch.tensor(IDS)).logits + bias, two.values, atol=1e-6, rtol=0)
 
 

@@ -28,8 +28,9 @@ def start_of(config):
     return config.model.path
 
 
-def strictly(folder, auto, base, *, tied=None):
-    """Loads a full model: every weight is there, none is left over, none is written that its class lacks."""
+def assert_loads_strictly(folder, auto, base, *, tied=None):
+    """Asserts of a full model that every weight is there, that none is left over, and that none is written that its
+    class lacks; returns it."""
     model, info = auto.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     start = auto.from_pretrained(base, **({"num_labels": 1} if auto is CLASSIFIER else {}))
@@ -44,8 +45,8 @@ def strictly(folder, auto, base, *, tied=None):
     return model
 
 
-def adapted(folder, auto, base, *, beside=frozenset()):
-    """Loads an adapter; PEFT finds every weight and knows no other but those ``beside``."""
+def assert_adapter_loads(folder, auto, base, *, beside=frozenset()):
+    """Asserts of an adapter that PEFT finds every weight and knows no other but those ``beside``; returns it."""
     model = plain_adapted(auto, base, folder, **({"num_labels": 1} if auto is CLASSIFIER else {}))
     assert isinstance(model, PeftModel)
     model.save_pretrained(folder.parent / f"{folder.name}-plain", save_embedding_layers=False)
@@ -55,8 +56,8 @@ def adapted(folder, auto, base, *, beside=frozenset()):
     return model
 
 
-def same_generation(folder):
-    """The start's settings for generating, and a tokenizer that loads."""
+def assert_same_generation(folder):
+    """Asserts that the folder has the start's settings for generating, and a tokenizer that loads."""
     settings = json.loads((folder / "generation_config.json").read_text())
     assert {key: settings[key] for key in GENERATION} == GENERATION
     assert AutoTokenizer.from_pretrained(folder).chat_template is not None
@@ -69,16 +70,16 @@ def test_full_run_its_checkpoint_and_its_critic(tmp_path, kind, tied):
     base = start_of(config)
     out = train_policy(config).output_dir
     for folder in (out, out / "checkpoint-1"):
-        strictly(folder, LM, base, tied=tied)
-        same_generation(folder)
-    strictly(out / "critic", CLASSIFIER, base)
+        assert_loads_strictly(folder, LM, base, tied=tied)
+        assert_same_generation(folder)
+    assert_loads_strictly(out / "critic", CLASSIFIER, base)
 
 
 def test_average_is_what_the_folder_holds(tmp_path):
     config = tiny_run(tmp_path, train__max_steps=2, train__ema_decay=0.5, train__save_steps=1)
     base = start_of(config)
     out = train_policy(config).output_dir
-    states = [strictly(folder, LM, base, tied=True).state_dict() for folder in (out / "checkpoint-2", out)]
+    states = [assert_loads_strictly(folder, LM, base, tied=True).state_dict() for folder in (out / "checkpoint-2", out)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     trained = load_file(out / "checkpoint-2" / "tether_state" / "roles.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -92,12 +93,12 @@ def test_lora_run_its_checkpoint_its_critic_and_the_merged_model(tmp_path, value
     base = start_of(config)
     out = train_policy(config).output_dir
     for folder in (out, out / "checkpoint-1"):
-        adapted(folder, LM, base)
-        same_generation(folder)
-    (strictly if value == "model" else adapted)(out / "critic", CLASSIFIER, base)
+        assert_adapter_loads(folder, LM, base)
+        assert_same_generation(folder)
+    (assert_loads_strictly if value == "model" else assert_adapter_loads)(out / "critic", CLASSIFIER, base)
     merge_adapter(str(out), tmp_path / "merged")
-    strictly(tmp_path / "merged", LM, base, tied=True)
-    same_generation(tmp_path / "merged")
+    assert_loads_strictly(tmp_path / "merged", LM, base, tied=True)
+    assert_same_generation(tmp_path / "merged")
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
@@ -105,11 +106,11 @@ def test_reward_model_and_what_merging_makes_of_it(tmp_path, lora):
     config = stage_config(tmp_path, lora=lora, num_train_epochs=0.1)
     out = train_reward_model(config).path
     if lora is None:
-        strictly(out, CLASSIFIER, config.model.path)
+        assert_loads_strictly(out, CLASSIFIER, config.model.path)
     else:
-        adapted(out, CLASSIFIER, config.model.path)
+        assert_adapter_loads(out, CLASSIFIER, config.model.path)
         merge_adapter(str(out), tmp_path / "merged")
-        strictly(tmp_path / "merged", CLASSIFIER, config.model.path)
+        assert_loads_strictly(tmp_path / "merged", CLASSIFIER, config.model.path)
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
@@ -129,6 +130,6 @@ def test_sft(tmp_path, lora):
     )  # fmt: skip
     out = train_sft(config).path
     if lora is None:
-        strictly(out, LM, base, tied=True)
+        assert_loads_strictly(out, LM, base, tied=True)
     else:
-        adapted(out, LM, base)
+        assert_adapter_loads(out, LM, base)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -66,17 +67,19 @@ def file(tmp_path):
 
 
 class Told(NullDisplay):
-    """Keeps the messages and the tables of roles."""
+    """Keeps the messages."""
 
     def __init__(self):
-        self.lines, self.roles = [], {}
+        self.lines = []
 
     def message(self, text):
         self.lines.append(text)
 
-    def table(self, title, columns, rows):
-        if title == "roles":
-            self.roles = {row[0]: row for row in rows}
+    @property
+    def roles(self):
+        """Source and sharing of each role of PPO, by its name."""
+        told = (re.fullmatch(r"  (\S+): (\S+) \((.+)\)", line) for line in self.lines)
+        return {line[1]: (line[2], line[3]) for line in told if line is not None}
 
 
 def run(file, *overrides):
@@ -94,9 +97,9 @@ def test_with_lora_all_stages_share_one_base(file, tmp_path):
     start = str(tmp_path / "model")
     for folder in result.folders.values():
         assert is_adapter(str(folder)) and own_weights(str(folder))[0] == start
-    assert told.roles["policy"][1] == str(tmp_path / "out/sft")
-    assert told.roles["reference"][5] == "frozen adapter on the base", "the start of PPO, not the bare base"
-    assert all("adapter on the" in row[5] for name, row in told.roles.items()), told.roles
+    assert told.roles["policy"][0] == str(tmp_path / "out/sft")
+    assert told.roles["reference"][1] == "frozen adapter on the base", "the start of PPO, not the bare base"
+    assert all("adapter on the" in sharing for _, sharing in told.roles.values()), told.roles
     assert [row["step"] for row in read_jsonl(tmp_path / "out/sft/metrics.jsonl")] == [1, 2, 3, 3]
     update = next(row for row in read_jsonl(tmp_path / "out/ppo/metrics.jsonl") if row["step"] == 1)
     assert update["objective/kl"] == 0.0
@@ -108,8 +111,8 @@ def test_with_all_weights_each_stage_is_a_model_of_its_own(file, tmp_path):
     for folder in result.folders.values():
         assert not is_adapter(str(folder))
     AutoModelForCausalLM.from_pretrained(result.folders["ppo"])
-    assert told.roles["policy"][1] == str(tmp_path / "out/sft")
-    assert told.roles["value"][1] == str(tmp_path / "out/reward"), "the critic starts from the reward model"
+    assert told.roles["policy"][0] == str(tmp_path / "out/sft")
+    assert told.roles["value"][0] == str(tmp_path / "out/reward"), "the critic starts from the reward model"
     pipeline = load_pipeline(file, FULL)
     assert [reward.type for reward in pipeline.stages["ppo"].rewards] == ["model"]
 
@@ -145,7 +148,7 @@ def test_what_reward_makes_may_be_a_member_of_an_ensemble_and_the_start_of_the_c
     rewards = f"--ppo.rewards=[{{type: ensemble, members: {members}}}]"
     command = ["--sft=null", "--reward.model.lora=null", "--ppo.model.lora=null", rewards]
     result, told = run(file, *command, f"--ppo.value.init={made}")
-    assert list(result.folders) == ["reward", "ppo"] and told.roles["value"][1] == str(made)
+    assert list(result.folders) == ["reward", "ppo"] and told.roles["value"][0] == str(made)
     (made / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"out/ppo holds ppo, made from an earlier reward"):
         run(file, *command, f"--ppo.value.init={made}")
@@ -161,7 +164,7 @@ def test_mixed_stages_run(file, tmp_path):
     """An SFT adapter is merged into a reward model of its own, and goes on in PPO."""
     result, told = run(file, "--reward.model.lora=null")
     assert [is_adapter(str(folder)) for folder in result.folders.values()] == [True, False, True]
-    assert told.roles["policy"][1] == str(tmp_path / "out/sft")
+    assert told.roles["policy"][0] == str(tmp_path / "out/sft")
 
 
 def test_finished_stages_are_skipped_and_an_unfinished_one_goes_on_bitwise(file, tmp_path, monkeypatch):

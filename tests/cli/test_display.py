@@ -2,11 +2,14 @@ import io
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from tether.cli.display import Pace, RunDisplay
+from tether.models.roles import ModelRoles, RoleRow
+from tether.train.build import tell_roles
 from tether.train.display import Display, NullDisplay
 
 HOSTILE = "[bold red]m[/] \x1b[31mred\x1b[2J \x9b0m \x07 \u202egpj\u202c \ud83d :smile:"
@@ -206,6 +209,20 @@ def test_a_table_of_numbers_and_texts():
     assert "roles" in text and "134,515,008" in text and "3e−4" in text
     assert re.search(r"│ critic │ +0 │", text)
     display.table("", [], [])
+
+
+def test_the_roles_of_a_run_break_neither_a_path_nor_a_number_on_80_columns():
+    path = "/mnt/models/of-the-whole-group/checkpoints/2026-11/Qwen2.5-7B-Instruct-sft"
+    rows = [
+        RoleRow("policy", path, 7_655_986_688, 40_370_176, "bfloat16 + float32", "adapter on the base", 0),
+        RoleRow("reference", path, 7_615_616_512, 0, "bfloat16", "the base, adapters off", 0),
+    ]
+    display, _, written = log(width=80)
+    tell_roles(Mock(spec=ModelRoles, table=lambda: rows), display)
+    lines = written().splitlines()
+    assert f"  policy: {path} (adapter on the base)" in lines
+    assert "│ policy    │ 7,655,986,688 │ 40,370,176 │ bfloat16 + float32 │" in lines
+    assert "│ reference │ 7,615,616,512 │          0 │ bfloat16           │" in lines
 
 
 def test_long_paths_stay_in_one_piece_and_huge_messages_are_cut():

@@ -203,7 +203,7 @@ OF_THE_CRITIC = {
 
 
 class Roles(NullDisplay):
-    """Keeps the names in the table of roles."""
+    """Keeps the names in the table of the roles' parameters."""
 
     def table(self, title, columns, rows):
         self.names = [row[0] for row in rows]

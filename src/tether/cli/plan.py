@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tether.train.display import Display
+from tether.train.display import Display, tell_sources
 from tether.train.plan import Plan
 
 
@@ -18,9 +18,7 @@ def show_plan(plan: Plan, display: Display, *, whole: bool = False) -> None:
     for line in (plan.config if whole else plan.settings).splitlines():
         display.message(line if whole else f"  {line}")
     display.table("batches", ["what", "how many"], plan.arithmetic)
-    display.message("roles")
-    for role in plan.roles:  # lines, not a table, whose cells would break a path
-        display.message(f"  {role.role}: {role.source} ({role.sharing})")
+    tell_sources([(role.role, role.source, role.sharing) for role in plan.roles], display)
     rows = [[role.role, role.parameters, role.trainable, role.dtype, size(role.weight_bytes)] for role in plan.roles]
     display.table("parameters that each role adds and trains", ["role", "adds", "trains", "dtype", "memory"], rows)
     if plan.engines:

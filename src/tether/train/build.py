@@ -24,6 +24,7 @@ from tether.models.stop_strings import StopStrings
 from tether.models.tokenizer import end_at, load_tokenizer, stop_token_ids
 from tether.rewards.build import build_rewards
 from tether.train.callbacks import Callbacks
+from tether.train.display import Display, tell_sources
 from tether.train.engines.build import build_engine
 from tether.train.inputs import RunData
 from tether.train.log import RunLog
@@ -53,7 +54,7 @@ def build_trainer(
         log.message(f"train.offload_idle_roles: nothing is moved, as {dist.device} and the CPU share their memory")
     log.phase("loading models", 0, 1)
     parts = build_parts(config, data, rewards, dist)
-    log.display.table("roles", *role_table(parts.roles))
+    tell_roles(parts.roles, log.display)
     return PPOTrainer(config, parts, read=read, log=log, callbacks=events)
 
 
@@ -141,10 +142,9 @@ def sampling_of(
     )
 
 
-def role_table(roles: ModelRoles) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table of roles."""
-    header = ["role", "source", "parameters", "trainable", "dtype", "sharing"]
-    return header, [
-        [row.role, row.source, f"{row.parameters:,}", f"{row.trainable:,}", row.dtype, row.sharing]
-        for row in roles.table()
-    ]
+def tell_roles(roles: ModelRoles, display: Display) -> None:
+    """Shows what each role is loaded from, and how many parameters it uses and trains."""
+    table = roles.table()
+    tell_sources([(row.role, row.source, row.sharing) for row in table], display)
+    rows = [[row.role, row.parameters, row.trainable, row.dtype] for row in table]
+    display.table("parameters that each role uses and trains", ["role", "uses", "trains", "dtype"], rows)

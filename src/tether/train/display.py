@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 PhaseReport = Callable[[str, int, int], None]
@@ -58,3 +58,14 @@ class NullDisplay:
 
     def close(self) -> None:
         """Shows nothing."""
+
+
+def tell_sources(roles: Iterable[tuple[str, str, str]], display: Display) -> None:
+    """Shows which model plays which role, in lines: cells of a table would break a path.
+
+    Args:
+        roles: name, source, and what is shared with other roles.
+    """
+    display.message("roles")
+    for name, source, sharing in roles:
+        display.message(f"  {name}: {source} ({sharing})")

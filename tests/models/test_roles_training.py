@@ -362,5 +362,5 @@ def test_state_of_another_run_is_refused(folders):
         CheckpointError, match=r"policy\..*lora_A.*: the checkpoint has shape \[3, 16\], this run \[2, 16\]"
     ):
         small.load_state_dict(large.state_dict())
-    with pytest.raises(CheckpointError, match="trained tensors do not match"):
+    with pytest.raises(CheckpointError, match=r"no match for \d+ trained tensors; the first"):
         small.load_state_dict(full.state_dict())

@@ -114,7 +114,7 @@ def test_a_run_that_kept_its_best_policy_is_judged_by_that_one(tmp_path):
     assert {pair.after.response for pair in compared} == {f"answer {row} at 5" for row in range(8)}
     shown = {tile.label: (tile.value, tile.detail) for tile in tiles(run, compared)}
     assert shown["Held-out score"][0] == "0 → 2" and shown["Length"][0] == "30 → 29"
-    assert shown["KL spent"][0] == "1 nats"
+    assert shown["KL spent"][0] == "1 nat"
     assert shown["Updates"][0] == "10 of 25" and shown["Updates"][1].startswith("ended early, kept: update 5 of 10")
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tether.report.text import duration, json_line, number, one_line, percent, prompt_text, signed, visible
+from tether.report.text import amount, duration, json_line, number, one_line, percent, prompt_text, signed, visible
 
 
 def test_a_line_of_json_is_the_same_value_and_acts_on_nothing():
@@ -65,6 +65,13 @@ def test_prompt_text_of_messages_names_the_roles_unless_there_is_one_user_turn()
 )  # fmt: skip
 def test_number(value, shown):
     assert number(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(1.0, "1 nat"), (0.9999, "1 nat"), (1.01, "1.01 nats"), (0.0, "0 nats"), (None, "– nats")]
+)
+def test_amount(value, shown):
+    assert amount(value, "nat") == shown
 
 
 def test_signed_and_percent():

@@ -66,7 +66,7 @@ def test_weight_zero_only_records():
 
 
 def test_a_part_that_answers_wrongly_is_named():
-    with pytest.raises(RewardResponseError, match="reward judge returned 1 scores for 2 answers"):
+    with pytest.raises(RewardResponseError, match="reward judge returned 1 score for 2 answers"):
         WeightedSum([Part("judge", 1.0, Answers(RewardOutput([1.0])))]).score(text_batch("a", "b"))
 
 

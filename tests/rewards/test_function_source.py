@@ -76,7 +76,7 @@ def test_no_opinion_is_an_error_unless_it_has_a_score():
     assert (output.scores, output.components) == ([1.0, -0.5, 1.0, -0.5], {"missing": [0.0, 1.0, 0.0, 1.0]})
     with pytest.raises(RewardResponseError, match=r"returned nan .* for answer 0 of 1"):
         FunctionSource(lambda prompts, completions: [float("nan")], "brevity", missing=0.0).score(text_batch("a"))
-    with pytest.raises(RewardResponseError, match="returned 1 scores for 2 answers"):
+    with pytest.raises(RewardResponseError, match="returned 1 score for 2 answers"):
         FunctionSource(lambda prompts, completions: [None], "brevity", missing=0.0).score(text_batch("a", "b"))
 
 

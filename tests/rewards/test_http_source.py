@@ -105,7 +105,7 @@ WRONG = {
     "null": (Reply({"scores": [1, None, 3]}), r"returned None for answer 1 of 3 .*, or set rewards\.0\.missing to"),
     "text": (Reply({"scores": ["1", "2", "3"]}), r"returned '1' \(str\) for answer 0 of 3"),
     "nested": (Reply({"scores": [[1], [2], [3]]}), r"returned \[1\] \(list\) for answer 0 of 3"),
-    "one list too many": (Reply({"scores": [[1, 2, 3]]}), r"returned 1 scores for 3 answers"),
+    "one list too many": (Reply({"scores": [[1, 2, 3]]}), r"returned 1 score for 3 answers"),
     "a number": (Reply({"scores": 1.0}), r"returned 1.0 \(float\); wanted a list of 3 numbers"),
     "an object": (Reply({"scores": {"0": 1, "1": 2, "2": 3}}), r"returned \{.*\} \(dict\); wanted a list of 3 numbers"),
     "huge": (Reply({"scores": [1, 1e30, 3]}), r"returned 1e\+30 for answer 1 of 3"),
@@ -114,7 +114,7 @@ WRONG = {
     "components": (Reply({"scores": [1, 2, 3], "components": [1]}), r"returned components of type list"),
     "a component": (
         Reply({"scores": [1, 2, 3], "components": {"a": [1]}}),
-        r"component a, returned 1 scores for 3 answers",
+        r"component a, returned 1 score for 3 answers",
     ),
     "no JSON": (Reply(b"<html>Bad gateway</html>"), r"not return JSON \(JSONDecodeError.*'<html>Bad gateway</html>'"),
     "half JSON": (Reply(b'{"scores": [1, 2'), r"did not return JSON .*'\{\"scores\": \[1, 2'"),
@@ -250,7 +250,7 @@ def test_delays_between_tries_double_up_to_a_limit_and_follow_the_service(monkey
 def test_answers_in_a_message_are_those_of_the_whole_batch():
     with (
         local_service(in_turn(Reply({"scores": [1, 2]}), Reply({"scores": [1]}))) as local,
-        pytest.raises(RewardResponseError, match=r"\(status 200\), asked for answers 2 to 3, returned 1 scores"),
+        pytest.raises(RewardResponseError, match=r"\(status 200\), asked for answers 2 to 3, returned 1 score for"),
     ):
         source(local.url, batch_size=2, max_concurrency=1).score(text_batch("a", "b", "c", "d"))
 

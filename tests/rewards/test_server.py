@@ -97,11 +97,11 @@ NO_REQUESTS = {
         {"prompts": [[{"role": "assistant", "content": "a"}]], "responses": ["x"]},
         r"prompts, entry 0: the prompt already ends its answer",
     ),
-    "too few responses": ({"prompts": ["a", "b"], "responses": ["x"]}, r"responses: got 1 values for 2 prompts"),
+    "too few responses": ({"prompts": ["a", "b"], "responses": ["x"]}, r"responses: got 1 value for 2 prompts"),
     "a number as response": ({"prompts": ["a"], "responses": [7]}, r"responses, entry 0: an answer is a int"),
     "half a character": ({"prompts": ["a"], "responses": ["\ud800"]}, r"responses, entry 0: got '\\ud800'"),
     "columns": (PAIR | {"columns": [1, 2]}, r"columns is a list, wanted names with lists of values"),
-    "a short column": (PAIR | {"columns": {"x": [1]}}, r"column x: got 1 values for 2 prompts"),
+    "a short column": (PAIR | {"columns": {"x": [1]}}, r"column x: got 1 value for 2 prompts"),
     "a column of text": (PAIR | {"columns": {"x": "ab"}}, r"column x: got a str for 2 prompts"),
 }
 

@@ -174,10 +174,10 @@ def test_state_goes_on_where_it_was_saved():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": torch.zeros(2)}, r"^1 averaged tensors do not match, the first is missing in the checkpoint: b$"),
+        ({"a": torch.zeros(2)}, r"^no match for 1 averaged tensor; the first is missing in the checkpoint: b$"),
         (
             {"a": torch.zeros(2), "b": torch.zeros(1), "c": torch.zeros(1), "d": torch.zeros(1)},
-            r"^2 averaged tensors do not match, the first is missing in this run's configuration: c$",
+            r"^no match for 2 averaged tensors; the first is missing in this run's configuration: c$",
         ),
         ({"a": torch.zeros(2), "b": torch.zeros(1, 1)}, r"^b: the checkpoint's average has shape \[1, 1\], .* \[1\]$"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 from tether.compat.launch import command
 from tether.compat.scalars import GPUS, Scalar, left_out, reward_settings, scalars_of
 from tether.compat.translation import Translation, Translator
+from tether.config.keys import counted
 from tether.config.rewards import FunctionReward, HttpReward, ModelReward
 from tether.config.schema import RunConfig
 
@@ -435,7 +436,7 @@ def _notes(config: RunConfig) -> Iterator[str]:
         yield 'For Weights & Biases add --logger.wandb.key "$WANDB_API_KEY".'
     yield from reward_settings(config)
     if config.train.num_train_epochs is None:
-        length = config.train.total_episodes or f"{config.train.max_steps} updates"
+        length = config.train.total_episodes or counted(config.train.max_steps, "update")
         yield f"Their runs last train.num_episodes passes over the prompts; ours lasted {length}."
 
 

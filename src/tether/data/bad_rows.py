@@ -34,7 +34,7 @@ class BadRows(DataError):
     def __init__(self, errors: Mapping[str, DataError]) -> None:
         told = [str(error) for error in list(errors.values())[:SHOWN]]
         if len(errors) > SHOWN:
-            told.append(f"and {len(errors) - SHOWN} more rows")
+            told.append(f"and {counted(len(errors) - SHOWN, 'more row')}")
         super().__init__("\n".join(told))
         self.errors = dict(errors)
 

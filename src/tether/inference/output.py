@@ -10,6 +10,7 @@ from typing import Any
 
 from tether import __version__
 from tether.config.base import Section
+from tether.config.keys import counted
 from tether.config.secrets import without_keys
 from tether.errors import ConfigError
 from tether.metrics.writers import write_new, write_whole
@@ -85,7 +86,7 @@ def kept(output: Path | None, rows: Callable[[], Sequence[Mapping[str, Any]]], d
             except BaseException:
                 if output is not None and (complete := rows()):
                     write_new(output, complete)
-                    display.message(f"{len(complete)} complete rows are in {output}")
+                    display.message(f"in {output}: {counted(len(complete), 'complete row')}")
                 raise
             if output is not None:
                 write_new(output, rows())

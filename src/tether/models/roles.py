@@ -12,7 +12,7 @@ never on) and exactly the trained parameters require gradients. Using a role cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tether.config.keys import counted
 from tether.errors import CheckpointError
 from tether.models.adapters import DEFAULT, adapter_parameters, add_reward, flags_kept, without_casts
 from tether.models.bitsandbytes import num_weights, placed
@@ -46,6 +47,17 @@ Host = Callable[[Callable[[], Any]], Any]
 def directly(compute: Callable[[], Any]) -> Any:
     """Returns the result of ``compute``, for weights that are not sharded."""
     return compute()
+
+
+def check_names(own: Collection[str], saved: Collection[str], what: str) -> None:
+    """Raises ``CheckpointError`` if a checkpoint holds tensors of other names than this run.
+
+    Args:
+        what: one of them, in words.
+    """
+    if odd := sorted(set(own) ^ set(saved)):
+        where = "the checkpoint" if odd[0] in own else "this run's configuration"
+        raise CheckpointError(f"no match for {counted(len(odd), what)}; the first is missing in {where}: {odd[0]}")
 
 
 def _copied(parameter: nn.Parameter, values: Tensor) -> None:
@@ -520,10 +532,7 @@ class ModelRoles:
             CheckpointError: names or shapes are not those of this run.
         """
         own = self.trained
-        if own.keys() != state.keys():
-            odd = sorted(own.keys() ^ state.keys())
-            where = "the checkpoint" if odd[0] in own else "this run's configuration"
-            raise CheckpointError(f"{len(odd)} trained tensors do not match; the first is missing in {where}: {odd[0]}")
+        check_names(own, state, "trained tensor")
         for name, parameter in own.items():
             if self._shapes[name] != state[name].shape:
                 raise CheckpointError(

@@ -21,7 +21,7 @@ from tether.config.keys import counted
 from tether.config.secrets import address_without_keys, without_keys
 from tether.report.read import FINISHED, Run, read_run, read_settings
 from tether.report.summary import kept, kl_spent, pairs, verdict
-from tether.report.text import number, one_line
+from tether.report.text import amount, number, one_line
 
 CARD = "README.md"
 ROWS, SAMPLES, SHOWN = 6, 3, 200
@@ -155,7 +155,7 @@ def _result(run: Run, kind: Kind, evaluation: Mapping[str, float]) -> str:
         kl = kl_spent(run)
         shown = f"{found.answer} {found.sentence} {found.detail}".strip()
         return f"## Result\n\nIs it better, by its judge? {_escaped(shown, 600)}" + (
-            f" KL to the start: {number(kl)} nats per answer." if kl is not None else ""
+            f" KL to the start: {amount(kl, 'nat')} per answer." if kl is not None else ""
         )
     rows = [[_escaped(name, 60), number(value)] for name, value in evaluation.items()]
     table = _table("## Result", ["held out", "value"], rows) if rows else ""

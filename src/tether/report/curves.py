@@ -12,7 +12,7 @@ from tether.report.limits import LIMITS, Limits
 from tether.report.markup import Html
 from tether.report.read import MISSING, STAGES, Run, Series, is_missing_share
 from tether.report.svg import Guide, Line, Mark, buckets, line_chart, path_chart, stacked_bars
-from tether.report.text import number, percent
+from tether.report.text import amount, number, percent
 
 MAX_COMPONENTS = 12
 PHASE_COLORS, REST_COLOR = (1, 2, 3, 4, 5, 7), 6
@@ -127,7 +127,7 @@ def _frontier(run: Run) -> Figure | None:
         "Reward against KL",
         "what each nat away from the start bought; fainter: earlier",
         legend,
-        f"{number(last_score)} at {number(last_kl)} nats",
+        f"{number(last_score)} at {amount(last_kl, 'nat')}",
         svg,
     )
 

@@ -30,7 +30,7 @@ from tether.report.limits import (
     scores_alike,
 )
 from tether.report.read import STAGES, Run, Series, is_missing_share
-from tether.report.text import number, one_line, percent, signed
+from tether.report.text import amount, number, one_line, percent, signed
 from tether.report.trends import (
     MIN_UPDATES,
     change,
@@ -224,7 +224,7 @@ def sequence_kl(run: Run) -> Finding | None:
     return Finding(
         limits.level(value),
         "objective/kl",
-        f"The policy went up to {number(value)} nats per sequence away from its reference (around update {step}); "
+        f"The policy went up to {amount(value, 'nat')} per sequence away from its reference (around update {step}); "
         f"for answers of this length {limits.text()}.",
         f"{advice.steered_kl(run)}, stop earlier, and read the last answers: far from the reference, scores rise for "
         "the wrong reasons",
@@ -277,7 +277,7 @@ def entropy(run: Run) -> Finding | None:
     early, late = series.early, series.late
     if not early or late is None:
         return None
-    text = f"Entropy went from {number(early)} to {number(late)} nats per token"
+    text = f"Entropy went from {number(early)} to {amount(late, 'nat')} per token"
     if len(series.finite) < MIN_UPDATES:
         return Finding("info", "policy/entropy_avg", f"{text}; {MIN_UPDATES} updates are needed to judge it.")
     planned = max(run.planned_updates or 0, run.num_updates)
@@ -312,7 +312,7 @@ def length(run: Run) -> Finding | None:
     early, late = run.at_start("eval_length", "rollout/length"), series.late
     if not early or late is None:
         return None
-    text = f"Answers went from {number(early)} to {number(late)} tokens"
+    text = f"Answers went from {number(early)} to {amount(late, 'token')}"
     if 0.5 <= late / early <= 2:
         return Finding("ok", "rollout/length", f"{text}; within half and twice the start policy's length is healthy.")
     explained = r_squared(run, "rollout/length", "objective/scores")
@@ -636,7 +636,7 @@ def noise_ascent(run: Run) -> Finding | None:
     return Finding(
         "act" if falls else "warn",
         "over-optimization" if falls else "noise ascent",
-        f"Over the second half KL rose from {number(before)} to {number(after)} nats while the score "
+        f"Over the second half KL rose from {number(before)} to {amount(after, 'nat')} while the score "
         f"{'fell' if falls else 'stayed flat'} ({signed(gain)} standard deviations).",
         f"Stop earlier or {advice.stronger_tether(run)}; {advice.less_noise(run)}.",
     )
@@ -652,7 +652,7 @@ def pattern_collapse(run: Run) -> Finding | None:
         return Finding(
             "act",
             "pattern collapse",
-            f"The score rose, but KL is {number(kl)} nats and only "
+            f"The score rose, but KL is {amount(kl, 'nat')} and only "
             f"{percent(late / early)} of the entropy is left: answers may be all alike.",
             f"{advice.stronger_tether(run)}, stop earlier, and compare the answers below",
         )

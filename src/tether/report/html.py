@@ -22,7 +22,7 @@ from tether.report.read import CONFIG, METRICS, SAMPLES, STAGES, Run, Sample, re
 from tether.report.style import CSS, SCRIPT
 from tether.report.summary import Pair, Tile, Verdict, pairs, tiles, verdict
 from tether.report.svg import MAX_POINTS
-from tether.report.text import number, one_line, signed
+from tether.report.text import amount, number, one_line, signed
 
 REPORT = "report.html"
 MAX_PAIRS, OPEN_PAIRS = 24, 6
@@ -151,9 +151,9 @@ def _setup(run: Run) -> str:
         "all weights" if run.setting("model.lora") is None else "LoRA",
         judges and f"judged by {', '.join(judges)}",
         (beta := run.count("ppo.kl_coef")) is not None and f"kl_coef {number(beta)}",
-        (batch := run.count("train.rollout_batch_size")) is not None and f"{number(batch)} answers per update",
+        (batch := run.count("train.rollout_batch_size")) is not None and f"{amount(batch, 'answer')} per update",
         run.kind in STAGES and stage.data_sources(run),
-        (rows := run.count("train.batch_size")) is not None and f"{number(rows)} rows per step",
+        (rows := run.count("train.batch_size")) is not None and f"{amount(rows, 'row')} per step",
     ]
     return one_line(" · ".join(fact for fact in facts if fact), 300)
 
@@ -231,7 +231,7 @@ def _comparison(run: Run, compared: list[Pair]) -> Html:
     if not compared:
         return join(title, element("p", "No answers to held-out prompts in samples.jsonl.", class_="lead"))
     shown = _spaced(compared, MAX_PAIRS)
-    lead = f"{len(shown)} of {len(compared)} prompts, evenly spaced through the file: not picked by score."
+    lead = f"{len(shown)} of {counted(len(compared), 'prompt')}, evenly spaced through the file: not picked by score."
     if compared[0].after is None:
         lead += " Only one evaluation was finished." if run.kept_step is None else " The start policy was kept."
     cards = [_pair(pair) for pair in shown]
@@ -274,7 +274,7 @@ def _facts(sample: Sample, before: Sample | None) -> Html:
         for name, value in list(sample.rewards.items())[:MAX_REWARDS]
     ]
     parts += [element("span", f"KL {number(sample.kl)}")] if sample.kl is not None else []
-    parts += [element("span", f"{number(sample.length)} tokens" + (f", {ending}" if ending else ""))]
+    parts += [element("span", amount(sample.length, "token") + (f", {ending}" if ending else ""))]
     return element("div", *parts, class_="facts")
 
 
@@ -290,7 +290,7 @@ def _text(text: str, *, left_out: int = 0) -> Html:
     missing = len(text) - len(head) - len(tail) + left_out
     if not tail and not missing:
         return element("p", head, class_="text", dir="auto")
-    end = f" … and {missing:,} more characters in {SAMPLES}" if missing else ""
+    end = f" … and {counted(missing, 'more character')} in {SAMPLES}" if missing else ""
     return join(
         element("p", head, "…", class_="text", dir="auto"),
         element("details", element("summary", "read on"), element("p", tail, end, class_="text", dir="auto")),

@@ -32,7 +32,7 @@ def tiles(run: Run) -> list[Tile]:
         _course(run, "Pair accuracy", "accuracy", "in training", percent),
     ]
     if run.ranked:
-        pairs = f"of {run.ranked['pairs']:,.0f} pairs that were held out"
+        pairs = f"of {counted(int(run.ranked['pairs']), 'pair')} that were held out"
         found.append(Tile("Held-out pair accuracy", percent(run.ranked.get("accuracy")), pairs))
         found.append(Tile("Held-out margin", number(run.ranked.get("margin")), "chosen answer minus the other"))
     detail = f"epochs: {number(round(epochs[-1], 2))}" if epochs else "optimizer steps"
@@ -91,7 +91,7 @@ def _of_pairs(run: Run) -> Verdict:
         reason = "There is no result on held-out pairs: set data.eval_fraction."
         return Verdict("info", "Not known.", text, reason)
     noise = 2 * math.sqrt(0.25 / count)  # two standard errors of guessing
-    text = f"Of {count:,.0f} held-out pairs, it ranks {percent(accuracy)} correctly."
+    text = f"Of {counted(int(count), 'held-out pair')}, it ranks {percent(accuracy)} correctly."
     detail = f"Guessing would be right for {percent(max(0.0, 0.5 - noise))} to {percent(min(1.0, 0.5 + noise))}."
     if accuracy > 0.5 + noise:
         return Verdict("ok", "Yes.", text, detail)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tether.config.keys import counted
 from tether.report.limits import LEAST_PROMPTS
 from tether.report.read import STAGES, Point, Run, Sample
-from tether.report.text import duration, number, percent, signed
+from tether.report.text import amount, duration, number, percent, signed
 
 NOISE = 0.1
 """Number of standard deviations below which a change in score is noise, if the answers were not kept."""
@@ -152,7 +152,7 @@ def _kl_tile(run: Run) -> Tile | None:
         reason = "not measured: ppo.kl_coef is 0" if run.count("ppo.kl_coef") == 0 else "not logged"
         return Tile("KL spent", "–", reason)
     why = "; an estimate, below 0 by chance" if value < 0 else ""
-    return Tile("KL spent", f"{number(value)} nats", f"per answer, to the reference{why}")
+    return Tile("KL spent", amount(value, "nat"), f"per answer, to the reference{why}")
 
 
 def _length_tile(run: Run) -> Tile | None:
@@ -189,7 +189,7 @@ def _run_tile(run: Run) -> Tile:
     details += [f"kept: update {run.kept_step:,} of {end:,}"] if kept(run) else []
     details += [duration(seconds)] if seconds else []
     episodes = run.series("episode").finite
-    details += [f"{number(episodes[-1])} answers"] if episodes else []
+    details += [amount(episodes[-1], "answer")] if episodes else []
     return Tile("Updates", value, ", ".join(details) or "no time logged")
 
 

@@ -85,6 +85,12 @@ def number(value: float | None) -> str:
     return text.replace("-", _MINUS)
 
 
+def amount(value: float | None, noun: str) -> str:
+    """``number`` with its unit: ``1 nat``, ``0.31 nats``, ``12,345 answers``."""
+    text = number(value)
+    return f"{text} {noun if text == '1' else f'{noun}s'}"
+
+
 def signed(value: float) -> str:
     """``number`` with a plus sign if the value is positive."""
     return ("+" if value > 0 else "") + number(value)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tether.config.keys import counted
 from tether.data.collate import pad_right, plan_micro_batches
 from tether.errors import RewardResponseError
 from tether.models.memory import in_fitting_parts
@@ -55,7 +56,8 @@ def checked(scores: Any, n: int, source: str) -> list[float]:
     if values is None:
         raise RewardResponseError(f"{source} returned {shown(scores)}; wanted a list of {n} numbers, one per answer")
     if len(values) != n:
-        raise RewardResponseError(f"{source} returned {len(values)} scores for {n} answers; wanted one per answer")
+        got = f"{counted(len(values), 'score')} for {counted(n, 'answer')}"
+        raise RewardResponseError(f"{source} returned {got}; wanted one per answer")
     return [finite_number(value, answer_of(row, n), source) for row, value in enumerate(values)]
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from tether.config.keys import counted
 from tether.config.rewards import JudgeReward
 from tether.errors import RewardResponseError
 from tether.report.text import one_line, prompt_text
@@ -110,7 +111,7 @@ class JudgeSource:
         cut = ", cut off at max_tokens" if was_cut else ""
         raise NoNumber(
             f"{self.service.place} gave no number from {lowest:g} to {highest:g} for answer {row} of {len(batch)} "
-            f"(counted from 0) in {self.attempts} attempts; the last reply{cut}: "
+            f"(counted from 0) in {counted(self.attempts, 'attempt')}; the last reply{cut}: "
             f"{one_line(self.service.without_key(text), 300)!r}. Wanted the "
             "number alone on the last line, or after a label as in Score: 7"
         )

@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
+from tether.config.keys import counted
 from tether.data.judged import checked_answer
 from tether.data.prompts import checked_prompt
 from tether.errors import USER_ERRORS, ConfigError, DataError, RewardTimeout, TetherError
@@ -158,8 +159,8 @@ def asked(body: bytes) -> Asked:
     lists = {"responses": responses} | {f"column {name}": values for name, values in columns.items()}
     for name, values in lists.items():
         if not isinstance(values, list) or len(values) != len(prompts):
-            got = f"{len(values)} values" if isinstance(values, list) else f"a {type(values).__name__}"
-            raise DataError(f"{name}: got {got} for {len(prompts)} prompts, wanted a list of one for each")
+            got = counted(len(values), "value") if isinstance(values, list) else f"a {type(values).__name__}"
+            raise DataError(f"{name}: got {got} for {counted(len(prompts), 'prompt')}, wanted a list of one for each")
     return Asked(
         [None if prompt == "" else checked_prompt(prompt, f"prompts, entry {i}") for i, prompt in enumerate(prompts)],
         [checked_answer(response, f"responses, entry {i}") for i, response in enumerate(responses)],

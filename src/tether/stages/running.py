@@ -38,6 +38,7 @@ from transformers.trainer_callback import ExportableState
 from tether.config import launched
 from tether.config.base import differences, passes_over
 from tether.config.chat import present, with_now
+from tether.config.keys import counted
 from tether.config.load import dump_run, parse_config
 from tether.config.places import FILE_OF, different, is_place, not_moved
 from tether.config.stage import StageConfig
@@ -641,9 +642,8 @@ class Watch(TrainerCallback, ExportableState):
             # counted anew, so that a resumed run counts those before it as well
             since = [row for row in state.log_history if name in row and row["step"] > (state.best_global_step or 0)]
             if len(since) >= train.early_stopping_patience:
-                self.run.tell(
-                    f"ends after step {state.global_step}: {len(since)} evaluations in a row without a better {name}"
-                )
+                waited = f"{counted(len(since), 'evaluation')} in a row without a better {name}"
+                self.run.tell(f"ends after step {state.global_step}: {waited}")
                 control.should_training_stop, self.interrupted = True, None
 
 

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tether.algo import ScoreMoments
+from tether.config.keys import counted
 from tether.config.load import dump_config, parse_config
 from tether.config.schema import RunConfig, TrainConfig
 from tether.errors import CheckpointError, ConfigError, TrainingError
@@ -275,7 +276,7 @@ class Checkpoints:
         found = self.dist.gathered([name for name, x in parts.items() if not bool(torch.isfinite(x).all())])
         bad = [name for name in parts if any(name in theirs for theirs in found)]
         if bad:
-            told = f"{path} is not written: {len(bad)} weight tensors are not finite, the first is {bad[0]}"
+            told = f"{path} is not written: not finite in {counted(len(bad), 'weight tensor')}, the first is {bad[0]}"
             raise met_by_all(TrainingError(told))
 
     def _moments_to_come(self, contents: Contents) -> int:
@@ -302,9 +303,9 @@ class Checkpoints:
         free = shutil.disk_usage(self.config.output_dir).free
         if (needed := kept * size + policy) > free:
             raise ConfigError(
-                f"output_dir: {kept} checkpoints of {_gib(size)} and the trained policy need {_gib(needed)}, "
-                f"{self.config.output_dir} has {_gib(free)} free. Make room, name a folder on another disk, or keep "
-                "fewer of them with train.save_total_limit"
+                f"output_dir: {counted(kept, 'checkpoint')} of {_gib(size)} and the trained policy need "
+                f"{_gib(needed)}, {self.config.output_dir} has {_gib(free)} free. Make room, name a folder on another "
+                "disk, or keep fewer of them with train.save_total_limit"
             )
 
     def restore(self, path: Path) -> RunState:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tether.algo.masking import wide
 from tether.errors import CheckpointError
+from tether.models.roles import check_names
 
 
 class PolicyAverage:
@@ -85,12 +86,7 @@ class PolicyAverage:
             CheckpointError: names or shapes do not match this run.
         """
         own = self._averages
-        if own.keys() != state.keys():
-            odd = sorted(own.keys() ^ state.keys())
-            where = "the checkpoint" if odd[0] in own else "this run's configuration"
-            raise CheckpointError(
-                f"{len(odd)} averaged tensors do not match, the first is missing in {where}: {odd[0]}"
-            )
+        check_names(own, state, "averaged tensor")
         state = {name: cut(self.parameters[name], tensor) for name, tensor in state.items()}
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:

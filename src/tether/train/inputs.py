@@ -332,8 +332,8 @@ def _check_layers(config: RunConfig, shape: PreTrainedConfig, *, is_fresh: bool)
     model, layers = config.model, shape.get_text_config().num_hidden_layers
     if model.freeze_layers >= layers:
         raise ConfigError(
-            f"model.freeze_layers {model.freeze_layers}: the model has {layers} layers, so none would be trained. Set "
-            f"it below {layers}"
+            f"model.freeze_layers {model.freeze_layers}: the model has {counted(layers, 'layer')}, so none would be "
+            f"trained. Set it below {layers}"
         )
     if model.lora is not None and is_fresh:
         check_targets(model.lora, shape, trust_remote_code=model.trust_remote_code)
@@ -345,7 +345,7 @@ def _check_lengths(config: RunConfig, data: RunData, shape: PreTrainedConfig) ->
     if budget is not None and longest + answer > budget:
         raise ConfigError(
             f"train.max_tokens_per_micro_batch {budget} is less than one answer may need: the longest query has "
-            f"{longest} tokens, sampling.response_length is {answer}. Set it to at least {longest + answer}"
+            f"{counted(longest, 'token')}, sampling.response_length is {answer}. Set it to at least {longest + answer}"
         )
     words = {"key": "sampling.response_length", "way_out": "lower it, or data.max_prompt_length"}
     check_positions(shape, longest, answer, **words)

@@ -134,8 +134,8 @@ def halved(config: RunConfig, halvings: int, error: torch.OutOfMemoryError) -> t
             f"out of memory with one answer in a micro-batch ({error}): set train.gradient_checkpointing, lower "
             "sampling.response_length or data.max_prompt_length, or train with LoRA"
         ) from error
-    most = -(-size // 2 ** (halvings + 1))
-    return halvings + 1, f"warning: out of memory; micro-batches are halved from now on, to at most {most} answers"
+    most = counted(-(-size // 2 ** (halvings + 1)), "answer")
+    return halvings + 1, f"warning: out of memory; micro-batches are halved from now on, to at most {most}"
 
 
 def _peak(dist: Dist) -> str:

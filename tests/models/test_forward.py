@@ -7,7 +7,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -34,6 +33,7 @@ from transformers import (
 )
 
 from tests.models.build import QUERIES, RESPONSES, micro_batch
+from tests.operators import operators
 from tests.tiny import KINDS, VOCAB_SIZE, tiny_causal_lm
 from tether.algo import linear_logprobs, logprobs_from_logits
 from tether.data.collate import collate, pad_left, pad_right
@@ -364,20 +364,26 @@ def test_padding_behind_a_row_takes_no_mask():
     assert [call.get("attention_mask") for call in given] == [None] * len(given) != []
 
 
-class Waits(TorchDispatchMode):
-    """Notes operations for which an accelerator is waited for: their results' sizes depend on values, or are values."""
+WAITS = {"aten::nonzero", "aten::masked_select", "aten::masked_scatter", "aten::_local_scalar_dense"}
+"""Operators for which an accelerator is waited for: their results' sizes depend on values, or are values. The first one
+turns a mask into an index, also in ``x[mask]``."""
 
-    def __init__(self):
-        super().__init__()
-        self.seen = []
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        by_mask = op.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
-        masks = [x for x in args[1] if x is not None and x.dtype == torch.bool] if by_mask else []
-        name = str(op.overloadpacket).removeprefix("aten.")
-        if masks or name in ("nonzero", "masked_select", "masked_scatter", "_local_scalar_dense", "is_nonzero"):
-            self.seen.append(name)
-        return op(*args, **kwargs or {})
+def test_what_an_accelerator_is_waited_for_is_seen():
+    x, mask = torch.arange(6.0).view(2, 3), torch.tensor([[True, False, True], [False, True, True]])
+    waits = (
+        lambda: x[mask],
+        lambda: x.index_put((mask,), x[0, :1].expand(4)),
+        lambda: x.masked_select(mask),
+        lambda: x.masked_scatter(mask, x),
+        lambda: bool(mask.any()),
+        mask.nonzero,
+        x.sum().item,
+    )
+    does_not = (lambda: torch.where(mask, x, 0.0), lambda: x.masked_fill(mask, 0.0), lambda: x[torch.tensor([1])])
+    for calls, is_seen in ((waits, True), (does_not, False)):
+        for call in calls:
+            assert bool(WAITS & operators(call).keys()) == is_seen
 
 
 @pytest.mark.parametrize("name", ["plain", *CHANGED_LOGITS])
@@ -386,10 +392,12 @@ def test_a_pass_waits_for_no_number_from_the_device(name, monkeypatch):
     model = tiny_causal_lm("llama").eval() if name == "plain" else model_of(CHANGED_LOGITS[name])
     batch, head = micro_batch().to("cpu"), seeded_head()
     response_outputs(model, batch, temperature=1.0)  # the first call tries the head
-    with Waits() as waits:
+
+    def run():
         out = response_outputs(model, batch, temperature=0.7, head=head, with_entropy=True)
         (out.logprobs + out.entropy + out.values).sum().backward()
-    assert waits.seen == []
+
+    assert not WAITS & operators(run).keys()
 
 
 def test_states_and_their_gradients_are_bitwise_those_that_masks_select(monkeypatch):

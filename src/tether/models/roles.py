@@ -221,24 +221,32 @@ class ModelRoles:
         """Whether the value loss is kept out of the policy's weights."""
         self.offloads_idle = offload_idle
         """Whether separate frozen models are to wait on the CPU."""
-        models = {role.model for role in self._by_name.values()} | ({adapted} if adapted else set())
         idle = self._idle_models() if offload_idle and has_own_memory(self.device) else set()
+        self._take_over(idle)
+        self._offloaded = {model: Offloaded(model, device=self.device) for model in idle}
+        self.critic_rows = num_rows(self.role(VALUE).model) if self.has_critic else None
+        """Number of tokens that the critic has embeddings for. It reads ids beyond, which belong to no token, as the
+        last of them: the policy of some models has more rows than there are tokens."""
+        self._shapes = {name: parameter.shape for name, parameter in self.trained.items()}
+
+    def _take_over(self, idle: set[PreTrainedModel]) -> None:
+        """Puts models in eval mode and on the device, and lets gradients reach the trained parameters alone.
+
+        Args:
+            idle: models that do not go to the device.
+        """
+        models = {role.model for role in self._by_name.values()} | ({self._adapted} if self._adapted else set())
         for model in models:
             with_quick_products(model).requires_grad_(False).eval()
         for model in models - idle:
             placed(model, self.device)
-        if adapted is not None and autocast_dtype is not None:
-            without_casts(adapted)
-        self._offloaded = {model: Offloaded(model, device=self.device) for model in idle}
+        if self._adapted is not None and self.autocast_dtype is not None:
+            without_casts(self._adapted)
         for role in self._by_name.values():
             if role.head is not None:
                 role.head.requires_grad_(False).to(self.device)
             for parameter in role.trained.values():
                 parameter.requires_grad_(True)
-        self.critic_rows = num_rows(self.role(VALUE).model) if self.has_critic else None
-        """Number of tokens that the critic has embeddings for. It reads ids beyond, which belong to no token, as the
-        last of them: the policy of some models has more rows than there are tokens."""
-        self._shapes = {name: parameter.shape for name, parameter in self.trained.items()}
 
     def _idle_models(self) -> set[PreTrainedModel]:
         """Models that only frozen roles use."""

@@ -78,23 +78,27 @@ def evaluate(
     samples[:] = [judged.sample(i, answers) for i in range(len(prompts))]
     with parts.roles.fetched():
         kl = sequence_kl(parts, answers, config, phase=phase, check=check, halvings=halvings)
+    samples[:] = [sample | {"kl": kl[i] if kl else None} for i, sample in enumerate(samples)]
+    return _numbers(answers, judged, kl), samples, moments
+
+
+def _numbers(answers: Answers, judged: Judged, kl: list[float] | None) -> dict[str, float]:
+    """The metrics of an evaluation."""
     metrics = Metrics()
     metrics.mean("eval_scores", judged.scores)
     metrics.var("eval_scores_var", judged.scores)
     for name, values in judged.components.items():
         metrics.mean(f"eval_rewards/{name}", values)
         metrics.var(f"eval_rewards_var/{name}", values)
-    for completion in answers.completions:
-        metrics.mean("eval_length", float(len(completion.token_ids)))
-        metrics.mean("eval_eos_rate", float(completion.finish_reason == "stop"))
+    metrics.mean("eval_length", answers.lengths)
+    metrics.mean("eval_eos_rate", answers.ended)
     if kl is not None:
         metrics.mean("eval_kl", kl)
     numbers = metrics.compute()
     numbers["eval_scores_std"] = numbers.pop("eval_scores_var") ** 0.5
     for name in judged.components:
         numbers[f"eval_rewards_std/{name}"] = numbers.pop(f"eval_rewards_var/{name}") ** 0.5
-    samples[:] = [sample | {"kl": kl[i] if kl else None} for i, sample in enumerate(samples)]
-    return numbers, samples, moments
+    return numbers
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -14,7 +14,7 @@ from tether.config.schema import RunConfig
 from tether.errors import TrainingError
 from tether.machine.distributed import Dist
 from tether.metrics.reduce import Metrics
-from tether.train.optim import MOMENT_BYTES
+from tether.train.optim import MOMENT_BYTES, PassOptimizer
 from tether.train.parts import Parts
 from tether.train.rollout import Answers
 from tether.train.update import Update
@@ -52,13 +52,7 @@ def dry_step(
     if dist.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(dist.device)
     first_step = config.value.warmup_steps  # of the first update that trains everything
-    each, engine = MOMENT_BYTES[config.train.optim], parts.engine
-    moments = [
-        torch.empty(int(each * engine.num_stepped(p)), dtype=torch.uint8, device=engine.part(p).device)
-        for optimizer in one_update(answers, Metrics(), step=first_step).optimizers
-        for p in optimizer.parameters
-        if p not in optimizer.optimizer.state
-    ]
+    moments = _moments_to_come(config, parts, one_update(answers, Metrics(), step=first_step).optimizers)
     _decode_longest(config, parts)
     shape = None
     while shape is None:
@@ -80,6 +74,17 @@ def dry_step(
         f"dry step: {counted(shape[0], 'answer')} of {counted(shape[1], 'token')} fit into memory in an update, "
         f"{_side_by_side(config, parts)} in decoding{_peak(dist)}; it took {took:.2g} s"
     )
+
+
+def _moments_to_come(config: RunConfig, parts: Parts, optimizers: Iterable[PassOptimizer]) -> list[torch.Tensor]:
+    """As much memory as this process's optimizers will take for moments that they have yet to create."""
+    each, engine = MOMENT_BYTES[config.train.optim], parts.engine
+    return [
+        torch.empty(int(each * engine.num_stepped(p)), dtype=torch.uint8, device=engine.part(p).device)
+        for optimizer in optimizers
+        for p in optimizer.parameters
+        if p not in optimizer.optimizer.state
+    ]
 
 
 def _try_mini_batch(config: RunConfig, parts: Parts, update: Update, batch: MicroBatch, count: int) -> None:

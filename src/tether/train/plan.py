@@ -339,8 +339,6 @@ def estimate_memory(
         return -(-num_bytes // num_processes) if is_spread else num_bytes
 
     text = shape.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = longest + config.sampling.response_length
     unit = 2 if config.train.bf16 or config.train.fp16 else 4
     weights = sum(part(role.weight_bytes, spreading.weights and not role.is_whole) for role in roles)
@@ -356,7 +354,7 @@ def estimate_memory(
     budget, micro = config.train.max_tokens_per_micro_batch, config.train.micro_batch_size
     tokens = budget or micro * width
     shown = max(budget, demonstration) if budget and demonstration else (micro or 0) * demonstration
-    cache = rows * width * text.num_hidden_layers * 2 * heads * head_dim * unit
+    cache = rows * width * _cached_numbers(text) * unit
     chunk = 2 * logits_at_once(default_device()) * 4
     if any(getattr(text, key, None) not in (None, 1.0) for key in CHANGES_LOGITS):
         responses = max(-(-tokens // width) * config.sampling.response_length, shown)
@@ -364,15 +362,26 @@ def estimate_memory(
     layers = 2 if config.train.gradient_checkpointing else text.num_hidden_layers
     activations = max(tokens, shown) * text.hidden_size * layers * ACTIVATION_FACTOR * unit // 2
     one_layer = tokens * text.hidden_size * ACTIVATION_FACTOR * unit // 2
-    base = next((role for role in roles if role.role == "base"), None)
-    is_merged = base is not None and base.dtype == "float32" and unit == 4 and default_device().type == "cpu"
-    merged = min(base.weight_bytes, MOST_BYTES) if is_merged else 0
+    merged = _merged_bytes(roles) if unit == 4 and default_device().type == "cpu" else 0
     return {
         "weights and optimizer": kept,
         "rollout": kept + gathered + merged + cache + rows * text.vocab_size * 4 * 3,
         "log-probabilities and values": kept + one_layer + chunk,
         "update": kept + part(GRAD_BYTES * at_once, spreading.gradients) + activations + chunk,
     }
+
+
+def _cached_numbers(text: PreTrainedConfig) -> int:
+    """How many numbers the keys and values of one token have in all layers."""
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return text.num_hidden_layers * 2 * heads * head_dim
+
+
+def _merged_bytes(roles: Sequence[RolePlan]) -> int:
+    """Bytes of the base's merged weights beside its own while answers are generated in float32."""
+    base = next((role for role in roles if role.role == "base"), None)
+    return min(base.weight_bytes, MOST_BYTES) if base is not None and base.dtype == "float32" else 0
 
 
 def _while_loading(roles: Sequence[RolePlan]) -> int:

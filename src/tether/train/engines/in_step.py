@@ -61,8 +61,14 @@ def forwards_in_step(
             policy.forward = own
         first.remove()
         last.remove()
+    _take_part(roles, dist, before, after)
+
+
+@torch.no_grad()
+def _take_part(roles: ModelRoles, dist: Dist, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Reads a dummy token in each forward pass of the other processes, until none has any left."""
     token = torch.zeros(1, 1, dtype=torch.long, device=dist.device)
-    with roles.use(POLICY) as model, torch.no_grad():
+    with roles.use(POLICY) as model:
         while dist.any(False):
             with all_together("a forward pass", dist.num_processes):
                 before()

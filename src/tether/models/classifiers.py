@@ -105,19 +105,32 @@ def load_reward_model(
     if few_bits is not None:
         check_full(path, revision, few_bits)
         options |= few_bits.options(heads=HEADS)
-    if is_adapter(path, revision):
-        adapter = read_adapter(path, revision)
-        if label is None:
-            return _adapted_classifier(adapter, dtype, options, device=device)
-        every = _adapted_classifier(adapter, dtype, options, num_labels=_num_labels(adapter), device=device)
-        return _with_one_label(every, label, path)
-    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    if not is_adapter(path, revision):
+        return _full_classifier(path, revision, dtype, options, device=device, label=label)
+    adapter = read_adapter(path, revision)
+    if label is None:
+        return _adapted_classifier(adapter, dtype, options, device=device)
+    every = _adapted_classifier(adapter, dtype, options, num_labels=_num_labels(adapter), device=device)
+    return _with_one_label(every, label, path)
+
+
+def _full_classifier(
+    path: str,
+    revision: str | None,
+    dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+    *,
+    device: torch.device | str | None,
+    label: int | str | None,
+) -> PreTrainedModel:
+    """The classifier of a full checkpoint, each of whose weights has its place."""
+    config = load_config(path, revision=revision, trust_remote_code=options["trust_remote_code"])
     if label is None and is_classifier(config) and config.num_labels != 1:
         raise ModelError(f"{path}: got a classifier with {config.num_labels} labels; wanted one label (num_labels=1)")
-    options = placement(config, device) | options
     labels = 1 if label is None else config.num_labels
+    where = {"revision": revision, **placement(config, device), **options}
     model, info = from_pretrained(
-        AutoModelForSequenceClassification, path, dtype=dtype or "auto", revision=revision, num_labels=labels, **options
+        AutoModelForSequenceClassification, path, dtype=dtype or "auto", num_labels=labels, **where
     )
     has_known_head = reads_last_token(model) and label is None
     heads = {name for name in info["unexpected_keys"] if is_head_key(name) and has_known_head}

@@ -24,6 +24,8 @@ BASE = "base"
 """Folder in ``output_dir`` for the base of an adapter that was trained on a GGUF model."""
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MODEL_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+BLOCKS, BLOCK = 256, 4096
+"""Number of blocks of a weight file that tell it from others, and their size in bytes."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -133,13 +135,13 @@ def _same_bytes(file: Path, other: Path) -> bool:
     return all(a == b for a, b in zip(_samples(file), _samples(other), strict=True))
 
 
-def _samples(file: Path, blocks: int = 256, block: int = 4096) -> Iterator[bytes]:
+def _samples(file: Path) -> Iterator[bytes]:
     """Yields evenly spaced blocks of a file; all of a small file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
-        for offset in range(0, size, max(size // blocks, block)):
+        for offset in range(0, size, max(size // BLOCKS, BLOCK)):
             stream.seek(offset)
-            yield stream.read(block)
+            yield stream.read(BLOCK)
 
 
 def model_digest(path: str) -> str | None:
@@ -186,10 +188,10 @@ def weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def some_of(names: Sequence[str], limit: int = 3) -> str:
-    """The first few names, for a message."""
-    more = f", … ({len(names)} in all)" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def some_of(names: Sequence[str]) -> str:
+    """The first three names, for a message."""
+    more = f", … ({len(names)} in all)" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 @contextmanager

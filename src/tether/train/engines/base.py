@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError, OutOfStep, TetherError
-from tether.machine.distributed import lost_told
-from tether.models.roles import Host, ModelRoles
+from tether.machine.distributed import Dist, lost_told
+from tether.models.roles import Host, ModelRoles, Role
 from tether.train.optim import PassOptimizer
 
 
@@ -56,6 +56,34 @@ def out_of_step(what: str, error: torch.OutOfMemoryError) -> OutOfStep:
         f"out of memory in {what}, in which all processes take part ({error}): lower train.micro_batch_size, "
         "sampling.batch_size or a reward's batch_size, or set train.gradient_checkpointing"
     )
+
+
+def by_model(roles: Iterable[Role]) -> dict[nn.Module, list[Role]]:
+    """The roles that each model plays, in the order of their first roles."""
+    found: dict[nn.Module, list[Role]] = {}
+    for role in roles:
+        found.setdefault(role.model, []).append(role)
+    return found
+
+
+def kept_by_main(
+    tensors: Mapping[str, Tensor], gather: Callable[[str, Tensor], Tensor], dist: Dist
+) -> dict[str, Tensor]:
+    """Gathers one tensor at a time, and keeps them on the CPU of the main process; shared tensors stay shared.
+
+    Args:
+        gather: returns the whole tensor of a name; called in all processes.
+    """
+    whole: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for name, x in tensors.items():
+        if id(x) not in seen:
+            with lost_told(dist.num_processes):
+                gathered = gather(name, x)
+            seen[id(x)] = gathered.cpu() if dist.is_main else gathered.new_empty(0)
+        if dist.is_main:
+            whole[name] = seen[id(x)]
+    return whole
 
 
 def refuse_few_bits(config: RunConfig, engine: str) -> None:

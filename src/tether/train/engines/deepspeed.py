@@ -23,7 +23,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from tether.config.schema import RunConfig
 from tether.machine.distributed import Dist, lost_told
 from tether.models.roles import POLICY, Host, ModelRoles, Role
-from tether.train.engines.base import Hosted, all_together
+from tether.train.engines.base import Hosted, all_together, by_model, kept_by_main
 from tether.train.engines.deepspeed_config import check, filled, waits_on
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
@@ -64,7 +64,7 @@ class Zero:
         if not self.spreads_weights:
             return
         roles.device = self._dist.device
-        for model, played in _by_model(roles.all).items():
+        for model, played in by_model(roles.all).items():
             hosted = Hosted(model, *_heads(played))
             if any(role.trained for role in played):
                 self._partition(hosted)
@@ -100,12 +100,12 @@ class Zero:
         """Creates an engine for each group of models trained by one optimizer, or by several that share a model."""
         if self._units:  # already created by a caller that passes its optimizers to the trainer
             return
-        by_model = _by_model(self._roles.all)
+        playing = by_model(self._roles.all)
         for together in _sharing(optimizers, self._roles.all):
             ids = {id(p) for optimizer in together for p in optimizer.parameters}
             trained = [role for role in self._roles.all if not ids.isdisjoint(map(id, role.trained.values()))]
             models = list(dict.fromkeys(role.model for role in trained))
-            played = [role for model in models for role in by_model[model]]
+            played = [role for model in models for role in playing[model]]
             joint = Joint(together, trained)
             engine = self._engine(Hosted(*models, *_heads(played)), joint)
             self._units.append(Unit(engine, joint, {role.name for role in trained}, self.stage, self._dist))
@@ -235,16 +235,11 @@ class Zero:
 
     def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Gathers one tensor at a time, and keeps them in the main process."""
-        whole: dict[str, Tensor] = {}
-        seen: dict[int, Tensor] = {}
-        for name, x in tensors.items():
-            if id(x) not in seen:  # shared tensors stay shared
-                with lost_told(self._dist.num_processes):
-                    gathered = self._put_together(x, self.part(x) if parts is None else parts[name])
-                seen[id(x)] = gathered.cpu() if self._dist.is_main else gathered.new_empty(0)
-            if self._dist.is_main:
-                whole[name] = seen[id(x)]
-        return whole
+
+        def gather(name: str, x: Tensor) -> Tensor:
+            return self._put_together(x, self.part(x) if parts is None else parts[name])
+
+        return kept_by_main(tensors, gather, self._dist)
 
     def _put_together(self, x: Tensor, part: Tensor) -> Tensor:
         if not _is_spread(x):
@@ -573,14 +568,6 @@ def _quiet(engine: Any) -> Iterator[None]:
         yield
     finally:
         keeper.setup_zero_stage3_hooks()
-
-
-def _by_model(roles: Sequence[Role]) -> dict[nn.Module, list[Role]]:
-    """The roles that each model plays."""
-    found: dict[nn.Module, list[Role]] = {}
-    for role in roles:
-        found.setdefault(role.model, []).append(role)
-    return found
 
 
 def _heads(roles: Iterable[Role]) -> list[nn.Module]:

@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
-from tether.machine.distributed import Dist, lost_told
+from tether.machine.distributed import Dist
 from tether.models.layers import transformer_layers
-from tether.models.roles import POLICY, Host, ModelRoles, Role
-from tether.train.engines.base import Hosted, all_together, refuse_few_bits
+from tether.models.roles import POLICY, Host, ModelRoles
+from tether.train.engines.base import Hosted, all_together, by_model, kept_by_main, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
 
@@ -79,7 +79,7 @@ class FullySharded:
         self._roles, roles.device = roles, self._dist.device
         hosts: dict[str, Sharded] = {}
         trained: dict[str, Mapping[str, nn.Parameter]] = {}
-        for played in _by_model(roles.all):
+        for played in by_model(roles.all).values():
             is_frozen = not any(role.trained for role in played)
             model = self._sharded(
                 roles.policy if played[0].adapter is not None else played[0].model,
@@ -204,18 +204,12 @@ class FullySharded:
 
     @torch.no_grad()
     def full(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Gathers one tensor at a time, and keeps them in the main process; shared tensors stay shared."""
-        whole: dict[str, Tensor] = {}
-        seen: dict[int, Tensor] = {}
-        for name, x in tensors.items():
-            if id(x) not in seen:
-                part = x if parts is None else _in_place_of(x, parts[name])
-                with lost_told(self._dist.num_processes):
-                    gathered = _gathered(part.detach())
-                seen[id(x)] = gathered.cpu() if self._dist.is_main else gathered.new_empty(0)
-            if self._dist.is_main:
-                whole[name] = seen[id(x)]
-        return whole
+        """Gathers one tensor at a time, and keeps them in the main process."""
+
+        def gather(name: str, x: Tensor) -> Tensor:
+            return _gathered((x if parts is None else _in_place_of(x, parts[name])).detach())
+
+        return kept_by_main(tensors, gather, self._dist)
 
     def optimizer_state(self, optimizer: PassOptimizer) -> dict[str, Any]:
         """Gathers one moment at a time, and keeps them in the main process."""
@@ -330,14 +324,6 @@ def _check(plugin: FullyShardedDataParallelPlugin, parallelism: ParallelismConfi
         raise ConfigError(
             "fsdp_ignored_modules: wanted none in the configuration file of accelerate launch: all weights are sharded"
         )
-
-
-def _by_model(roles: Sequence[Role]) -> list[list[Role]]:
-    """Groups of roles that share a model, in the order of their first roles."""
-    groups: dict[int, list[Role]] = {}
-    for role in roles:
-        groups.setdefault(id(role.model), []).append(role)
-    return list(groups.values())
 
 
 def _separate_layers(model: nn.Module) -> list[nn.Module]:

@@ -124,7 +124,7 @@ def _decode_longest(config: RunConfig, parts: Parts) -> None:
         pass
 
 
-def halved(config: RunConfig, halvings: int, error: torch.OutOfMemoryError) -> tuple[int, str]:
+def next_halving(config: RunConfig, halvings: int, error: torch.OutOfMemoryError) -> tuple[int, str]:
     """How often micro-batches are halved from now on, and a line that says so.
 
     Args:

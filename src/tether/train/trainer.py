@@ -54,7 +54,7 @@ from tether.train.guard import Guard, NotFinite
 from tether.train.interrupt import Stopped, StopRequest
 from tether.train.log import RunLog
 from tether.train.measure import derived, measure_answers, measure_critic, measure_objective
-from tether.train.memory import dry_step, halved
+from tether.train.memory import dry_step, next_halving
 from tether.train.norms import spread, start_answers
 from tether.train.optim import PassOptimizer, build_optimizers
 from tether.train.parts import Parts
@@ -329,7 +329,7 @@ class PPOTrainer:
         """
         if self.dist.num_processes > 1:
             raise out_of_step("the update's passes", error) from error
-        self.state.halvings, told = halved(self.config, self.state.halvings, error)
+        self.state.halvings, told = next_halving(self.config, self.state.halvings, error)
         self.log.message(told)
 
     def release_memory(self) -> None:

@@ -209,7 +209,7 @@ def _on_start(config: Any, missing: Mapping[Path, Any]) -> Any:
         config = config.model_copy(update=changes)
     if isinstance(config, RunConfig):
         changes = {"rewards": _there(config.rewards, missing)}
-        critic = inputs.model_paths(config).get("value.init", getattr(config.rewards[0], "path", None))
+        critic = config.value.init_path or getattr(config.rewards[0], "path", None)
         if critic is not None and _place(critic) in missing:
             changes["value"] = config.value.model_copy(update={"init": "policy"})
         config = config.model_copy(update=changes)

@@ -428,8 +428,8 @@ def _kl_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 def _critic_path(config: RunConfig) -> str:
     """The model that their critic is initialized from: verl has no default."""
-    if config.value.init not in (None, "reward", "policy"):
-        return config.value.init
+    if config.value.init_path is not None:
+        return config.value.init_path
     first = config.rewards[0]
     return first.path if isinstance(first, ModelReward) and config.value.init != "policy" else config.model.path
 

@@ -154,6 +154,11 @@ class ValueConfig(Section):
     or there are several sources. Tether loads the bias, plain transformers ignores it: there the scores differ by a
     constant."""
 
+    @property
+    def init_path(self) -> str | None:
+        """The path in ``init``, if it is one."""
+        return None if self.init in ("reward", "policy") else self.init
+
 
 class DataConfig(DataKeys):
     """The prompts."""

@@ -100,12 +100,10 @@ def check(config: RunConfig) -> None:
             check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir, revision=revision)
     check_rewards(config.rewards)
     check_report_to(config.train.report_to)
-    if config.value.init not in (None, "reward", "policy"):
-        check_model_path(config.value.init, "value.init")
+    if (critic := config.value.init_path) is not None:
+        check_model_path(critic, "value.init")
         if config.value_kind == "model":
-            check_classifier(
-                config.value.init, "value.init", trust_remote_code=config.model.trust_remote_code
-            )
+            check_classifier(critic, "value.init", trust_remote_code=config.model.trust_remote_code)
 
 
 def check_batches(config: RunConfig, num_processes: int) -> None:
@@ -141,7 +139,7 @@ def model_paths(config: RunConfig) -> dict[str, str]:
         for key, reward in sources_of(config.rewards)
         if isinstance(reward, AdapterReward | OwnModelReward)
     }
-    critic = {"value.init": config.value.init} if config.value.init not in (None, "reward", "policy") else {}
+    critic = {} if config.value.init_path is None else {"value.init": config.value.init_path}
     return {"model.path": config.model.path} | rewards | critic
 
 
@@ -369,8 +367,8 @@ def _check_adapters(config: RunConfig, base: str, kind: PeftType) -> None:
     if model.lora is None or gguf_source(model.path) is not None:  # the base of a GGUF file is not written yet
         return
     sources = {f"{key}.path": each.path for key, each in sources_of(config.rewards) if isinstance(each, AdapterReward)}
-    if config.value_kind == "adapter" and config.value.init not in (None, "reward", "policy"):
-        sources["value.init"] = config.value.init
+    if config.value_kind == "adapter" and config.value.init_path is not None:
+        sources["value.init"] = config.value.init_path
     for key, path in sources.items():
         try:
             check_beside(path, _peft_config(path), kind, absolute_source(base))

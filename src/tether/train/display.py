@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 PhaseReport = Callable[[str, int, int], None]
-"""``Display.phase``, alone."""
+"""``Display.phase`` by itself: called with the name of a phase, how much of it is done, and its total."""
 
 
 @runtime_checkable

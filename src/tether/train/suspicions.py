@@ -4,7 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tether.report.limits import LIMITS, LOGPROB_GAP, MOST_SHARE, STRETCH
+from tether.config.schema import RunConfig
+from tether.report.limits import LIMITS, LOGPROB_GAP, MOST_SHARE, STRETCH, forward_type, scores_alike
+
+
+class Watch:
+    """Watches the metrics of a run, one update after the other.
+
+    Args:
+        config: the run's configuration.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        model, train = config.model, config.train
+        self._forward_type = forward_type(
+            dtype=model.dtype, bf16=train.bf16, fp16=train.fp16, quantization=model.quantization
+        )
+        self._has_several = train.rollout_batch_size > 1
+        self._num_alike = 0
+        """Number of consecutive updates, up to the last one, in which all answers got the same score."""
+
+    def suspicions(self, metrics: Mapping[str, float]) -> list[str]:
+        """The ``suspicions`` of the next update."""
+        is_alike = scores_alike(metrics["objective/scores"], metrics["objective/scores_std"])
+        self._num_alike = self._num_alike + 1 if is_alike and self._has_several else 0
+        return suspicions(metrics, forward_type=self._forward_type, num_alike=self._num_alike)
 
 
 def suspicions(metrics: Mapping[str, float], *, forward_type: str, num_alike: int = 0) -> list[str]:

@@ -39,7 +39,6 @@ from tether.metrics.writers import read_jsonl
 from tether.models.checkpoints import METRICS
 from tether.models.forward import LogprobOutput
 from tether.models.roles import POLICY, REFERENCE
-from tether.report.limits import forward_type, scores_alike
 from tether.rewards.norms import measured, normalised, unmeasured
 from tether.train.batches import micro_batches
 from tether.train.callbacks import Callbacks
@@ -67,7 +66,7 @@ from tether.train.rollout import (
     raw_scores,
     shaped_scores,
 )
-from tether.train.suspicions import suspicions
+from tether.train.suspicions import Watch
 from tether.train.update import Update
 from tether.types import Experience, MicroBatch, Request, RewardOutput, noise_key
 
@@ -111,14 +110,7 @@ class PPOTrainer:
         self.stop = StopRequest(config.train.max_runtime, self.dist)
         self.guard = Guard(config.output_dir, config.train.max_bad_batches, log.message, self.dist)
         self.costs = PassCosts(parts.roles)
-        self.num_alike = 0
-        """Number of consecutive updates, up to the last one, in which all answers got the same score."""
-        self.forward_type = forward_type(
-            dtype=config.model.dtype,
-            bf16=config.train.bf16,
-            fp16=config.train.fp16,
-            quantization=config.model.quantization,
-        )
+        self.watch = Watch(config)
         self.before = random_states()
         """States of the global random generators when the weights were last those of a finished update."""
 
@@ -553,9 +545,7 @@ class PPOTrainer:
         self.state.step += 1
         self.state.had_tokens |= metrics["update/num_steps"] > 0 or metrics.get("update/num_empty", 0.0) == 0
         self.state.bad_batches, self.guard.step = self.guard.in_a_row, self.state.step + 1
-        is_alike = scores_alike(metrics["objective/scores"], metrics["objective/scores_std"])
-        self.num_alike = self.num_alike + 1 if is_alike and self.config.train.rollout_batch_size > 1 else 0
-        for text in suspicions(metrics, forward_type=self.forward_type, num_alike=self.num_alike):
+        for text in self.watch.suspicions(metrics):
             self.log.warn_once(text)
         self.log.update(self.state.step, self.num_updates, metrics)
         self.callbacks.step_end(metrics)

@@ -8,15 +8,18 @@ from collections import defaultdict
 import pytest
 import torch
 
+from tests.operators import operators
 from tests.tiny import EOS
 from tests.train.runs import PROMPTS, tiny_run
 from tests.train.test_run import CrashAfter, assert_same_weights, reproducible, weights
+from tests.train.trainers import collate_by, trainer_of
 from tether.algo import ScoreMoments
 from tether.data.collate import collate
 from tether.generation.fake import FakeGenerator
+from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
 from tether.rewards.fake import FakeRewards
-from tether.train.batches import micro_batch_plan, mini_batches
+from tether.train.batches import micro_batch_plan, micro_batches, mini_batches
 from tether.train.inputs import load_data
 from tether.train.rollout import Answers, shaped_scores
 from tether.train.run import train_policy
@@ -144,6 +147,30 @@ def test_micro_batches_keep_to_the_token_budget(tmp_path):
     sizes = [len(rows) * max(len(queries[i]) + len(responses[i]) for i in rows) for rows in plan]
     assert sorted(row for rows in plan for row in rows) == list(range(8))
     assert max(sizes) <= 12 and max(map(len, plan)) > 1
+
+
+@pytest.mark.parametrize("halvings", [0, 1])
+def test_micro_batches_know_where_their_answers_are_before_they_are_on_the_device(tmp_path, halvings):
+    """Also those that are a part of one: an accelerator would be waited for."""
+    completions = [Completion(ids, "stop") for ids in ANSWERS]
+    answers = Answers([Prompt(0, "a", "a", (8,))] * len(ANSWERS), completions, [""] * len(ANSWERS))
+    batches = micro_batches(answers, tiny_run(tmp_path), Dist(), halvings=halvings)
+    assert [len(batch.rows) for batch in batches] == [4 // 2**halvings] * 2**halvings
+
+    def read():
+        for batch in batches:
+            assert len(batch.response_index) == len(batch.response_places) and not batch.has_padding_before
+            assert len(batch.sampled_columns) > 0
+
+    assert not {"aten::nonzero", "aten::_local_scalar_dense"} & operators(read).keys()
+
+
+def test_an_evaluation_pads_each_answer_once(tmp_path, monkeypatch):
+    trainer = trainer_of(tiny_run(tmp_path), FakeRewards(lambda query, response: 0.0))
+    padded = []
+    collate_by(monkeypatch, lambda batch: (padded.extend(batch.rows), batch)[1])
+    trainer.evaluate()
+    assert sorted(padded) == list(range(len(PROMPTS)))
 
 
 # The order of an update

@@ -45,18 +45,15 @@ def micro_batches(answers: Answers, config: RunConfig, dist: Dist, *, halvings: 
     """
     queries = [prompt.token_ids for prompt in answers.prompts]
     responses = [completion.token_ids for completion in answers.completions]
-
-    def batch(rows: Sequence[int]) -> MicroBatch:
-        return collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(dist.device)
-
     batches = []
     for group, whole in enumerate(micro_batch_plan(config, queries, responses, dist.num_processes)):
-        parts = halves(dist.dealt(whole), halvings)
+        own = halves(dist.dealt(whole), halvings)
         most = len(halves(dist.dealt(whole, to=0), halvings))
-        dealt = [batch(rows) for rows in parts] + [replace(batch(whole[:1]), is_idle=True)] * (most - len(parts))
-        if dealt[0].rows != tuple(whole):
-            dealt = [replace(each, group=group, group_size=len(whole)) for each in dealt]
-        batches += dealt
+        parts = [*own, *[whole[:1]] * (most - len(own))]
+        of_whole = {} if parts[0] == whole else {"group": group, "group_size": len(whole)}
+        for i, rows in enumerate(parts):
+            batch = collate([queries[row] for row in rows], [responses[row] for row in rows], rows)
+            batches.append(replace(batch, is_idle=i >= len(own), **of_whole).to(dist.device))
     return batches
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -117,12 +116,14 @@ def sequence_kl(
         return None
     queries = [p.token_ids for p in answers.prompts]
     responses = [c.token_ids for c in answers.completions]
-    plan = [batch.rows for batch in micro_batches(answers, config, dist, halvings=halvings)]
+    batches = micro_batches(answers, config, dist, halvings=halvings)
+    plan, formed = [batch.rows for batch in batches], {batch.rows: batch for batch in batches}
     total, done = 2 * sum(map(len, plan)), 0
 
-    @cache
     def batch_of(rows: tuple[int, ...]) -> MicroBatch:
-        return collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(roles.device)
+        if rows not in formed:  # part of one that did not fit into memory
+            formed[rows] = collate([queries[i] for i in rows], [responses[i] for i in rows], rows).to(roles.device)
+        return formed[rows]
 
     def of_policy(rows: Sequence[int]) -> Tensor:
         batch = batch_of(rows)

@@ -85,12 +85,12 @@ class RunLog:
         self._explain_kl(metrics.get("eval_kl"))
         self.display.samples(list(samples[:SHOWN_SAMPLES]))
 
-    def samples(self, step: int, split: str, answers: Answers, judged: Judged, *, limit: int) -> None:
-        """Records the first ``limit`` answers of a rollout."""
+    def samples(self, step: int, answers: Answers, judged: Judged, *, limit: int) -> None:
+        """Records the first ``limit`` answers of an update's rollout."""
         if self._samples is None:
             return
         rows = range(min(limit, len(answers.texts)))
-        self._samples.write_all({"step": step, "split": split, **judged.sample(i, answers), "kl": None} for i in rows)
+        self._samples.write_all({"step": step, "split": "train", **judged.sample(i, answers), "kl": None} for i in rows)
 
     def finished(self, step: int, kept_step: int, read: Mapping[str, str]) -> None:
         """Records that the run finished.

@@ -419,7 +419,7 @@ class PPOTrainer:
             for name, values in output.components.items():
                 metrics.mean(f"rewards/{name}", values)
         judged = Judged(scores, output.components, early_scores(output, answers, self.config, moments))
-        self.log.samples(self.state.step + 1, "train", answers, judged, limit=self.config.train.log_samples)
+        self.log.samples(self.state.step + 1, answers, judged, limit=self.config.train.log_samples)
         self.scale_critic(judged, moments)
         self.stop.agree()
         return judged, moments

@@ -42,6 +42,7 @@ from tether.models.heads import ScalarHead  # noqa: E402
 from tether.models.loading import load_causal_lm  # noqa: E402
 from tether.models.products import QuickLinear  # noqa: E402
 from tether.models.roles import POLICY, ModelRoles  # noqa: E402
+from tether.models.rounding import frozen_copy  # noqa: E402
 from tether.models.tokenizer import load_tokenizer  # noqa: E402
 from tether.train.optim import all_finite, build_optimizer  # noqa: E402
 from tether.types import MicroBatch, Request, Sampling  # noqa: E402
@@ -412,8 +413,24 @@ def autocast(bench: Bench) -> Iterator[Row]:
     yield "bfloat16 autocast: forward and backward", "s", *bench.seconds(lambda: passed(False), lambda: passed(True))
 
 
+def rounded(bench: Bench) -> Iterator[Row]:
+    """A reference whose weights are rounded once against one that autocast rounds for every pass."""
+    batch, plain = bench.batch(), copy.deepcopy(bench.model).requires_grad_(False)
+    once = frozen_copy(plain, torch.bfloat16)
+
+    def scored(model: PreTrainedModel) -> None:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            response_outputs(model, batch, temperature=1.0)
+
+    pair = (lambda: scored(plain)), (lambda: scored(once))
+    yield "weights of the reference rounded once: its pass under bfloat16 autocast", "s", *bench.seconds(*pair)
+    sizes = (sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20 for model in (plain, once))
+    yield "the same, weights", "MiB", *sizes
+
+
 def compiled(bench: Bench) -> Iterator[Row]:
-    """Layers through torch.compile: the first pass, which waits for the compiler, and those after it."""
+    """Layers through torch.compile: the first pass, which waits for the compiler, and those after it; in float32 and
+    under bfloat16 autocast."""
     batch = bench.batch()
     try:
         check_compile("compiled", "cpu")
@@ -422,25 +439,28 @@ def compiled(bench: Bench) -> Iterator[Row]:
         return
     compile_layers(bench.model)
 
-    def passed(scope: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
-        with scope(bench.model):
+    def passed(scope: Callable[[nn.Module], AbstractContextManager[object]], is_bf16: bool) -> None:
+        with scope(bench.model), torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
             out = response_outputs(bench.model, batch, temperature=1.0)
         out.logprobs.sum().backward()
         bench.model.zero_grad(set_to_none=True)
 
-    actions = (lambda: passed(nullcontext), lambda: passed(compiled_layers))
-    first = []
-    for action in actions:
-        start = time.perf_counter()
-        action()
-        first.append(time.perf_counter() - start)
-    yield "layers through torch.compile: the first forward and backward, by the clock", "s", *first
-    yield "the same, once compiled", "s", *bench.seconds(*actions)
+    for name, is_bf16 in {"float32": False, "bfloat16 autocast": True}.items():
+        actions = [
+            lambda scope=scope, is_bf16=is_bf16: passed(scope, is_bf16) for scope in (nullcontext, compiled_layers)
+        ]
+        first = []
+        for action in actions:
+            start = time.perf_counter()
+            action()
+            first.append(time.perf_counter() - start)
+        yield f"layers through torch.compile, {name}: the first forward and backward, by the clock", "s", *first
+        yield f"the same, {name}, once compiled", "s", *bench.seconds(*actions)
 
 
 TRICKS = (
     products, few_rows, half, gradients, logits, lengths, rows, cache, draws, optimizer, roles, merged, autocast,
-    compiled,
+    rounded, compiled,
 )  # fmt: skip
 
 

@@ -191,11 +191,13 @@ def in_bf16(folder: Path, changes: Mapping[str, Any]) -> list[Mapping[str, float
         return trainer.log.updates
 
 
-def test_adapters_in_float32_on_a_base_in_bfloat16(folder):
-    case = CASES["four roles on one base"] | {"train__bf16": True, "train__max_steps": 1}
-    updates, others = together(in_bf16, folder, settings(folder, case, "bf16", 2), folder=folder, environment=FSDP)
+@pytest.mark.parametrize("case", CASES)
+def test_weights_in_float32_beside_weights_in_bfloat16(folder, case):
+    changes = settings(folder, CASES[case] | {"train__bf16": True, "train__max_steps": 1}, f"bf16 {case}", 2)
+    updates, others = together(in_bf16, folder, changes, folder=folder, environment=FSDP)
     assert metric_errors(updates, others, most=0) == []
-    assert updates[0]["val/first_ratio_error"] == 0 and updates[0]["policy/grad_norm"] > 0
+    assert updates[0]["val/first_ratio_error"] == updates[0]["objective/kl"] == 0
+    assert updates[0]["policy/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 3}], ids=["full", "LoRA"])

@@ -1794,17 +1794,35 @@ ROLES = (
         "models/build.py",
         (
             "the reference shares the policy's weights",
-            'copy.deepcopy(model), path, "frozen copy"',
+            'frozen_copy(model, autocast_dtype), path, "frozen copy"',
             'model, path, "frozen copy"',
         ),
         tests=(f"{SWITCHING}::test_a_full_reference_is_a_copy_that_training_does_not_reach",),
     ),
     *in_file(
+        "models/rounding.py",
+        (
+            "a head that is tied to the embeddings is rounded in a frozen copy",
+            "if weight not in elsewhere]",
+            "if weight in by_layers]",
+        ),
+        tests=("tests/models/test_rounding.py::test_linear_layers_alone_are_rounded_and_a_tied_head_is_not",),
+    ),
+    *in_file(
+        "models/roles.py",
+        (
+            "a frozen copy keeps rounded weights that change its answers",
+            "if torch.equal(*logits):",
+            "if True:",
+        ),
+        tests=("tests/models/test_rounding.py::test_a_reference_that_rounded_weights_would_change_is_copied_anew",),
+    ),
+    *in_file(
         "models/build.py",
         (
             "a reference is kept and computes where there is no KL",
-            "    if config.ppo.kl_coef > 0:\n        roles.append(Role(REFERENCE, copy",
-            "    if True:\n        roles.append(Role(REFERENCE, copy",
+            "    if config.ppo.kl_coef > 0:\n        roles.append(Role(REFERENCE, frozen",
+            "    if True:\n        roles.append(Role(REFERENCE, frozen",
         ),
         tests=(f"{SWITCHING}::test_without_kl_there_is_no_reference",),
     ),

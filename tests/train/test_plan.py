@@ -51,6 +51,19 @@ def test_a_frozen_base_is_counted_in_the_type_of_autocast(tmp_path, monkeypatch,
     assert of_weights[1] < of_weights[0] and beside[1] < beside[0], "the cache is half as large too"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [("bfloat16", "auto"), ("float16", "auto"), ("bfloat16", "bfloat16")]
+)  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reference_is_counted_as_it_is_stored(tmp_path, kind, dtype, weights):
+    changes = {"train__bf16" if dtype == "bfloat16" else "train__fp16": True, "value__kind": "head"}
+    config = tiny_run(tmp_path, kind=kind, model__dtype=weights, **changes)
+    (planned,) = (role for role in plan(config).roles if role.role == "reference")
+    roles = build_roles(config, load_data(config).tokenizer, device="cpu", autocast_dtype=getattr(torch, dtype))
+    (built,) = (row for row in roles.table() if row.role == "reference")
+    assert (planned.weight_bytes, planned.dtype, planned.parameters) == (built.bytes, built.dtype, built.parameters)
+
+
 def test_updates_and_memory_follow_the_batch(tmp_path):
     save_tiny(tmp_path / "judge", num_labels=1)
     judge = [{"type": "model", "path": str(tmp_path / "judge")}]

@@ -39,6 +39,7 @@ from tether.models.loading import load_causal_lm, load_config
 from tether.models.paths import ADAPTER_CONFIG, absolute_source, is_adapter, own_weights
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+from tether.models.rounding import frozen_copy
 from tether.models.tokenizer import configured_ends, load_tokenizer
 
 
@@ -80,7 +81,7 @@ def build_roles(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         if config.model.lora is None:
-            roles, adapted = _full_roles(config), None
+            roles, adapted = _full_roles(config, autocast_dtype), None
         else:
             roles, adapted = _lora_roles(config, device=device, autocast_dtype=autocast_dtype)
         policy = roles[0]
@@ -125,16 +126,17 @@ def finished(models: ModelRoles, config: RunConfig) -> ModelRoles:
     for name in {role.model: role.name for role in models.all}.values():
         with models.use(name) as model:
             check_causal(model)
+    models.make_copy_exact()
     return models
 
 
-def _full_roles(config: RunConfig) -> list[Role]:
+def _full_roles(config: RunConfig, autocast_dtype: torch.dtype | None) -> list[Role]:
     path = config.model.path
     model = _load_policy(config, path, weight_dtype(config.model.dtype, torch.float32), config.model.revision)
     trained = parameters_above(model, config.model.freeze_layers)
     roles = [Role(POLICY, model, path, "own weights", trained=trained)]
     if config.ppo.kl_coef > 0:
-        roles.append(Role(REFERENCE, copy.deepcopy(model), path, "frozen copy"))
+        roles.append(Role(REFERENCE, frozen_copy(model, autocast_dtype), path, "frozen copy", copies_policy=True))
     return roles
 
 

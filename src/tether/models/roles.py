@@ -28,7 +28,7 @@ from tether.config.keys import counted
 from tether.errors import CheckpointError
 from tether.models.adapters import DEFAULT, adapter_parameters, add_reward, flags_kept, without_casts
 from tether.models.bitsandbytes import num_weights, placed
-from tether.models.forward import LogprobOutput, last_token_scores, response_outputs, response_values
+from tether.models.forward import LogprobOutput, few_tokens, last_token_scores, response_outputs, response_values
 from tether.models.heads import ScalarHead
 from tether.models.layers import num_rows
 from tether.models.merging import MergedAdapter
@@ -85,6 +85,8 @@ class Role:
     copies_reward: bool = False
     """Whether it is a critic that starts as a copy of the first reward source, whose weight and normalization are not
     known yet."""
+    copies_policy: bool = False
+    """Whether it is a frozen copy of the start policy, with weights that autocast would round stored rounded."""
 
 
 @dataclass(frozen=True)
@@ -429,6 +431,25 @@ class ModelRoles:
             if is_off and not self._adapters_off:
                 self._adapted.base_model.disable_adapter_layers()
         self._adapters_off = is_off
+
+    @torch.no_grad()
+    def make_copy_exact(self) -> None:
+        """Makes the copy of the start policy answer as the policy does, bit for bit: where rounded weights change its
+        answers, because the model also uses them outside of products, they are copied anew."""
+        policy, reference = self.role(POLICY).model, self._by_name.get(REFERENCE)
+        if reference is None or not reference.copies_policy:
+            return
+        logits = []
+        for name in (POLICY, REFERENCE):
+            with self.use(name) as model:
+                logits.append(model(input_ids=few_tokens(model), use_cache=False).logits.float())
+        if torch.equal(*logits):
+            return
+        for own, original in zip(reference.model.parameters(), policy.parameters(), strict=True):
+            if own.dtype != original.dtype:
+                own.data = original.detach().clone()
+        if reference.model in self._offloaded:
+            self._offloaded[reference.model] = Offloaded(reference.model, device=self.device)
 
     # Outputs of roles
 

@@ -53,6 +53,7 @@ from tether.models.layers import parameters_above
 from tether.models.loading import load_config
 from tether.models.merging import MOST_BYTES
 from tether.models.paths import is_adapter, own_weights
+from tether.models.rounding import rounded_weights
 from tether.train.folder import check_folder
 from tether.train.inputs import check, check_batches, check_data, load_data, resolved
 from tether.train.optim import MOMENT_BYTES
@@ -215,7 +216,20 @@ def _full_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:
     path, size, dtype = config.model.path, _count(base), weight_dtype(config.model.dtype, torch.float32)
     trained = sum(p.numel() for p in parameters_above(base, config.model.freeze_layers).values())
     roles = [_role("policy", path, size, trained, dtype, "own weights")]
-    return roles + ([_role("reference", path, size, 0, dtype, "frozen copy")] if config.ppo.kl_coef > 0 else [])
+    return roles + ([_reference(config, base, size, dtype)] if config.ppo.kl_coef > 0 else [])
+
+
+def _reference(config: RunConfig, base: PreTrainedModel, size: int, dtype: torch.dtype) -> RolePlan:
+    """The frozen copy of a full policy; what autocast rounds is stored rounded."""
+    whole = _role("reference", config.model.path, size, 0, dtype, "frozen copy")
+    half = half_dtype(config.train, default_device())
+    if half is None or dtype != torch.float32:
+        return whole
+    counts = {half: sum(weight.numel() for weight in rounded_weights(base))}
+    counts[dtype] = size - counts[half]
+    names = [str(each).removeprefix("torch.") for each in sorted(counts, key=counts.get, reverse=True) if counts[each]]
+    num_bytes = sum(count * BYTES[each] for each, count in counts.items())
+    return replace(whole, dtype=" + ".join(names), weight_bytes=num_bytes)
 
 
 def _adapted_policy(config: RunConfig, base: PreTrainedModel) -> list[RolePlan]:

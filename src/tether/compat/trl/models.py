@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from tether.models.layers import num_rows
 from tether.models.paths import absolute_source, model_errors
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
+from tether.models.rounding import frozen_copy
 from tether.models.tokenizer import TOKENIZER_FILES
 from tether.types import Prompt
 
@@ -210,11 +210,11 @@ class Models:
             ConfigError, ModelError: an adapter does not fit, or an end token has no embedding.
         """
         check_token_ids(self.base, tokenizer)
-        value = _critic(self.value)
+        value, autocast_dtype = _critic(self.value), half_dtype(config.train, device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
             adapted = self._adapted()
-            reference = [self._reference()] if config.ppo.kl_coef > 0 else []
+            reference = [self._reference(autocast_dtype)] if config.ppo.kl_coef > 0 else []
         source, processor = name_of(self.base), None
         if adapted is None:
             if source != IN_MEMORY:  # an adapter's base has its own
@@ -232,7 +232,7 @@ class Models:
             base_source=absolute_source(source),
             tokenizer=tokenizer,
             device=device,
-            autocast_dtype=half_dtype(config.train, device),
+            autocast_dtype=autocast_dtype,
             detach_value=False,
             processor=processor,
         )
@@ -254,7 +254,7 @@ class Models:
         except ValueError as error:
             raise ConfigError(f"peft_config: {error}") from error
 
-    def _reference(self) -> Role:
+    def _reference(self, autocast_dtype: torch.dtype | None) -> Role:
         source = name_of(self.base)
         if self.reference is not None:
             return Role(REFERENCE, self.reference, name_of(self.reference), "own weights")
@@ -265,7 +265,8 @@ class Models:
             return Role(REFERENCE, self.base, source, "frozen adapter on the base", name)
         if self.is_adapted:
             return Role(REFERENCE, self.base, source, "the base, adapters off", OFF)
-        return Role(REFERENCE, copy.deepcopy(self.policy), source, "frozen copy")
+        copied = frozen_copy(self.policy, autocast_dtype)
+        return Role(REFERENCE, copied, source, "frozen copy", copies_policy=True)
 
 
 def name_of(model: PreTrainedModel) -> str:

@@ -11,19 +11,26 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
 from tether.config.keys import counted
-from tether.data.answers import closing_token, encodable, last_turn, text_start
+from tether.data.answers import (
+    answer_ids,
+    before_answer,
+    check_answers,
+    closing_token,
+    last_turn,
+    prompt_and_answer,
+)
 from tether.data.bad_rows import every, usable
 from tether.data.collate import collate, plan_micro_batches
 from tether.data.forms import given_names, is_given
 from tether.data.joined import column_names, read_datasets
-from tether.data.pairs import answer_ids, check_answers, prompt_and_answer
-from tether.data.prompts import (
+from tether.data.queries import (
     QueryFormat,
-    before_answer,
     check_untemplated,
     checked_prompt,
+    encodable,
     encoded_queries,
     template_arguments,
+    text_start,
 )
 from tether.data.sources import Row, Rows
 from tether.data.stream import PromptStream

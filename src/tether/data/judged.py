@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tether.data.answers import encodable
+from tether.data.answers import check_answers, prompt_and_answer
 from tether.data.bad_rows import every, usable
 from tether.data.forms import is_given
 from tether.data.joined import column_names
-from tether.data.pairs import check_answers, check_prompts, pair_texts, prompt_and_answer
-from tether.data.prompts import checked_prompt
+from tether.data.pairs import check_prompts, pair_texts
+from tether.data.queries import checked_prompt, encodable
 from tether.data.sources import Row, Rows, read_rows
 from tether.errors import DataError
 from tether.types import Message

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
-from tether.data.prompts import QueryFormat, encoded_queries, uses_template
+from tether.data.queries import QueryFormat, encoded_queries, uses_template
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.inference.options import check_options

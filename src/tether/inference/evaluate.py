@@ -8,7 +8,8 @@ from typing import Any
 
 from tether.algo import ScoreMoments
 from tether.config.rewards import measured_norms
-from tether.data.prompts import PROMPTS_OPTION, load_prompts
+from tether.data.prompts import load_prompts
+from tether.data.queries import PROMPTS_OPTION
 from tether.data.sources import check_source
 from tether.data.splits import whole_splits
 from tether.errors import ConfigError

@@ -13,9 +13,8 @@ from tether.config.chat import present, with_now
 from tether.config.rewards import AdapterReward, OwnModelReward, measured_norms, sources_of
 from tether.config.schema import LoraConfig, RunConfig
 from tether.config.source import QueryConfig, SourceConfig
-from tether.data.answers import closing_token
-from tether.data.pairs import answer_ids, encoded_prompts
-from tether.data.prompts import QueryFormat, template_arguments
+from tether.data.answers import answer_ids, closing_token
+from tether.data.queries import QueryFormat, encoded_prompts, template_arguments
 from tether.errors import ConfigError, DataError
 from tether.machine.distributed import Dist
 from tether.models.build import build_roles

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.data.answers import text_start
+from tether.data.queries import text_start
 from tether.data.rendering import rendered
 from tether.data.typed import TypedTokens
 from tether.errors import RewardError

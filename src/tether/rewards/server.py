@@ -14,7 +14,7 @@ from threading import Event, Thread
 from typing import Any
 
 from tether.data.judged import checked_answer
-from tether.data.prompts import checked_prompt
+from tether.data.queries import checked_prompt
 from tether.errors import USER_ERRORS, ConfigError, DataError, RewardTimeout, TetherError
 from tether.types import Message
 

@@ -11,14 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from tether.config.keys import counted
 from tether.data.bad_rows import every
 from tether.data.forms import is_given, plain_row
-from tether.data.prompts import (
-    PromptData,
-    QueryFormat,
-    check_untemplated,
-    checked_prompt,
-    encoded_queries,
-    template_arguments,
-)
+from tether.data.prompts import PromptData
+from tether.data.queries import QueryFormat, check_untemplated, checked_prompt, encoded_queries, template_arguments
 from tether.errors import ConfigError, DataError
 from tether.types import Prompt
 

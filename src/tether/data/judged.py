@@ -86,7 +86,7 @@ def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str
             check_answers(prompts, [row.answers for row in rows], source)
         return JudgedData(table.name, is_pairs, rows, columns)
 
-    return usable(table, key, is_chat, read)[0]
+    return usable(table, key, is_chat, read)
 
 
 def checked_answer(value: Any, where: str) -> str:

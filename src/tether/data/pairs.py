@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -14,14 +14,7 @@ from tether.data.answers import answer_ids, check_answers, closing_token, prompt
 from tether.data.bad_rows import BadRows, every, usable
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
-from tether.data.queries import (
-    QueryFormat,
-    check_untemplated,
-    checked_prompt,
-    encodable,
-    encoded_prompts,
-    template_arguments,
-)
+from tether.data.queries import QueryFormat, checked_prompt, encodable, row_queries
 from tether.data.sources import Row, Rows
 from tether.errors import DataError
 from tether.types import Message
@@ -108,19 +101,20 @@ def load_pairs(
         revision=revision, columns=columns,
     )  # fmt: skip
     _check_columns(table, key)
-    form = QueryFormat(tokenizer, chat_template, system_prompt, special_tokens, chat_template_now)
+    form = QueryFormat(
+        tokenizer, chat_template, system_prompt, special_tokens, chat_template_now, chat_template_kwargs or {}
+    )
+    name = f"{key}: {table.name}"
 
     def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> PairData:
         texts = every(pair_texts, places, rows)
         prompts = [text.prompt for text in texts]
-        check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
-        check_answers(prompts, [(text.chosen, text.rejected) for text in texts], f"{key}: {table.name}")
-        check_untemplated(prompts, form, f"{key}: {table.name}")
-        arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-        queries = encoded_prompts(prompts, form, places, arguments)
+        check_prompts(prompts, column_names(rows), places, name)
+        check_answers(prompts, [(text.chosen, text.rejected) for text in texts], name)
+        queries = row_queries(prompts, rows, form, places, name)
         chosen, rejected = (
-            answer_ids([getattr(text, name) for text in texts], prompts, form, closing_id)
-            for name in ("chosen", "rejected")
+            answer_ids([getattr(text, side) for text in texts], prompts, form, closing_id)
+            for side in ("chosen", "rejected")
         )
         pairs = [
             Pair(number, text, (*ids, *better), (*ids, *worse), query_length=len(ids))
@@ -130,14 +124,14 @@ def load_pairs(
         kept = [pair for pair in differing if max(len(pair.chosen_ids), len(pair.rejected_ids)) <= max_length]
         if not kept:
             raise DataError(
-                f"{key}: no row of {table.name} ({counted(len(pairs), 'row')}) can be used: in "
+                f"{key}: no row of {table.name} ({counted(len(rows), 'row')}) can be used: in "
                 f"{len(pairs) - len(differing)} both answers are the same, {len(differing)} are longer than "
                 f"data.max_length {max_length}"
             )
-        return PairData(kept, len(pairs), len(differing) - len(kept), len(pairs) - len(differing))
+        num_too_long, num_equal = len(differing) - len(kept), len(pairs) - len(differing)
+        return PairData(kept, table.num_rows, num_too_long, num_equal, num_bad=table.num_rows - len(rows))
 
-    data, num_bad = usable(table, key, form.is_chat, read, drops=drop_bad_rows)
-    return replace(data, num_rows=data.num_rows + num_bad, num_bad=num_bad)
+    return usable(table, key, form.is_chat, read, drops=drop_bad_rows)
 
 
 def split_pairs(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair], list[Pair]]:

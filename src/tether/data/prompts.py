@@ -11,13 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from tether.config.chat import Sources
 from tether.config.keys import counted
 from tether.data.answers import before_answer
-from tether.data.bad_rows import UNUSABLE, every, usable
-from tether.data.forms import given_names
+from tether.data.bad_rows import UNUSABLE, every, short_enough, usable
 from tether.data.held_out import split_off
-from tether.data.joined import column_names, read_datasets
-from tether.data.queries import QueryFormat, check_untemplated, checked_prompt, encoded_queries, template_arguments
-from tether.data.sources import Row, Rows
-from tether.errors import DataError
+from tether.data.joined import column_names, columns_used, read_datasets
+from tether.data.queries import QueryFormat, checked_prompt, row_queries
+from tether.data.sources import Row
 from tether.types import Message, Prompt
 
 
@@ -99,41 +97,37 @@ def load_prompts(
         source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset,
         revision=revision, columns=columns,
     )  # fmt: skip
-    form = QueryFormat(tokenizer, chat_template, system_prompt, special_tokens, chat_template_now)
+    form = QueryFormat(
+        tokenizer, chat_template, system_prompt, special_tokens, chat_template_now, chat_template_kwargs or {}
+    )
+    name = f"{key}: {table.name}"
 
     def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> PromptData:
-        used, others = _columns(rows, table, key)
+        way_out = "Rename one" + ", or name it by data.columns: {prompt: …}" * key.startswith("data.")
+        used = columns_used(rows, _column, name, "has no column prompt or messages", way_out)
+        others = [column for column in column_names(rows) if column not in used and column != "prompt"]
         sources = every(_checked_source, places, rows, used)
-        check_untemplated(sources, form, f"{key}: {table.name}")
-        arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-        texts, queries = encoded_queries(sources, form, places, arguments)
+        queries = row_queries(sources, rows, form, places, name)
         prompts = [
             Prompt(
                 number,
-                prompt,
+                source,
                 text,
                 tuple(ids),
-                {name: row.get(name) for name in others},
-                form.conversation(prompt),
+                {column: row.get(column) for column in others},
+                form.conversation(source),
             )
-            for number, row, prompt, text, ids in zip(numbers, rows, sources, texts, queries, strict=True)
-            if len(ids) <= max_prompt_length
+            for number, row, source, (text, ids) in zip(numbers, rows, sources, queries, strict=True)
         ]
-        if not prompts:
-            raise DataError(
-                f"{key}: every prompt of {table.name} ({counted(len(queries), 'prompt')}) is longer than {length_key} "
-                f"{max_prompt_length}; the shortest has {counted(min(map(len, queries)), 'token')}"
-            )
-        return PromptData(prompts, len(queries), len(queries) - len(prompts), others, table.name)
+        words = {"what": "prompt", "table": table, "key": key, "limit_key": length_key}
+        kept = short_enough(prompts, lambda prompt: len(prompt.token_ids), max_prompt_length, **words)
+        num_too_long, num_bad = len(prompts) - len(kept), table.num_rows - len(rows)
+        note = f"{table.name}: {len(kept):,} of {counted(table.num_rows, 'prompt')}"
+        note += f", {num_too_long} dropped as longer than {max_prompt_length} tokens" if num_too_long else ""
+        note += f", {num_bad} left out as {UNUSABLE}" if num_bad else ""
+        return PromptData(kept, table.num_rows, num_too_long, others, note, num_bad)
 
-    data, num_bad = usable(table, key, form.is_chat, read, drops=drop_bad_rows)
-    num_rows = data.num_rows + num_bad
-    note = f"{table.name}: {len(data.prompts):,} of {counted(num_rows, 'prompt')}"
-    if data.num_too_long:
-        note += f", {data.num_too_long} dropped as longer than {max_prompt_length} tokens"
-    if num_bad:
-        note += f", {num_bad} left out as {UNUSABLE}"
-    return replace(data, num_rows=num_rows, note=note, num_bad=num_bad)
+    return usable(table, key, form.is_chat, read, drops=drop_bad_rows)
 
 
 def split_prompts(data: PromptData, fraction: float, seed: int) -> tuple[PromptData, PromptData]:
@@ -144,19 +138,6 @@ def split_prompts(data: PromptData, fraction: float, seed: int) -> tuple[PromptD
         for part, what in zip(parts, ("trained on", "held out"), strict=True)
     )
     return kept, held_out
-
-
-def _columns(rows: Sequence[Row], table: Rows, key: str) -> tuple[list[str], list[str]]:
-    """The prompt's column in each row, and the names of all other columns, in order of first appearance."""
-    names = column_names(rows)
-    usual = _column(names)
-    if usual is None:
-        got, way_out = ", ".join(names) or "none", "Rename one"
-        if key.startswith("data."):
-            way_out += ", or name it by data.columns: {prompt: …}"
-        raise DataError(f"{key}: {table.name} has no column prompt or messages; its columns are: {got}. {way_out}")
-    used = [_column(given_names(row)) or usual for row in rows]
-    return used, [name for name in names if name not in used and name != "prompt"]
 
 
 def _column(names: Collection[str]) -> str | None:

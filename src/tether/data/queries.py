@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ _QUESTION = "Xyzzy, said he?"
 
 @dataclass(frozen=True)
 class QueryFormat:
-    """How prompts become queries."""
+    """How prompts become queries: a tokenizer, and the keys of ``ChatKeys``."""
 
     tokenizer: PreTrainedTokenizerBase
     """The policy's."""
@@ -37,8 +37,10 @@ class QueryFormat:
     special_tokens: bool = False
     """Whether special tokens in the content of messages are control tokens; otherwise they are encoded as ordinary
     characters. Text that does not go through a template is taken as it is."""
-    now: str | None = None
+    chat_template_now: str | None = None
     """Date and time for the chat template, as in ``rendered``."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template."""
 
     @property
     def is_chat(self) -> bool:
@@ -114,6 +116,28 @@ def encodable(text: str, where: str) -> str:
     return text
 
 
+def row_queries(
+    prompts: Sequence[str | list[Message] | None],
+    rows: Sequence[Row],
+    form: QueryFormat,
+    places: Sequence[str],
+    source: str,
+) -> list[tuple[str, list[int]]]:
+    """Prompts of a dataset as queries, as in ``encoded_prompts``, with the arguments of the chat template that their
+    rows have.
+
+    Args:
+        prompts, places: as in ``encoded_prompts``.
+        rows: the row of each prompt.
+        source: the dataset in messages, after its key.
+
+    Raises:
+        ConfigError, DataError: as in ``load_prompts``.
+    """
+    _check_untemplated(prompts, form, source)
+    return encoded_prompts(prompts, form, places, template_arguments(rows, form, places))
+
+
 def encoded_prompts(
     prompts: Sequence[str | list[Message] | None],
     form: QueryFormat,
@@ -174,7 +198,7 @@ def encoded_queries(
     hidden = [None if messages is None or form.special_tokens else typed.hidden(messages) for messages in conversations]
     shown = [marked or messages or source
              for source, messages, marked in zip(sources, conversations, hidden, strict=True)]  # fmt: skip
-    texts = every(partial(_rendered, tokenizer, now=form.now), places, shown, arguments)
+    texts = every(partial(_rendered, tokenizer, now=form.chat_template_now), places, shown, arguments)
     bos = text_start(tokenizer)
     queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
     for i, marked in enumerate(hidden):
@@ -237,12 +261,7 @@ def text_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return bos if tokenizer("")["input_ids"][:1] == bos else []
 
 
-def template_arguments(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    given: Mapping[str, Any] | None,
-    places: Sequence[str],
-) -> list[dict[str, Any]]:
+def template_arguments(rows: Sequence[Row], form: QueryFormat, places: Sequence[str]) -> list[dict[str, Any]]:
     """Arguments of the chat template for each row: those of the run, the row's own ``chat_template_kwargs`` and
     ``tools``.
 
@@ -254,9 +273,9 @@ def template_arguments(
         own = decoded(row.get("chat_template_kwargs"), f"{where}, chat_template_kwargs") or {}
         if not isinstance(own, Mapping):
             raise DataError(f"{where}, chat_template_kwargs: got {own!r}, wanted an object")
-        if tools := _tools(row.get("tools"), tokenizer, f"{where}, tools"):
+        if tools := _tools(row.get("tools"), form.tokenizer, f"{where}, tools"):
             own = {**own, "tools": tools}
-        return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
+        return {**form.chat_template_kwargs, **{name: value for name, value in own.items() if value is not None}}
 
     return every(arguments, places, rows)
 
@@ -275,7 +294,7 @@ def _tools(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[A
     return _without_nulls([decoded(tool, f"{where}, tool {i}") for i, tool in enumerate(value)])
 
 
-def check_untemplated(sources: Sequence[str | list[Message] | None], form: QueryFormat, name: str) -> None:
+def _check_untemplated(sources: Sequence[str | list[Message] | None], form: QueryFormat, name: str) -> None:
     """Checks that the prompts of a dataset are not in a chat template already, as they would be put into it twice.
 
     Args:
@@ -302,7 +321,7 @@ def _prompt_end(form: QueryFormat) -> str:
     nothing there but blanks, or takes no such turn."""
     turns = [{"role": "user", "content": _QUESTION}]
     try:
-        text = rendered(form.tokenizer, turns, form.now, add_generation_prompt=True)
+        text = rendered(form.tokenizer, turns, form.chat_template_now, add_generation_prompt=True)
     except Exception:  # templates raise whatever their authors chose; rows that they refuse are reported individually
         return ""
     return text.rpartition(_QUESTION)[2].rstrip() if _QUESTION in text else ""

@@ -55,10 +55,7 @@ class PolicyReader:
 
     @property
     def _form(self) -> QueryFormat:
-        keys = self.query
-        return QueryFormat(
-            self.tokenizer, keys.chat_template, keys.system_prompt, keys.special_tokens, keys.chat_template_now
-        )
+        return QueryFormat(self.tokenizer, **self.query.chat)
 
     def batch(
         self,
@@ -87,7 +84,7 @@ class PolicyReader:
                 for i in range(len(places))
             ]
             try:
-                arguments = template_arguments(own, self.tokenizer, self.query.chat_template_kwargs, places)
+                arguments = template_arguments(own, self._form, places)
                 queries = encoded_prompts(prompts, self._form, places, arguments)
             except DataError as error:
                 if self.is_stand_in:

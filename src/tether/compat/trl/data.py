@@ -12,7 +12,7 @@ from tether.config.keys import counted
 from tether.data.bad_rows import every
 from tether.data.forms import is_given, plain_row
 from tether.data.prompts import PromptData
-from tether.data.queries import QueryFormat, check_untemplated, checked_prompt, encoded_queries, template_arguments
+from tether.data.queries import QueryFormat, checked_prompt, row_queries
 from tether.errors import ConfigError, DataError
 from tether.types import Prompt
 
@@ -59,16 +59,15 @@ def prompts_of(
         )
     else:
         queries = None
-    sources, used, form = None, set(), QueryFormat(tokenizer, now=now)
+    sources, used, form = None, set(), QueryFormat(tokenizer, chat_template_now=now)
     if text is not None:
         plain = every(partial(plain_row, is_chat=form.is_chat), places, rows)
         of_rows = [next((name for name in TEXTS if is_given(row.get(name))), text) for row in plain]
         values = [row.get(name) for row, name in zip(plain, of_rows, strict=True)]
         sources, used = every(checked_prompt, places, values), {*of_rows, "prompt"}
     if queries is None:
-        check_untemplated(sources, form, name)
-        arguments = template_arguments(rows, tokenizer, None, places)
-        texts, queries = encoded_queries(sources, form, places, arguments)
+        encoded = row_queries(sources, rows, form, places, name)
+        texts, queries = [text for text, _ in encoded], [ids for _, ids in encoded]
         chats = [form.conversation(source) for source in sources]
     else:
         _check_known(queries, tokenizer, places)

@@ -265,8 +265,8 @@ def _encoded_answers(
     queries = row_queries(prompts, [each.row for each in origins], form, [each.place for each in origins], source)
     responses = answer_ids(answers, prompts, form, closing_id)
     return [
-        _Encoded(each.at, ids, response)
-        for each, (_, ids), response in zip(origins, queries, responses, strict=True)
+        _Encoded(each.at, query.ids, response)
+        for each, query, response in zip(origins, queries, responses, strict=True)
     ]
 
 

@@ -117,8 +117,8 @@ def load_pairs(
             for side in ("chosen", "rejected")
         )
         pairs = [
-            Pair(number, text, (*ids, *better), (*ids, *worse), query_length=len(ids))
-            for number, (text, ids), better, worse in zip(numbers, queries, chosen, rejected, strict=True)
+            Pair(number, query.text, (*query.ids, *better), (*query.ids, *worse), query_length=len(query.ids))
+            for number, query, better, worse in zip(numbers, queries, chosen, rejected, strict=True)
         ]
         differing = [pair for pair in pairs if pair.chosen_ids != pair.rejected_ids]
         kept = [pair for pair in differing if max(len(pair.chosen_ids), len(pair.rejected_ids)) <= max_length]

@@ -112,12 +112,12 @@ def load_prompts(
             Prompt(
                 number,
                 source,
-                text,
-                tuple(ids),
+                query.text,
+                tuple(query.ids),
                 {column: row.get(column) for column in others},
-                form.conversation(source),
+                query.conversation,
             )
-            for number, row, source, (text, ids) in zip(numbers, rows, sources, queries, strict=True)
+            for number, row, source, query in zip(numbers, rows, sources, queries, strict=True)
         ]
         words = {"what": "prompt", "table": table, "key": key, "limit_key": length_key}
         kept = short_enough(prompts, lambda prompt: len(prompt.token_ids), max_prompt_length, **words)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.bad_rows import every
-from tether.data.forms import ROLES, content_told, decoded, role_told
+from tether.data.forms import ROLES, content_told, decoded, is_given, role_told
 from tether.data.rendering import rendered
 from tether.data.sources import Row
 from tether.data.typed import TypedTokens
@@ -47,15 +48,36 @@ class QueryFormat:
         """Whether text and transcripts become turns of the chat template."""
         return uses_template(self.tokenizer, self.chat_template)
 
-    def conversation(self, source: str | Sequence[Message]) -> list[Message] | None:
-        """The chat messages that a prompt becomes, or None if it is text that is taken as it is."""
+    def conversation(self, source: str | Sequence[Message], system: str | None = None) -> list[Message] | None:
+        """The chat messages that a prompt becomes, or None if it is text that is taken as it is.
+
+        Args:
+            system: system message in place of ``system_prompt``.
+        """
         if isinstance(source, str):
             if not self.is_chat:
                 return None
             source = [{"role": "user", "content": source}]
-        if self.system_prompt is not None and all(message["role"] != "system" for message in source):
-            return [{"role": "system", "content": self.system_prompt}, *source]
+        system = self.system_prompt if system is None else system
+        if system is not None and all(message["role"] != "system" for message in source):
+            return [{"role": "system", "content": system}, *source]
         return list(source)
+
+    @property
+    def why_plain(self) -> str:
+        """Why text does not go through a chat template, if it does not."""
+        return "the tokenizer has none" if self.tokenizer.chat_template is None else "data.chat_template is none"
+
+
+class Query(NamedTuple):
+    """A prompt as the policy reads it."""
+
+    text: str
+    """The text, chat template applied; empty for a whole text."""
+    ids: list[int]
+    """Its token ids; for a whole text, the token that the tokenizer puts before text."""
+    conversation: list[Message] | None
+    """The chat messages that it was rendered from, with the system message; None for text that is taken as it is."""
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> bool:
@@ -122,51 +144,51 @@ def row_queries(
     form: QueryFormat,
     places: Sequence[str],
     source: str,
-) -> list[tuple[str, list[int]]]:
-    """Prompts of a dataset as queries, as in ``encoded_prompts``, with the arguments of the chat template that their
-    rows have.
+) -> list[Query]:
+    """``encoded_prompts`` of a dataset, whose prompts must not be in a chat template already.
 
     Args:
-        prompts, places: as in ``encoded_prompts``.
-        rows: the row of each prompt.
+        prompts, rows, places: as in ``encoded_prompts``.
         source: the dataset in messages, after its key.
 
     Raises:
         ConfigError, DataError: as in ``load_prompts``.
     """
     _check_untemplated(prompts, form, source)
-    return encoded_prompts(prompts, form, places, template_arguments(rows, form, places))
+    return encoded_prompts(prompts, rows, form, places)
 
 
 def encoded_prompts(
     prompts: Sequence[str | list[Message] | None],
+    rows: Sequence[Row],
     form: QueryFormat,
     places: Sequence[str],
-    arguments: Sequence[Mapping[str, Any]],
-) -> list[tuple[str, list[int]]]:
-    """Queries as text and ids; for a whole text an empty query, or the token that the tokenizer puts before text.
+) -> list[Query]:
+    """Prompts as queries, with the system message and the arguments of the chat template that their rows have.
 
     Args:
         prompts: prompts from ``checked_prompt``; None if answers are whole texts.
-        places: what messages call the row of each prompt.
-        arguments: further arguments of the chat template for each prompt.
+        rows: the row of each prompt.
+        places: what messages call it.
 
     Raises:
         ConfigError, DataError: as in ``load_prompts``.
     """
+    arguments = _template_arguments(rows, form, places)
+    systems = every(partial(_system, form), places, rows, prompts)
     given = [i for i, prompt in enumerate(prompts) if prompt is not None]
     if form.system_prompt is not None and len(given) < len(prompts):
         raise ConfigError(
             "data.system_prompt goes before a prompt, but some rows are whole texts: leave it out"
         )
-    queries: dict[int, tuple[str, list[int]]] = {}
+    queries = [Query("", text_start(form.tokenizer), None) for _ in prompts]
     if given:
-        texts, ids = encoded_queries(
-            [prompts[i] for i in given], form, [places[i] for i in given], [arguments[i] for i in given]
-        )
-        queries = dict(zip(given, zip(texts, ids, strict=True), strict=True))
-    start = text_start(form.tokenizer)
-    return [queries.get(i, ("", start)) for i in range(len(prompts))]
+        conversations = [form.conversation(prompts[i], systems[i]) for i in given]
+        shown = [messages or prompts[i] for i, messages in zip(given, conversations, strict=True)]
+        encoded = encoded_queries(shown, form, [places[i] for i in given], [arguments[i] for i in given])
+        for i, *query in zip(given, *encoded, conversations, strict=True):
+            queries[i] = Query(*query)
+    return queries
 
 
 def encoded_queries(
@@ -178,26 +200,24 @@ def encoded_queries(
     """Prompts as queries: their text and their token ids.
 
     Args:
-        sources: prompts from ``checked_prompt``.
+        sources: what ``QueryFormat.conversation`` makes of prompts from ``checked_prompt``, or the text of those that
+            are taken as they are.
         places: what messages call the row of each prompt.
         arguments: further arguments of the chat template for each prompt.
 
     Raises:
         ConfigError, DataError: as in ``load_prompts``.
     """
-    tokenizer, conversations = form.tokenizer, [form.conversation(source) for source in sources]
-    plain = [messages is None for messages in conversations]
+    tokenizer, plain = form.tokenizer, [isinstance(source, str) for source in sources]
     if form.system_prompt is not None and any(plain):
-        why = "the tokenizer has none" if tokenizer.chat_template is None else "data.chat_template is none"
         name = "data.system_prompt" if _has_keys(places[0]) else "the system prompt (--system, or the run's)"
         raise ConfigError(
-            f"{name} needs a chat template for prompts that are text, and {why}: "
+            f"{name} needs a chat template for prompts that are text, and {form.why_plain}: "
             "leave it out, or put it into the prompts"
         )
     typed = TypedTokens(tokenizer)
-    hidden = [None if messages is None or form.special_tokens else typed.hidden(messages) for messages in conversations]
-    shown = [marked or messages or source
-             for source, messages, marked in zip(sources, conversations, hidden, strict=True)]  # fmt: skip
+    hidden = [None if isinstance(source, str) or form.special_tokens else typed.hidden(source) for source in sources]
+    shown = [marked or source for source, marked in zip(sources, hidden, strict=True)]
     texts = every(partial(_rendered, tokenizer, now=form.chat_template_now), places, shown, arguments)
     bos = text_start(tokenizer)
     queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -261,7 +281,30 @@ def text_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return bos if tokenizer("")["input_ids"][:1] == bos else []
 
 
-def template_arguments(rows: Sequence[Row], form: QueryFormat, places: Sequence[str]) -> list[dict[str, Any]]:
+def _system(form: QueryFormat, row: Row, prompt: str | list[Message] | None, where: str) -> str | None:
+    """The system message in a row's column ``system``; None if it has none.
+
+    Raises:
+        DataError: it is not text, or its prompt takes none.
+    """
+    system, where = row.get("system"), f"{where}, system"
+    if not is_given(system):
+        return None
+    ways_out = "leave the column out, or rename it if it is something else"
+    if not isinstance(system, str):
+        raise DataError(f"{where}: got {reprlib.repr(system)}, wanted the text of the row's system message: {ways_out}")
+    if prompt is None:
+        raise DataError(f"{where}: a system message goes before a prompt, but the row is a whole text: {ways_out}")
+    if form.conversation(prompt) is None:
+        template = "set data.chat_template to auto, or to a template by name or file, " * _has_keys(where)
+        raise DataError(
+            f"{where}: a system message needs a chat template for a prompt that is text, and {form.why_plain}: "
+            f"{template}put it into the prompt, {ways_out}"
+        )
+    return encodable(system, where)
+
+
+def _template_arguments(rows: Sequence[Row], form: QueryFormat, places: Sequence[str]) -> list[dict[str, Any]]:
     """Arguments of the chat template for each row: those of the run, the row's own ``chat_template_kwargs`` and
     ``tools``.
 

@@ -97,7 +97,8 @@ class Chat:
 
     def _answer(self, speaker: Speaker, text: str, key: int, tell: Callable[[str], None]) -> str:
         form = QueryFormat(speaker.tokenizer, **{**self.keys, "system_prompt": self.system})
-        source = [*speaker.turns, {"role": "user", "content": text}] if form.is_chat else text
+        asked = [*speaker.turns, {"role": "user", "content": text}]
+        source = form.conversation(asked) if form.is_chat else text
         _, (query,) = encoded_queries([source], form, ["what you typed"], [form.chat_template_kwargs])
         before, sampling = () if form.is_chat else query, speaker.policy.sampling
         streamed = Streamed(speaker.tokenizer, sampling, tell)

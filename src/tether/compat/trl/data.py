@@ -66,9 +66,7 @@ def prompts_of(
         values = [row.get(name) for row, name in zip(plain, of_rows, strict=True)]
         sources, used = every(checked_prompt, places, values), {*of_rows, "prompt"}
     if queries is None:
-        encoded = row_queries(sources, rows, form, places, name)
-        texts, queries = [text for text, _ in encoded], [ids for _, ids in encoded]
-        chats = [form.conversation(source) for source in sources]
+        texts, queries, chats = zip(*row_queries(sources, rows, form, places, name), strict=True)
     else:
         _check_known(queries, tokenizer, places)
         texts = [tokenizer.decode(ids) for ids in queries]

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from tether.config.rewards import JudgeReward
 from tether.errors import RewardResponseError
 from tether.report.text import one_line, prompt_text
+from tether.rewards.base import answer_of
 from tether.rewards.early import Asked, Begun, InGroups, whole
 from tether.rewards.missing import Missing
 from tether.rewards.service import NoScore, Post, Service, service_of
@@ -109,10 +110,9 @@ class JudgeSource:
                 return number
         cut = ", cut off at max_tokens" if was_cut else ""
         raise NoNumber(
-            f"{self.service.place} gave no number from {lowest:g} to {highest:g} for answer {row} of {len(batch)} "
-            f"(counted from 0) in {self.attempts} attempts; the last reply{cut}: "
-            f"{one_line(self.service.without_key(text), 300)!r}. Wanted the "
-            "number alone on the last line, or after a label as in Score: 7"
+            f"{self.service.place} gave no number from {lowest:g} to {highest:g} for {answer_of(row, len(batch))} in "
+            f"{self.attempts} attempts; the last reply{cut}: {one_line(self.service.without_key(text), 300)!r}. Wanted "
+            "the number alone on the last line, or after a label as in Score: 7"
         )
 
     def _reply(self, answer: Any) -> tuple[str, bool]:

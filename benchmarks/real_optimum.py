@@ -47,7 +47,7 @@ from tether.cli.display import RunDisplay
 from tether.config.load import parse_config
 from tether.config.schema import RunConfig
 from tether.data.collate import pad_left
-from tether.data.prompts import QueryFormat, encoded_queries
+from tether.data.queries import QueryFormat, encoded_queries
 from tether.demo.model import prepare_model
 from tether.demo.run import cache_folder
 from tether.metrics.writers import read_jsonl

@@ -105,6 +105,24 @@ def test_the_turns_own_system_message_goes_before_that_of_a_column(entry):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("formatting", ["alpaca", "sharegpt"])
+def test_a_column_system_is_read_only_if_its_entry_names_it(entry, caplog, formatting):
+    row = {"instruction": "the cat", "output": "good", "conversations": TURNS}
+    rows = [row | {"system": "you"}, row | {"system": ""}]
+    named = {"prompt": "instruction", "messages": "conversations", "system": "system"}
+    del named["messages" if formatting == "alpaca" else "prompt"]
+    options = {"split": "train", "max_prompt_length": 64, "key": "data.k", **CHAT}
+    plain, told = (
+        load_prompts("d", tiny_tokenizer(), dataset_dir=entry(rows, formatting=formatting, **columns), **options)
+        for columns in ({}, {"columns": named})
+    )
+    query = "<user> the cat <eos> <assistant>"
+    assert [prompt.text for prompt in plain.prompts] == [query, query]
+    assert [prompt.text for prompt in told.prompts] == [f"<system> you <eos> {query}", query]
+    (record,) = caplog.records
+    assert "d in " in record.getMessage() and "the column system is not read" in record.getMessage()
+
+
 def test_broken_conversations_are_left_out_with_one_warning(entry, caplog):
     good, bad = {"conversations": TURNS}, {"conversations": [*TURNS, {"from": "bot", "value": "x"}]}
     folder = entry([good, bad, {"conversations": []}, good, bad], formatting="sharegpt")

@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.tiny import EOS, tiny_bpe_tokenizer, tiny_tokenizer
+from tether.compat.trl.data import prompts_of
 from tether.data.demonstrations import load_demonstrations
 from tether.data.forms import transcript_messages, transcript_parts
 from tether.data.held_out import split_off
@@ -207,6 +208,81 @@ def test_each_tool_may_be_json_text(write):
         prompts(write({"prompt": "you", "tools": ["cat"]}), tokenizer)
     with pytest.raises(DataError, match=r"row 0 \(line 1\), chat_template_kwargs: not JSON: "):
         prompts(write({"prompt": "you", "chat_template_kwargs": "{"}), tokenizer)
+
+
+SYSTEM = "<system> we <eos> "
+ASKED = "<user> the cat <eos> <assistant>"
+OWN = {"role": "system", "content": "you"}
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_column_system_is_the_system_message_of_its_row(tmp_path, name):
+    FORMATS[name](tmp_path / name, [{"prompt": "the cat", "system": text} for text in ("we", " ", "")])
+    first, *others = prompts(str(tmp_path / name))
+    assert first.text == SYSTEM + ASKED and [prompt.text for prompt in others] == [ASKED, ASKED]
+    assert first.source == "the cat" and first.columns == {"system": "we"}  # what reward functions are given
+    assert first.conversation == [{"role": "system", "content": "we"}, TURN]
+
+
+@pytest.mark.parametrize("read", ["prompts", "dataset in memory", "pairs", "demonstrations"])
+def test_every_stage_reads_it(write, read):
+    """It goes before the run's; the conversation's own goes before it."""
+    tokenizer, options = tiny_tokenizer(), OPTIONS | {"system_prompt": "dog"}
+    asked = [{"prompt": "the cat"}, {"prompt": [TURN]}, {"prompt": [OWN, TURN]}]
+    asked = [row | {"system": "we"} for row in asked] + [{"prompt": "the cat", "system": None}]
+    rows = [row | {"chosen": "sees", "rejected": "eats"} for row in asked]
+    file = write(*rows)
+    if read == "prompts":
+        found = [prompt.text for prompt in prompts(file, tokenizer, system_prompt="dog")]
+    elif read == "pairs":
+        found = [pair.query for pair in load_pairs(file, tokenizer, max_length=64, end_ids={EOS}, **options).pairs]
+    elif read == "demonstrations":
+        data = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, **options)
+        found = [tokenizer.decode(each.query_ids) for each in data.demonstrations]
+    else:
+        found = [prompt.text for prompt in prompts_of(rows, tokenizer, None, "train_dataset").prompts]
+    own = f"<system> you <eos> {ASKED}"
+    runs = ASKED if read == "dataset in memory" else f"<system> dog <eos> {ASKED}"  # which has no system prompt
+    assert found == [SYSTEM + ASKED, SYSTEM + ASKED, own, runs]
+
+
+def test_the_system_message_of_a_row_goes_before_whole_conversations(write):
+    talk = [TURN, {"role": "assistant", "content": "sees"}, TURN, {"role": "assistant", "content": "runs"}]
+    file, tokenizer = write({"chosen": talk, "rejected": talk[:2], "messages": talk, "system": "we"}), tiny_tokenizer()
+    data = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, every_turn=True, **OPTIONS)
+    queries = [tokenizer.decode(each.query_ids) for each in data.demonstrations]
+    assert queries == [SYSTEM + ASKED, f"{SYSTEM}{ASKED} sees <eos> {ASKED}"]
+    file = write({"chosen": talk[:2], "rejected": [TURN, talk[-1]], "system": "we"})
+    (pair,) = load_pairs(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).pairs
+    assert pair.query == SYSTEM + ASKED
+
+
+def test_a_column_with_another_name_is_the_system_message_if_named(write):
+    file = write({"prompt": "the cat", "system_prompt": "we"})
+    assert [prompt.text for prompt in prompts(file)] == [ASKED]
+    assert [prompt.text for prompt in prompts(file, columns={"system": "system_prompt"})] == [SYSTEM + ASKED]
+
+
+def test_a_system_message_that_has_no_place_is_refused(write):
+    row, options = {"prompt": "the cat", "system": "we"}, {"max_length": 64, "end_ids": {EOS}, **OPTIONS}
+    for tokenizer, template, why in [
+        (tiny_tokenizer(chat_template=False), "auto", "the tokenizer has none"),
+        (tiny_tokenizer(), "none", r"data\.chat_template is none"),
+    ]:
+        told = rf"row 0 .*, system: a system message needs a chat template .*, and {why}: set data\.chat_template to "
+        with pytest.raises(DataError, match=told + ".*, put it into the prompt, leave the column out, or rename it"):
+            prompts(write(row), tokenizer, chat_template=template)
+        assert prompts(write(row | {"system": ""}), tokenizer, chat_template=template)[0].text == "the cat"
+    (talk,) = prompts(write({"prompt": [TURN], "system": "we"}), chat_template="none")  # a conversation always has one
+    assert talk.text == SYSTEM + ASKED
+    with pytest.raises(DataError, match=r"row 0 .*, system: .* goes before a prompt, but the row is a whole text: "):
+        load_pairs(write({"chosen": "the cat", "rejected": "dog", "system": "we"}), tiny_tokenizer(), **options)
+    with pytest.raises(DataError, match=r"row 0 .*, system: got 3, wanted the text of the row's system message"):
+        prompts(write(row | {"system": 3}))
+    data = load_demonstrations(write({"text": "the cat", "system": "we"}), tiny_tokenizer(), **options)
+    (text,) = data.demonstrations
+    assert tiny_tokenizer().decode([*text.query_ids, *text.response_ids]) == "the cat"
 
 
 def test_calls_in_a_message_may_be_json_text(write):

@@ -257,6 +257,15 @@ def test_transcripts_and_template_arguments_are_read_as_the_other_stages_read_th
         assert shown == f"'<user> the cat {mood} <eos> <assistant> sees <eos>'"
 
 
+def test_a_column_system_is_read_as_the_other_stages_read_it(tmp_path):
+    folder = str(save_tiny(tmp_path / "judge", num_labels=1))
+    sources = SourceConfig.model_validate({"rewards": [{"type": "model", "path": folder}], "model": {"path": folder}})
+    rows = [{"prompt": "the cat", "response": "sees", "system": text} for text in ("we", "")]
+    seen = [text.partition("reads it: ")[2] for text in score_file(sources, written(tmp_path, *rows)).seen]
+    query = "<user> the cat <eos> <assistant> sees <eos>"
+    assert seen == [f"'<system> we <eos> {query}'", f"'{query}'"]
+
+
 def test_a_tokenizer_that_stands_in_is_named_where_it_will_not_do(tmp_path):
     save_tiny(tmp_path / "judge", num_labels=1, chat_template=False)
     sources = SourceConfig.model_validate({"rewards": [{"type": "model", "path": str(tmp_path / "judge")}]})

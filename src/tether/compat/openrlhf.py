@@ -340,15 +340,23 @@ WRITTEN = (
 
 def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Their argument names with values, for everything that is not their default."""
-    data, ppo, train, sampling = config.data, config.ppo, config.train, config.sampling
     for name, value in scalars_of(config, SCALARS):
-        if name.startswith("critic.") and not ppo.has_critic:
+        if name.startswith("critic.") and not config.ppo.has_critic:
             continue
         yield name, value
-    if train.learning_rate is None:
+    if config.train.learning_rate is None:
         yield "actor.adam.lr", config.learning_rate
-    if ppo.has_critic and config.value.learning_rate is None:
+    if config.ppo.has_critic and config.value.learning_rate is None:
         yield "critic.adam.lr", config.learning_rate
+    yield from _model_arguments(config)
+    yield from _data_arguments(config)
+    yield from _batch_arguments(config)
+    yield from _algorithm_arguments(config)
+    yield from _output_arguments(config)
+
+
+def _model_arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Rewards, critic and LoRA."""
     models = [reward for reward in config.rewards if isinstance(reward, ModelReward)]
     services = [reward for reward in config.rewards if isinstance(reward, HttpReward)]
     functions = [reward for reward in config.rewards if isinstance(reward, FunctionReward)]
@@ -356,7 +364,7 @@ def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "reward.model_name_or_path", ",".join(reward.path for reward in models)
     elif services or functions:
         yield "reward.remote_url", ",".join([each.url for each in services] + [each.path for each in functions])
-    if ppo.has_critic and config.value.init not in (None, "reward"):
+    if config.ppo.has_critic and config.value.init not in (None, "reward"):
         yield "critic.model_name_or_path", config.model.path if config.value.init == "policy" else config.value.init
     if config.value.warmup_steps:
         yield "critic.freezing_steps", config.value.warmup_steps
@@ -368,11 +376,16 @@ def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "ds.lora.alpha", math.ceil(lora.alpha)
         yield "ds.lora.target_modules", lora.target_modules
         yield "ds.lora.dropout", lora.dropout
+
+
+def _data_arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Prompts, their lengths, and how answers are sampled."""
+    data, sampling = config.data, config.sampling
     yield "data.prompt_dataset", data.prompts if isinstance(data.prompts, str) else ",".join(data.prompts)
     if data.eval_prompts is not None:
         yield "eval.dataset", data.eval_prompts if isinstance(data.eval_prompts, str) else ",".join(data.eval_prompts)
-    if train.eval_steps is not None:
-        yield "eval.steps", train.eval_steps
+    if config.train.eval_steps is not None:
+        yield "eval.steps", config.train.eval_steps
     yield "data.input_key", data.columns.get("prompt", "prompt")
     if data.chat_template != "none":
         yield "data.apply_chat_template", True
@@ -381,13 +394,21 @@ def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield "data.max_len", data.max_prompt_length + sampling.response_length
     yield "rollout.max_new_tokens", sampling.response_length
     yield "rollout.top_p", sampling.top_p
+
+
+def _batch_arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield "rollout.batch_size", config.prompts_per_update
     yield "train.batch_size", config.mini_batch_size
-    if train.max_tokens_per_micro_batch is not None:
+    if config.train.max_tokens_per_micro_batch is not None:
         yield "train.dynamic_batch_enable", True
-        yield "train.max_tokens_per_gpu", train.max_tokens_per_micro_batch
+        yield "train.max_tokens_per_gpu", config.train.max_tokens_per_micro_batch
     else:
         yield "train.micro_batch_size", config.max_rows_per_micro_batch()
+
+
+def _algorithm_arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Settings that have another form there."""
+    ppo, train = config.ppo, config.train
     yield "actor.eps_clip_low_high", [ppo.cliprange, ppo.cliprange_high or ppo.cliprange]
     if ppo.kl_in == "loss":
         yield "algo.kl.use_loss", True
@@ -405,6 +426,10 @@ def _arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "actor.gradient_checkpointing_enable", True
     if train.bf16 or train.fp16:
         yield "ds.param_dtype", "fp16" if train.fp16 else "bf16"
+
+
+def _output_arguments(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    train = config.train
     if train.save_steps is not None:
         yield "ckpt.save_steps", train.save_steps
     if config.resume:

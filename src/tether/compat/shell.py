@@ -36,7 +36,7 @@ def commands(script: str, source: str) -> Iterator[tuple[int, list[str]]]:
     """
     variables: dict[str, str] = {"HOME": str(Path.home())}
     arrays: dict[str, Sequence[str]] = {}
-    for number, given in _commands(script, source):
+    for number, given in _Scanner(script, source).commands():
         while given and (assigned := _ASSIGNED.match(given[0][0].text)) and not given[0][0].quote:
             _assign(assigned, given.pop(0), variables, arrays)
         words = [word for parts in given for word in _expanded(parts, variables, arrays)]
@@ -57,85 +57,127 @@ class _Part:
     """The quote around it, if any."""
 
 
-def _commands(script: str, source: str) -> Iterator[tuple[int, list[list[_Part]]]]:
-    """The words of each command, in pieces, with the number of the command's first line. The words of an array in
-    parentheses are the pieces of one word, each behind a piece that says so."""
-    at, line, start, depth = 0, 1, 0, 0
-    words: list[list[_Part]] = []
-    word: list[_Part] | None = None
-    array: list[list[_Part]] | None = None
-    texts: list[str] = []  # the lines that end the texts which begin at the end of this line
-    is_target = False  # whether the next word is where a redirection leads to
+class _Scanner:
+    """Takes a script apart into the words of its commands, in pieces. The words of an array in parentheses are the
+    pieces of one word, each behind a piece that says so.
 
-    def close() -> None:
-        nonlocal word, is_target
-        if word is not None and not is_target:
-            (words if array is None else array).append(word)
-        is_target = is_target and word is None
-        word = None
+    Args:
+        script: its text.
+        source: its name in messages.
+    """
 
-    while at < len(script):
-        sign, rest = script[at], script[at:]
-        if word is None and not words and array is None:
-            start = line
+    def __init__(self, script: str, source: str) -> None:
+        self._script, self._source = script, source
+        self._at, self._line, self._start = 0, 1, 0
+        """Where it is, the line of that, and the first line of the command there."""
+        self._words: list[list[_Part]] = []
+        self._word: list[_Part] | None = None
+        self._array: list[list[_Part]] | None = None
+        self._depth = 0
+        """Number of open parentheses around commands."""
+        self._texts: list[str] = []
+        """The lines that end the texts which begin at the end of this line."""
+        self._is_target = False
+        """Whether the next word is where a redirection leads to."""
+
+    def commands(self) -> Iterator[tuple[int, list[list[_Part]]]]:
+        """The words of each command, with the number of the command's first line.
+
+        Raises:
+            ConfigError: a quote or a parenthesis is not closed.
+        """
+        while self._at < len(self._script):
+            if self._word is None and not self._words and self._array is None:
+                self._start = self._line
+            is_end = self._step(self._script[self._at :])
+            if is_end and self._words:
+                yield self._start, self._words
+                self._words = []
+        if self._array is not None:
+            told = "the array that begins here has no closing parenthesis"
+            raise ConfigError(f"{self._source}, line {self._start}: {told}")
+        self._close()
+        if self._words:
+            yield self._start, self._words
+
+    def _step(self, rest: str) -> bool:
+        """Reads what begins here, and returns whether it ends a command.
+
+        Args:
+            rest: the script from here on.
+        """
+        sign, word = rest[0], self._word
         if rest.startswith("\\\n") or rest == "\\":
-            close()
-            at, line = at + 2, line + 1
-            while comment := re.match(r"[ \t]*#[^\n]*\n", script[at:]):  # a line of a command that is commented out
-                at, line = at + comment.end(), line + 1
-            continue
-        if sign == "#" and word is None:
-            at += len(rest.partition("\n")[0])
-            continue
-        if sign in " \t\r" or (sign == "\n" and array is not None):
-            close()
+            self._close()
+            self._take(2)
+            while comment := re.match(r"[ \t]*#[^\n]*\n", self._script[self._at :]):  # a line that is commented out
+                self._take(comment.end())
+        elif sign == "#" and word is None:
+            self._take(len(rest.partition("\n")[0]))
+        elif sign in " \t\r" or (sign == "\n" and self._array is not None):
+            self._close()
+            self._take(1)
         elif sign == "(" and word and _ASSIGNED.fullmatch(word[-1].text) and word[-1].text.endswith("="):
-            words.append([*word, _Part("", "()")])
-            word, array = None, []
-        elif sign == ")" and array is not None:
-            close()
-            words[-1] += [part for each in array for part in (_Part("", "("), *each)]
-            array = None
-        elif sign == "(" and word is None and not words:
-            depth += 1
+            self._words.append([*word, _Part("", "()")])
+            self._word, self._array = None, []
+            self._take(1)
+        elif sign == ")" and self._array is not None:
+            self._close()
+            self._words[-1] += [part for each in self._array for part in (_Part("", "("), *each)]
+            self._array = None
+            self._take(1)
+        elif sign == "(" and word is None and not self._words:
+            self._depth += 1
+            self._take(1)
         elif text := re.match(r"<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1", rest):
-            close()
-            texts.append(text[2])
-            at += text.end()
-            continue
+            self._close()
+            self._texts.append(text[2])
+            self._take(text.end())
         elif redirection := re.match(r"&?>[>|]?&?(?!\()|<<<|<(?!\()", rest):
             if word and word[-1].text.isdecimal() and len(word) == 1:  # the 2 of 2>&1
-                word = None
-            close()
-            is_target = True
-            at += redirection.end()
-            continue
-        elif sign in _ENDS or (sign == ")" and depth):
-            depth -= sign == ")"
-            close()
-            is_target = False
-            if words:
-                yield start, words
-            words = []
-            if sign == "\n" and texts:
-                if passed := re.match("".join(rf"\n(?:.*\n)*?\t*{end}(?=\n|\Z)" for end in texts), rest):
-                    at, line = at + passed.end() - 1, line + passed[0].count("\n") - 1
-                texts = []
+                self._word = None
+            self._close()
+            self._is_target = True
+            self._take(redirection.end())
+        elif sign in _ENDS or (sign == ")" and self._depth):
+            self._depth -= sign == ")"
+            self._end(rest)
+            return True
         else:
-            taken, quote, text = _piece(rest)
-            if taken is None:
-                raise ConfigError(f"{source}, line {line}: No closing quotation")
-            word = [*(word or []), _Part(text, quote)]
-            line += rest[:taken].count("\n")
-            at += taken
-            continue
-        line += sign == "\n"
-        at += 1
-    if array is not None:
-        raise ConfigError(f"{source}, line {start}: the array that begins here has no closing parenthesis")
-    close()
-    if words:
-        yield start, words
+            self._take_piece(rest)
+        return False
+
+    def _take(self, length: int) -> None:
+        """Moves on by so many characters."""
+        self._line += self._script.count("\n", self._at, self._at + length)
+        self._at += length
+
+    def _close(self) -> None:
+        """Ends a word."""
+        if self._word is not None and not self._is_target:
+            (self._words if self._array is None else self._array).append(self._word)
+        self._is_target = self._is_target and self._word is None
+        self._word = None
+
+    def _end(self, rest: str) -> None:
+        """Ends a command, and passes over the texts that begin behind its line."""
+        self._close()
+        self._is_target = False
+        length = 1
+        if rest[0] == "\n" and self._texts:
+            pattern = "".join(rf"\n(?:.*\n)*?\t*{end}(?=\n|\Z)" for end in self._texts)
+            if passed := re.match(pattern, rest):
+                length = passed.end()
+            self._texts = []
+        self._take(length)
+
+    def _take_piece(self, rest: str) -> None:
+        """Adds a piece to the word."""
+        taken, quote, text = _piece(rest)
+        if taken is None:
+            raise ConfigError(f"{self._source}, line {self._line}: No closing quotation")
+        self._word = [*(self._word or []), _Part(text, quote)]
+        self._take(taken)
 
 
 def _piece(rest: str) -> tuple[int | None, str, str]:

@@ -349,7 +349,7 @@ WRITTEN = (
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Their keys with their values."""
-    data, ppo, train, sampling = config.data, config.ppo, config.train, config.sampling
+    ppo, train = config.ppo, config.train
     estimators = {ours: theirs for theirs, ours in ESTIMATORS.items()}
     yield "algorithm.adv_estimator", estimators[ppo.advantage_estimator]
     for name, value in scalars_of(config, SCALARS):
@@ -361,6 +361,16 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "critic.optim.lr", config.learning_rate
     yield f"{ACTOR}.optim.betas", [train.adam_beta1, train.adam_beta2]
     yield f"{ACTOR}.optim.lr_scheduler_type", "cosine" if train.lr_scheduler_type == "cosine" else "constant"
+    yield from _judge_settings(config)
+    yield from _data_settings(config)
+    yield from _batch_settings(config)
+    yield from _kl_settings(config)
+    yield from _algorithm_settings(config)
+    yield from _output_settings(config)
+
+
+def _judge_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Reward and critic."""
     for reward in config.rewards[:1]:
         if isinstance(reward, FunctionReward):
             yield "reward.custom_reward_function.path", reward.path
@@ -368,8 +378,12 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
         elif isinstance(reward, ModelReward):
             yield "reward.reward_model.enable", True
             yield "reward.reward_model.model_path", reward.path
-    if ppo.has_critic:
+    if config.ppo.has_critic:
         yield "critic.model.path", _critic_path(config)
+
+
+def _data_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    data = config.data
     yield "data.train_files", data.prompts
     if data.eval_prompts is not None:
         yield "data.val_files", data.eval_prompts
@@ -380,16 +394,24 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     for name, value in data.chat_template_kwargs.items():
         yield f"+data.apply_chat_template_kwargs.{name}", value
     yield "data.filter_overlong_prompts", True
+
+
+def _batch_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Their batches count prompts."""
     yield "data.train_batch_size", config.prompts_per_update
-    yield f"{ACTOR}.ppo_mini_batch_size", config.prompts_per_update // ppo.num_mini_batches
-    if train.max_tokens_per_micro_batch is not None:
+    yield f"{ACTOR}.ppo_mini_batch_size", config.prompts_per_update // config.ppo.num_mini_batches
+    if config.train.max_tokens_per_micro_batch is not None:
         yield f"{ACTOR}.use_dynamic_bsz", True
-        yield f"{ACTOR}.ppo_max_token_len_per_gpu", train.max_tokens_per_micro_batch
+        yield f"{ACTOR}.ppo_max_token_len_per_gpu", config.train.max_tokens_per_micro_batch
     else:
         yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
         yield f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
         yield "critic.ppo_micro_batch_size_per_gpu", config.max_rows_per_micro_batch()
-    yield from _kl_settings(config)
+
+
+def _algorithm_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Settings that have another form there."""
+    ppo, sampling = config.ppo, config.sampling
     yield f"{ACTOR}.clip_ratio", ppo.cliprange
     yield f"{ACTOR}.clip_ratio_low", ppo.cliprange
     yield f"{ACTOR}.clip_ratio_high", ppo.cliprange_high or ppo.cliprange
@@ -400,6 +422,11 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield f"{MODEL}.lora_rank", config.model.lora.r
         yield f"{MODEL}.lora_alpha", math.ceil(config.model.lora.alpha)
         yield f"{MODEL}.target_modules", config.model.lora.target_modules
+
+
+def _output_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Length and output of the run."""
+    train = config.train
     if train.max_steps is not None:
         yield "trainer.total_training_steps", train.max_steps
     elif train.num_train_epochs is not None:

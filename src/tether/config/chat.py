@@ -13,7 +13,7 @@ Sources = str | Annotated[list[str], Field(min_length=1)]
 """One dataset, or several that are joined."""
 
 
-COLUMNS = ("prompt", "messages", "completion", "text", "chosen", "rejected", "tools", "chat_template_kwargs")
+COLUMNS = ("prompt", "messages", "completion", "text", "chosen", "rejected", "system", "tools", "chat_template_kwargs")
 """Columns that are read here by their names."""
 
 
@@ -61,8 +61,8 @@ class ChatKeys(Section):
     """Date, or date and time, that chat templates print in place of the present one (``strftime_now``), those of
     reward models too: ``2026-11-30``. Default: when the run started, also after it is resumed."""
     system_prompt: str | None = None
-    """System message for prompts that have none of their own; needs a chat template. Must be the same in every
-    stage."""
+    """System message for prompts that have none of their own, in their conversation or in a column ``system``; needs a
+    chat template. Must be the same in every stage."""
     special_tokens: bool = False
     """Treat special tokens typed into the content of a message (``<|im_end|>``) as control tokens. If false, they are
     plain characters, so that no message can end its own turn; an end token that an answer of a dataset ends with is the

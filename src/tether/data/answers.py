@@ -8,9 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.data.forms import ROLES, content_told, role_told
+from tether.data.forms import ROLES, content_told, is_given, role_told
+from tether.data.queries import QueryFormat
+from tether.data.sources import Row
 from tether.data.typed import TypedTokens
 from tether.errors import ConfigError, DataError
+from tether.types import Message
 
 _ANSWER = "Xyzzy, said he."
 """A placeholder answer that no chat template writes by itself."""
@@ -35,19 +38,84 @@ def last_turn(conversation: Any, where: str) -> tuple[list[Any], str]:
     return list(conversation[:-1]), last["content"]
 
 
-def encodable(text: str, where: str) -> str:
-    """``text``, if it can be written as UTF-8, which tokenizers read.
+def before_answer(value: Any, where: str) -> tuple[list[Any], str]:
+    """The messages of a conversation before its answer, and that answer.
 
     Raises:
-        DataError: it holds half of a surrogate pair; ``where`` names it.
+        DataError: it is not a conversation; ``where`` names the row.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
+    if isinstance(value, str):
+        raise DataError(f"{where}: got text, but there is no column prompt to show where the answer begins")
+    return last_turn(value, where)
+
+
+def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
+    """Prompt and answer in column ``name``. Of several messages, all but the last belong to the prompt: they continue
+    the column ``prompt``, or are a whole conversation, which needs no such column and may begin with it.
+
+    Raises:
+        DataError: the column holds neither text nor a conversation that ends with the assistant's message.
+    """
+    prompt, value = row.get("prompt"), row.get(name)
+    if isinstance(value, str):
+        return prompt, value
+    before, answer = last_turn(value, where)
+    if not before and prompt is None:
+        raise DataError(f"{where}: one message and no column prompt; wanted the whole conversation")
+    if not before or not is_given(prompt):
+        return before or prompt, answer
+    goes_on = name in ("completion", "response") or _role(before[0]) == "assistant"
+    turns = _turns(prompt)
+    return [*turns, *before] if goes_on and before[: len(turns)] != turns else before, answer
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _turns(prompt: Any) -> list[Any]:
+    """A prompt as messages, unchecked."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return list(prompt) if isinstance(prompt, Sequence) else [prompt]
+
+
+def check_answers(prompts: Sequence[object | None], answers: Sequence[Sequence[str]], source: str) -> None:
+    """Raises ``DataError`` if all answers of a dataset begin with their prompt, which would then be there twice.
+
+    Some of many may repeat it by themselves, and so may one row alone.
+
+    Args:
+        prompts: prompt of each row; only those that are text count.
+        answers: answers of each row.
+        source: the dataset, for messages.
+    """
+    rows = [(prompt, each) for prompt, each in zip(prompts, answers, strict=True) if isinstance(prompt, str)]
+    if len(rows) > 1 and all(answer.startswith(prompt) for prompt, each in rows for answer in each):
         raise DataError(
-            f"{where}: got {text[error.start]!r} at character {error.start}, half of a surrogate pair; wanted text"
-        ) from error
-    return text
+            f"{source}: all answers begin with their prompt, which would be there twice; wanted answers without it: "
+            "remove it from them"
+        )
+
+
+def answer_ids(
+    answers: Sequence[str], prompts: Sequence[str | list[Message] | None], form: QueryFormat, closing_id: int
+) -> list[list[int]]:
+    """Token ids of answers after their prompts, as in ``encoded_answers``. One in a conversation begins with the chat
+    template's blank, and special tokens in it are those of a message; see ``QueryFormat``.
+
+    Args:
+        prompts: prompts from ``checked_prompt``; None if answers are whole texts.
+        closing_id: id of the end token; see ``closing_token``.
+    """
+    lead, plain = answer_lead(form.tokenizer), None if form.special_tokens else TypedTokens(form.tokenizer)
+    are_messages = [prompt is not None and form.conversation(prompt) is not None for prompt in prompts]
+    leads = [
+        lead if is_message else "" if prompt is None else None
+        for prompt, is_message in zip(prompts, are_messages, strict=True)
+    ]
+    typed = [plain if is_message else None for is_message in are_messages]
+    return encoded_answers(answers, leads, form.tokenizer, closing_id, typed=typed)
 
 
 def encoded_answers(
@@ -151,9 +219,3 @@ def closing_token(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) 
         if (found := next((token for token in ids if token in end_ids), None)) is not None:
             return found
     return tokenizer.eos_token_id
-
-
-def text_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token that the tokenizer puts before text; empty if there is none."""
-    bos = [tokenizer.bos_token_id]
-    return bos if tokenizer("")["input_ids"][:1] == bos else []

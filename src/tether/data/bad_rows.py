@@ -14,6 +14,7 @@ from tether.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 SHOWN = 5
@@ -66,8 +67,8 @@ def usable(
     read: Callable[[list[Row], list[str], Sequence[int]], Result],
     *,
     drops: bool = False,
-) -> tuple[Result, int]:
-    """What ``read`` makes of the rows that it can use, and the number of the others.
+) -> Result:
+    """What ``read`` makes of the rows that it can use.
 
     Args:
         key: the configuration key of the dataset, for messages.
@@ -80,7 +81,7 @@ def usable(
         DataError: some rows cannot be used and ``drops`` is false, or none can; names the first ones, and their number.
     """
     places = [f"{key}: {table.where(i)}" for i in range(len(table.rows))]
-    total, errors = len(places) + len(table.bad), dict(table.bad)
+    errors = dict(table.bad)
     left: Sequence[int] = range(len(places))
     while left:
         try:
@@ -98,9 +99,40 @@ def usable(
             if errors and not drops:
                 break
             if errors:
-                logger.warning("%s", _told(table, key, places, errors, total - len(left), "left out"))
-            return result, total - len(left)
-    raise DataError(_refused(table, key, places, errors, total - len(left)))
+                logger.warning("%s", _told(table, key, places, errors, table.num_rows - len(left), "left out"))
+            return result
+    raise DataError(_refused(table, key, places, errors, table.num_rows - len(left)))
+
+
+def short_enough(
+    items: Sequence[Item],
+    length: Callable[[Item], int],
+    limit: int,
+    *,
+    what: str,
+    table: Rows,
+    key: str,
+    limit_key: str,
+) -> list[Item]:
+    """The items of at most ``limit`` tokens; at least one.
+
+    Args:
+        length: number of tokens of an item.
+        what: what an item is, for messages.
+        table, key: the dataset that they are from and its configuration key, for messages.
+        limit_key: the configuration key of ``limit``, for messages.
+
+    Raises:
+        DataError: there are none.
+    """
+    kept = [item for item in items if length(item) <= limit]
+    if not kept:
+        shortest = counted(min(map(length, items)), "token")
+        raise DataError(
+            f"{key}: every {what} of {table.name} ({counted(len(items), what)}) is longer than {limit_key} {limit}; "
+            f"the shortest has {shortest}"
+        )
+    return kept
 
 
 def _told(
@@ -109,9 +141,8 @@ def _told(
     """The number of bad rows, and what is wrong with the first ones of the dataset."""
     ordered = [errors[place] for place in dict.fromkeys([*table.bad, *places]) if place in errors]
     first = "".join("\n  " + str(error).removeprefix(f"{key}: ") for error in ordered[:SHOWN])
-    total = len(table.rows) + len(table.bad)
     sign = ":" if count <= SHOWN else "; the first:"
-    return f"{key}: {count:,} of {counted(total, 'row')} of {table.name} {what}{sign}{first}"
+    return f"{key}: {count:,} of {counted(table.num_rows, 'row')} of {table.name} {what}{sign}{first}"
 
 
 def _refused(
@@ -120,7 +151,7 @@ def _refused(
     """What is said of a dataset with bad rows."""
     few = count == 1
     told = str(*errors.values()) if few else _told(table, key, places, errors, count, "cannot be used")
-    if count == len(table.rows) + len(table.bad):
+    if count == table.num_rows:
         return told
     way_out = f"Correct or remove {'the row' if few else 'them'}"
     if key.startswith("data."):

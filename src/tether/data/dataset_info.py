@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tether.data.forms import as_text, content_told, decoded, function_calls, tool_calls
+from tether.data.forms import as_text, content_told, decoded, function_calls, is_given, tool_calls
 from tether.data.sources import Row, Rows, check_source, read_hub, read_rows
 from tether.errors import DataError
 from tether.types import Message
@@ -136,6 +136,11 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
             broken.append(str(error))
         except DataError as error:
             bad[f"{key}: {place}"] = error
+    if "system" not in entry.columns and any(is_given(row.get("system")) for row in table.rows):
+        logger.warning(
+            '%s: the column system is not read, as no entry of %s names it; "columns": {"system": "system", …} makes '
+            "it the system message of its row", entry.where, FILE,
+        )  # fmt: skip
     if broken and not rows and not bad:
         raise DataError(broken[0])
     if broken:
@@ -205,13 +210,11 @@ def _drawn(count: int, wanted: int | None, name: str) -> list[int]:
 
 
 def _alpaca(row: Row, entry: _Entry, where: str) -> Row:
-    columns = entry.columns
-    rest = {name: value for name, value in row.items() if name not in columns.values()}
+    columns, rest = entry.columns, _rest(row, entry)
     parts = [_text(row, columns[name], where, optional=name == "query") for name in ("prompt", "query") if
              name in columns]  # fmt: skip
     before = _system(row, entry, where) + _history(row, columns.get("history"), where)
     prompt = [*before, {"role": "user", "content": "\n".join(part for part in parts if part)}]
-    rest |= _tools(row, entry)
     if entry.is_ranking:
         answers = {side: _text(row, columns[side], where) for side in ("chosen", "rejected")}
         return rest | {"prompt": prompt} | answers
@@ -220,8 +223,7 @@ def _alpaca(row: Row, entry: _Entry, where: str) -> Row:
 
 
 def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
-    columns = entry.columns
-    rest = {name: value for name, value in row.items() if name not in columns.values()}
+    columns, rest = entry.columns, _rest(row, entry)
     column = columns["messages"]
     turns = decoded(row.get(column), f"{where}, {column}")
     if not isinstance(turns, Sequence) or isinstance(turns, str):
@@ -231,7 +233,6 @@ def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
     messages = [_turn(turn, entry, f"{where}, {column}, turn {i}") for i, turn in enumerate(turns)]
     if messages[0]["role"] != "system":
         messages = [*_system(row, entry, where), *messages]
-    rest |= _tools(row, entry)
     if entry.is_ranking:
         answers = {side: _ranked(row, columns[side], entry, where) for side in ("chosen", "rejected")}
         return rest | {"prompt": messages} | answers
@@ -303,9 +304,13 @@ def _system(row: Row, entry: _Entry, where: str) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _tools(row: Row, entry: _Entry) -> Row:
+def _rest(row: Row, entry: _Entry) -> Row:
+    """The columns that are no part of the conversation; without a column ``system`` that the entry does not name, which
+    LLaMA-Factory does not read as the system message."""
+    used = {*entry.columns.values(), "system"}
+    rest = {name: value for name, value in row.items() if name not in used}
     column = entry.columns.get("tools")
-    return {"tools": row.get(column) or None} if column else {}
+    return rest | {"tools": row.get(column) or None} if column else rest
 
 
 def _text(row: Row, column: str, where: str, *, optional: bool = False) -> str:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
 from tether.config.keys import counted
-from tether.data.answers import closing_token, encodable, last_turn, text_start
-from tether.data.bad_rows import every, usable
+from tether.data.answers import (
+    answer_ids,
+    before_answer,
+    check_answers,
+    closing_token,
+    last_turn,
+    prompt_and_answer,
+)
+from tether.data.bad_rows import every, short_enough, usable
 from tether.data.collate import collate, plan_micro_batches
 from tether.data.forms import given_names, is_given
-from tether.data.joined import column_names, read_datasets
-from tether.data.pairs import answer_ids, check_answers, prompt_and_answer
-from tether.data.prompts import (
-    QueryFormat,
-    before_answer,
-    check_untemplated,
-    checked_prompt,
-    encoded_queries,
-    template_arguments,
-)
-from tether.data.sources import Row, Rows
+from tether.data.joined import columns_used, read_datasets
+from tether.data.queries import QueryFormat, checked_prompt, encodable, row_queries, text_start
+from tether.data.sources import Row
 from tether.data.stream import PromptStream
 from tether.errors import DataError
 from tether.types import Message, MicroBatch, noise_key
@@ -121,7 +120,10 @@ def load_demonstrations(
         source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset,
         revision=revision, columns=columns,
     )  # fmt: skip
-    form = QueryFormat(tokenizer, chat_template, system_prompt, special_tokens, chat_template_now)
+    form = QueryFormat(
+        tokenizer, chat_template, system_prompt, special_tokens, chat_template_now, chat_template_kwargs or {}
+    )
+    name = f"{key}: {table.name}"
 
     def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> DemonstrationData:
         unanswered = {i for i, row in enumerate(rows) if drops_unanswered and _has_prompt_alone(row)}
@@ -129,43 +131,31 @@ def load_demonstrations(
             raise DataError(
                 f"{key}: no row of {table.name} ({counted(len(rows), 'row')}) has an answer; wanted some to train on"
             )
-        used = _columns(rows, table, key)
-        plain = [i for i, column in enumerate(used) if column == "text"]
-        encoded: list[tuple[int, list[int], list[int]]] = []
+        lacks = "has neither the columns prompt and completion, nor messages, nor text"
+        way_out = f"Rename them, or name them by {'data.ptx_columns' if key == 'data.ptx' else 'data.columns'}"
+        used = columns_used(rows, _column, name, lacks, way_out)
+        read_from = [
+            _ReadFrom(i, *each) for i, each in enumerate(zip(rows, places, used, strict=True)) if i not in unanswered
+        ]
+        plain = [each for each in read_from if each.column == "text"]
+        answered = [each for each in read_from if each.column != "text"]
+        encoded: list[_Encoded] = []
         if plain:
             closing = [closing_token(tokenizer, end_ids)] if ends_text else []
-            texts = _encoded_texts([rows[i] for i in plain], tokenizer, [places[i] for i in plain])
-            encoded = [(i, query, response + closing) for i, (query, response) in zip(plain, texts, strict=True)]
-        if len(plain) < len(rows):
+            encoded += _encoded_texts(plain, tokenizer, closing)
+        if answered:
             closing_id = closing_token(tokenizer, end_ids)
-            answered = [i for i, column in enumerate(used) if column != "text" and i not in unanswered]
-            columns_of = ([each[i] for i in answered] for each in (places, rows, used))
-            parts = every(partial(_split, every_turn=every_turn), *columns_of)
-            split_rows = [(i, *part) for i, each in zip(answered, parts, strict=True) for part in each]
-            indices, prompts = [i for i, _, _ in split_rows], [prompt for _, prompt, _ in split_rows]
-            check_answers(prompts, [(answer,) for _, _, answer in split_rows], f"{key}: {table.name}")
-            check_untemplated(prompts, form, f"{key}: {table.name}")
-            arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-            _, queries = encoded_queries(
-                prompts, form, [places[i] for i in indices], [arguments[i] for i in indices]
-            )
-            answers = answer_ids([answer for _, _, answer in split_rows], prompts, form, closing_id)
-            encoded = sorted([*encoded, *zip(indices, queries, answers, strict=True)], key=lambda each: each[0])
-        kept = [
+            encoded += _encoded_answers(answered, form, closing_id, every_turn=every_turn, source=name)
+        demonstrations = [
             Demonstration(numbers[i], tuple(query), tuple(response))
-            for i, query, response in encoded
-            if len(query) + len(response) <= max_length
+            for i, query, response in sorted(encoded, key=lambda each: each.at)
         ]
-        if not kept:
-            shortest = min(len(query) + len(response) for _, query, response in encoded)
-            raise DataError(
-                f"{key}: every demonstration of {table.name} ({counted(len(encoded), 'demonstration')}) is longer than "
-                f"{length_key} {max_length}; the shortest has {shortest} tokens"
-            )
-        return DemonstrationData(kept, len(rows), len(encoded) - len(kept), len(unanswered))
+        words = {"what": "demonstration", "table": table, "key": key, "limit_key": length_key}
+        kept = short_enough(demonstrations, lambda each: each.num_tokens, max_length, **words)
+        num_too_long, num_bad = len(demonstrations) - len(kept), table.num_rows - len(rows)
+        return DemonstrationData(kept, table.num_rows, num_too_long, len(unanswered), num_bad)
 
-    data, num_bad = usable(table, key, form.is_chat, read, drops=drop_bad_rows)
-    return replace(data, num_rows=data.num_rows + num_bad, num_bad=num_bad)
+    return usable(table, key, form.is_chat, read, drops=drop_bad_rows)
 
 
 def demonstration_batches(
@@ -195,20 +185,6 @@ def demonstration_batches(
     queries, responses = [each.query_ids for each in drawn], [each.response_ids for each in drawn]
     plan = plan_micro_batches([len(q) + len(r) for q, r in zip(queries, responses, strict=True)], max_rows, max_tokens)
     return [collate([queries[i] for i in rows], [responses[i] for i in rows], rows) for rows in plan]
-
-
-def _columns(rows: Sequence[Row], table: Rows, key: str) -> list[Column]:
-    """The column of each row that holds the text to train on; for a row that has none, the one that another row has."""
-    found = [_column(given_names(row)) for row in rows]
-    names = column_names(rows)
-    usual = _column(names)
-    if usual is not None:
-        return [column or usual for column in found]
-    got = ", ".join(names) or "none"
-    raise DataError(
-        f"{key}: {table.name} has neither the columns prompt and completion, nor messages, nor text; its columns are: "
-        f"{got}. Rename them, or name them by {'data.ptx_columns' if key == 'data.ptx' else 'data.columns'}"
-    )
 
 
 def _column(names: Collection[str]) -> Column | None:
@@ -250,10 +226,59 @@ def _earlier_turns(messages: Sequence[Message], place: str) -> list[tuple[list[M
     ]
 
 
+class _ReadFrom(NamedTuple):
+    """A row, and what of it is read."""
+
+    at: int
+    """Position among the rows."""
+    row: Row
+    place: str
+    """What messages call it."""
+    column: Column
+    """The column that holds the text to train on."""
+
+
+class _Encoded(NamedTuple):
+    """A demonstration as token ids."""
+
+    at: int
+    """Position of its row among the rows."""
+    query: list[int]
+    response: list[int]
+
+
+def _encoded_answers(
+    read_from: Sequence[_ReadFrom], form: QueryFormat, closing_id: int, *, every_turn: bool, source: str
+) -> list[_Encoded]:
+    """The answers of rows, after their prompts.
+
+    Args:
+        closing_id: id of the end token; see ``closing_token``.
+        every_turn: as in ``load_demonstrations``.
+        source: the dataset in messages, after its key.
+    """
+    places, rows, columns = ([getattr(each, name) for each in read_from] for name in ("place", "row", "column"))
+    parts = every(partial(_split, every_turn=every_turn), places, rows, columns)
+    turns = [(each, *part) for each, own in zip(read_from, parts, strict=True) for part in own]
+    origins, prompts, answers = zip(*turns, strict=True)
+    check_answers(prompts, [(answer,) for answer in answers], source)
+    queries = row_queries(prompts, [each.row for each in origins], form, [each.place for each in origins], source)
+    responses = answer_ids(answers, prompts, form, closing_id)
+    return [
+        _Encoded(each.at, query.ids, response)
+        for each, query, response in zip(origins, queries, responses, strict=True)
+    ]
+
+
 def _encoded_texts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, places: Sequence[str]
-) -> list[tuple[list[int], list[int]]]:
-    """Plain texts, split after the first token of each."""
+    read_from: Sequence[_ReadFrom], tokenizer: PreTrainedTokenizerBase, closing: Sequence[int]
+) -> list[_Encoded]:
+    """The plain texts of rows, split after the first token of each.
+
+    Args:
+        closing: tokens behind each text.
+    """
+    places, rows = [each.place for each in read_from], [each.row for each in read_from]
     texts = every(lambda row, where: _checked(row.get("text"), f"{where}, text"), places, rows)
     start = text_start(tokenizer)
 
@@ -262,9 +287,10 @@ def _encoded_texts(
             ids = start + ids
         if len(ids) < 2:
             raise DataError(f"{where}, text: wanted at least 2 tokens, as the first is not trained on; got {len(ids)}")
-        return ids[:1], ids[1:]
+        return ids[:1], [*ids[1:], *closing]
 
-    return every(parts, places, tokenizer(texts, add_special_tokens=False)["input_ids"])
+    split = every(parts, places, tokenizer(texts, add_special_tokens=False)["input_ids"])
+    return [_Encoded(each.at, *part) for each, part in zip(read_from, split, strict=True)]
 
 
 def _checked(text: Any, where: str) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from tether.config.chat import Sources, sources
 from tether.data.dataset_info import check_entry, read_entry
-from tether.data.forms import is_given
+from tether.data.forms import given_names, is_given
 from tether.data.sources import Row, Rows, check_source, read_rows
 from tether.errors import DataError
+
+Name = TypeVar("Name", bound=str)
 
 
 def check_datasets(
@@ -105,6 +108,27 @@ def _renamed_row(row: Row, columns: Mapping[str, str], *, keeps_ours: bool) -> R
     }
     taken = {columns[ours] for ours in found}
     return found | {name: value for name, value in row.items() if name not in found and name not in taken}
+
+
+def columns_used(
+    rows: Sequence[Row], choose: Callable[[Collection[str]], Name | None], source: str, lacks: str, way_out: str
+) -> list[Name]:
+    """The column that ``choose`` finds in each row among the names of those that hold something; for a row without one,
+    the one that it finds among the names of all columns.
+
+    Args:
+        source: the dataset in messages, after its key.
+        lacks: what a dataset without such a column lacks, after its name.
+        way_out: what to do then.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    names = column_names(rows)
+    usual = choose(names)
+    if usual is None:
+        raise DataError(f"{source} {lacks}; its columns are: {', '.join(names) or 'none'}. {way_out}")
+    return [choose(given_names(row)) or usual for row in rows]
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:

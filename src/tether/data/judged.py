@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tether.data.answers import encodable
+from tether.data.answers import check_answers, prompt_and_answer
 from tether.data.bad_rows import every, usable
 from tether.data.forms import is_given
 from tether.data.joined import column_names
-from tether.data.pairs import check_answers, check_prompts, pair_texts, prompt_and_answer
-from tether.data.prompts import checked_prompt
+from tether.data.pairs import check_prompts, pair_texts
+from tether.data.queries import checked_prompt, encodable
 from tether.data.sources import Row, Rows, read_rows
 from tether.errors import DataError
 from tether.types import Message
@@ -86,7 +86,7 @@ def load_judged(source: str, *, split: str, key: str, is_chat: bool, subset: str
             check_answers(prompts, [row.answers for row in rows], source)
         return JudgedData(table.name, is_pairs, rows, columns)
 
-    return usable(table, key, is_chat, read)[0]
+    return usable(table, key, is_chat, read)
 
 
 def checked_answer(value: Any, where: str) -> str:

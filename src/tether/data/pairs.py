@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
 from tether.config.keys import counted
-from tether.data.answers import answer_lead, closing_token, encodable, encoded_answers, last_turn, text_start
+from tether.data.answers import answer_ids, check_answers, closing_token, prompt_and_answer
 from tether.data.bad_rows import BadRows, every, usable
-from tether.data.forms import is_given
 from tether.data.held_out import split_off
 from tether.data.joined import column_names, read_datasets
-from tether.data.prompts import (
-    QueryFormat,
-    check_untemplated,
-    checked_prompt,
-    encoded_queries,
-    template_arguments,
-)
+from tether.data.queries import QueryFormat, checked_prompt, encodable, row_queries
 from tether.data.sources import Row, Rows
-from tether.data.typed import TypedTokens
-from tether.errors import ConfigError, DataError
+from tether.errors import DataError
 from tether.types import Message
 
 PROMPT_NAMES = ("question", "instruction", "query", "input", "problem", "messages")
@@ -109,36 +101,37 @@ def load_pairs(
         revision=revision, columns=columns,
     )  # fmt: skip
     _check_columns(table, key)
-    form = QueryFormat(tokenizer, chat_template, system_prompt, special_tokens, chat_template_now)
+    form = QueryFormat(
+        tokenizer, chat_template, system_prompt, special_tokens, chat_template_now, chat_template_kwargs or {}
+    )
+    name = f"{key}: {table.name}"
 
     def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> PairData:
         texts = every(pair_texts, places, rows)
         prompts = [text.prompt for text in texts]
-        check_prompts(prompts, column_names(rows), places, f"{key}: {table.name}")
-        check_answers(prompts, [(text.chosen, text.rejected) for text in texts], f"{key}: {table.name}")
-        check_untemplated(prompts, form, f"{key}: {table.name}")
-        arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-        queries = encoded_prompts(prompts, form, places, arguments)
+        check_prompts(prompts, column_names(rows), places, name)
+        check_answers(prompts, [(text.chosen, text.rejected) for text in texts], name)
+        queries = row_queries(prompts, rows, form, places, name)
         chosen, rejected = (
-            answer_ids([getattr(text, name) for text in texts], prompts, form, closing_id)
-            for name in ("chosen", "rejected")
+            answer_ids([getattr(text, side) for text in texts], prompts, form, closing_id)
+            for side in ("chosen", "rejected")
         )
         pairs = [
-            Pair(number, text, (*ids, *better), (*ids, *worse), query_length=len(ids))
-            for number, (text, ids), better, worse in zip(numbers, queries, chosen, rejected, strict=True)
+            Pair(number, query.text, (*query.ids, *better), (*query.ids, *worse), query_length=len(query.ids))
+            for number, query, better, worse in zip(numbers, queries, chosen, rejected, strict=True)
         ]
         differing = [pair for pair in pairs if pair.chosen_ids != pair.rejected_ids]
         kept = [pair for pair in differing if max(len(pair.chosen_ids), len(pair.rejected_ids)) <= max_length]
         if not kept:
             raise DataError(
-                f"{key}: no row of {table.name} ({counted(len(pairs), 'row')}) can be used: in "
+                f"{key}: no row of {table.name} ({counted(len(rows), 'row')}) can be used: in "
                 f"{len(pairs) - len(differing)} both answers are the same, {len(differing)} are longer than "
                 f"data.max_length {max_length}"
             )
-        return PairData(kept, len(pairs), len(differing) - len(kept), len(pairs) - len(differing))
+        num_too_long, num_equal = len(differing) - len(kept), len(pairs) - len(differing)
+        return PairData(kept, table.num_rows, num_too_long, num_equal, num_bad=table.num_rows - len(rows))
 
-    data, num_bad = usable(table, key, form.is_chat, read, drops=drop_bad_rows)
-    return replace(data, num_rows=data.num_rows + num_bad, num_bad=num_bad)
+    return usable(table, key, form.is_chat, read, drops=drop_bad_rows)
 
 
 def split_pairs(pairs: Sequence[Pair], fraction: float, seed: int) -> tuple[list[Pair], list[Pair]]:
@@ -185,24 +178,6 @@ def check_prompts(
         )
 
 
-def check_answers(prompts: Sequence[object | None], answers: Sequence[Sequence[str]], source: str) -> None:
-    """Raises ``DataError`` if all answers of a dataset begin with their prompt, which would then be there twice.
-
-    Some of many may repeat it by themselves, and so may one row alone.
-
-    Args:
-        prompts: prompt of each row; only those that are text count.
-        answers: answers of each row.
-        source: the dataset, for messages.
-    """
-    rows = [(prompt, each) for prompt, each in zip(prompts, answers, strict=True) if isinstance(prompt, str)]
-    if len(rows) > 1 and all(answer.startswith(prompt) for prompt, each in rows for answer in each):
-        raise DataError(
-            f"{source}: all answers begin with their prompt, which would be there twice; wanted answers without it: "
-            "remove it from them"
-        )
-
-
 def pair_texts(row: Row, where: str) -> PairTexts:
     """The prompt and the two answers of a row.
 
@@ -220,88 +195,6 @@ def pair_texts(row: Row, where: str) -> PairTexts:
     return PairTexts(None if prompt is None else checked_prompt(prompt, where), chosen, rejected)
 
 
-def prompt_and_answer(row: Row, name: str, where: str) -> tuple[Any, str]:
-    """Prompt and answer in column ``name``. Of several messages, all but the last belong to the prompt: they continue
-    the column ``prompt``, or are a whole conversation, which needs no such column and may begin with it.
-
-    Raises:
-        DataError: the column holds neither text nor a conversation that ends with the assistant's message.
-    """
-    prompt, value = row.get("prompt"), row.get(name)
-    if isinstance(value, str):
-        return prompt, value
-    before, answer = last_turn(value, where)
-    if not before and prompt is None:
-        raise DataError(f"{where}: one message and no column prompt; wanted the whole conversation")
-    if not before or not is_given(prompt):
-        return before or prompt, answer
-    goes_on = name in ("completion", "response") or _role(before[0]) == "assistant"
-    turns = _turns(prompt)
-    return [*turns, *before] if goes_on and before[: len(turns)] != turns else before, answer
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, Mapping) else None
-
-
-def _turns(prompt: Any) -> list[Any]:
-    """A prompt as messages, unchecked."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return list(prompt) if isinstance(prompt, Sequence) else [prompt]
-
-
-def encoded_prompts(
-    prompts: Sequence[str | list[Message] | None],
-    form: QueryFormat,
-    places: Sequence[str],
-    arguments: Sequence[Mapping[str, Any]],
-) -> list[tuple[str, list[int]]]:
-    """Queries as text and ids; for a whole text an empty query, or the token that the tokenizer puts before text.
-
-    Args:
-        prompts: prompts from ``checked_prompt``; None if answers are whole texts.
-        places: what messages call the row of each prompt.
-        arguments: further arguments of the chat template for each prompt.
-
-    Raises:
-        ConfigError, DataError: as in ``load_prompts``.
-    """
-    given = [i for i, prompt in enumerate(prompts) if prompt is not None]
-    if form.system_prompt is not None and len(given) < len(prompts):
-        raise ConfigError(
-            "data.system_prompt goes before a prompt, but some rows are whole texts: leave it out"
-        )
-    queries: dict[int, tuple[str, list[int]]] = {}
-    if given:
-        texts, ids = encoded_queries(
-            [prompts[i] for i in given], form, [places[i] for i in given], [arguments[i] for i in given]
-        )
-        queries = dict(zip(given, zip(texts, ids, strict=True), strict=True))
-    start = text_start(form.tokenizer)
-    return [queries.get(i, ("", start)) for i in range(len(prompts))]
-
-
 def pair_accuracy(margins: Sequence[float]) -> float:
     """Share of margins (chosen minus rejected) above 0; margins of 0 count half."""
     return sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
-
-
-def answer_ids(
-    answers: Sequence[str], prompts: Sequence[str | list[Message] | None], form: QueryFormat, closing_id: int
-) -> list[list[int]]:
-    """Token ids of answers after their prompts, as in ``encoded_answers``. One in a conversation begins with the chat
-    template's blank, and special tokens in it are those of a message; see ``QueryFormat``.
-
-    Args:
-        prompts: prompts from ``checked_prompt``; None if answers are whole texts.
-        closing_id: id of the end token; see ``closing_token``.
-    """
-    lead, plain = answer_lead(form.tokenizer), None if form.special_tokens else TypedTokens(form.tokenizer)
-    are_messages = [prompt is not None and form.conversation(prompt) is not None for prompt in prompts]
-    leads = [
-        lead if is_message else "" if prompt is None else None
-        for prompt, is_message in zip(prompts, are_messages, strict=True)
-    ]
-    typed = [plain if is_message else None for is_message in are_messages]
-    return encoded_answers(answers, leads, form.tokenizer, closing_id, typed=typed)

@@ -2,63 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import Sources
 from tether.config.keys import counted
-from tether.data.answers import encodable, last_turn, text_start
-from tether.data.bad_rows import UNUSABLE, every, usable
-from tether.data.forms import ROLES, content_told, decoded, given_names, role_told
+from tether.data.answers import before_answer
+from tether.data.bad_rows import UNUSABLE, every, short_enough, usable
 from tether.data.held_out import split_off
-from tether.data.joined import column_names, read_datasets
-from tether.data.rendering import rendered
-from tether.data.sources import Row, Rows
-from tether.data.typed import TypedTokens
-from tether.errors import ConfigError, DataError
+from tether.data.joined import column_names, columns_used, read_datasets
+from tether.data.queries import QueryFormat, checked_prompt, row_queries
+from tether.data.sources import Row
 from tether.types import Message, Prompt
-
-PROMPTS_OPTION = "--prompts"
-"""The option that names prompts on a command line, as messages call it."""
-_QUESTION = "Xyzzy, said he?"
-"""A placeholder prompt that no chat template writes by itself."""
-
-
-@dataclass(frozen=True)
-class QueryFormat:
-    """How prompts become queries."""
-
-    tokenizer: PreTrainedTokenizerBase
-    """The policy's."""
-    chat_template: str = "auto"
-    """``none`` takes text as it is; otherwise it becomes a turn of the tokenizer's template, if it has one."""
-    system_prompt: str | None = None
-    """System message for prompts without one."""
-    special_tokens: bool = False
-    """Whether special tokens in the content of messages are control tokens; otherwise they are encoded as ordinary
-    characters. Text that does not go through a template is taken as it is."""
-    now: str | None = None
-    """Date and time for the chat template, as in ``rendered``."""
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether text and transcripts become turns of the chat template."""
-        return uses_template(self.tokenizer, self.chat_template)
-
-    def conversation(self, source: str | Sequence[Message]) -> list[Message] | None:
-        """The chat messages that a prompt becomes, or None if it is text that is taken as it is."""
-        if isinstance(source, str):
-            if not self.is_chat:
-                return None
-            source = [{"role": "user", "content": source}]
-        if self.system_prompt is not None and all(message["role"] != "system" for message in source):
-            return [{"role": "system", "content": self.system_prompt}, *source]
-        return list(source)
 
 
 @dataclass(frozen=True)
@@ -139,41 +97,37 @@ def load_prompts(
         source, split=split, key=key, dataset_dir=dataset_dir, max_samples=max_samples, subset=subset,
         revision=revision, columns=columns,
     )  # fmt: skip
-    form = QueryFormat(tokenizer, chat_template, system_prompt, special_tokens, chat_template_now)
+    form = QueryFormat(
+        tokenizer, chat_template, system_prompt, special_tokens, chat_template_now, chat_template_kwargs or {}
+    )
+    name = f"{key}: {table.name}"
 
     def read(rows: list[Row], places: list[str], numbers: Sequence[int]) -> PromptData:
-        used, others = _columns(rows, table, key)
+        way_out = "Rename one" + ", or name it by data.columns: {prompt: …}" * key.startswith("data.")
+        used = columns_used(rows, _column, name, "has no column prompt or messages", way_out)
+        others = [column for column in column_names(rows) if column not in used and column != "prompt"]
         sources = every(_checked_source, places, rows, used)
-        check_untemplated(sources, form, f"{key}: {table.name}")
-        arguments = template_arguments(rows, tokenizer, chat_template_kwargs, places)
-        texts, queries = encoded_queries(sources, form, places, arguments)
+        queries = row_queries(sources, rows, form, places, name)
         prompts = [
             Prompt(
                 number,
-                prompt,
-                text,
-                tuple(ids),
-                {name: row.get(name) for name in others},
-                form.conversation(prompt),
+                source,
+                query.text,
+                tuple(query.ids),
+                {column: row.get(column) for column in others},
+                query.conversation,
             )
-            for number, row, prompt, text, ids in zip(numbers, rows, sources, texts, queries, strict=True)
-            if len(ids) <= max_prompt_length
+            for number, row, source, query in zip(numbers, rows, sources, queries, strict=True)
         ]
-        if not prompts:
-            raise DataError(
-                f"{key}: every prompt of {table.name} ({counted(len(queries), 'prompt')}) is longer than {length_key} "
-                f"{max_prompt_length}; the shortest has {counted(min(map(len, queries)), 'token')}"
-            )
-        return PromptData(prompts, len(queries), len(queries) - len(prompts), others, table.name)
+        words = {"what": "prompt", "table": table, "key": key, "limit_key": length_key}
+        kept = short_enough(prompts, lambda prompt: len(prompt.token_ids), max_prompt_length, **words)
+        num_too_long, num_bad = len(prompts) - len(kept), table.num_rows - len(rows)
+        note = f"{table.name}: {len(kept):,} of {counted(table.num_rows, 'prompt')}"
+        note += f", {num_too_long} dropped as longer than {max_prompt_length} tokens" if num_too_long else ""
+        note += f", {num_bad} left out as {UNUSABLE}" if num_bad else ""
+        return PromptData(kept, table.num_rows, num_too_long, others, note, num_bad)
 
-    data, num_bad = usable(table, key, form.is_chat, read, drops=drop_bad_rows)
-    num_rows = data.num_rows + num_bad
-    note = f"{table.name}: {len(data.prompts):,} of {counted(num_rows, 'prompt')}"
-    if data.num_too_long:
-        note += f", {data.num_too_long} dropped as longer than {max_prompt_length} tokens"
-    if num_bad:
-        note += f", {num_bad} left out as {UNUSABLE}"
-    return replace(data, num_rows=num_rows, note=note, num_bad=num_bad)
+    return usable(table, key, form.is_chat, read, drops=drop_bad_rows)
 
 
 def split_prompts(data: PromptData, fraction: float, seed: int) -> tuple[PromptData, PromptData]:
@@ -186,24 +140,6 @@ def split_prompts(data: PromptData, fraction: float, seed: int) -> tuple[PromptD
     return kept, held_out
 
 
-def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> bool:
-    """Whether text and transcripts become turns of the chat template."""
-    return chat_template != "none" and tokenizer.chat_template is not None
-
-
-def _columns(rows: Sequence[Row], table: Rows, key: str) -> tuple[list[str], list[str]]:
-    """The prompt's column in each row, and the names of all other columns, in order of first appearance."""
-    names = column_names(rows)
-    usual = _column(names)
-    if usual is None:
-        got, way_out = ", ".join(names) or "none", "Rename one"
-        if key.startswith("data."):
-            way_out += ", or name it by data.columns: {prompt: …}"
-        raise DataError(f"{key}: {table.name} has no column prompt or messages; its columns are: {got}. {way_out}")
-    used = [_column(given_names(row)) or usual for row in rows]
-    return used, [name for name in names if name not in used and name != "prompt"]
-
-
 def _column(names: Collection[str]) -> str | None:
     """The column that holds the prompt, among the names of columns."""
     return next((name for name in ("prompt", "messages", "chosen") if name in names), None)
@@ -213,226 +149,3 @@ def _checked_source(row: Row, column: str, where: str) -> str | list[Message]:
     """A row's prompt; for a preferred conversation, all but its answer."""
     value = row.get(column)
     return checked_prompt(before_answer(value, f"{where}, chosen")[0] if column == "chosen" else value, where)
-
-
-def before_answer(value: Any, where: str) -> tuple[list[Any], str]:
-    """The messages of a conversation before its answer, and that answer.
-
-    Raises:
-        DataError: it is not a conversation; ``where`` names the row.
-    """
-    if isinstance(value, str):
-        raise DataError(f"{where}: got text, but there is no column prompt to show where the answer begins")
-    return last_turn(value, where)
-
-
-def template_arguments(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    given: Mapping[str, Any] | None,
-    places: Sequence[str],
-) -> list[dict[str, Any]]:
-    """Arguments of the chat template for each row: those of the run, the row's own ``chat_template_kwargs`` and
-    ``tools``.
-
-    Raises:
-        DataError: they are of the wrong type, or the chat template does not use tools; names the row.
-    """
-
-    def arguments(row: Row, where: str) -> dict[str, Any]:
-        own = decoded(row.get("chat_template_kwargs"), f"{where}, chat_template_kwargs") or {}
-        if not isinstance(own, Mapping):
-            raise DataError(f"{where}, chat_template_kwargs: got {own!r}, wanted an object")
-        if tools := _tools(row.get("tools"), tokenizer, f"{where}, tools"):
-            own = {**own, "tools": tools}
-        return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
-
-    return every(arguments, places, rows)
-
-
-def _tools(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
-    """The tools of a row, which may be JSON text, all of them or each; empty if it has none."""
-    value = decoded(value, where)
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise DataError(f"{where}: got {type(value).__name__}, wanted a list of tools")
-    if value and not re.search(r"\btools\b", str(tokenizer.chat_template)):
-        raise DataError(
-            f"{where}: the chat template does not use tools; {_other_template(where)}leave the column out, or rename it"
-        )
-    return _without_nulls([decoded(tool, f"{where}, tool {i}") for i, tool in enumerate(value)])
-
-
-def check_untemplated(sources: Sequence[str | list[Message] | None], form: QueryFormat, name: str) -> None:
-    """Checks that the prompts of a dataset are not in a chat template already, as they would be put into it twice.
-
-    Args:
-        sources: prompts from ``checked_prompt``; None where there is none.
-        name: the dataset in messages, after its key.
-
-    Raises:
-        DataError: all prompts that are text end as the template ends a prompt. Some of many may do so by themselves.
-    """
-    texts = [source for source in sources if isinstance(source, str)]
-    end = _prompt_end(form) if texts and form.is_chat else ""
-    if end and all(text.rstrip().endswith(end) for text in texts):
-        way_out = "give them without it"
-        if name.startswith("data."):
-            way_out = "set data.chat_template: none, which takes text as it is, or " + way_out
-        raise DataError(
-            f"{name}: its prompts are in a chat template already, as they end with {end!r}, and would be put into one "
-            f"again: {way_out}"
-        )
-
-
-def _prompt_end(form: QueryFormat) -> str:
-    """What the chat template writes behind the text of a user's turn, up to where the answer begins; empty if it writes
-    nothing there but blanks, or takes no such turn."""
-    turns = [{"role": "user", "content": _QUESTION}]
-    try:
-        text = rendered(form.tokenizer, turns, form.now, add_generation_prompt=True)
-    except Exception:  # templates raise whatever their authors chose; rows that they refuse are reported individually
-        return ""
-    return text.rpartition(_QUESTION)[2].rstrip() if _QUESTION in text else ""
-
-
-def _has_keys(where: str) -> bool:
-    """Whether a row is read for a configuration, and not for the prompts of a command line."""
-    return not where.startswith(PROMPTS_OPTION)
-
-
-def _other_template(where: str) -> str:
-    """The way out by another template, where one can be chosen."""
-    return "choose one that does (data.chat_template: auto is the model's own, if it has one), " * _has_keys(where)
-
-
-def _without_nulls(value: Any) -> Any:
-    """``value`` without the keys that columnar files fill with nulls because another row has them."""
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
-def checked_prompt(value: Any, where: str) -> str | list[Message]:
-    """A row's prompt as text or chat messages.
-
-    Raises:
-        DataError: it is missing, of the wrong type, or already contains the end of its answer; ``where`` names the row.
-    """
-    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-        raise DataError(f"{where} has no prompt: got {value!r}, wanted text or a list of chat messages")
-    if isinstance(value, str):
-        return encodable(value, where)
-    if not isinstance(value, Sequence):
-        raise DataError(f"{where}: the prompt is a {type(value).__name__}, wanted text or a list of chat messages")
-    messages = [_message(message, f"{where}, message {j}") for j, message in enumerate(value)]
-    if messages[-1]["role"] == "assistant":
-        raise DataError(
-            f"{where}: the prompt already ends its answer: its last message is the assistant's. "
-            "Remove that message; the policy has to write it"
-        )
-    if not messages[-1]["content"].strip():
-        raise DataError(f"{where} has no prompt: the content of its last message is empty")
-    return messages
-
-
-def _message(message: Any, where: str) -> Message:
-    """One chat message, without the keys that columnar files fill with nulls."""
-    if not isinstance(message, Mapping):
-        raise DataError(f"{where}: got {type(message).__name__}, wanted an object with role and content")
-    if message.get("tool_calls"):
-        message = {**message, "content": message.get("content") or ""}
-    if not isinstance(message.get("role"), str):
-        raise DataError(f"{where}: role is {message.get('role')!r}, wanted text")
-    if not isinstance(message.get("content"), str):
-        raise DataError(f"{where}: {content_told(message.get('content'))}")
-    for name in ("role", "content"):
-        encodable(message[name], where)
-    return _without_nulls(message)
-
-
-def encoded_queries(
-    sources: Sequence[str | list[Message]],
-    form: QueryFormat,
-    places: Sequence[str],
-    arguments: Sequence[Mapping[str, Any]],
-) -> tuple[list[str], list[list[int]]]:
-    """Prompts as queries: their text and their token ids.
-
-    Args:
-        sources: prompts from ``checked_prompt``.
-        places: what messages call the row of each prompt.
-        arguments: further arguments of the chat template for each prompt.
-
-    Raises:
-        ConfigError, DataError: as in ``load_prompts``.
-    """
-    tokenizer, conversations = form.tokenizer, [form.conversation(source) for source in sources]
-    plain = [messages is None for messages in conversations]
-    if form.system_prompt is not None and any(plain):
-        why = "the tokenizer has none" if tokenizer.chat_template is None else "data.chat_template is none"
-        name = "data.system_prompt" if _has_keys(places[0]) else "the system prompt (--system, or the run's)"
-        raise ConfigError(
-            f"{name} needs a chat template for prompts that are text, and {why}: "
-            "leave it out, or put it into the prompts"
-        )
-    typed = TypedTokens(tokenizer)
-    hidden = [None if messages is None or form.special_tokens else typed.hidden(messages) for messages in conversations]
-    shown = [marked or messages or source
-             for source, messages, marked in zip(sources, conversations, hidden, strict=True)]  # fmt: skip
-    texts = every(partial(_rendered, tokenizer, now=form.now), places, shown, arguments)
-    bos = text_start(tokenizer)
-    queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    for i, marked in enumerate(hidden):
-        if marked is not None:
-            texts[i], queries[i] = typed.encoded(texts[i])
-    every(partial(_check_query, tokenizer), places, queries)
-    for i, (ids, is_plain) in enumerate(zip(queries, plain, strict=True)):
-        if is_plain and bos and ids[:1] != bos:
-            texts[i], queries[i] = tokenizer.bos_token + texts[i], bos + ids
-    return texts, queries
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: str | list[Message],
-    arguments: Mapping[str, Any],
-    where: str,
-    now: str | None,
-) -> str:
-    """The chat template's text up to the beginning of the assistant's turn; text that is no turn, as it is."""
-    if isinstance(messages, str):
-        return messages
-    if tokenizer.chat_template is None:
-        way_out = "Use prompts that are text, or a model that has one"
-        if _has_keys(where):
-            way_out = "Set data.chat_template to one by name (chatml, llama3, …) or file, or use prompts that are text"
-        raise DataError(
-            f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template. {way_out}"
-        )
-    for i, role in enumerate(message["role"] for message in messages):
-        if role not in ROLES and not (role and re.search(rf"\b{re.escape(role)}\b", str(tokenizer.chat_template))):
-            raise DataError(f"{where}: message {i}: {role_told(role, where)}")
-    calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
-    if calling is not None and "tool_calls" not in str(tokenizer.chat_template):
-        raise DataError(
-            f"{where}: message {calling} calls functions (tool_calls), which the chat template does not render: they "
-            f"would be lost; {_other_template(where)}write the calls into the content, or remove the row"
-        )
-    try:
-        text = rendered(tokenizer, messages, now, add_generation_prompt=True, **arguments)
-    except Exception as error:  # templates raise whatever their authors chose
-        roles = ", ".join(message["role"] for message in messages)
-        raise DataError(f"{where}: the chat template refuses messages of the roles {roles}: {error}") from error
-    return encodable(text, where)  # roles, tools and template arguments are text as well
-
-
-def _check_query(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], where: str) -> None:
-    if len(ids) == 0:
-        raise DataError(f"{where} has no prompt: the tokenizer returns no tokens for its text")
-    if ids[-1] == tokenizer.eos_token_id:
-        raise DataError(
-            f"{where}: the prompt already ends its answer: its last token is the end token {tokenizer.eos_token}. "
-            "Remove it from the row, or from the end of the chat template"
-        )

@@ -48,6 +48,11 @@ class Rows:
     bad: Mapping[str, DataError] = field(default_factory=dict)
     """What is wrong with rows that could not be converted, by their names in messages; ``rows`` lacks them."""
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, those under ``bad`` included."""
+        return len(self.rows) + len(self.bad)
+
     def where(self, i: int) -> str:
         """The name of row ``i`` in messages; rows count from 0, lines from 1."""
         if self.places is not None:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.schema import RunConfig
-from tether.data.prompts import QueryFormat, encoded_queries, uses_template
+from tether.data.queries import QueryFormat, encoded_queries, uses_template
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator
 from tether.inference.options import check_options
@@ -96,12 +96,10 @@ class Chat:
         self.forget()
 
     def _answer(self, speaker: Speaker, text: str, key: int, tell: Callable[[str], None]) -> str:
-        template, special_tokens, now = (
-            self.keys[name] for name in ("chat_template", "special_tokens", "chat_template_now")
-        )
-        form = QueryFormat(speaker.tokenizer, template, self.system, special_tokens, now)
-        source = [*speaker.turns, {"role": "user", "content": text}] if form.is_chat else text
-        _, (query,) = encoded_queries([source], form, ["what you typed"], [self.keys["chat_template_kwargs"]])
+        form = QueryFormat(speaker.tokenizer, **{**self.keys, "system_prompt": self.system})
+        asked = [*speaker.turns, {"role": "user", "content": text}]
+        source = form.conversation(asked) if form.is_chat else text
+        _, (query,) = encoded_queries([source], form, ["what you typed"], [form.chat_template_kwargs])
         before, sampling = () if form.is_chat else query, speaker.policy.sampling
         streamed = Streamed(speaker.tokenizer, sampling, tell)
         heard = replace(sampling, text_ends=streamed)

@@ -6,9 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from tether.algo import ScoreMoments
 from tether.config.rewards import measured_norms
-from tether.data.prompts import PROMPTS_OPTION, load_prompts
+from tether.config.schema import RunConfig
+from tether.data.prompts import PromptData, load_prompts
+from tether.data.queries import PROMPTS_OPTION
 from tether.data.sources import check_source
 from tether.data.splits import whole_splits
 from tether.errors import ConfigError
@@ -68,55 +72,20 @@ def evaluate_path(
         DataError, ModelError: data or models that the run needs no longer exist.
     """
     run, display = Path(run), display or NullDisplay()
-    config = run_config(run)
-    if config is None:
-        raise ConfigError(
-            f"{run} is neither the folder of a run of `tether ppo`, which has rewards, nor a checkpoint in one"
-        )
-    if config.data.prompts == OF_SCRIPT and not Path(OF_SCRIPT).exists():
-        raise ConfigError(
-            f"{run}: its run was started by a script that uses tether.compat.trl, with prompts and rewards that only "
-            "the script has; evaluate it there with PPOTrainer.evaluate()"
-        )
-    if prompts is not None:
-        prompts = str(prompts)
-        check_source(prompts, PROMPTS_OPTION)
-    elif split is not None or subset is not None:
-        raise ConfigError("--split and --subset choose from --prompts, which is missing: add it, or leave them out")
-    elif not config.data.has_eval:
-        raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
+    prompts = None if prompts is None else str(prompts)
+    asked = _config(run)
+    _check_prompts(run, asked, prompts, split, subset)
     check_model_path(str(run), str(run))
     output, metrics = check_outputs(output, metrics)
-    asked = config
-    check_rewards(config.rewards)
-    # The policy's trained weights are loaded afterwards; the critic is not used.
-    config = resolved(config)
-    config = config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
+    check_rewards(asked.rewards)
+    config = _without_critic(resolved(asked))
     has_norms = config.ppo.score_norm is not None or measured_norms(config.rewards)
     moments, sources = read_norms(run) if has_norms else (ScoreMoments(), {})
     tokenizer = load_tokenizer(str(run), trust_remote_code=config.model.trust_remote_code)
-    if prompts is None:
-        _, data = load_prompt_sets(config, tokenizer)
-    else:
-        length = config.data.max_prompt_length
-        # held-out parts only exist in the run's own prompts
-        data = load_prompts(
-            prompts,
-            tokenizer,
-            split=split or whole_splits(config.data.eval_split),
-            subset=subset,
-            max_prompt_length=length,
-            key=PROMPTS_OPTION,
-            length_key="the run's data.max_prompt_length",
-            columns=config.data.columns,
-            **config.data.chat,
-        )
+    data = _prompts(config, tokenizer, prompts, split, subset)
     if data.num_too_long or data.num_bad:
         display.message(f"prompts: {data.note}")
-    base, revision = own_weights(str(run))
-    shape = load_shape(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
-    words = {"key": "the run's sampling.response_length", "way_out": "remove longer prompts"}
-    check_positions(shape, data.longest_query, config.sampling.response_length, **words)
+    _check_lengths(run, config, data)
     for note in check_judged(config, [data], tokenizer):
         display.message(f"warning: {note}")
     run_data = RunData(tokenizer, data, data, None)
@@ -142,3 +111,64 @@ def evaluate_path(
             metrics=numbers,
         )
     return Evaluation(numbers, samples)
+
+
+def _config(run: Path) -> RunConfig:
+    """The configuration of the run in a folder.
+
+    Raises:
+        ConfigError: there is none whose reward sources could be used here.
+    """
+    config = run_config(run)
+    if config is None:
+        raise ConfigError(
+            f"{run} is neither the folder of a run of `tether ppo`, which has rewards, nor a checkpoint in one"
+        )
+    if config.data.prompts == OF_SCRIPT and not Path(OF_SCRIPT).exists():
+        raise ConfigError(
+            f"{run}: its run was started by a script that uses tether.compat.trl, with prompts and rewards that only "
+            "the script has; evaluate it there with PPOTrainer.evaluate()"
+        )
+    return config
+
+
+def _check_prompts(run: Path, config: RunConfig, prompts: str | None, split: str | None, subset: str | None) -> None:
+    """Raises ``ConfigError`` or ``DataError`` if there are no prompts to answer, without reading any."""
+    if prompts is not None:
+        check_source(prompts, PROMPTS_OPTION)
+    elif split is not None or subset is not None:
+        raise ConfigError("--split and --subset choose from --prompts, which is missing: add it, or leave them out")
+    elif not config.data.has_eval:
+        raise ConfigError(f"{run}: its run has no held-out prompts; name a file with --prompts")
+
+
+def _without_critic(config: RunConfig) -> RunConfig:
+    """The configuration with the smallest critic: an evaluation uses none."""
+    return config.model_copy(update={"value": config.value.model_copy(update={"kind": "head", "init": None})})
+
+
+def _prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: str | None, split: str | None, subset: str | None
+) -> PromptData:
+    """The prompts to answer: those that are named, or the run's held-out ones."""
+    if prompts is None:
+        return load_prompt_sets(config, tokenizer)[1]
+    return load_prompts(
+        prompts,
+        tokenizer,
+        split=split or whole_splits(config.data.eval_split),  # held-out parts only exist in the run's own prompts
+        subset=subset,
+        max_prompt_length=config.data.max_prompt_length,
+        key=PROMPTS_OPTION,
+        length_key="the run's data.max_prompt_length",
+        columns=config.data.columns,
+        **config.data.chat,
+    )
+
+
+def _check_lengths(run: Path, config: RunConfig, data: PromptData) -> None:
+    """Raises ``ConfigError`` if a prompt with its answer exceeds the policy's positions."""
+    base, revision = own_weights(str(run))
+    shape = load_shape(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
+    words = {"key": "the run's sampling.response_length", "way_out": "remove longer prompts"}
+    check_positions(shape, data.longest_query, config.sampling.response_length, **words)

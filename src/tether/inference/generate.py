@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from tether.config.schema import RunConfig
-from tether.data.prompts import PROMPTS_OPTION, load_prompts
+from tether.data.prompts import load_prompts
+from tether.data.queries import PROMPTS_OPTION
 from tether.data.sources import check_source
 from tether.errors import ConfigError
 from tether.generation.hf import HFGenerator

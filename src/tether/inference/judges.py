@@ -13,9 +13,8 @@ from tether.config.chat import present, with_now
 from tether.config.rewards import AdapterReward, OwnModelReward, measured_norms, sources_of
 from tether.config.schema import LoraConfig, RunConfig
 from tether.config.source import QueryConfig, SourceConfig
-from tether.data.answers import closing_token
-from tether.data.pairs import answer_ids, encoded_prompts
-from tether.data.prompts import QueryFormat, template_arguments
+from tether.data.answers import answer_ids, closing_token
+from tether.data.queries import QueryFormat, encoded_prompts
 from tether.errors import ConfigError, DataError
 from tether.machine.distributed import Dist
 from tether.models.build import build_roles
@@ -56,10 +55,7 @@ class PolicyReader:
 
     @property
     def _form(self) -> QueryFormat:
-        keys = self.query
-        return QueryFormat(
-            self.tokenizer, keys.chat_template, keys.system_prompt, keys.special_tokens, keys.chat_template_now
-        )
+        return QueryFormat(self.tokenizer, **self.query.chat)
 
     def batch(
         self,
@@ -83,20 +79,16 @@ class PolicyReader:
             response_ids = [[] for _ in prompts]
             conversations = [prompt if isinstance(prompt, list) else None for prompt in prompts]
         else:
-            own = [
-                {name: columns[name][i] for name in ("chat_template_kwargs", "tools") if name in columns}
-                for i in range(len(places))
-            ]
+            rows = [{name: values[i] for name, values in columns.items()} for i in range(len(places))]
             try:
-                arguments = template_arguments(own, self.tokenizer, self.query.chat_template_kwargs, places)
-                queries = encoded_prompts(prompts, self._form, places, arguments)
+                queries = encoded_prompts(prompts, rows, self._form, places)
             except DataError as error:
                 if self.is_stand_in:
                     error.add_note("no policy is named, so a judge's tokenizer is used: set model.path to the policy")
                 raise
-            texts, query_ids = [text for text, _ in queries], [ids for _, ids in queries]
+            texts, query_ids = [query.text for query in queries], [query.ids for query in queries]
+            conversations = [query.conversation for query in queries]
             response_ids = self._answer_ids(prompts, responses)
-            conversations = [None if prompt is None else self._form.conversation(prompt) for prompt in prompts]
         return RewardBatch(
             prompts=["" if prompt is None else prompt for prompt in prompts],
             queries=texts,

@@ -252,50 +252,73 @@ def build_rewards(
     Raises:
         ConfigError, ModelError: a source cannot be loaded.
     """
+    made = _Sources(roles, tokenizer, device, now, offload_idle, shards, shared)
+    return WeightedSum(made.parts(configs, names, "rewards"))
 
-    def source(config: RewardConfig, name: str, key: str) -> RewardSource:
-        if isinstance(config, EnsembleReward):
-            members = parts(config.members, reward_names(config.members), f"{key}.members", f"{name}/")
-            return Ensemble(members, reduction(config), name)
 
-        def make(most: int | None) -> RewardSource | ToSpread:
-            mine = config if most is None else config.model_copy(update={"max_concurrency": most})
-            return of_this_process(mine, name, key)
+@dataclass(frozen=True)
+class _Sources:
+    """Makes sources from their sections; its fields are the arguments of ``build_rewards``."""
 
-        by_one = isinstance(config, OwnModelReward) and config.processes == "one"
-        return shared(make, config.max_concurrency if isinstance(config, ServiceReward) else None, by_one)
+    roles: ModelRoles | None
+    tokenizer: PreTrainedTokenizerBase | None
+    device: torch.device | str
+    now: str | None
+    offload_idle: bool
+    shards: bool
+    shared: Shared
 
-    def of_this_process(config: RewardConfig, name: str, key: str) -> RewardSource | ToSpread:
-        match config:
-            case FunctionReward():
-                function = load_function(config.path, config.name, key)
-                return FunctionSource(function, name, missing=config.missing, section=key)
-            case AdapterReward():
-                roles.add_reward_adapter(name, config.path)
-                return AdapterSource(roles, name, tokenizer, batch_size=config.batch_size, device=device)
-            case OwnModelReward():
-                options = {"now": now, "offload_idle": offload_idle, "is_sharded": shards and _is_sharded(config)}
-                return _model_source(config, name, key, tokenizer, torch.device(device), **options)
-            case ReadyReward():
-                return ready_source(config, name)
-            case HttpReward():
-                return http_source(config, name, key, tokenizer)
-            case JudgeReward():
-                return judge_source(config, name, key)
+    def parts(self, configs: Sequence[RewardConfig], names: Sequence[str], key: str, prefix: str = "") -> list[Part]:
+        """The sources of a weighted sum, or the members of an ensemble.
 
-    def parts(configs: Sequence[RewardConfig], names: Sequence[str], key: str, prefix: str = "") -> list[Part]:
+        Args:
+            names: their names there.
+            key: the configuration key of the list.
+            prefix: what goes before the names in metrics.
+        """
         return [
             Part(
                 name,
                 config.weight,
-                source(config, prefix + name, f"{key}.{i}"),
+                self._source(config, prefix + name, f"{key}.{i}"),
                 norm=tuple(config.norm) if isinstance(config.norm, list) else config.norm,
                 bounds=config.bounds,
             )
             for i, (config, name) in enumerate(zip(configs, names, strict=True))
         ]
 
-    return WeightedSum(parts(configs, names, "rewards"))
+    def _source(self, config: RewardConfig, name: str, key: str) -> RewardSource:
+        """One source for all processes."""
+        if isinstance(config, EnsembleReward):
+            members = self.parts(config.members, reward_names(config.members), f"{key}.members", f"{name}/")
+            return Ensemble(members, reduction(config), name)
+
+        def make(most: int | None) -> RewardSource | ToSpread:
+            mine = config if most is None else config.model_copy(update={"max_concurrency": most})
+            return self._of_this_process(mine, name, key)
+
+        by_one = isinstance(config, OwnModelReward) and config.processes == "one"
+        return self.shared(make, config.max_concurrency if isinstance(config, ServiceReward) else None, by_one)
+
+    def _of_this_process(self, config: RewardConfig, name: str, key: str) -> RewardSource | ToSpread:
+        match config:
+            case FunctionReward():
+                function = load_function(config.path, config.name, key)
+                return FunctionSource(function, name, missing=config.missing, section=key)
+            case AdapterReward():
+                self.roles.add_reward_adapter(name, config.path)
+                options = {"batch_size": config.batch_size, "device": self.device}
+                return AdapterSource(self.roles, name, self.tokenizer, **options)
+            case OwnModelReward():
+                options = {"now": self.now, "offload_idle": self.offload_idle}
+                options["is_sharded"] = self.shards and _is_sharded(config)
+                return _model_source(config, name, key, self.tokenizer, torch.device(self.device), **options)
+            case ReadyReward():
+                return ready_source(config, name)
+            case HttpReward():
+                return http_source(config, name, key, self.tokenizer)
+            case JudgeReward():
+                return judge_source(config, name, key)
 
 
 _MISTAKES = (AttributeError, ImportError, NameError, TypeError, RewardError)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.config.rewards import HttpReward
 from tether.errors import ConfigError, RewardError, RewardResponseError
 from tether.report.read import MISSING
-from tether.rewards.base import checked, listed
+from tether.rewards.base import answer_of, checked, listed
 from tether.rewards.early import Asked, Begun, InGroups, joined, named, whole
 from tether.rewards.missing import Missing
 from tether.rewards.service import Post, Service, service_of
@@ -167,7 +167,7 @@ def tether_payload(name: str, columns: Sequence[str] | None) -> Payload:
         prompts = [batch.prompts[row] for row in rows]
         for column, values in {"prompt": prompts, **sent}.items():
             for row, value in zip(rows, values, strict=True):
-                _check_json(value, f"{name}: column {column} of answer {row} of {len(batch)} (counted from 0)")
+                _check_json(value, f"{name}: column {column} of {answer_of(row, len(batch))}")
         return {"prompts": prompts, "responses": [batch.responses[row] for row in rows], "columns": sent}
 
     return payload

@@ -12,6 +12,7 @@ from tether.config.keys import counted
 from tether.config.rewards import JudgeReward
 from tether.errors import RewardResponseError
 from tether.report.text import one_line, prompt_text
+from tether.rewards.base import answer_of
 from tether.rewards.early import Asked, Begun, InGroups, whole
 from tether.rewards.missing import Missing
 from tether.rewards.service import NoScore, Post, Service, service_of
@@ -110,10 +111,10 @@ class JudgeSource:
                 return number
         cut = ", cut off at max_tokens" if was_cut else ""
         raise NoNumber(
-            f"{self.service.place} gave no number from {lowest:g} to {highest:g} for answer {row} of {len(batch)} "
-            f"(counted from 0) in {counted(self.attempts, 'attempt')}; the last reply{cut}: "
-            f"{one_line(self.service.without_key(text), 300)!r}. Wanted the "
-            "number alone on the last line, or after a label as in Score: 7"
+            f"{self.service.place} gave no number from {lowest:g} to {highest:g} for {answer_of(row, len(batch))} in "
+            f"{counted(self.attempts, 'attempt')}; the last reply{cut}: "
+            f"{one_line(self.service.without_key(text), 300)!r}. Wanted the number alone on the last line, or after a "
+            "label as in Score: 7"
         )
 
     def _reply(self, answer: Any) -> tuple[str, bool]:

@@ -114,35 +114,55 @@ def check_room(
             )
         if room.limit is None:
             continue
-        ways = f"lower data.max_prompt_length, or use a reward model that reads more{or_raise(key, config)}"
-        way_out = way_out_of(key)
         if room.shares_ids and config.missing is None:
-            longest = max(len(prompt.token_ids) for prompt in prompts)
-            if longest + response_length > room.limit:
-                raise ConfigError(
-                    f"{key}: sampling.response_length {response_length} after the longest query of {longest} tokens "
-                    f"makes {longest + response_length}, but {config.path} reads {room.limit}: lower it, {ways}, or "
-                    f"{way_out}"
-                )
-            continue
-        try:
-            lengths = [room.length_of(prompt) for prompt in prompts]
-        except RewardError as error:
-            raise ConfigError(f"{key}: {error}") from error
-        longest, row = max((length, -prompt.row) for length, prompt in zip(lengths, prompts, strict=True))
-        told = f"row {-row} of the prompts has {longest} tokens with an answer of one letter"
-        if longest > room.limit:
-            raise ConfigError(f"{key}: {told}, but {config.path} reads {room.limit}: {ways}")
-        left = room.limit - longest + 1
-        # there may be more of its tokens than of the policy's
-        if left < (response_length if room.shares_ids else 2 * response_length):
-            end = f"ends the run: {ways}, or {way_out}" if config.missing is None else f"counts {config.missing:g}"
-            notes.append(
-                f"{key}: {told}, which leaves {left} of the {room.limit} tokens that {config.path} reads for an "
-                f"answer, but sampling.response_length is {response_length} of the policy's tokens. A longer answer "
-                f"{end}"
-            )
+            _check_whole(key, config, room.limit, prompts, response_length)
+        else:
+            notes += _check_beginning(key, config, room, prompts, response_length)
     return notes
+
+
+def _check_whole(
+    key: str, config: OwnModelReward, limit: int, prompts: Sequence[Prompt], response_length: int
+) -> None:
+    """Raises ``ConfigError`` if the longest query with the longest answer exceeds what a model reads of the policy's
+    token ids."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if longest + response_length > limit:
+        raise ConfigError(
+            f"{key}: sampling.response_length {response_length} after the longest query of {longest} tokens makes "
+            f"{longest + response_length}, but {config.path} reads {limit}: lower it, {_ways(key, config)}, or "
+            f"{way_out_of(key)}"
+        )
+
+
+def _check_beginning(
+    key: str, config: OwnModelReward, room: Room, prompts: Sequence[Prompt], response_length: int
+) -> list[str]:
+    """Raises ``ConfigError`` if a prompt leaves no room for an answer; a warning if the longest one may leave too
+    little."""
+    try:
+        lengths = [room.length_of(prompt) for prompt in prompts]
+    except RewardError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    longest, row = max((length, -prompt.row) for length, prompt in zip(lengths, prompts, strict=True))
+    told = f"row {-row} of the prompts has {longest} tokens with an answer of one letter"
+    ways = _ways(key, config)
+    if longest > room.limit:
+        raise ConfigError(f"{key}: {told}, but {config.path} reads {room.limit}: {ways}")
+    left = room.limit - longest + 1
+    # there may be more of its tokens than of the policy's
+    if left >= (response_length if room.shares_ids else 2 * response_length):
+        return []
+    end = f"ends the run: {ways}, or {way_out_of(key)}" if config.missing is None else f"counts {config.missing:g}"
+    return [
+        f"{key}: {told}, which leaves {left} of the {room.limit} tokens that {config.path} reads for an answer, but "
+        f"sampling.response_length is {response_length} of the policy's tokens. A longer answer {end}"
+    ]
+
+
+def _ways(key: str, config: OwnModelReward) -> str:
+    """What makes room for longer answers."""
+    return f"lower data.max_prompt_length, or use a reward model that reads more{or_raise(key, config)}"
 
 
 def or_raise(key: str, config: OwnModelReward) -> str:

@@ -12,10 +12,11 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.data.answers import text_start
+from tether.data.queries import text_start
 from tether.data.rendering import rendered
 from tether.data.typed import TypedTokens
 from tether.errors import RewardError
+from tether.rewards.base import answer_of
 from tether.rewards.missing import Missing
 from tether.types import Message, RewardBatch
 
@@ -230,7 +231,7 @@ def readable(
     """
     able: list[T | None] = []
     for row, (each, length) in enumerate(zip(read, lengths, strict=True)):
-        why = f"reward {name}: answer {row} of {len(lengths)} (counted from 0) "
+        why = f"reward {name}: {answer_of(row, len(lengths))} "
         if length == 0:
             why += "is an empty text, and the reward model's tokenizer has no token to represent it"
             ways = [

@@ -19,7 +19,7 @@ from tether.config.rewards import (
 )
 from tether.errors import ConfigError, RewardError
 from tether.rewards import math_verify
-from tether.rewards.base import checked
+from tether.rewards.base import answer_of, checked
 from tether.types import RewardBatch, RewardOutput
 
 Rule = Callable[[str, Any], float]
@@ -55,7 +55,7 @@ class ReadySource:
                 scores.append(self.rule(answer, value))
             except ValueError as error:
                 raise RewardError(
-                    f"reward {self.name}: answer {row} of {len(batch)} (counted from 0): column {self.column} {error}"
+                    f"reward {self.name}: {answer_of(row, len(batch))}: column {self.column} {error}"
                 ) from error
         return RewardOutput(checked(scores, len(batch), f"reward {self.name}"))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tether.config.keys import counted
 from tether.data.judged import checked_answer
-from tether.data.prompts import checked_prompt
+from tether.data.queries import checked_prompt
 from tether.errors import USER_ERRORS, ConfigError, DataError, RewardTimeout, TetherError
 from tether.types import Message
 

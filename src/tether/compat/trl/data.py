@@ -11,14 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from tether.config.keys import counted
 from tether.data.bad_rows import every
 from tether.data.forms import is_given, plain_row
-from tether.data.prompts import (
-    PromptData,
-    QueryFormat,
-    check_untemplated,
-    checked_prompt,
-    encoded_queries,
-    template_arguments,
-)
+from tether.data.prompts import PromptData
+from tether.data.queries import QueryFormat, checked_prompt, row_queries
 from tether.errors import ConfigError, DataError
 from tether.types import Prompt
 
@@ -54,28 +48,20 @@ def prompts_of(
     places = [f"{name}, row {i}" for i in range(len(rows))]
     columns = list(rows[0])
     text = next((column for column in TEXTS if column in columns), None)
-    if collator is not None:
-        queries = [_collated(row, collator, tokenizer, place) for row, place in zip(rows, places, strict=True)]
-    elif IDS in columns:
-        queries = [_query(row, tokenizer, place) for row, place in zip(rows, places, strict=True)]
-    elif text is None:
+    queries = _given_ids(rows, tokenizer, collator, places)
+    if queries is None and text is None:
         raise DataError(
             f"{name}: wanted a column input_ids with token ids, or prompt or messages with text; its columns are "
             f"{', '.join(columns)}"
         )
-    else:
-        queries = None
-    sources, used, form = None, set(), QueryFormat(tokenizer, now=now)
+    sources, used, form = None, set(), QueryFormat(tokenizer, chat_template_now=now)
     if text is not None:
         plain = every(partial(plain_row, is_chat=form.is_chat), places, rows)
         of_rows = [next((name for name in TEXTS if is_given(row.get(name))), text) for row in plain]
         values = [row.get(name) for row, name in zip(plain, of_rows, strict=True)]
         sources, used = every(checked_prompt, places, values), {*of_rows, "prompt"}
     if queries is None:
-        check_untemplated(sources, form, name)
-        arguments = template_arguments(rows, tokenizer, None, places)
-        texts, queries = encoded_queries(sources, form, places, arguments)
-        chats = [form.conversation(source) for source in sources]
+        texts, queries, chats = zip(*row_queries(sources, rows, form, places, name), strict=True)
     else:
         _check_known(queries, tokenizer, places)
         texts = [tokenizer.decode(ids) for ids in queries]
@@ -101,6 +87,20 @@ def _rows(dataset: Any, name: str) -> list[Mapping[str, Any]]:
     if not isinstance(rows[0], Mapping):
         raise ConfigError(f"{name}: its rows are of type {type(rows[0]).__name__}, wanted mappings with input_ids")
     return rows
+
+
+def _given_ids(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    collator: Collator | None,
+    places: Sequence[str],
+) -> list[list[int]] | None:
+    """The token ids that the rows have, or that a collator makes of them; None if there are none."""
+    if collator is not None:
+        return [_collated(row, collator, tokenizer, place) for row, place in zip(rows, places, strict=True)]
+    if IDS in rows[0]:
+        return [_query(row, tokenizer, place) for row, place in zip(rows, places, strict=True)]
+    return None
 
 
 def _collated(

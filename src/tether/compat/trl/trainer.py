@@ -121,44 +121,41 @@ class PPOTrainer:
         check_kinds(args, processing_class, data_collator)
         check_arguments(args)
         self.args, self.processing_class = args, processing_class
+        self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
         judges = Judges(reward_model)
         models = Models(model, ref_model, value_model, peft_config, policy_adapter(args, model), args.ref_adapter_name)
         models.check(list(judges.models.values()))
-        dist = Dist(args.ddp_timeout)
+        self._dist = dist = Dist(args.ddp_timeout)
         now = dist.by_main(lambda: begun_at(Path(args.output_dir)) or present())
-        prompts = prompts_of(train_dataset, processing_class, data_collator, "train_dataset", now)
-        self._held_out = None
-        if eval_dataset is not None:
-            self._held_out = prompts_of(eval_dataset, processing_class, data_collator, "eval_dataset", now)
+        prompts = self._prompts(train_dataset, "train_dataset", now)
+        self._held_out = None if eval_dataset is None else self._prompts(eval_dataset, "eval_dataset", now)
         read = models.read | {f"reward_model {name}": model for name, model in judges.models.items()}
         check_vocabularies(read, processing_class)
         self._sources = {name: name_of(model) for name, model in read.items()} | judges.paths
         sizes = {name: num_rows(model) for name, model in read.items()}
         self._check = partial(self._check_data, read, sizes, judges, now)
-        self._check(prompts)
-        if self._held_out is not None:
-            self._check(self._held_out)
+        for data in (prompts, self._held_out):
+            if data is not None:
+                self._check(data)
         told = check_evaluation(args, has_data=self._held_out is not None)
         for line in told + derive(args, len(prompts.prompts), dist.num_processes):
             logger.warning(line)
         stop_token, stops = stop_of(args, processing_class, models.base)
-        evaluates = self._held_out is not None and args.eval_strategy.value != "no"
         config = run_config(
             args,
             model_path=name_of(models.base),
             lora=models.lora,
             rewards=judges.sections(args.local_rollout_forward_batch_size),
             num_prompts=len(prompts.prompts),
-            evaluates=evaluates,
+            evaluates=self._evaluates,
             stop_token=stop_token,
         )
         self._config = with_now(config, now)
         check_schedule(self._config, args.num_total_batches)
         check_processes(self._config, dist)
-        engine = build_engine(dist)
-        check_optimizers(optimizers, engine)
-        own = callbacks_of(callbacks)
-        every = default_callbacks(args, own)
+        self._engine = build_engine(dist)
+        check_optimizers(optimizers, self._engine)
+        events = default_callbacks(args, callbacks_of(callbacks))
         if inert := sorted(INERT & args.set_arguments):
             logger.warning(
                 "PPOConfig: these arguments have no effect here, whatever they are set to: %s. %s says why",
@@ -166,63 +163,19 @@ class PPOTrainer:
                 "docs/from_trl.md",
             )
 
-        set_seed((args.seed + dist.rank) % 2**32)
-        device = torch.device("cpu") if engine.spreads_weights else dist.device
-        rewards = judges.source(
-            processing_class,
-            batch_size=args.local_rollout_forward_batch_size,
-            device=dist.device,
-            now=now,
-            shards=engine.spreads_weights,
-            shared=partial(shared, dist=dist, engine=engine),
-        )
         # From here on the models change.
-        roles = models.roles(self._config, processing_class, device=device)
-        before = roles.trained
-        engine.place(roles)
-        self._rewards = rewards
-        if args.missing_eos_penalty is not None and self._config.ppo.missing_eos_penalty is None:
-            rewards = WithoutEnd(rewards, end_id=processing_class.eos_token_id, penalty=args.missing_eos_penalty)
-        self._dist, self._engine, self._roles = dist, engine, roles
-        self._optimizers = optimizers_of(
-            optimizers, self._config, roles, args.num_total_batches, before, args.vf_coef
-        )
-        engine.prepare(self._optimizers)
-        self._parts = Parts(
-            roles=roles,
-            generator=shared_generator(
-                build_generator(self._config, roles), dist, engine, gather=self._config.train.ds3_gather_for_generation
-            ),
-            rewards=rewards,
-            tokenizer=processing_class,
-            sampling=Sampling(args.response_length, args.temperature, stops),
-            prompts=prompts.prompts,
-            eval_prompts=self._held_out.prompts if evaluates else [],
-            dist=dist,
-            engine=engine,
-        )
+        set_seed((args.seed + dist.rank) % 2**32)
+        self._build(models, judges, prompts, stops, optimizers)
         self._phases: PhaseTrainer | None = None
-
-        self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
-        self.policy_model, self.value_model, self.reward_model = roles.policy, roles.role(VALUE).model, reward_model
-        self.model = PolicyAndValue(self.policy_model, self.value_model)
-        self.is_peft_model = isinstance(self.policy_model, PeftModel)
-        self.ref_model = None if self.is_peft_model and ref_model is None else ref_model
-        if not self.is_peft_model and roles.has_reference:
-            self.ref_model = roles.role(REFERENCE).model
-        self.accelerator = dist.accelerator
+        self._show(reward_model, ref_model)
         self._events = Events(
-            every, args, self._config, len(prompts.prompts), model=self.model, log=lambda logs: self.log(logs)
+            events, args, self._config, len(prompts.prompts), model=self.model, log=lambda logs: self.log(logs)
         )
-        self.state.is_world_process_zero, self.state.is_local_process_zero = dist.is_main, self.is_local_process_zero()
-        self._events.attach(self.policy_model, processing_class)
-        self._events.given = {"optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}
-        if args.num_sample_generations > 0 and self._held_out is not None:
-            show = lambda: self.generate_completions(sampling=True)  # noqa: E731
-            self.add_callback(ShownSamples(args.num_sample_generations, show))
-        self.hub_model_id = dist.by_main(lambda: hub.open_repository(args)) if args.push_to_hub else None
-        if args.push_to_hub and args.hub_strategy.value == "every_save":
-            self.add_callback(PushedSaves(lambda message: self.push_to_hub(commit_message=message)))
+        self._attach()
+
+    def _prompts(self, dataset: Any, name: str, now: str) -> PromptData:
+        """The rows of the dataset under an argument's ``name`` as prompts, with the date and time of the run."""
+        return prompts_of(dataset, self.processing_class, self.data_collator, name, now)
 
     def _check_data(
         self,
@@ -238,6 +191,70 @@ class PPOTrainer:
         check_tokens(sizes, self.processing_class, prompts.prompts)
         judges.check_columns(prompts.columns)
         judges.check_conversations(prompts.prompts, self.processing_class, now)
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether held-out prompts are answered during training."""
+        return self._held_out is not None and self.args.eval_strategy.value != "no"
+
+    def _build(
+        self, models: Models, judges: Judges, prompts: PromptData, stops: frozenset[int], optimizers: Any
+    ) -> None:
+        """Places the models, and builds what the phases of an update need."""
+        args, config, dist, engine = self.args, self._config, self._dist, self._engine
+        self._rewards = rewards = judges.source(
+            self.processing_class,
+            batch_size=args.local_rollout_forward_batch_size,
+            device=dist.device,
+            now=config.data.chat_template_now,
+            shards=engine.spreads_weights,
+            shared=partial(shared, dist=dist, engine=engine),
+        )
+        device = torch.device("cpu") if engine.spreads_weights else dist.device
+        self._roles = roles = models.roles(config, self.processing_class, device=device)
+        before = roles.trained
+        engine.place(roles)
+        if args.missing_eos_penalty is not None and config.ppo.missing_eos_penalty is None:
+            end_id = self.processing_class.eos_token_id
+            rewards = WithoutEnd(rewards, end_id=end_id, penalty=args.missing_eos_penalty)
+        self._optimizers = optimizers_of(optimizers, config, roles, args.num_total_batches, before, args.vf_coef)
+        engine.prepare(self._optimizers)
+        gather = config.train.ds3_gather_for_generation
+        self._parts = Parts(
+            roles=roles,
+            generator=shared_generator(build_generator(config, roles), dist, engine, gather=gather),
+            rewards=rewards,
+            tokenizer=self.processing_class,
+            sampling=Sampling(args.response_length, args.temperature, stops),
+            prompts=prompts.prompts,
+            eval_prompts=self._held_out.prompts if self._evaluates else [],
+            dist=dist,
+            engine=engine,
+        )
+
+    def _show(self, reward_model: Any, ref_model: Any) -> None:
+        """Sets the attributes under which scripts find the models."""
+        roles = self._roles
+        self.policy_model, self.value_model, self.reward_model = roles.policy, roles.role(VALUE).model, reward_model
+        self.model = PolicyAndValue(self.policy_model, self.value_model)
+        self.is_peft_model = isinstance(self.policy_model, PeftModel)
+        self.ref_model = None if self.is_peft_model and ref_model is None else ref_model
+        if not self.is_peft_model and roles.has_reference:
+            self.ref_model = roles.role(REFERENCE).model
+        self.accelerator = self._dist.accelerator
+
+    def _attach(self) -> None:
+        """Tells the callbacks what they act on, and adds those that the arguments ask for."""
+        args, dist = self.args, self._dist
+        self.state.is_world_process_zero, self.state.is_local_process_zero = dist.is_main, self.is_local_process_zero()
+        self._events.attach(self.policy_model, self.processing_class)
+        self._events.given = {"optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}
+        if args.num_sample_generations > 0 and self._held_out is not None:
+            show = lambda: self.generate_completions(sampling=True)  # noqa: E731
+            self.add_callback(ShownSamples(args.num_sample_generations, show))
+        self.hub_model_id = dist.by_main(lambda: hub.open_repository(args)) if args.push_to_hub else None
+        if args.push_to_hub and args.hub_strategy.value == "every_save":
+            self.add_callback(PushedSaves(lambda message: self.push_to_hub(commit_message=message)))
 
     # What scripts read
 
@@ -409,7 +426,7 @@ class PPOTrainer:
             return {name: value for metrics in several for name, value in metrics.items()}
         if eval_dataset is not None:
             now = self._config.data.chat_template_now
-            held_out = prompts_of(eval_dataset, self.processing_class, self.data_collator, "eval_dataset", now)
+            held_out = self._prompts(eval_dataset, "eval_dataset", now)
             self._check(held_out)
         elif (held_out := self._held_out) is None:
             raise ConfigError("evaluate: there is no eval_dataset; give one to PPOTrainer")

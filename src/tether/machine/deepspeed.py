@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from accelerate.utils import DeepSpeedPlugin
+from transformers.integrations import unset_hf_deepspeed_config
 
 from tether.errors import ConfigError
 
@@ -39,3 +40,8 @@ def plugin_of_launch() -> DeepSpeedPlugin:
         return DeepSpeedPlugin(zero3_init_flag=False)
     except ValueError as error:
         raise ConfigError(f"the DeepSpeed configuration of the launch: {error}") from error
+
+
+def load_whole() -> None:
+    """Makes transformers load whole models from now on, even if arguments of its trainer made it shard them."""
+    unset_hf_deepspeed_config()

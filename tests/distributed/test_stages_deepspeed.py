@@ -267,7 +267,8 @@ def test_three_processes_with_unequal_shares_of_the_held_out_answers(tmp_path):
     alone(lives, [(run, "reward", files[1])], folder=tmp_path)
     environment = launch(tmp_path, 3)
     together(lives, [(run, "reward", files[3])], folder=tmp_path, num_processes=3, environment=environment)
-    assert_same(tmp_path / "out 1", tmp_path / "out 3")
+    saved, wanted = weights(tmp_path / "out 3"), weights(tmp_path / "out 1")
+    assert max((x - wanted[key]).abs().max().item() for key, x in saved.items()) <= 1e-6
     ours, theirs = (json.loads((tmp_path / f"out {n}" / "reward_eval.json").read_text())["pairs"] for n in (3, 1))
     assert len(ours) * 2 % 3 != 0
     for mine, other in zip(ours, theirs, strict=True):

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from tether.config.schema import RunConfig
@@ -119,24 +118,6 @@ def width_of(module: nn.Module) -> int:
     """Hidden size of a model, from which DeepSpeed's automatic sizes are derived."""
     config = next(part.config for part in module.modules() if hasattr(part, "config"))
     return config.get_text_config().hidden_size
-
-
-def partition(module: nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
-    """Shards a model on the CPU, one parameter at a time, so that no device ever holds all of it.
-
-    Args:
-        config: a ``filled`` configuration of stage 3.
-    """
-    import deepspeed
-
-    for buffer in module.buffers():
-        buffer.data = buffer.data.to(device)
-    deepspeed.zero.Init(
-        module=module,
-        config_dict_or_path=config,
-        remote_device=waits_on(config),
-        pin_memory=bool((config["zero_optimization"].get("offload_param") or {}).get("pin_memory", False)),
-    )
 
 
 def waits_on(deepspeed: Mapping[str, Any]) -> str | None:

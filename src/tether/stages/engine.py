@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from tether.config import launched
 from tether.config.stage import StageConfig
 from tether.errors import ConfigError, OutOfStep
-from tether.machine.deepspeed import load_whole, plugin_of_launch
-from tether.machine.deepspeed_config import check_deepspeed, filled, partition, width_of
+from tether.machine.deepspeed import gathered, load_whole, partition, plugin_of_launch
+from tether.machine.deepspeed_config import check_deepspeed, filled, width_of
 from tether.machine.distributed import Dist, lost_told
 from tether.models.adapters import DEFAULT, adapter_parameters
 from tether.models.paths import model_errors
@@ -234,31 +234,27 @@ class Zero:
         if not self.in_step:
             self._dist.each(lambda: load_weights(model, checkpoint))
             return
-        import deepspeed
-
         if isinstance(model, PeftModel):
-            with deepspeed.zero.GatheredParameters([*adapter_parameters(model, DEFAULT).values()], modifier_rank=0):
+            with gathered(adapter_parameters(model, DEFAULT).values(), changed_by_main=True):
                 self._dist.by_main(lambda: load_weights(model, checkpoint))
             return
         saved: dict[str, Tensor] = {}
         names = [name for name, _ in model.named_parameters()]
         self._dist.by_main(lambda: saved.update(read_weights(model, checkpoint, names)))
         for name, parameter in model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            with gathered([parameter], changed_by_main=True):
                 if self._dist.is_main:
                     parameter.data.copy_(saved.pop(name))
 
     def full(self, model: PreTrainedModel | PeftModel) -> dict[str, Tensor]:
         """Gathers one parameter at a time; shared tensors stay shared."""
-        import deepspeed
-
         tensors = adapter_tensors(model, DEFAULT) if isinstance(model, PeftModel) else model.state_dict(keep_vars=True)
         whole: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
         with lost_told(self._dist.num_processes):
             for name, x in tensors.items():
                 if id(x) not in seen:
-                    with deepspeed.zero.GatheredParameters([x]):
+                    with gathered([x]):
                         own = x.detach() if self._dist.is_main else x.new_empty(0)
                         seen[id(x)] = own.to("cpu", copy=True)
                 whole[name] = seen[id(x)]

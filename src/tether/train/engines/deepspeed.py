@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tether.config.schema import RunConfig
-from tether.machine.deepspeed import load_whole, plugin_of_launch
-from tether.machine.deepspeed_config import filled, partition, waits_on, width_of
+from tether.machine.deepspeed import load_whole, partition, plugin_of_launch
+from tether.machine.deepspeed_config import filled, waits_on, width_of
 from tether.machine.distributed import Dist, lost_told
 from tether.models.roles import POLICY, Host, ModelRoles, Role
 from tether.train.engines.base import Hosted, all_together

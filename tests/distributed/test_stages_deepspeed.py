@@ -314,6 +314,14 @@ def test_what_contradicts_a_run_is_told(tmp_path, monkeypatch, written, changes,
         Zero(Dist()).check(config)
 
 
+def test_half_precision_of_the_hardware_is_no_contradiction(tmp_path, monkeypatch):
+    """By itself a run is in bfloat16 where that is fast."""
+    for name, value in launch(tmp_path, 3, bf16={"enabled": True}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tether.models.device.bf16_supported", lambda device: True)
+    Zero(Dist()).check(config_of(tmp_path, "sft", bf16=None))
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_a_base_with_quantized_weights_is_refused(tmp_path, monkeypatch, name):
     config = config_of(tmp_path, name, lora=LORA)

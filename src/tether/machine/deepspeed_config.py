@@ -64,7 +64,7 @@ def _check_precision(deepspeed: Mapping[str, Any], config: RunConfig | StageConf
     if config.train.fp16:
         raise ConfigError(
             "train.fp16, or mixed_precision of the launch: got float16, which is refused under ZeRO, where losses are "
-            "not scaled: set train.bf16, or launch the run with FSDP2 or DDP"
+            "not scaled: set train.bf16, or launch the run without DeepSpeed"
         )
     if asks_for("fp16"):
         raise _unfit("fp16.enabled", "true", "auto: under ZeRO the only half precision is train.bf16")

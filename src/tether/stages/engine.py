@@ -25,6 +25,7 @@ from tether.machine.deepspeed import gathered, load_whole, partition, plugin_of_
 from tether.machine.deepspeed_config import check_deepspeed, filled, width_of
 from tether.machine.distributed import Dist, lost_told
 from tether.models.adapters import DEFAULT, adapter_parameters
+from tether.models.device import half_dtype
 from tether.models.paths import model_errors
 from tether.models.roles import directly
 from tether.models.saving import adapter_tensors
@@ -173,6 +174,8 @@ class Zero:
 
     def check(self, config: StageConfig) -> None:
         """Raises ``ConfigError`` if launcher and run contradict each other."""
+        is_bf16 = half_dtype(config.train, self._dist.device) is torch.bfloat16
+        config = config.model_copy(update={"train": config.train.model_copy(update={"bf16": is_bf16})})
         check_deepspeed(self._config, config, sections=NOT_OURS, batches=BATCHES)
 
     def arguments(self, precision: torch.dtype | None) -> dict[str, Any]:

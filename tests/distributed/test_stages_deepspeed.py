@@ -39,11 +39,11 @@ WORST = {"metric_for_best_model": "eval_loss", "greater_is_better": True, "load_
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "sft full": ("sft", {"lora": FULL, "save_total_limit": None, **WORST}),
     "sft lora": ("sft", {"lora": LORA, "gradient_checkpointing": True}),
-    "reward full": ("reward", {"lora": FULL, "center_rewards_coefficient": 0.1}),
+    "reward full": ("reward", {"lora": FULL, "center_rewards_coefficient": 0.1, "save_steps": 6}),
     "reward lora": ("reward", {"lora": LORA, **WORST}),
 }
 RESUMED = ("sft lora", "reward full")
-STOPS_AT = 5
+STOPS_AT = 4
 """A step after which there are two more."""
 
 
@@ -113,7 +113,7 @@ def spoiled(name: str, file: Path) -> tuple[Mapping[str, float], str | None, lis
 
     def damage(step: int, num_steps: int, logs: Mapping[str, float]) -> None:
         if step == num_steps:
-            (config.output_dir / "checkpoint-2" / "model.safetensors").write_bytes(b"no weights")
+            (config.output_dir / "checkpoint-3" / "model.safetensors").write_bytes(b"no weights")
 
     result = train(config, tell=told.append, on_progress=damage)
     return result.metrics, result.interrupted, told
@@ -135,9 +135,9 @@ def launch(folder: Path, stage: int, **more: Any) -> dict[str, str]:
 
 
 def case_of(folder: Path, case: str) -> StageConfig:
-    """Seven steps, each of four rows in forward passes of one row."""
+    """Six steps, each of four rows in forward passes of one row."""
     name, changes = CASES[case]
-    usual = {"max_steps": 7, "micro_batch_size": 1, "eval_steps": 2, "save_steps": 2}
+    usual = {"max_steps": 6, "micro_batch_size": 1, "eval_steps": 3}
     (folder / case).mkdir(exist_ok=True)
     return config_of(folder / case, name, **usual | changes)
 
@@ -206,7 +206,7 @@ def test_two_processes_make_what_one_makes_with_a_share_each(folder, one, two, c
     for key in one[case].metrics.keys() - {"time/train_s"}:
         assert first[case].metrics[key] == pytest.approx(one[case].metrics[key], rel=1e-4, abs=1e-5), key
     is_best = "load_best_model_at_end" in CASES[case][1]
-    assert any(line.startswith("kept: the model after step 2 of 7") for line in first[case].told) == is_best
+    assert any(line.startswith("kept: the model after step 3 of 6") for line in first[case].told) == is_best
 
 
 @pytest.mark.parametrize("case", RESUMED)
@@ -246,7 +246,7 @@ def test_a_best_checkpoint_that_cannot_be_read_leaves_the_last_model(folder, two
     assert any("model of the last step is kept instead of the best" in line for line in told)
     saved, best = weights(folder / "sft full" / "spoiled"), weights(folder / "sft full" / "one")
     assert max((x - best[key]).abs().max().item() for key, x in saved.items()) > 1e-4, "trained further than the best"
-    assert json.loads((folder / "sft full" / "spoiled" / "finished.json").read_text()) == {"step": 7, "kept_step": 7}
+    assert json.loads((folder / "sft full" / "spoiled" / "finished.json").read_text()) == {"step": 6, "kept_step": 6}
 
 
 def test_a_pipeline_goes_through_all_stages_and_finds_them_finished(folder, two):
@@ -337,9 +337,9 @@ def test_a_base_with_quantized_weights_is_refused(tmp_path, monkeypatch, name):
 
 def test_a_checkpoint_is_resumed_by_the_engine_that_wrote_it(folder, two, tmp_path, monkeypatch):
     stage, *_ = two
-    checkpoint = folder / "reward full" / f"two {stage}" / "checkpoint-7"
+    checkpoint = folder / "reward full" / f"two {stage}" / "checkpoint-6"
     dist = Dist()
-    told = f"checkpoint-7 was written by 2 processes under ZeRO-{stage}, and cannot be resumed "
+    told = f"checkpoint-6 was written by 2 processes under ZeRO-{stage}, and cannot be resumed "
     with pytest.raises(CheckpointError, match=f"{told}without ZeRO: launch the run as before"):
         running.check_same_engine(checkpoint, Replicated(dist), dist)
     config = case_of(folder, "reward full").model_copy(

@@ -280,10 +280,11 @@ class Zero:
 
 
 def _sharded(engine: Any) -> Iterator[Tensor]:
-    """What a process keeps of a model that is trained at stage 3. DeepSpeed's own references to it outlive the engine,
-    so the memory would not be free for what comes after."""
+    """What a process keeps of a model that is trained at stage 3, and what it has gathered. DeepSpeed's own references
+    to it outlive the engine, so the memory would not be free for what comes after."""
     zero = engine.optimizer
-    yield from (parameter.ds_tensor for parameter in engine.module.parameters())
+    for parameter in engine.module.parameters():
+        yield from (parameter, parameter.ds_tensor)
     for flat in zero.fp32_partitioned_groups_flat:
         yield from (flat, *([] if flat.grad is None else [flat.grad]))
     for state in zero.optimizer.state.values():

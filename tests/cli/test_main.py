@@ -391,6 +391,7 @@ class TestQuieten:
     def keep(self, monkeypatch):
         monkeypatch.setattr(os, "environ", dict(os.environ))
         levels = {name: logging.getLogger(name).level for name in ("tether", "accelerate.accelerator")}
+        logging.getLogger("accelerate.accelerator").setLevel(logging.NOTSET)  # commands of other tests have set it
         yield
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)

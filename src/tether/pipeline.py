@@ -27,6 +27,7 @@ from tether.models.saving import is_whole
 from tether.stages import reward as reward_stage
 from tether.stages import running
 from tether.stages import sft as sft_stage
+from tether.stages.engine import stage_engine
 from tether.stages.reward import RewardStageResult, train_reward_model
 from tether.stages.sft import SftResult, train_sft
 from tether.train import inputs
@@ -186,9 +187,12 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> list[str]:
             try_outside(config, data, with_services=True)
         return notes
     stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
-    running.check_launch(config, name, dist.num_processes)
+    running.check_launch(config, dist)
     stage.check(running.as_launched(config))
     running.check_folder(ready)
+    if ready.resume:
+        found = running.newest_checkpoint(ready.output_dir, lambda text: None)
+        running.check_same_engine(found, stage_engine(dist), dist)
     stage.load_data(config)
     return []
 

@@ -390,9 +390,11 @@ class TestQuieten:
     @pytest.fixture(autouse=True)
     def keep(self, monkeypatch):
         monkeypatch.setattr(os, "environ", dict(os.environ))
-        level = logging.getLogger("tether").level
+        levels = {name: logging.getLogger(name).level for name in ("tether", "accelerate.accelerator")}
+        logging.getLogger("accelerate.accelerator").setLevel(logging.NOTSET)  # commands of other tests have set it
         yield
-        logging.getLogger("tether").setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
     def test_what_the_user_has_set_stays(self):
         os.environ["TRANSFORMERS_VERBOSITY"] = "info"
@@ -400,6 +402,7 @@ class TestQuieten:
         quiet.quieten(debug=False)
         assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
         assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+        assert not logging.getLogger("accelerate.accelerator").isEnabledFor(logging.WARNING)
 
     def test_a_warning_cannot_act_on_the_terminal(self, capsys):
         record = logging.LogRecord("tether", logging.WARNING, "f", 1, "%s", ("a client sent \x1b[2J\u202e\nb",), None)
@@ -416,3 +419,4 @@ class TestQuieten:
         quiet.quieten(debug=True)
         assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
         assert logging.getLogger("tether").level == logging.DEBUG
+        assert logging.getLogger("accelerate.accelerator").isEnabledFor(logging.WARNING)

@@ -536,7 +536,7 @@ class TestOtherStages:
         assert load_any(write(tmp_path, SFT), named, SftStageConfig, "sft")[0].train.batch_size == 8
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert load_any(write(tmp_path, SFT), [], SftStageConfig, "sft")[0].train.batch_size == 16
-        with pytest.raises(ConfigError, match=r"deepspeed: .*processes share the rows of this stage \(DDP\)"):
+        with pytest.raises(ConfigError, match=r"deepspeed: .*accelerate launch --use_deepspeed .* -m tether sft"):
             load_any(write(tmp_path, SFT), named, SftStageConfig, "sft")
 
 

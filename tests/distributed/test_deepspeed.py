@@ -277,7 +277,8 @@ def test_what_contradicts_a_run_is_told(folder, written, changes, said):
 
 
 def test_what_a_run_says_too_is_no_contradiction(folder):
-    from tether.train.engines.deepspeed_config import check, filled
+    from tether.machine.deepspeed_config import filled
+    from tether.train.engines.deepspeed_config import check
 
     written = {
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_max_live_parameters": 1e9},

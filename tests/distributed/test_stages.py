@@ -139,17 +139,11 @@ def test_a_launch_that_does_not_fit_is_told_before_a_model_is_loaded(tmp_path, n
     assert not (tmp_path / "out").exists()
 
 
-def test_deepspeed_is_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ConfigError, match=r"asks for DeepSpeed: tether sft distributes rows, not weights; wanted DDP"):
-        running.check_launch(config_of(tmp_path, "sft"), "sft", 2)
-
-
 @pytest.mark.parametrize("name", STAGES)
 def test_what_the_launcher_says_of_precision_is_done_where_the_run_says_nothing(tmp_path, monkeypatch, name):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     config = config_of(tmp_path, name, bf16=None)
-    running.check_launch(config, name, 1)
+    running.check_launch(config, Dist())
     assert running.as_launched(config).train.bf16 is True
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert running.as_launched(config) == config

@@ -2242,7 +2242,7 @@ RUNS = (
         "stages/running.py",
         (
             "a stage keeps its last model for its best",
-            "run.dist.each(lambda: _load_weights(model, Path(state.best_model_checkpoint)))",
+            "run.engine.load(model, Path(state.best_model_checkpoint))",
             "pass",
         ),
         (
@@ -2265,7 +2265,7 @@ RUNS = (
         "stages/running.py",
         (
             "a resumed stage has the experts of the start",
-            "self.run.dist.each(lambda: _load_weights(model, checkpoint))",
+            "self.run.dist.each(lambda: load_weights(model, checkpoint))",
             "pass",
         ),
         tests=(

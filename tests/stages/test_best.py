@@ -18,7 +18,7 @@ from tether.models.saving import verify_manifest
 from tether.pipeline import _state
 from tether.report.html import write_report
 from tether.report.read import read_run
-from tether.stages import running
+from tether.stages.engine import load_weights
 from tether.stages.reward import train_reward_model
 from tether.stages.sft import train_sft
 
@@ -224,7 +224,7 @@ def test_the_best_is_loaded_also_where_names_in_files_are_not_those_in_memory(tm
     best, last = MixtralForCausalLM(config), MixtralForCausalLM(config)
     best.save_pretrained(tmp_path)
     assert weights(tmp_path).keys() != best.state_dict().keys()
-    running._load_weights(last, tmp_path)
+    load_weights(last, tmp_path)
     assert same(last.state_dict(), best.state_dict())
 
 

@@ -32,6 +32,8 @@ def quieten(*, debug: bool) -> None:
     }.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", module=_CHATTY)
+    # transformers' trainer counts micro-batches by itself, and under ZeRO Accelerate warns that its own count differs
+    logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
 
 
 class _Stderr(logging.Handler):

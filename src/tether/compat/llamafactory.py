@@ -34,9 +34,9 @@ def recognised(data: Any) -> bool:
     return isinstance(data, dict) and "model" not in data and bool({"stage", "finetuning_type"} & data.keys())
 
 
-WITHOUT_SHARDING = (
-    "processes share the rows of this stage (DDP), but not its weights: remove this key, and train a model that is too "
-    "large for one device with finetuning_type: lora"
+WITHOUT_FSDP = (
+    "this stage shards weights with DeepSpeed's ZeRO, or shares rows alone (DDP): remove this key, and start it with "
+    "accelerate launch --config_file examples/accelerate/zero3.yaml"
 )
 
 
@@ -230,24 +230,24 @@ def _precision(keys: Translator) -> None:
 
 
 def _sharding(keys: Translator, stage: str) -> None:
-    """DeepSpeed and FSDP, which are set by the launcher here, and for PPO only; on one device they change nothing."""
+    """DeepSpeed and FSDP, which are set by the launcher here, FSDP for PPO only; on one device they change nothing."""
     for key, is_launched in {"deepspeed": uses_deepspeed(), "fsdp": uses_fsdp()}.items():
         given = keys.take(key)
         if given and is_launched:
             keys.covered(key, by="the launcher's setting")
         elif given and num_processes() > 1:
-            keys.refuse(key, _way_to_shard(key, given) if stage == "ppo" else WITHOUT_SHARDING)
+            keys.refuse(key, WITHOUT_FSDP if key == "fsdp" and stage != "ppo" else _way_to_shard(key, given, stage))
         keys.ignore("on one device there is nothing to shard", key)
 
 
-def _way_to_shard(key: str, given: Any) -> str:
+def _way_to_shard(key: str, given: Any, stage: str) -> str:
     file = given if key == "deepspeed" and isinstance(given, str) else "FILE.json"
     said = f"--use_deepspeed --deepspeed_config_file {file}" if key == "deepspeed" else (
         "--config_file examples/accelerate/fsdp2.yaml"
     )
     return (
         f"the launcher sets it: remove this key and start {num_processes()} processes with accelerate launch {said} "
-        f"--num_processes {num_processes()} -m tether ppo …"
+        f"--num_processes {num_processes()} -m tether {'reward' if stage == 'rm' else stage} …"
     )
 
 

@@ -43,7 +43,7 @@ def policy_weights(roles: ModelRoles) -> dict[str, Tensor]:
     """The tensors that ``save_policy`` writes, by their names in the live policy."""
     policy = roles.policy
     if isinstance(policy, PeftModel):
-        return _adapter_tensors(policy, roles.policy_adapter)
+        return adapter_tensors(policy, roles.policy_adapter)
     return policy.state_dict(keep_vars=True)
 
 
@@ -104,12 +104,12 @@ def critic_weights(roles: ModelRoles) -> dict[str, Tensor]:
     critic = roles.role(VALUE)
     head = {f"score.{name}": tensor for name, tensor in critic.head.state_dict(keep_vars=True).items()}
     if critic.adapter is not None:
-        return _adapter_tensors(roles.policy, critic.adapter) | head
+        return adapter_tensors(roles.policy, critic.adapter) | head
     of_model, trunk = critic.model.state_dict(keep_vars=True), f"{critic.model.base_model_prefix}."
     return {name: tensor for name, tensor in of_model.items() if name.startswith(trunk)} | head
 
 
-def _adapter_tensors(model: PeftModel, adapter: str) -> dict[str, Tensor]:
+def adapter_tensors(model: PeftModel, adapter: str) -> dict[str, Tensor]:
     """Parameters of one adapter, and all buffers, as some may belong to it."""
     own, tensors = adapter_parameters(model, adapter), model.state_dict(keep_vars=True)
     return {name: x for name, x in tensors.items() if name in own or not isinstance(x, nn.Parameter)}

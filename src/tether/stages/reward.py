@@ -47,6 +47,7 @@ from tether.report.read import REWARD_EVALUATION
 from tether.rewards.base import checked, score_sequences
 from tether.rewards.reading import READS_TO
 from tether.stages import running
+from tether.stages.engine import StageEngine
 from tether.stages.running import OnProgress, Stop, Tell
 from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
 
@@ -82,7 +83,8 @@ def train_reward_model(
     ``fingerprints.json``, by which ``resume`` recognizes rows and model; ``metrics.jsonl`` with one line per step and
     one per evaluation during training; and ``reward_eval.json`` with the rewards of the held-out pairs.
 
-    Several launched processes share the pairs of each optimizer step (DDP); only the first writes files and messages.
+    Several launched processes share the pairs of each optimizer step (DDP), and under ZeRO also weights, gradients or
+    optimizer states; only the first writes files and messages.
 
     Args:
         on_progress: called after every optimizer step.
@@ -126,6 +128,7 @@ def train_reward_model(
                     data.held_out,
                     batch_size=batch_size,
                     dist=dist,
+                    engine=run.engine,
                     precision=precision,
                     center=config.train.center_rewards_coefficient,
                 )
@@ -134,7 +137,7 @@ def train_reward_model(
             return evaluations[step]
 
         with lost_told(dist.num_processes):
-            trainer = running.train(lambda: _trainer(model, tokenizer, data, evaluation, watch), run.checkpoint)
+            trainer = running.train(lambda: _trainer(model, tokenizer, data, evaluation, watch), run)
         if watch.interrupted is not None:
             return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
         kept = running.keep_best(run, trainer, model)
@@ -147,7 +150,8 @@ def train_reward_model(
         }
         last = trainer.state.global_step
         is_told, result = kept in evaluations or kept != last, evaluation(kept)
-        dist.by_main(lambda: _write(model, tokenizer, processor, config.output_dir, result, last=last, kept=kept))
+        full, folder = run.engine.full(model), config.output_dir
+        dist.by_main(lambda: _write(model, full, tokenizer, processor, folder, result, last=last, kept=kept))
         if not is_told:
             watch.trackers.log(_told(result), last)
         return RewardStageResult(config.output_dir, metrics | _told(result), result["accuracy_by_length"])
@@ -339,7 +343,9 @@ def _trainer(
     arguments = running.trainer_arguments(watch.run, len(data.train), evaluates=evaluates, kind=RewardArguments)
     trainer = RewardTrainer(
         model=model,
-        args=RewardArguments(**arguments, center_rewards_coefficient=coefficient or None),
+        args=watch.run.engine.configured(
+            RewardArguments(**arguments, center_rewards_coefficient=coefficient or None), model
+        ),
         train_dataset=_dataset(data.train),
         eval_dataset=_dataset(data.held_out) if evaluates else None,
         processing_class=tokenizer,
@@ -379,11 +385,12 @@ def evaluate(
     *,
     batch_size: int,
     dist: Dist,
+    engine: StageEngine,
     precision: torch.dtype | None,
     center: float,
 ) -> dict[str, Any]:
     """Rewards of held-out pairs, scored as by reward sources in PPO, and how often the better answer wins. Each process
-    scores its share.
+    scores its share; if all take part in each forward pass, one with a smaller share scores an answer twice.
 
         loss     = mean of the training loss, with its coefficient ``center``
         accuracy = share of pairs with r(chosen) > r(rejected)
@@ -402,8 +409,10 @@ def evaluate(
             return last_token_scores(trunk, head, ids, mask, position_ids, causal=causal)
 
     answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
-    own = [answers[i] for i in dist.share(len(answers))]
-    shares = dist.together(lambda: score_sequences(own, score_batch, batch_size=batch_size, device=dist.device))
+    mine, most = dist.share(len(answers)), math.ceil(len(answers) / dist.num_processes)
+    own = [answers[i] for i in mine] + answers[: most - len(mine) if engine.in_step else 0]
+    options = {"batch_size": batch_size, "device": dist.device, "through": engine.host}
+    shares = dist.together(lambda: score_sequences(own, score_batch, **options)[: len(mine)])
     scores = checked([score for share in shares for score in share], len(answers), "the trained reward model")
     rows = [
         {
@@ -463,6 +472,7 @@ def _accuracy(rows: Sequence[Mapping[str, Any]]) -> float:
 
 def _write(
     model: PreTrainedModel | PeftModel,
+    full: Mapping[str, Tensor] | None,
     tokenizer: PreTrainedTokenizerBase,
     processor: Mapping[str, bytes],
     output_dir: Path,
@@ -474,21 +484,31 @@ def _write(
     """Writes the results of the run, all of them or none.
 
     Args:
+        full: as in ``save``.
         evaluation: result of ``evaluate`` on the model.
         last, kept: as in ``write_end``.
     """
     with written_into(output_dir) as folder:
-        save(model, tokenizer, folder)
+        save(model, tokenizer, folder, full)
         write_processor(processor, folder)
         (folder / REWARD_EVALUATION).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
         running.write_end(folder, output_dir, last=last, kept=kept, evaluation=evaluation["metrics"])
 
 
-def save(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes the reward model and its tokenizer, to be loaded with transformers or PEFT."""
+def save(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    full: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Writes the reward model and its tokenizer, to be loaded with transformers or PEFT.
+
+    Args:
+        full: its weights if an engine has sharded them; None: those of the live model.
+    """
     if isinstance(model, PeftModel):
-        model.save_pretrained(folder, save_embedding_layers=False)
+        model.save_pretrained(folder, save_embedding_layers=False, state_dict=full)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
     else:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=full)
     tokenizer.save_pretrained(folder)

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -50,11 +51,10 @@ from tether.machine.precision import check_precision
 from tether.metrics.reduce import improves
 from tether.metrics.trackers import Trackers, check_report_to, trackers_of
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
-from tether.models.adapters import DEFAULT
 from tether.models.chat import check_template
 from tether.models.checkpoints import METRICS, check_models_kept, holds_run, list_checkpoints
 from tether.models.device import half_dtype
-from tether.models.paths import check_model_path, is_adapter, model_digest, model_errors
+from tether.models.paths import check_model_path, is_adapter, model_digest
 from tether.models.saving import (
     FINAL,
     MANIFEST,
@@ -65,6 +65,7 @@ from tether.models.saving import (
 )
 from tether.report.card import write_card
 from tether.report.read import FINISHED
+from tether.stages.engine import StageEngine, load_weights, stage_engine
 
 CONFIG_FILE, TRAINER_STATE = "config.yaml", "trainer_state.json"
 FINGERPRINTS_FILE = "fingerprints.json"
@@ -120,17 +121,12 @@ def check_stage(config: StageConfig, command: str) -> None:
     check_report_to(config.train.report_to)
 
 
-def check_launch(config: StageConfig, command: str, num_processes: int) -> None:
+def check_launch(config: StageConfig, dist: Dist) -> None:
     """Raises ``ConfigError`` if the launch does not fit the run."""
-    engines = {"DeepSpeed": launched.uses_deepspeed(), "FSDP": launched.uses_fsdp()}
-    for engine in (name for name, is_asked in engines.items() if is_asked):
-        raise ConfigError(
-            f"the launcher's configuration asks for {engine}: tether {command} distributes rows, not weights; wanted "
-            "DDP (examples/accelerate/ddp.yaml, torchrun). For a model that is too large for one device, set "
-            "model.lora and train.gradient_checkpointing"
-        )
+    engine = stage_engine(dist)
     check_precision(config)
-    _rows_at_once(config, num_processes)
+    _rows_at_once(config, dist.num_processes)
+    engine.check(as_launched(config))
 
 
 def _rows_at_once(config: StageConfig, num_processes: int) -> int:
@@ -198,6 +194,11 @@ class Begun(Generic[ConfigT]):
     is_finished: bool
     """Whether nothing is left to train."""
 
+    @cached_property
+    def engine(self) -> StageEngine:
+        """Distributes the model over the processes."""
+        return stage_engine(self.dist)
+
     @property
     def precision(self) -> torch.dtype | None:
         """The autocast dtype of forward passes, None for that of the weights."""
@@ -219,22 +220,24 @@ def begin(
 
     Raises:
         ConfigError, DataError, ModelError: a mistake; raised in all processes.
-        CheckpointError: as ``find_checkpoint``.
+        CheckpointError: as ``find_checkpoint`` and ``check_same_engine``.
     """
     dist = Dist(config.train.ddp_timeout)
     tell = tell if dist.is_main else lambda text: None
-    dist.each(lambda: check_launch(config, command, dist.num_processes))
+    dist.each(lambda: check_launch(config, dist))
     config = as_launched(config)
     dist.each(lambda: check(config))
     dist.by_main(lambda: check_folder(config))
     config = with_now(config, dist.by_main(lambda: _begun_at(config) or present()))
     finished = dist.by_main(lambda: is_finished(config, read))
     checkpoint = None if finished else dist.by_main(lambda: find_checkpoint(config, tell))
+    run = Begun(dist, config, tell, checkpoint, finished)
     if finished:
         tell(f"finished: {config.output_dir} holds the model after the last step")
     else:
-        tell(f"on {dist.described(f'tether {command}', 'DDP' if dist.num_processes > 1 else None)}")
-    return Begun(dist, config, tell, checkpoint, finished)
+        dist.by_main(lambda: check_same_engine(checkpoint, run.engine, dist))
+        tell(f"on {dist.described(f'tether {command}', run.engine.name)}")
+    return run
 
 
 # The folder of a run
@@ -307,13 +310,47 @@ def newest_checkpoint(folder: Path, tell: Tell) -> Path | None:
 def _step(checkpoint: Path) -> int | None:
     """Number of finished steps from the trainer's state, which is written last; None without it."""
     try:
-        return int(json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"])
+        return int(_trainer_state(checkpoint)["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
+def _trainer_state(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+
+
 def _is_complete(checkpoint: Path) -> bool:
     return _step(checkpoint) is not None
+
+
+def check_same_engine(checkpoint: Path | None, engine: StageEngine, dist: Dist) -> None:
+    """Checks that the checkpoint that a run resumes from, if any, was written by the same engine, and by as many
+    processes if it shards anything: each process keeps its own part of the optimizer states.
+
+    Raises:
+        CheckpointError: it was not.
+    """
+    if checkpoint is None:
+        return
+    kept = _trainer_state(checkpoint).get("stateful_callbacks", {}).get(Watch.__name__, {})
+    before, now = kept.get("attributes", {}).get("sharded"), sharded_by(engine, dist)
+    if before != now:
+        raise CheckpointError(
+            f"resume: {checkpoint} was written {_under(before)}, and cannot be resumed {_under(now)}: launch the run "
+            "as before, or start anew from these weights, with the checkpoint as model.path and another output_dir"
+        )
+
+
+def sharded_by(engine: StageEngine, dist: Dist) -> list[Any] | None:
+    """The engine that shards the states of a run, and over how many processes; None if none does."""
+    return [engine.name, dist.num_processes] if engine.shards else None
+
+
+def _under(sharded: list[Any] | None) -> str:
+    if sharded is None:
+        return "without ZeRO"
+    name, num_processes = sharded
+    return f"by {counted(num_processes, 'process')} under {name}"
 
 
 def may_change(key: str, *, is_finished: bool) -> bool:
@@ -485,7 +522,7 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
         evaluates: whether there are held-out rows, to evaluate on every ``train.eval_steps`` steps.
         kind: class of the arguments.
     """
-    config, train, precision = run.config, run.config.train, run.precision
+    config, train = run.config, run.config.train
     saves = bool(train.save_steps or train.metric_for_best_model)
     eval_steps = train.eval_steps if evaluates else None
     rows = train.rows_at_once(run.dist.num_processes)
@@ -507,8 +544,6 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
         "warmup_steps": train.warmup_steps or round(train.warmup_ratio * num_steps),
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm or 0.0,
-        "bf16": precision is torch.bfloat16,
-        "fp16": precision is torch.float16,
         checkpointing: train.gradient_checkpointing,
         "seed": train.seed,
         "max_length": None,
@@ -528,6 +563,7 @@ def trainer_arguments(run: Begun[Any], num_rows: int, *, evaluates: bool, kind: 
         "use_cpu": not has_accelerator,
         "ddp_timeout": train.ddp_timeout,
         "dataloader_pin_memory": has_accelerator,
+        **run.engine.arguments(run.precision),
     }
 
 
@@ -551,9 +587,11 @@ class Watch(TrainerCallback, ExportableState):
     """Why the run was asked to stop, if it was."""
 
     def state(self) -> dict[str, Any]:
-        """What every checkpoint keeps for ``on_train_begin``: the criterion for the best evaluation."""
-        train = self.run.config.train
-        return {"args": {}, "attributes": {"criterion": [train.metric_for_best_model, train.is_greater_better]}}
+        """What every checkpoint keeps: for ``on_train_begin`` the criterion for the best evaluation, and for
+        ``check_same_engine`` what shards it."""
+        train, sharded = self.run.config.train, sharded_by(self.run.engine, self.run.dist)
+        criterion = [train.metric_for_best_model, train.is_greater_better]
+        return {"args": {}, "attributes": {"criterion": criterion, "sharded": sharded}}
 
     def on_train_begin(
         self,
@@ -568,17 +606,18 @@ class Watch(TrainerCallback, ExportableState):
 
         The weights of a full model are loaded again: transformers matches them by name alone, and leaves those as they
         are whose names in a file are others than in memory, such as experts. The optimizer already holds the
-        parameters. The best checkpoint is looked for, as the folder may have moved since its place was recorded. It is
-        forgotten if another criterion chose it.
+        parameters. An engine that shards has saved and loaded them by their names in memory. The best checkpoint is
+        looked for, as the folder may have moved since its place was recorded. It is forgotten if another criterion
+        chose it.
         """
         checkpoint = self.run.checkpoint
-        if checkpoint is not None and not isinstance(model, PeftModel):
-            self.run.dist.each(lambda: _load_weights(model, checkpoint))
+        if checkpoint is not None and not isinstance(model, PeftModel) and not self.run.engine.shards:
+            self.run.dist.each(lambda: load_weights(model, checkpoint))
         chosen_by, state.stateful_callbacks[Watch.__name__] = state.stateful_callbacks.get(Watch.__name__), self.state()
         if state.best_global_step is None:
             return
         found = self.run.dist.by_main(lambda: _best_so_far(self.run, state))
-        is_same = chosen_by in (None, self.state())  # older checkpoints kept none, and allowed no other
+        is_same = chosen_by is None or _criterion(chosen_by) == _criterion(self.state())  # older ones allowed no other
         if found is not None and is_same:
             state.best_model_checkpoint = str(found)
             return
@@ -647,6 +686,11 @@ class Watch(TrainerCallback, ExportableState):
                 control.should_training_stop, self.interrupted = True, None
 
 
+def _criterion(kept: Mapping[str, Any]) -> list[Any]:
+    """The criterion in what a checkpoint keeps."""
+    return kept["attributes"]["criterion"]
+
+
 def _best_so_far(run: Begun[Any], state: TrainerState) -> Path | None:
     """The best checkpoint that a resumed run recorded: beside the one that it resumes from, or where it was then."""
     beside = run.checkpoint.parent / f"checkpoint-{state.best_global_step}"
@@ -678,18 +722,21 @@ def watched(
         dist.by_main(lambda: _mark(config))
         trackers = dist.each(lambda: trackers_of(config, is_main=dist.is_main))
         stack.callback(trackers.close)
+        stack.callback(run.engine.close)
         dist.by_main(lambda: _prepare(config, run.checkpoint))
         dist.by_main(lambda: write_whole(folder / FINGERPRINTS_FILE, json.dumps(read, indent=1).encode()))
         writer = JsonlWriter(folder / METRICS) if dist.is_main else None
         yield Watch(writer, on_progress, stop, run, trackers)
 
 
-def train(make_trainer: Callable[[], Trainer], checkpoint: Path | None) -> Trainer:
+def train(make_trainer: Callable[[], Trainer], run: Begun[Any]) -> Trainer:
     """Creates TRL's trainer and trains, from the start or from one of its checkpoints."""
+    checkpoint = run.checkpoint
     with _no_telemetry():
         trainer = make_trainer()
         trainer.create_model_card = lambda *args, **kwargs: None  # its README.md would be about TRL
         trainer.remove_callback(PrinterCallback)
+        run.engine.take(trainer, run.precision)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     return trainer
 
@@ -702,26 +749,13 @@ def keep_best(run: Begun[Any], trainer: Trainer, model: PreTrainedModel | PeftMo
     if not train.load_best_model_at_end or best in (None, last):
         return last
     try:
-        run.dist.each(lambda: _load_weights(model, Path(state.best_model_checkpoint)))
+        run.engine.load(model, Path(state.best_model_checkpoint))
     except ModelError as error:
         run.tell(f"warning: {error}; the model of the last step is kept instead of the best one")
         return last
     name = train.metric_for_best_model
     run.tell(f"kept: the model after step {best} of {last}, with the best {name}, {state.best_metric:.3g}")
     return best
-
-
-def _load_weights(model: PreTrainedModel | PeftModel, checkpoint: Path) -> None:
-    """Loads a checkpoint's weights into the model it was saved from.
-
-    Raises:
-        ModelError: they cannot be read.
-    """
-    with model_errors(str(checkpoint)):
-        if isinstance(model, PeftModel):
-            model.load_adapter(str(checkpoint), DEFAULT)
-        else:  # loaded as a model: its names in a file may differ from those in memory
-            model.load_state_dict(type(model).from_pretrained(checkpoint, dtype="auto").state_dict())
 
 
 def write_end(folder: Path, output_dir: Path, *, last: int, kept: int, evaluation: Mapping[str, float]) -> None:

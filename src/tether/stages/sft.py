@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from peft import PeftModel
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 from tether.config.sft_stage import DemonstrationsConfig, SftModelConfig, SftStageConfig
@@ -66,7 +67,8 @@ def train_sft(
     generation config, which ends answers where the chat template does; ``config.yaml``; ``fingerprints.json``, by which
     ``resume`` recognizes rows and model; and ``metrics.jsonl`` with one line per step and one per evaluation.
 
-    Several launched processes share the rows of each optimizer step (DDP); only the first writes files and messages.
+    Several launched processes share the rows of each optimizer step (DDP), and under ZeRO also weights, gradients or
+    optimizer states; only the first writes files and messages.
 
     Args:
         on_progress: called after every optimizer step.
@@ -93,7 +95,7 @@ def train_sft(
     with running.watched(run, read, on_progress, stop) as watch:
         start = time.perf_counter()
         with _settings_kept(model), lost_told(dist.num_processes):
-            trainer = running.train(lambda: _trainer(model, data, watch), run.checkpoint)
+            trainer = running.train(lambda: _trainer(model, data, watch), run)
             if watch.interrupted is None and data.held_out and not _is_evaluated(trainer):
                 trainer.evaluate()
             kept = trainer.state.global_step if watch.interrupted else running.keep_best(run, trainer, model)
@@ -106,7 +108,8 @@ def train_sft(
             **_evaluation(trainer, kept),
         }
         end_at(model, data.end_ids)
-        dist.by_main(lambda: _write(model, data.tokenizer, processor, config.output_dir, trainer, kept))
+        full = run.engine.full(model)
+        dist.by_main(lambda: _write(model, full, data.tokenizer, processor, config.output_dir, trainer, kept))
         return SftResult(config.output_dir, metrics)
 
 
@@ -277,7 +280,7 @@ def _trainer(model: PreTrainedModel | PeftModel, data: SftData, watch: running.W
     arguments = running.trainer_arguments(watch.run, len(data.train), evaluates=evaluates, kind=SftArguments)
     return SFTTrainer(
         model=model,
-        args=SftArguments(**arguments),
+        args=watch.run.engine.configured(SftArguments(**arguments), model),
         train_dataset=_dataset(data.train),
         eval_dataset=_dataset(data.held_out) if evaluates else None,
         processing_class=copy.deepcopy(data.tokenizer),  # TRL adds a pad token if it has none
@@ -309,6 +312,7 @@ def _evaluation(trainer: Trainer, step: int) -> Mapping[str, float]:
 
 def _write(
     model: PreTrainedModel | PeftModel,
+    full: Mapping[str, Tensor] | None,
     tokenizer: PreTrainedTokenizerBase,
     processor: Mapping[str, bytes],
     output_dir: Path,
@@ -318,21 +322,31 @@ def _write(
     """Writes the results of the run, all of them or none.
 
     Args:
+        full: as in ``save``.
         kept: number of steps that the model was trained for.
     """
     with written_into(output_dir) as folder:
-        save(model, tokenizer, folder)
+        save(model, tokenizer, folder, full)
         write_processor(processor, folder)
         ended = {"last": trainer.state.global_step, "kept": kept, "evaluation": _evaluation(trainer, kept)}
         running.write_end(folder, output_dir, **ended)
 
 
-def save(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes the policy with tokenizer and generation config, to be loaded with transformers or PEFT."""
+def save(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    full: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Writes the policy with tokenizer and generation config, to be loaded with transformers or PEFT.
+
+    Args:
+        full: its weights if an engine has sharded them; None: those of the live model.
+    """
     if isinstance(model, PeftModel):
-        model.save_pretrained(folder, save_embedding_layers=False)
+        model.save_pretrained(folder, save_embedding_layers=False, state_dict=full)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         model.generation_config.save_pretrained(folder)
     else:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=full)
     tokenizer.save_pretrained(folder)

@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tether.config import launched
 from tether.config.schema import ModelConfig
 from tether.config.stage import StageConfig
 from tether.errors import ConfigError
@@ -25,7 +26,14 @@ from tether.models.adapters import (
     with_adapter,
 )
 from tether.models.device import weight_dtype
-from tether.models.fit import check_language_model, check_tokens, check_trainable, is_classifier, positions
+from tether.models.fit import (
+    check_language_model,
+    check_tokens,
+    check_trainable,
+    has_few_bits,
+    is_classifier,
+    positions,
+)
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, is_adapter, own_weights
 from tether.models.preprocessing import read_processor
@@ -53,7 +61,7 @@ def check_fit(
 
     Raises:
         ConfigError: a text has more tokens than the model has positions, or a token without an embedding; LoRA matches
-            none of its modules; its weights are quantized and would be trained themselves.
+            none of its modules; its weights are quantized and would be trained themselves, or sharded.
         ModelError: it is a classifier, and a language model is wanted.
     """
     model = config.model
@@ -62,6 +70,11 @@ def check_fit(
     if not takes_classifier:
         check_language_model(base, shape)
     check_trainable(model.path, shape, with_lora=model.lora is not None)
+    if launched.uses_deepspeed() and has_few_bits(shape):
+        raise ConfigError(
+            f"model.path: {base} holds quantized weights, wanted none under ZeRO: they cannot be sharded. Launch the "
+            "run with DDP"
+        )
     limit = positions(shape)
     for row, ids in texts:
         if limit is not None and len(ids) > limit:

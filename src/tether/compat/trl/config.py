@@ -18,11 +18,11 @@ from tether.config import launched
 from tether.config.load import checked_config
 from tether.config.schema import RunConfig, without_idle
 from tether.errors import ConfigError
+from tether.machine.deepspeed import load_whole
 from tether.machine.distributed import Dist
 from tether.models.bitsandbytes import check_bitsandbytes
 from tether.models.compiled import check_compile
 from tether.models.device import bf16_supported, default_device
-from tether.train.engines.deepspeed import load_whole
 from tether.train.inputs import OF_SCRIPT
 
 REFUSED = {

@@ -18,23 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers.integrations import unset_hf_deepspeed_config
 
 from tether.config.schema import RunConfig
+from tether.machine.deepspeed import load_whole, partition, plugin_of_launch
+from tether.machine.deepspeed_config import filled, waits_on, width_of
 from tether.machine.distributed import Dist, lost_told
 from tether.models.roles import POLICY, Host, ModelRoles, Role
 from tether.train.engines.base import Hosted, all_together, by_model, kept_by_main
-from tether.train.engines.deepspeed_config import check, filled, waits_on
+from tether.train.engines.deepspeed_config import check
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in torch."""
-
-
-def load_whole() -> None:
-    """Makes transformers load whole models from now on, even if arguments of its trainer made it shard them."""
-    unset_hf_deepspeed_config()
 
 
 class Zero:
@@ -45,7 +41,7 @@ class Zero:
     def __init__(self, dist: Dist) -> None:
         load_whole()
         self._dist = dist
-        self._config = dist.accelerator.state.deepspeed_plugin.deepspeed_config
+        self._config = plugin_of_launch().deepspeed_config  # a stage before may have filled in that of its Accelerator
         self.stage = int(self._config["zero_optimization"]["stage"])
         self.name = f"ZeRO-{self.stage}"
         self.spreads_weights = self.stage == 3
@@ -84,17 +80,7 @@ class Zero:
         return self._together(self._engine(module, None, config))
 
     def _partition(self, module: nn.Module, config: dict[str, Any] | None = None) -> None:
-        import deepspeed
-
-        config = config or self._filled(module)
-        for buffer in module.buffers():
-            buffer.data = buffer.data.to(self._dist.device)
-        deepspeed.zero.Init(
-            module=module,
-            config_dict_or_path=config,
-            remote_device=waits_on(config),
-            pin_memory=bool((config["zero_optimization"].get("offload_param") or {}).get("pin_memory", False)),
-        )
+        partition(module, config or self._filled(module), self._dist.device)
 
     def prepare(self, optimizers: list[PassOptimizer]) -> None:
         """Creates an engine for each group of models trained by one optimizer, or by several that share a model."""
@@ -129,7 +115,7 @@ class Zero:
 
     def _filled(self, module: nn.Module) -> dict[str, Any]:
         """The launcher's configuration for one model, with its ``auto`` values filled in."""
-        return filled(self._config, self._dist.num_processes, _width(module))
+        return filled(self._config, self._dist.num_processes, width_of(module))
 
     # Training
 
@@ -585,9 +571,3 @@ def _sharing(optimizers: Sequence[PassOptimizer], roles: Sequence[Role]) -> list
             models, together = models | other[0], other[1] + together
         found.append((models, together))
     return [together for _, together in found]
-
-
-def _width(module: nn.Module) -> int:
-    """Hidden size of a model, from which DeepSpeed's automatic sizes are derived."""
-    config = next(part.config for part in module.modules() if hasattr(part, "config"))
-    return config.get_text_config().hidden_size

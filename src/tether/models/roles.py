@@ -223,6 +223,8 @@ class ModelRoles:
                 role.head.requires_grad_(False).to(self.device)
             for parameter in role.trained.values():
                 parameter.requires_grad_(True)
+        self.policy_rows = num_rows(self.role(POLICY).model)
+        """Number of tokens that the policy has embeddings for."""
         self.critic_rows = num_rows(self.role(VALUE).model) if self.has_critic else None
         """Number of tokens that the critic has embeddings for. It reads ids beyond, which belong to no token, as the
         last of them: the policy of some models has more rows than there are tokens."""

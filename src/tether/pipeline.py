@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tether.config.base import Section, differences
 from tether.config.chat import with_now
-from tether.config.load import parse_config
+from tether.config.load import check_kind, parse_config
 from tether.config.pipeline import Pipeline
 from tether.config.reward_stage import RewardStageConfig
 from tether.config.rewards import AdapterReward, EnsembleReward, OwnModelReward, RewardConfig
@@ -63,6 +63,7 @@ def run_pipeline(pipeline: Pipeline, *, display: Display | None = None) -> Pipel
             wherever possible.
         TetherError: a stage failed. Those before it are finished, and the next call continues from there.
     """
+    check_kind(pipeline, Pipeline, "run_pipeline", "load_pipeline(path)")
     shared = pipeline.shared
     dist = Dist(max(config.train.ddp_timeout for config in pipeline.stages.values()))
     display = display if display is not None and dist.is_main else NullDisplay()

@@ -96,6 +96,9 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path, name):
         ({"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}, "got eval_loss, wanted one of"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "wanted min_lr or min_lr_rate"),
         ({"stop_token": None, "stop_token_id": 99}, "the tokenizer has no token 99"),
+        ({"stop_token": None, "stop_token_id": -1}, "the tokenizer has no token -1"),
+        ({"total_episodes": None, "num_train_epochs": 0.1}, "num_train_epochs: got 0.1, which is less .* 6 prompts"),
+        ({"total_episodes": None, "num_train_epochs": 0}, "num_train_epochs: got 0, .* or set total_episodes"),
         ({"response_length": 126}, "needs 131 positions, but model has 128"),
     ],
 )
@@ -105,6 +108,30 @@ def test_mistakes_are_found_at_construction(tmp_path, changes, message):
         setattr(args, name, changes[name])
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, args=args, eval_dataset=[{"input_ids": [7, 20]}])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("total_episodes", "16", "a whole number"),
+        ("total_episodes", 1e5, "a whole number"),
+        ("num_mini_batches", 2.0, "a whole number"),
+        ("stop_token_id", [2, 3], "a whole number"),
+        ("response_length", True, "a whole number"),
+        ("missing_eos_penalty", "1", "a number"),
+        ("learning_rate", "1e-5", "a number"),
+        ("whiten_rewards", "no", "True or False"),
+        ("gradient_checkpointing", 1, "True or False"),
+    ],
+)
+def test_arguments_of_another_type_are_told(tmp_path, name, value, wanted):
+    """At construction, and where a script sets them later. In tests, jaxtyping checks arguments before we do."""
+    message = rf"PPOConfig\.{name}: got {re.escape(repr(value))}, wanted {wanted}$"
+    args = arguments(tmp_path)
+    setattr(args, name, value)
+    for use in (args.__post_init__, lambda: trainer(tmp_path, args=args)):
+        with pytest.raises(ConfigError, match=message):
+            use()
 
 
 def test_evaluations_without_their_data_are_told_in_the_words_of_the_script(tmp_path, caplog):

@@ -559,6 +559,13 @@ def test_callbacks_are_added_as_objects_or_classes_and_taken_out(tmp_path):
     assert extra.events == first.events == []
 
 
+def test_only_callbacks_are_added(tmp_path):
+    made = trainer(tmp_path)
+    for wrong, name in ((None, "NoneType"), (print, "builtin_function_or_method"), (dict, "dict")):
+        with pytest.raises(ConfigError, match=f"callbacks: got a list with {name}, wanted"):
+            made.add_callback(wrong)
+
+
 def test_report_to_starts_the_callbacks_of_transformers(tmp_path, monkeypatch):
     tracker, asked = Seen(), []
     monkeypatch.setattr(
@@ -604,6 +611,19 @@ def test_an_optimizer_and_its_schedule_from_the_user(tmp_path):
         trainer(tmp_path, model=other, optimizers=(torch.optim.SGD(other.parameters(), lr=0.1), None))
     with pytest.raises(ConfigError, match="schedule without its optimizer"):
         trainer(tmp_path, optimizers=(None, schedule))
+
+
+def test_optimizers_that_could_not_step_are_refused(tmp_path):
+    model, value = policy(tmp_path), classifier(tmp_path)
+    both = [*model.parameters(), *value.parameters()]
+    optimizer, other, of = torch.optim.SGD(both, lr=0.1), torch.optim.SGD(both, lr=0.1), torch.optim.lr_scheduler
+    for given, message in (
+        ((torch.optim.LBFGS(both), None), "optimizers: got LBFGS, which computes the loss several times a step"),
+        ((optimizer, of.LambdaLR(other, lambda step: 1.0)), "got a LambdaLR of another optimizer, so the learning"),
+        ((optimizer, of.ReduceLROnPlateau(optimizer)), "got a ReduceLROnPlateau, .* lr_scheduler_type to reduce_lr"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trainer(tmp_path, model=model, value_model=value, optimizers=given)
 
 
 @pytest.mark.parametrize("has_schedule", [False, True])
@@ -767,6 +787,7 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
         (lambda f: {"data_collator": lambda rows: rows}, "data_collator: got list without input_ids"),
         (lambda f: {"callbacks": TrainerCallback()}, "callbacks: got TrainerCallback, wanted a list of transformers"),
         (lambda f: {"callbacks": ["print"]}, "callbacks: got a list with str, wanted a list of transformers"),
+        (lambda f: {"callbacks": [dict]}, "callbacks: got a list with dict, wanted a list of transformers"),
         (lambda f: {"optimizers": None}, "optimizers: got NoneType, wanted"),
         (lambda f: {"optimizers": (1, 2)}, "optimizers: got int and int, wanted a torch optimizer"),
     ],
@@ -850,6 +871,37 @@ def test_two_roles_cannot_be_one_object(tmp_path):
         trainer(tmp_path, reward_model=[words, judge], value_model=judge)
 
 
+def on_trunk(folder, trunk):
+    """A classifier on the trunk of another model."""
+    made = classifier(folder)
+    made.model = trunk.model
+    return made
+
+
+def test_no_model_holds_weights_that_another_one_trains(tmp_path):
+    model, value = policy(tmp_path), classifier(tmp_path)
+    assigned = policy(tmp_path)
+    assigned.load_state_dict(model.state_dict(), assign=True)
+    for given, message in (
+        ({"ref_model": copy.copy(model)}, r"ref_model: shares weights with model, model\.embed_tokens\.weight"),
+        ({"ref_model": assigned}, "ref_model: shares weights with model"),
+        ({"value_model": on_trunk(tmp_path, model)}, "value_model: shares weights with model"),
+        ({"reward_model": [words, on_trunk(tmp_path, model)]}, "reward_model: shares weights with model"),
+        ({"reward_model": on_trunk(tmp_path, value)}, "reward_model: shares weights with value_model"),
+        ({"model": get_peft_model(model, lora()), "reward_model": on_trunk(tmp_path, model)}, "weights with model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trainer(tmp_path, **{"model": model, "value_model": value} | given)
+    judge = classifier(tmp_path)
+    trainer(tmp_path, reward_model=[judge, on_trunk(tmp_path, judge)])  # neither trains
+
+
+def test_models_without_weights_are_refused(tmp_path):
+    for name, model in {"model": policy(tmp_path).to("meta"), "value_model": classifier(tmp_path).to("meta")}.items():
+        with pytest.raises(ConfigError, match=f"{name}: got weights on the meta device"):
+            trainer(tmp_path, **{name: model})
+
+
 def test_models_that_cannot_read_the_tokens_are_refused(tmp_path):
     small = copy.deepcopy(loaded(tmp_path, "llama", 1))
     small.resize_token_embeddings(30)
@@ -925,7 +977,12 @@ def test_a_judge_of_text_without_a_template_for_conversations_is_refused_at_once
         ({"input_ids": [7, 999]}, "row 1: input_ids holds 999, but the tokenizer's tokens are 0 to 39"),
         ({"input_ids": [7, -100]}, "row 1: input_ids holds -100, but the tokenizer's tokens are 0 to 39"),
         ({"input_ids": [7, 8], "attention_mask": [1]}, "row 1: attention_mask has 1 entries, input_ids 2; wanted"),
-        ({"input_ids": [0.5]}, "row 1: input_ids is list, wanted a list of token ids"),
+        ({"input_ids": [7, 0.5]}, "row 1: input_ids holds 0.5, wanted a list of token ids"),
+        ({"input_ids": [[7, 8]]}, r"row 1: input_ids holds \[7, 8\], wanted a list of token ids"),
+        ({"input_ids": [7, None]}, "row 1: input_ids holds null, wanted a list of token ids"),
+        ({"input_ids": None}, "row 1: input_ids is NoneType, wanted a list of token ids"),
+        ({"input_ids": [7, 8], "attention_mask": [1, 2]}, "row 1: attention_mask holds 2, wanted 0 for padding and 1"),
+        ({"input_ids": [7, 8], "attention_mask": "11"}, "row 1: attention_mask is str, wanted 0 for padding and 1"),
     ],
 )
 def test_rows_that_do_not_fit_are_named(tmp_path, row, message):

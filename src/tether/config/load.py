@@ -37,6 +37,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), section: type[S
     return parse_config(read_file(path), section, overrides=overrides, source=str(path))
 
 
+def check_kind(config: Any, kind: type, function: str, reader: str = "load_config(path)") -> None:
+    """Raises ``ConfigError`` if a function was given something other than a configuration of its kind.
+
+    Args:
+        function: name of the function, for the message.
+        reader: the call that reads such a configuration from a file, for the message.
+    """
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"{function}: got {type(config).__name__}, wanted a {kind.__name__}: {reader} reads one from a file"
+        )
+
+
 def parse_config(
     content: str, section: type[S] = RunConfig, *, overrides: Sequence[str] = (), source: str = "configuration"
 ) -> S:

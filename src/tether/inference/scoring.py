@@ -11,6 +11,7 @@ from typing import Any
 
 from tether.config.chat import present, with_now
 from tether.config.keys import counted
+from tether.config.load import check_kind
 from tether.config.rewards import OwnModelReward, sources_of
 from tether.config.source import SourceConfig
 from tether.data.judged import JudgedData, JudgedRow, load_judged
@@ -86,6 +87,7 @@ def score_file(
         DataError, ModelError: the file or a model is not usable.
         RewardError: an answer could not be scored.
     """
+    check_kind(config, SourceConfig, "score_file", "load_sources(path)")
     file, display, config = str(file), display or NullDisplay(), with_now(config, present())
     check_source(file, "FILE")
     output, metrics = check_outputs(output, metrics)

@@ -226,6 +226,8 @@ class ModelRoles:
         idle = self._idle_models() if offload_idle and has_own_memory(self.device) else set()
         self._take_over(idle)
         self._offloaded = {model: Offloaded(model, device=self.device) for model in idle}
+        self.policy_rows = num_rows(self.role(POLICY).model)
+        """Number of tokens that the policy has embeddings for."""
         self.critic_rows = num_rows(self.role(VALUE).model) if self.has_critic else None
         """Number of tokens that the critic has embeddings for. It reads ids beyond, which belong to no token, as the
         last of them: the policy of some models has more rows than there are tokens."""

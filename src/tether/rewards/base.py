@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tether.config.keys import counted
 from tether.data.collate import pad_right, plan_micro_batches
-from tether.errors import RewardResponseError
+from tether.errors import ConfigError, RewardResponseError
 from tether.models.memory import in_fitting_parts
 from tether.models.roles import Host, directly
 from tether.types import RewardBatch, RewardOutput
@@ -36,6 +36,32 @@ class InForwards(Protocol):
     def scored(self, read: Any) -> RewardOutput:
         """Scores of what was read; the number of forwards depends only on the number of answers."""
         ...
+
+
+def check_source(source: Any) -> None:
+    """Raises ``ConfigError`` if a caller's own ``rewards`` is no object that can score answers."""
+    is_one = callable(getattr(source, "score", None)) and not isinstance(source, type | nn.Module)
+    if not is_one:
+        got = f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
+        raise ConfigError(
+            f"rewards: got {got}, wanted an object with a method score(batch) that returns a tether.RewardOutput. A "
+            "function f(prompts, completions) is named in the configuration (rewards, type: function), and so is a "
+            "reward model (type: model)"
+        )
+
+
+def checked_output(output: Any) -> RewardOutput:
+    """What a caller's own source returned.
+
+    Raises:
+        RewardResponseError: it is no ``RewardOutput``.
+    """
+    if not isinstance(output, RewardOutput):
+        raise RewardResponseError(
+            f"the rewards returned {shown(output)}; wanted a tether.RewardOutput: RewardOutput(scores) with one number "
+            "per answer"
+        )
+    return output
 
 
 def checked(scores: Any, n: int, source: str) -> list[float]:

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tether.errors import RewardResponseError
+from tether.rewards.base import checked_output
 from tether.rewards.tokens import on_tokens
 from tether.types import RewardBatch, RewardOutput, RewardSource
 
@@ -71,7 +72,7 @@ class AtOnce:
 
     def output(self) -> RewardOutput:
         """The source's scores."""
-        return self._source.score(self._batch)
+        return checked_output(self._source.score(self._batch))
 
     def give_up(self) -> None:
         """Nothing is pending."""

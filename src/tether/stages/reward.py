@@ -27,6 +27,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
+from tether.config.load import check_kind
 from tether.config.reward_stage import RewardModelConfig, RewardStageConfig
 from tether.data.answers import closing_token
 from tether.data.bad_rows import UNUSABLE
@@ -96,6 +97,7 @@ def train_reward_model(
             loaded wherever possible.
         TrainingError: the loss is not finite; no model is saved.
     """
+    check_kind(config, RewardStageConfig, "train_reward_model", "load_config(path, section=RewardStageConfig)")
     run = running.begin(config, "reward", check, read_now, tell)
     if run.is_finished:
         return RewardStageResult(config.output_dir, {})

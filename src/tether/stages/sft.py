@@ -20,6 +20,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
+from tether.config.load import check_kind
 from tether.config.sft_stage import DemonstrationsConfig, SftModelConfig, SftStageConfig
 from tether.data.bad_rows import UNUSABLE
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
@@ -80,6 +81,7 @@ def train_sft(
             loaded wherever possible.
         TrainingError: the loss is not finite; no model is saved.
     """
+    check_kind(config, SftStageConfig, "train_sft", "load_config(path, section=SftStageConfig)")
     run = running.begin(config, "sft", check, read_now, tell)
     if run.is_finished:
         return SftResult(config.output_dir, {})

@@ -20,12 +20,28 @@ from transformers.trainer_callback import ExportableState
 
 from tether.config.launched import local_rank, rank
 from tether.config.schema import RunConfig, TrainConfig
-from tether.errors import CheckpointError
+from tether.errors import CheckpointError, ConfigError
 from tether.metrics.reduce import improves
 from tether.train.checkpoint import RunState
 
 KEPT_LINES = 1000
 """Number of latest updates and evaluations kept in ``state.log_history``; metrics.jsonl has all."""
+
+
+def callbacks_of(callbacks: Any) -> list[TrainerCallback]:
+    """The callbacks as objects.
+
+    Raises:
+        ConfigError: one of them is something else.
+    """
+    wanted = "wanted a list of transformers.TrainerCallback, objects or classes"
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks: got {type(callbacks).__name__}, {wanted}")
+    for callback in callbacks or ():
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            raise ConfigError(f"callbacks: got a list with {kind.__name__}, {wanted}")
+    return [callback() if isinstance(callback, type) else callback for callback in callbacks or ()]
 
 
 def training_arguments(config: RunConfig, num_updates: int) -> TrainingArguments:

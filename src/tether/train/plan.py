@@ -20,7 +20,7 @@ from transformers import (
 from tether.algo import logits_at_once
 from tether.config.base import Quantization
 from tether.config.keys import counted
-from tether.config.load import dump_config, dump_settings
+from tether.config.load import check_kind, dump_config, dump_settings
 from tether.config.rewards import (
     AdapterReward,
     EnsembleReward,
@@ -140,6 +140,7 @@ def plan(config: RunConfig, num_processes: int = 1) -> Plan:
     Raises:
         ConfigError, DataError, ModelError: anything that would stop the run before its models are loaded.
     """
+    check_kind(config, RunConfig, "plan")
     check(config)
     check_batches(config, num_processes)
     config = resolved(config, num_processes)

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tether import algo
 from tether.config.schema import RunConfig
+from tether.errors import DataError
 from tether.models.stop_strings import answer_text, continued
-from tether.rewards.base import checked
+from tether.rewards.base import checked, checked_output
 from tether.rewards.early import Begun, begun
 from tether.rewards.tokens import check_token_scores
 from tether.train.display import PhaseReport
@@ -130,6 +131,50 @@ def answer(
     return Answers(prompts, completions, texts, ends, asked)
 
 
+def check_answers(answers: Answers, config: RunConfig, *, num_rows: int, positions: int | None) -> None:
+    """Raises ``DataError`` unless the answers, which a caller may have made, are a rollout batch of the run: one that
+    the policy can read, and that divides into mini-batches and groups as planned.
+
+    Args:
+        num_rows: number of tokens that the policy has embeddings for.
+        positions: maximum number of tokens of a text, None if there is no limit.
+    """
+    size, each, longest = (
+        config.train.rollout_batch_size, config.sampling.num_generations, config.sampling.response_length
+    )  # fmt: skip
+    counts = {"prompts": answers.prompts, "completions": answers.completions, "texts": answers.texts}
+    for name, values in counts.items():
+        if len(values) != size:
+            raise DataError(f"answers: got {len(values)} {name}, wanted train.rollout_batch_size, {size}")
+    for i, (prompt, completion) in enumerate(zip(answers.prompts, answers.completions, strict=True)):
+        where = f"answers, row {i}"
+        for name, ids in {"query": prompt.token_ids, "response": completion.token_ids}.items():
+            if len(ids) == 0:
+                raise DataError(f"{where}: the {name} has no tokens, wanted at least one")
+            if wrong := [token for token in ids if not (hasattr(token, "__index__") and 0 <= token < num_rows)]:
+                raise DataError(
+                    f"{where}: the {name} holds {wrong[0]!r}, wanted whole numbers from 0 to {num_rows - 1}, the "
+                    "policy's token ids"
+                )
+        if len(completion.token_ids) > longest:
+            raise DataError(
+                f"{where}: the response has {len(completion.token_ids)} tokens, wanted at most "
+                f"sampling.response_length, {longest}"
+            )
+        total = len(prompt.token_ids) + len(completion.token_ids)
+        if positions is not None and total > positions:
+            raise DataError(
+                f"{where}: query and response have {total} tokens, but the policy has {positions} positions"
+            )
+        if completion.finish_reason not in ("stop", "length"):
+            raise DataError(f"{where}: got finish_reason {completion.finish_reason!r}, wanted stop or length")
+        if prompt.token_ids != answers.prompts[i - i % each].token_ids:
+            raise DataError(
+                f"{where}: its query is not that of row {i - i % each}; wanted the {each} answers to a prompt "
+                "(sampling.num_generations) in neighboring rows"
+            )
+
+
 def reward_batch(
     prompts: Sequence[Prompt],
     texts: list[str],
@@ -166,6 +211,7 @@ def raw_scores(
         output = answers.asked.output()
     elif output is None:
         output = parts.rewards.score(answers.reward_batch(parts.tokenizer))
+    checked_output(output)
     scores = checked(output.scores, len(answers.texts), "the reward")
     check_token_scores(output, answers.lengths.tolist(), "the reward")
     return torch.tensor(scores, dtype=torch.float32), output

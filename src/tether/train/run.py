@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from tether.config.chat import present, with_now
 from tether.config.keys import counted
-from tether.config.load import parse_config
+from tether.config.load import check_kind, parse_config
 from tether.config.schema import RunConfig
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, lost_told
@@ -20,8 +20,10 @@ from tether.metrics.trackers import trackers_of
 from tether.models.paths import BASE
 from tether.models.saving import critic_weights, policy_weights
 from tether.report.html import REPORT, write_report
+from tether.rewards.base import check_source
 from tether.rewards.build import check_sharded, try_sources
 from tether.train.build import build_trainer, is_from_gguf, write_base
+from tether.train.callbacks import callbacks_of
 from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
 from tether.train.display import Display, NullDisplay
 from tether.train.engines.build import build_engine
@@ -85,6 +87,7 @@ def train_policy(
         GenerationError, TrainingError: the run could not continue; its last checkpoint is complete.
         HubError: the policy is saved, but could not be pushed.
     """
+    check_kind(config, RunConfig, "train_policy")
     dist = Dist(config.train.ddp_timeout)
     if dist.by_main(lambda: is_finished(config)):
         return _finished_before(config, dist, display or NullDisplay())
@@ -154,6 +157,10 @@ def open_trainer(
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: as in ``train_policy``.
     """
+    check_kind(config, RunConfig, "open_trainer")
+    callbacks = callbacks_of(callbacks)
+    if rewards is not None:
+        check_source(rewards)
     dist = Dist(config.train.ddp_timeout)
     display = display or NullDisplay() if dist.is_main else NullDisplay()
     run = begin(config, dist, display)

@@ -37,6 +37,7 @@ from tether.machine.distributed import met_by_all
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
 from tether.models.checkpoints import METRICS
+from tether.models.fit import steady_positions
 from tether.models.forward import LogprobOutput
 from tether.models.roles import POLICY, REFERENCE
 from tether.rewards.norms import measured, normalised, unmeasured
@@ -62,6 +63,7 @@ from tether.train.rollout import (
     Answers,
     Judged,
     answer,
+    check_answers,
     early_scores,
     raw_scores,
     shaped_scores,
@@ -400,7 +402,13 @@ class PPOTrainer:
 
         Args:
             output: scores of the answers, if the caller already has them; otherwise the reward sources are called.
+
+        Raises:
+            DataError: the answers, if the caller made them, are no rollout batch of this run.
+            RewardError: an answer could not be scored.
         """
+        shape = self.roles.role(POLICY).model.config
+        check_answers(answers, self.config, num_rows=self.roles.policy_rows, positions=steady_positions(shape))
         with phase(metrics, "reward", self.dist.device):
             try:
                 with self.stop.at_once():

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.compat.trl.config import PPOConfig
 from tether.errors import ConfigError
@@ -26,22 +26,6 @@ def check_kinds(args: Any, tokenizer: Any, collator: Any) -> None:
         raise ConfigError(f"processing_class: got {type(tokenizer).__name__}, wanted the policy's tokenizer")
     if collator is not None and not callable(collator):
         raise ConfigError(f"data_collator: got {type(collator).__name__}, wanted a function of a list of rows, or None")
-
-
-def callbacks_of(callbacks: Any) -> list[TrainerCallback]:
-    """The callbacks as objects.
-
-    Raises:
-        ConfigError: one of them is something else.
-    """
-    wanted = "wanted a list of transformers.TrainerCallback, objects or classes"
-    if callbacks is not None and not isinstance(callbacks, list | tuple):
-        raise ConfigError(f"callbacks: got {type(callbacks).__name__}, {wanted}")
-    made = [callback() if isinstance(callback, type) else callback for callback in callbacks or ()]
-    for callback in made:
-        if not isinstance(callback, TrainerCallback):
-            raise ConfigError(f"callbacks: got a list with {type(callback).__name__}, {wanted}")
-    return made
 
 
 def policy_adapter(args: PPOConfig, model: Any) -> str:
@@ -65,7 +49,7 @@ def stop_of(
     stop = end if args.stop_token == "eos" else args.stop_token_id
     if stop is None:
         return None, frozenset()
-    text = "eos" if stop == end else tokenizer.convert_ids_to_tokens(stop)
+    text = "eos" if stop == end else tokenizer.convert_ids_to_tokens(stop) if stop >= 0 else None
     if not isinstance(text, str):
         raise ConfigError(f"PPOConfig.stop_token_id: the tokenizer has no token {stop}; it has {len(tokenizer)} tokens")
     rows = num_rows(model)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 from transformers import TrainingArguments
@@ -64,6 +65,9 @@ OPTIMIZERS = {
     theirs: ours for theirs, ours in (ADAMW | ADAMW_8BIT).items() if theirs in {name.value for name in OptimizerNames}
 }
 """``train.optim`` by ``optim``, for the optimizers of the installed transformers."""
+
+WANTED = {int: "a whole number", float: "a number", bool: "True or False"}
+"""What an argument takes that is declared as one of these types, for messages."""
 
 
 @dataclass
@@ -152,6 +156,7 @@ class PPOConfig(TrainingArguments):
     mini_batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers per optimizer step."})
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         self.set_arguments = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
         self.fp16 = self.fp16 or (launched.mixed_precision() == "fp16" and not self.bf16)
         if self.bf16 is None:
@@ -181,8 +186,26 @@ def _default(argument: Any) -> Any:
     return argument.default if not callable(argument.default_factory) else argument.default_factory()
 
 
+@cache
+def _kinds() -> dict[str, type]:
+    """The arguments that take one kind of number or truth value, and which; what reads the others checks them."""
+    of_all = {name: set(get_args(hint) or [hint]) - {type(None)} for name, hint in get_type_hints(PPOConfig).items()}
+    return {name: kind for name, kinds in of_all.items() for kind in kinds if len(kinds) == 1 and kind in WANTED}
+
+
+def check_numbers(args: PPOConfig) -> None:
+    """Raises ``ConfigError`` for an argument that is a text, or otherwise of another kind than it takes."""
+    for name, kind in _kinds().items():
+        value = getattr(args, name)
+        takes = (int, float) if kind is float else kind
+        is_one = isinstance(value, takes) and isinstance(value, bool) == (kind is bool)
+        if value is not None and not is_one:
+            raise ConfigError(f"PPOConfig.{name}: got {value!r}, wanted {WANTED[kind]}")
+
+
 def check_arguments(args: PPOConfig) -> None:
     """Raises ``ConfigError`` for arguments that a run here cannot honor, and for mutually exclusive ones."""
+    check_numbers(args)  # a script may have set them after it made the object
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; remove it")
@@ -273,6 +296,11 @@ def derive(args: PPOConfig, num_prompts: int, num_processes: int = 1) -> list[st
         args.total_episodes = args.max_steps * args.batch_size
     elif args.total_episodes is None:
         args.total_episodes = int(args.num_train_epochs * num_prompts)
+        if args.total_episodes < 1:
+            raise ConfigError(
+                f"PPOConfig.num_train_epochs: got {args.num_train_epochs}, which is less than one answer over "
+                f"{num_prompts} prompts; wanted at least {1 / num_prompts:.2g}, or set total_episodes"
+            )
     args.num_total_batches = math.ceil(args.total_episodes / args.batch_size)
     return [
         f"PPOConfig.{name}: got {value}, but it is derived, as in TRL 1.12, and is {getattr(args, name)} here: it "

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.config.keys import counted
+from tether.config.keys import counted, shown
 from tether.data.bad_rows import every
 from tether.data.forms import is_given, plain_row
 from tether.data.prompts import PromptData
@@ -116,7 +116,9 @@ def _query(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: st
     """The token ids of a row without padding."""
     ids = _numbers(row.get(IDS), where)
     if row.get(MASK) is not None:
-        mask = _numbers(row[MASK], where, MASK)
+        mask = _listed(row[MASK], where, MASK, "0 for padding and 1 for tokens")
+        if wrong := [value for value in mask if value not in (0, 1)]:
+            raise DataError(f"{where}: attention_mask holds {shown(wrong[0])}, wanted 0 for padding and 1 for tokens")
         if len(mask) != len(ids):
             raise DataError(
                 f"{where}: attention_mask has {len(mask)} entries, input_ids {len(ids)}; wanted the same number"
@@ -139,10 +141,19 @@ def _query(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: st
     return ids
 
 
-def _numbers(values: Any, where: str, column: str = IDS) -> list[int]:
+def _numbers(values: Any, where: str) -> list[int]:
+    """The token ids of a row."""
+    wanted = "a list of token ids"
+    ids = _listed(values, where, IDS, wanted)
+    if wrong := [value for value in ids if not isinstance(value, int) or isinstance(value, bool)]:
+        raise DataError(f"{where}: input_ids holds {shown(wrong[0])}, wanted {wanted}")
+    return ids
+
+
+def _listed(values: Any, where: str, column: str, wanted: str) -> list[Any]:
     listed = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(listed, Sequence) or not all(isinstance(value, int) for value in listed):
-        raise DataError(f"{where}: {column} is {type(values).__name__}, wanted a list of token ids")
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        raise DataError(f"{where}: {column} is {type(values).__name__}, wanted {wanted}")
     return list(listed)
 
 

@@ -29,7 +29,7 @@ from tether.models.build import check_token_ids, finished
 from tether.models.device import half_dtype
 from tether.models.heads import ScalarHead
 from tether.models.layers import num_rows
-from tether.models.paths import absolute_source, model_errors
+from tether.models.paths import absolute_source, model_errors, some_of
 from tether.models.preprocessing import read_processor
 from tether.models.roles import OFF, POLICY, REFERENCE, VALUE, ModelRoles, Role
 from tether.models.rounding import frozen_copy
@@ -123,8 +123,9 @@ class Models:
         if not any(parameter.requires_grad for parameter in self.value.parameters()):
             raise ConfigError("value_model: none of its parameters requires a gradient, so it cannot learn")
         self._check_types()
-        for name, model in {"policy": self.base, "ref_model": self.reference, "value_model": self.value}.items():
+        for name, model in {"model": self.base, "ref_model": self.reference, "value_model": self.value}.items():
             _check_placed(model, name)
+        self._check_apart(judges)
 
     def _check_policy(self) -> None:
         if not isinstance(self.policy, PreTrainedModel | PeftModel) or not _is_causal(self.base):
@@ -150,6 +151,24 @@ class Models:
             )
         if self.reference_adapter is not None and not isinstance(self.policy, PeftModel):
             raise ConfigError("PPOConfig.ref_adapter_name: the model is not a PEFT model, so it has no named adapters")
+
+    def _check_apart(self, judges: Sequence[PreTrainedModel]) -> None:
+        """Raises ``ConfigError`` if another model holds weights of the policy or the critic, and so changes as they
+        train."""
+        frozen = [("ref_model", self.reference)] if self.reference is not None else []
+        frozen += [("reward_model", judge) for judge in judges]
+        for trains, model, others in (
+            ("model", self.policy, [("value_model", self.value), *frozen]),
+            ("value_model", self.value, frozen),
+        ):
+            places = {parameter.data_ptr() for parameter in model.parameters()} - {0}
+            for name, other in others:
+                shared = [key for key, parameter in other.named_parameters() if parameter.data_ptr() in places]
+                if shared:
+                    raise ConfigError(
+                        f"{name}: shares weights with {trains}, {some_of(shared)}, and would change as that trains: "
+                        "load it on its own, or pass copy.deepcopy of it"
+                    )
 
     def _check_types(self) -> None:
         """Raises ``ConfigError`` if trained weights are float16; warns if they are bfloat16."""
@@ -441,3 +460,5 @@ def _check_placed(model: PreTrainedModel | None, name: str) -> None:
             f"{name}: its layers are spread over {', '.join(map(str, places))}; wanted a model on one device: load it "
             "without device_map"
         )
+    if model is not None and any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(f"{name}: got weights on the meta device, which hold no numbers; load it by from_pretrained")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn, optim
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
@@ -43,6 +44,21 @@ def check_optimizers(given: Any, engine: Engine) -> None:
     if not isinstance(optimizer, Optimizer) or (scheduler is not None and not hasattr(scheduler, "step")):
         kinds = f"{type(optimizer).__name__} and {type(scheduler).__name__}"
         raise ConfigError(f"optimizers: got {kinds}, wanted a torch optimizer and its schedule or None")
+    if getattr(scheduler, "optimizer", optimizer).param_groups is not optimizer.param_groups:
+        raise ConfigError(
+            f"optimizers: got a {type(scheduler).__name__} of another optimizer, so the learning rate would stay as it "
+            "is; wanted a schedule of the optimizer beside it"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "optimizers: got a ReduceLROnPlateau, whose step needs a metric; leave the schedule None and set "
+            "PPOConfig.lr_scheduler_type to reduce_lr_on_plateau, which follows objective/scores"
+        )
+    if isinstance(optimizer, optim.LBFGS):
+        raise ConfigError(
+            "optimizers: got LBFGS, which computes the loss several times a step; wanted an optimizer that steps by "
+            "the gradients of one pass, such as AdamW"
+        )
     if (engine.spreads_weights or engine.flattens) and optimizer.state:
         raise ConfigError(
             f"optimizers: got {type(optimizer).__name__} with moments of whole weights, wanted one that has none yet: "

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from tether.algo import ScoreMoments
 from tether.compat.trl import hub
-from tether.compat.trl.arguments import callbacks_of, check_kinds, policy_adapter, stop_of
+from tether.compat.trl.arguments import check_kinds, policy_adapter, stop_of
 from tether.compat.trl.config import INERT, PPOConfig, check_arguments, check_evaluation, derive, run_config
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
@@ -46,6 +46,7 @@ from tether.models.stop_strings import continued
 from tether.report.card import write_card
 from tether.report.html import write_report
 from tether.train import evaluate as evaluation
+from tether.train.callbacks import callbacks_of
 from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
 from tether.train.display import NullDisplay
 from tether.train.engines.build import build_engine
@@ -302,9 +303,13 @@ class PPOTrainer:
 
     # Callbacks
 
-    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Adds a callback, an object or a class."""
-        self._events.callbacks.append(callback() if isinstance(callback, type) else callback)
+    def add_callback(self, callback: Any) -> None:
+        """Adds a ``transformers`` callback, an object or a class.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        self._events.callbacks += callbacks_of([callback])
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
         """Removes a callback, or the first one of a class, and returns it; None if there is none."""

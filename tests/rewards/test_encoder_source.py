@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import FNetConfig, FNetForSequenceClassification
+from transformers import BertForSequenceClassification, FNetConfig, FNetForSequenceClassification
 
 from tests.rewards.batches import text_batch
 from tests.rewards.encoders import ENCODERS, POSITIONS, encoder_tokenizer, plain_score, save_encoder
@@ -134,6 +134,23 @@ def test_a_pad_token_that_the_classifier_does_not_know_is_never_read(tmp_path):
     tokenizer = encoder_tokenizer("bert")
     tokenizer.add_special_tokens({"pad_token": "<new>"})
     tokenizer.save_pretrained(tmp_path)
+    expected = [plain_score(tmp_path, prompt + answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    scores = source(tmp_path, batch_size=3).score(text_batch(*ANSWERS, prompts=PROMPTS)).scores
+    assert scores == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("refused", ["several", "short"])
+def test_a_classifier_that_cannot_be_tested_gets_its_texts_one_at_a_time(tmp_path, monkeypatch, refused):
+    """Some refuse several texts without a pad token in their configuration, others short texts."""
+    save_encoder(tmp_path)
+    forward = BertForSequenceClassification.forward
+
+    def strict(self, input_ids, **inputs):
+        if len(input_ids) > 1 if refused == "several" else input_ids.shape[1] < 4:
+            raise ValueError("refused")
+        return forward(self, input_ids, **inputs)
+
+    monkeypatch.setattr(BertForSequenceClassification, "forward", strict)
     expected = [plain_score(tmp_path, prompt + answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
     scores = source(tmp_path, batch_size=3).score(text_batch(*ANSWERS, prompts=PROMPTS)).scores
     assert scores == pytest.approx(expected, abs=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.models.fit import positions
-from tether.models.layers import num_rows
 from tether.models.roles import Host, directly
 from tether.rewards.base import scores_in_batches
 from tether.rewards.missing import Missing
@@ -122,16 +122,17 @@ class EncoderSource:
     @torch.no_grad()
     def _ignores_padding(self) -> bool:
         """Whether a text can be padded without a change of its score. Tested on a short text beside a longer one."""
-        if self.tokenizer.pad_token is None or self.tokenizer.pad_token_id >= num_rows(self.model):
+        known = getattr(self.model.config.get_text_config(), "vocab_size", math.inf)  # CANINE reads any character
+        if self.tokenizer.pad_token is None or self.tokenizer.pad_token_id >= known:
             return False
         room = (self.max_length or LETTERS) - len(self.reader.features(JudgedText(LETTER))["input_ids"])
         words = (1, max(min(LETTERS, room // 2), 2))  # a word and its blank may be two tokens
         short, long = (self.reader.features(JudgedText(" ".join([LETTER] * count))) for count in words)
         device = self.model.device  # where an engine that will shard it has left it
-        (alone,), (other,) = (self._scores([each], device).tolist() for each in (short, long))
         try:
+            (alone,), (other,) = (self._scores([each], device).tolist() for each in (short, long))
             beside = self._scores([short, long], device)[0].item()
-        except ValueError:  # it refuses several texts, as its configuration names no pad token
+        except (IndexError, RuntimeError, ValueError):  # it refuses several texts, or short ones
             return False
         of_spread, of_score = (0.05, 0.02) if self.model.dtype.itemsize < 4 else (1e-3, 1e-5)
         ignores = not abs(beside - alone) > of_spread * abs(other - alone) + of_score * abs(alone)  # NaN is told later

@@ -284,12 +284,28 @@ BROKEN = {
     "text.json": ('[{"prompt": "a"}, "b"]', "row 1: got str, wanted an object"),
     "rows.csv": ('prompt,answer\n"a\nb",c\nd\n', "line 4: got 1 cells, the header has 2"),
     "open.csv": ('prompt,answer\n"a\nb,c\nd\n', "line 2: not CSV: "),
+    "twice.csv": ("prompt,answer,,answer,\na,b,c,d,e\n", "line 1: has several columns 'answer'; wanted one of each"),
     "rows.parquet": ("prompt", "not a parquet file: "),
     "empty.jsonl": ("", "is empty"),
     "plain.jsonl.gz": ('{"prompt": "a"}', "cannot be read: Not a gzipped file"),
     "rows.parquet.gz": ("x", "has an unknown format"),
     "rows.txt": ("the cat", "has an unknown format; wanted a .jsonl, .json, .csv or .parquet file"),
 }
+
+
+def test_columns_without_a_name_may_be_several(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,,\na,b,c\n")
+    (row,) = read_rows(str(tmp_path / "rows.csv"), split="train", key="k").rows
+    assert row["prompt"] == "a"
+
+
+def test_columns_of_parquet_with_one_name_are_refused(tmp_path):
+    arrays = [pyarrow.array([text]) for text in ("a", "b", "c")]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_arrays(arrays, names=["prompt", "answer", "answer"]), tmp_path / "rows.parquet"
+    )
+    with pytest.raises(DataError, match=r"rows\.parquet: has several columns 'answer'; wanted one of each name"):
+        read_rows(str(tmp_path / "rows.parquet"), split="train", key="data.prompts")
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -88,6 +88,7 @@ def test_thirds_hold_every_length_once(lengths):
 def test_no_spread_no_correlation():
     assert correlation([1.0, 1.0], [1.0, 2.0]) is None
     assert correlation([1.0, 3.0], [5, 4]) == pytest.approx(-1.0)
+    assert correlation([1e-200, 3e-200], [5, 4]) is None
 
 
 def test_rows_keep_their_scores_and_columns_reach_the_sources(tmp_path):

@@ -644,6 +644,20 @@ def test_the_base_of_an_adapter_is_read_at_the_revision_that_it_names(tmp_path, 
     assert len([path for path, _ in asked if path == "org/base"]) == 3
 
 
+def test_a_generation_config_that_cannot_be_read_is_not_taken_for_none(tmp_path):
+    """The end tokens that it names would be lost."""
+    base = save_tiny(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    assert load_generation_config(str(adapter)).eos_token_id == EOS
+    file = base / "generation_config.json"
+    file.write_text(file.read_text()[:-5])
+    for path in (base, adapter):
+        with pytest.raises(ModelError, match=rf"{file}: cannot be read, but may name the tokens that end answers"):
+            load_generation_config(str(path))
+    file.unlink()
+    assert load_generation_config(str(base)) is load_generation_config(str(adapter)) is None
+
+
 def test_an_adapter_on_the_hub_that_brings_no_tokenizer_has_its_bases(tmp_path, monkeypatch):
     base = save_tiny(tmp_path / "base")
     monkeypatch.setattr(tokenizer, "is_adapter", lambda path, revision=None: path == "org/adapter")

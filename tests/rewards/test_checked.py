@@ -57,7 +57,10 @@ def test_counts_must_match(scores):
         checked(scores, 2, "judge")
 
 
-@pytest.mark.parametrize("scores", [None, 1.0, "ab", {"a": 1, "b": 2}, {1, 2}, torch.tensor(1.0)], ids=repr)
+SPARSE = torch.tensor([1.0, 0.0]).to_sparse()
+
+
+@pytest.mark.parametrize("scores", [None, 1.0, "ab", {"a": 1, "b": 2}, {1, 2}, torch.tensor(1.0), SPARSE], ids=repr)
 def test_something_else_than_a_list_is_refused(scores):
     with pytest.raises(RewardResponseError, match="wanted a list of 2 numbers"):
         checked(scores, 2, "judge")

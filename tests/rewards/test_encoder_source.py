@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import BertForSequenceClassification, FNetConfig, FNetForSequenceClassification
 
 from tests.rewards.batches import text_batch
 from tests.rewards.encoders import ENCODERS, POSITIONS, encoder_tokenizer, plain_score, save_encoder
@@ -110,6 +111,55 @@ def test_an_empty_answer_is_judged_as_the_classifier_judges_it(tmp_path):
     for form, texts in {"response": ("",), "pair": ("rain", ""), "auto": ("rain",)}.items():
         expected = plain_score(tmp_path, *texts)
         assert source(tmp_path, input_format=form).score(batch).scores == pytest.approx([expected], abs=1e-5)
+
+
+def test_a_classifier_whose_scores_change_with_padding_gets_its_texts_one_at_a_time(tmp_path, caplog):
+    """FNet mixes all positions and knows no mask."""
+    tokenizer = encoder_tokenizer("bert")
+    tokenizer.model_input_names = ["input_ids", "token_type_ids"]
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32, "initializer_range": 0.3}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = FNetConfig(vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, num_labels=1, **shape)
+        FNetForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    judge = source(tmp_path, batch_size=3)
+    expected = [plain_score(tmp_path, prompt + answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    assert judge.score(text_batch(*ANSWERS, prompts=PROMPTS)).scores == pytest.approx(expected, abs=1e-5)
+    assert "padding changes the scores of FNetForSequenceClassification" in caplog.text
+
+
+def test_a_pad_token_that_the_classifier_does_not_know_is_never_read(tmp_path):
+    save_encoder(tmp_path)
+    tokenizer = encoder_tokenizer("bert")
+    tokenizer.add_special_tokens({"pad_token": "<new>"})
+    tokenizer.save_pretrained(tmp_path)
+    expected = [plain_score(tmp_path, prompt + answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    scores = source(tmp_path, batch_size=3).score(text_batch(*ANSWERS, prompts=PROMPTS)).scores
+    assert scores == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("refused", ["several", "short"])
+def test_a_classifier_that_cannot_be_tested_gets_its_texts_one_at_a_time(tmp_path, monkeypatch, refused):
+    """Some refuse several texts without a pad token in their configuration, others short texts."""
+    save_encoder(tmp_path)
+    forward = BertForSequenceClassification.forward
+
+    def strict(self, input_ids, **inputs):
+        if len(input_ids) > 1 if refused == "several" else input_ids.shape[1] < 4:
+            raise ValueError("refused")
+        return forward(self, input_ids, **inputs)
+
+    monkeypatch.setattr(BertForSequenceClassification, "forward", strict)
+    expected = [plain_score(tmp_path, prompt + answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    scores = source(tmp_path, batch_size=3).score(text_batch(*ANSWERS, prompts=PROMPTS)).scores
+    assert scores == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_classifier_that_ignores_padding_reads_whole_batches(tmp_path, kind):
+    save_encoder(tmp_path, kind)
+    assert source(tmp_path, batch_size=3).batch_size == 3
 
 
 def test_a_tokenizer_without_a_pad_token_gets_its_texts_one_at_a_time(tmp_path):

@@ -372,6 +372,27 @@ class TestKey:
                 assert "s3cret" not in str(caught.value)
         assert "s3cret" not in caplog.text + repr(judge.service) + config(local.url, api_key_env="JUDGE_KEY").__repr__()
 
+    @pytest.mark.parametrize(
+        "reply",
+        [
+            {"scores": [1, "no access with s3cret-key, or with any other"]},
+            {"scores": "s3cret-key"},
+            {"scores": [1, [["s3cret-key", 1]]]},
+            {"s3cret-key": 1},
+            {"scores": [1, 2], "components": {"s3cret-key": [1, "s3cret-key"]}},
+        ],
+    )
+    def test_is_in_no_message_about_scores(self, reply):
+        with local_service(lambda payload: Reply(reply)) as local, pytest.raises(RewardResponseError) as caught:
+            source(local.url, api_key_env="JUDGE_KEY").score(text_batch("a", "bb"))
+        assert "…" in str(caught.value) and "s3cret" not in str(caught.value)
+
+    def test_is_in_no_name_of_a_component(self):
+        reply = {"scores": [1, 2], "components": {"of s3cret-key": [3, 4]}}
+        with local_service(lambda payload: Reply(reply)) as local:
+            output = source(local.url, api_key_env="JUDGE_KEY").score(text_batch("a", "bb"))
+        assert output.components == {"of …": [3.0, 4.0]}
+
     @pytest.mark.parametrize("value", ["", "two words", "s3cret\n", "schlüssel"])
     def test_that_is_missing_or_no_key_is_told_before_a_model_loads(self, monkeypatch, value):
         monkeypatch.setenv("JUDGE_KEY", value)

@@ -23,6 +23,18 @@ from tether.train.run import train_policy
 
 CHANGES = {
     "torch's grad mode": ("torch.set_grad_enabled(False)", torch.is_grad_enabled),
+    "torch's inference mode": (
+        "sys.mode = torch.inference_mode(); sys.mode.__enter__()",
+        lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
+    ),
+    "torch's autocast": (
+        "torch.autocast('cpu', torch.float16).__enter__()",
+        lambda: (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.autocast_increment_nesting() - 1 == torch.autocast_decrement_nesting() == 0,
+        ),
+    ),
     "torch's default dtype": ("torch.set_default_dtype(torch.float64)", torch.get_default_dtype),
     "torch's default device": ("torch.set_default_device('meta')", torch.get_default_device),
     "torch's number of threads": ("torch.set_num_threads(torch.get_num_threads() + 1)", torch.get_num_threads),

@@ -276,14 +276,29 @@ def test_resume_auto_leaves_a_finished_run_as_it_is(tmp_path, monkeypatch):
         train_sft(config)
 
 
-def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
-    config = stage(tmp_path, max_steps=4, save_steps=1, save_total_limit=None)
+@pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["full", "lora"])
+def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path, lora):
+    """transformers begins without a word with new moments, a new schedule or other random numbers."""
+    config = stage(tmp_path, max_steps=4, save_steps=1, save_total_limit=None, lora=lora)
     asked = iter([None, None, "SIGINT"])
     train_sft(config, stop=lambda: next(asked))
-    (config.output_dir / "checkpoint-3" / "trainer_state.json").write_text('{"global_')
+    last, before = config.output_dir / "checkpoint-3", config.output_dir / "checkpoint-2"
+    weights = "adapter_model.safetensors" if lora else "model.safetensors"
+    for name in (weights, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+        content, told = (last / name).read_bytes(), []
+        (last / name).unlink()
+        assert running.newest_checkpoint(config.output_dir, told.append) == before
+        (last / name).write_bytes(content[: len(content) // 2])
+        assert running.newest_checkpoint(config.output_dir, told.append) == before
+        assert [line.startswith(f"{last} is incomplete: ") and name[:5] in line for line in told] == [True, True]
+        with pytest.raises(CheckpointError, match="checkpoint-3 is not a complete checkpoint"):
+            train_sft(config.model_copy(update={"resume": str(last)}))
+        (last / name).write_bytes(content)
+    assert running.newest_checkpoint(config.output_dir, told.append) == last
+    (last / "optimizer.pt").unlink()
     told = []
     train_sft(config.model_copy(update={"resume": True}), tell=told.append)
-    assert any("checkpoint-3 is incomplete" in line for line in told)
+    assert any("checkpoint-3 is incomplete: there is no optimizer.pt" in line for line in told)
     assert [row["step"] for row in read_jsonl(config.output_dir / "metrics.jsonl")] == [1, 2, 3, 4]
 
 

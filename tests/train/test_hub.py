@@ -6,6 +6,7 @@ import pytest
 
 from tests.hub import TOKEN, fake_hub
 from tests.models.build import save_adapter
+from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
 from tether.cli.main import main
 from tether.errors import ConfigError, HubError
@@ -78,11 +79,33 @@ def test_prompts_and_answers_can_stay_out_of_the_card(tmp_path, hub, capsys):
 def test_folders_of_others_are_pushed_by_the_names_of_their_files(tmp_path, hub):
     base = tiny_run(tmp_path).model.path
     (tmp_path / base / "notes.md").write_text("mine")
+    for inner in ("checkpoint-5", "checkpoint-5/tether_state", ".cache", "additional_chat_templates"):
+        (tmp_path / base / inner).mkdir()
+        for name in ("state.json", "model.safetensors", "tools.jinja"):
+            (tmp_path / base / inner / name).write_text("{}")
     assert main(["push", str(base), "--to", "lab/start"]) == 0
-    assert "model.safetensors" in hub.files and "notes.md" not in hub.files
+    assert hub.files.keys() == MODEL - {"README.md"} | {"additional_chat_templates/tools.jinja"}
     adapter = save_adapter(tmp_path / "adapter", base, tokenizer=True)
     merge_adapter(str(adapter), tmp_path / "merged")
     assert "model.safetensors" in model_files(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_model_that_is_not_whole_is_refused(tmp_path, hub, capsys, is_listed):
+    with written_into(tmp_path / "model") as folder:
+        save_tiny(folder)
+    if not is_listed:
+        (tmp_path / "model" / "manifest.json").unlink()
+    weights = tmp_path / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    assert main(["push", str(tmp_path / "model")]) == 2
+    assert "model.safetensors: Error while deserializing header" in capsys.readouterr().err
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    assert main(["push", str(tmp_path / "model")]) == 2
+    told = "no longer holds model.safetensors" if is_listed else "holds no weights as safetensors"
+    assert told in capsys.readouterr().err
+    assert hub.files == {} and hub.repositories == {}
 
 
 def test_offline_is_told_before_training(tmp_path, hub, monkeypatch):

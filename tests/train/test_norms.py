@@ -16,6 +16,7 @@ from tether.errors import ConfigError, TrainingError
 from tether.inference.evaluate import evaluate_path
 from tether.inference.judges import check_sources
 from tether.metrics.writers import read_jsonl
+from tether.train.norms import read_norms
 from tether.train.run import train_policy
 
 SAMPLES = 12
@@ -164,3 +165,16 @@ def test_a_checkpoint_is_evaluated_by_the_norms_of_its_runs_evaluations(tmp_path
     for step in (1, 2):
         assert evaluate_path(out / f"checkpoint-{step}").metrics["eval_scores"] == pytest.approx(logged[step], abs=1e-5)
     assert len(set(logged.values())) == len(logged)
+
+
+@pytest.mark.parametrize("content", ['{"count": 4', "[]", '{"number": 4}'])
+def test_norms_that_cannot_be_read_are_named(tmp_path, content):
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "score_norm.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"score_norm\.json: what normalizes the run's scores cannot be read"):
+        read_norms(tmp_path)
+    state = tmp_path / "checkpoint-1" / "tether_state" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text(content)
+    with pytest.raises(ConfigError, match=r"state\.json: what normalizes the run's scores cannot be read"):
+        read_norms(tmp_path / "checkpoint-1")

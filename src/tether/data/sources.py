@@ -220,6 +220,7 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
         reader, start = csv.reader(file, strict=True), 1
         try:
             header = next(reader, [])
+            _check_names(header, ", line 1")
             start = reader.line_num + 1
             for cells in reader:
                 if cells:
@@ -231,12 +232,20 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
             raise _RowError(f", line {start}: not CSV: {error}") from error
 
 
+def _check_names(names: Sequence[str], where: str) -> None:
+    """Raises ``_RowError`` if two columns have one name, as only the last of them would be read. There may be several
+    without a name, which spreadsheets write, and which nobody can ask for."""
+    if twice := [name for name in dict.fromkeys(names) if name.strip() and names.count(name) > 1]:
+        raise _RowError(f"{where}: has several columns {', '.join(map(repr, twice))}; wanted one of each name")
+
+
 def _parquet(path: Path) -> Iterator[tuple[int | None, Row]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            _check_names(file.schema_arrow.names, "")
             for batch in file.iter_batches(batch_size=1000):
                 for row in batch.to_pylist():
                     yield None, row

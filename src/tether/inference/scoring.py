@@ -195,10 +195,13 @@ def accuracy(margins: Sequence[float]) -> tuple[float, float]:
 
 
 def correlation(values: Sequence[float], others: Sequence[float]) -> float | None:
-    """Pearson's r; None if one of the two is constant."""
+    """Pearson's r; None if one of the two is constant, or varies too little for floats."""
     if len(set(values)) < 2 or len(set(others)) < 2:
         return None
-    return statistics.correlation(values, others)
+    try:
+        return statistics.correlation(values, others)
+    except statistics.StatisticsError:  # the squares of its differences are 0
+        return None
 
 
 def thirds(lengths: Sequence[int]) -> dict[str, list[int]]:

@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from tether.errors import ConfigError, ModelError
 from tether.models.chat import turn_end
@@ -85,12 +86,19 @@ def _without_mistral_common(path: str, options: Mapping[str, Any]) -> PreTrained
 
 
 def load_generation_config(path: str, *, revision: str | None = None) -> GenerationConfig | None:
-    """Loads the generation config of the model in ``path``, or of the adapter's base; None if there is none."""
+    """Loads the generation config of the model in ``path``, or of the adapter's base; None if there is none.
+
+    Raises:
+        ModelError: there is one in a folder, and it cannot be read.
+    """
     for place, at in dict.fromkeys([(path, revision), own_weights(path, revision)]):
+        folder = place_of(place)[0]
         try:
-            return GenerationConfig.from_pretrained(place_of(place)[0], revision=at)
-        except OSError:
-            continue
+            return GenerationConfig.from_pretrained(folder, revision=at)
+        except OSError as error:
+            if (file := Path(folder) / GENERATION_CONFIG_NAME).is_file():
+                told = f"{file}: cannot be read, but may name the tokens that end answers"
+                raise ModelError(f"{told}: {error}") from error
     return None
 
 

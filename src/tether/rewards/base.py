@@ -138,7 +138,10 @@ def listed(scores: Any) -> list[Any] | None:
     """``scores`` as a list, or None if it is not a series of values."""
     if isinstance(scores, str | bytes | Mapping | Set):
         return None
-    values = scores.tolist() if hasattr(scores, "tolist") else scores
+    try:
+        values = scores.tolist() if hasattr(scores, "tolist") else scores
+    except RuntimeError:  # a sparse tensor, or one without numbers
+        return None
     return list(values) if isinstance(values, Iterable) else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,14 +16,28 @@ from tether.models.fit import positions
 from tether.models.roles import Host, directly
 from tether.rewards.base import scores_in_batches
 from tether.rewards.missing import Missing
-from tether.rewards.reading import InputFormat, Reader, readable, scores_of_read, with_stand_ins
+from tether.rewards.reading import (
+    LETTER,
+    InputFormat,
+    JudgedText,
+    Reader,
+    readable,
+    scores_of_read,
+    with_stand_ins,
+)
 from tether.types import RewardBatch, RewardOutput
+
+logger = logging.getLogger(__name__)
+
+LETTERS = 12
+"""Maximum number of words of the text beside which another is padded for a test."""
 
 
 class EncoderSource:
     """Scores prompt and answer, always as text, by the classifier's own forward with its own pooling.
 
-    Texts are padded as the classifier's tokenizer pads; a tokenizer without a pad token gets them one at a time.
+    Texts are padded as the classifier's tokenizer pads. They are read one at a time if it has no pad token that the
+    classifier knows, or if padding changes the classifier's scores (FNet, …).
 
     Args:
         model: a sequence classifier with one label, in eval mode.
@@ -52,7 +68,6 @@ class EncoderSource:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.batch_size = batch_size if tokenizer.pad_token is not None else 1
         self.max_length = max_length or position_limit(model)
         self.device = device
         self.missing = missing or Missing(None, name)
@@ -60,6 +75,8 @@ class EncoderSource:
         self.through: Host = directly
         """Runs forwards with the weights."""
         self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens, now=now)
+        with fetched():
+            self.batch_size = batch_size if batch_size == 1 or self._ignores_padding() else 1
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The classifier's scores; each equals the score of that text alone.
@@ -97,10 +114,34 @@ class EncoderSource:
         """Prompt and answer as the classifier's tokenizer encodes them."""
         return [self.reader.features(text) for text in self.reader.texts(batch)]
 
-    def _scores(self, encoded: list[dict[str, Any]]) -> Tensor:
+    def _scores(self, encoded: list[dict[str, Any]], device: torch.device | str | None = None) -> Tensor:
         """One number for each text."""
         padded = self.tokenizer.pad(encoded, padding=len(encoded) > 1, return_tensors="pt")
-        return self.model(**padded.to(self.device)).logits.squeeze(-1).float()
+        return self.model(**padded.to(device or self.device)).logits.squeeze(-1).float()
+
+    @torch.no_grad()
+    def _ignores_padding(self) -> bool:
+        """Whether a text can be padded without a change of its score. Tested on a short text beside a longer one."""
+        known = getattr(self.model.config.get_text_config(), "vocab_size", math.inf)  # CANINE reads any character
+        if self.tokenizer.pad_token is None or self.tokenizer.pad_token_id >= known:
+            return False
+        room = (self.max_length or LETTERS) - len(self.reader.features(JudgedText(LETTER))["input_ids"])
+        words = (1, max(min(LETTERS, room // 2), 2))  # a word and its blank may be two tokens
+        short, long = (self.reader.features(JudgedText(" ".join([LETTER] * count))) for count in words)
+        device = self.model.device  # where an engine that will shard it has left it
+        try:
+            (alone,), (other,) = (self._scores([each], device).tolist() for each in (short, long))
+            beside = self._scores([short, long], device)[0].item()
+        except (IndexError, RuntimeError, ValueError):  # it refuses several texts, or short ones
+            return False
+        of_spread, of_score = (0.05, 0.02) if self.model.dtype.itemsize < 4 else (1e-3, 1e-5)
+        ignores = not abs(beside - alone) > of_spread * abs(other - alone) + of_score * abs(alone)  # NaN is told later
+        if not ignores:
+            logger.warning(
+                "reward %s: padding changes the scores of %s, so texts are scored one at a time: batch_size has no "
+                "effect", self.name, type(self.model).__name__
+            )  # fmt: skip
+        return ignores
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from tether.config.rewards import HttpReward
 from tether.errors import ConfigError, RewardError, RewardResponseError
 from tether.report.read import MISSING
+from tether.report.text import one_line
 from tether.rewards.base import answer_of, checked, listed
 from tether.rewards.early import Asked, Begun, InGroups, joined, named, whole
 from tether.rewards.missing import Missing
-from tether.rewards.service import Post, Service, service_of
+from tether.rewards.service import SHOWN, Post, Service, service_of
 from tether.rewards.tokens import judged
 from tether.types import RewardBatch, RewardOutput
 
@@ -76,9 +77,12 @@ class HttpSource:
         asked = f", asked for {named(rows)}," if len(rows) < len(batch) else ""
         place = self.service.place + asked
         if not isinstance(answer, dict) or "scores" not in answer:
-            got = f"the keys {', '.join(answer) or 'none'}" if isinstance(answer, dict) else type(answer).__name__
+            got = type(answer).__name__
+            if isinstance(answer, dict):
+                got = f"the keys {one_line(self.service.without_key(', '.join(answer)), SHOWN) or 'none'}"
             raise RewardResponseError(f"{place} returned JSON with {got}; wanted {WANTED}")
-        components = {} if answer.get("components") is None else answer["components"]
+        given, components = (self.service.without_keys(answer.get(name)) for name in ("scores", "components"))
+        components = {} if components is None else components
         if not isinstance(components, dict):
             raise RewardResponseError(
                 f"{place} returned components of type {type(components).__name__}; wanted names with lists of numbers"
@@ -88,7 +92,7 @@ class HttpSource:
                 f"{place} returned a component {MISSING}, a name reserved for counting answers without a score; "
                 "rename it, or leave out the reward's `missing`"
             )
-        scores = self.missing.filled(answer["scores"], place)
+        scores = self.missing.filled(given, place)
         if self.takes_steps:
             output = judged(scores, batch, place, by_token=False, rows=rows)
         else:
@@ -97,7 +101,7 @@ class HttpSource:
         for name, values in components.items():
             source = f"{place}, component {name},"
             parts[name] = checked(self.missing.filled(values, source), len(rows), source)
-        return self.missing.marked(replace(output, components=parts), listed(answer["scores"]))
+        return self.missing.marked(replace(output, components=parts), listed(given))
 
 
 def http_source(config: HttpReward, name: str, key: str, tokenizer: PreTrainedTokenizerBase | None) -> HttpSource:

@@ -31,7 +31,8 @@ LARGEST_BODY = 16 * 2**20
 """Maximum number of bytes of an answer that are read."""
 LONGEST_DELAY = 30.0
 """Maximum number of seconds between two tries."""
-_SHOWN = 300
+SHOWN = 300
+"""Maximum number of characters of an answer that a message quotes."""
 _FILTERED = re.compile(
     r"content[ _-]*(filter|polic|management|exists risk)|inappropriate content|responsible ?ai|data_?inspection"
     r"|safety (system|polic|reason)|moderation|invalid_prompt",
@@ -130,11 +131,11 @@ class Service:
             if (packed := response.headers.get("content-encoding", "identity")) != "identity":
                 raise RewardResponseError(
                     f"{self.name}: {self.address} (status {response.status_code}) compressed its reply as "
-                    f"{one_line(packed, _SHOWN)}, although it was asked not to; wanted {self.wanted}"
+                    f"{one_line(self.without_key(packed), SHOWN)}, although it was asked not to; wanted {self.wanted}"
                 )
             async for chunk in response.aiter_raw():
                 body += chunk
-                if response.status_code != 200 and len(body) > _SHOWN:
+                if response.status_code != 200 and len(body) > SHOWN:
                     break
                 if len(body) > LARGEST_BODY:
                     raise RewardResponseError(
@@ -164,6 +165,16 @@ class Service:
         """The service's text, without the key, which some services repeat."""
         return text.replace(self.key, "…") if self.key else text
 
+    def without_keys(self, value: Any) -> Any:
+        """JSON of the service, without the key in any of its texts and names."""
+        if isinstance(value, str):
+            return self.without_key(value)
+        if isinstance(value, list):
+            return [self.without_keys(each) for each in value]
+        if isinstance(value, dict):
+            return {self.without_key(name): self.without_keys(each) for name, each in value.items()}
+        return value
+
     def _place(self, tried: int) -> str:
         variable = _proxy_variable(self.url)
         through = f" through the proxy of {variable}" if variable is not None else ""
@@ -178,15 +189,15 @@ class Service:
         )
 
     def _refused(self, status: int, headers: Mapping[str, str], body: bytes, tried: int) -> str:
-        location = one_line(self.without_key(_without_query(headers.get("location", ""))), _SHOWN)
+        location = one_line(self.without_key(_without_query(headers.get("location", ""))), SHOWN)
         to = f", a redirect to {location}," if location else ""
         got = f"status {status}{to} and {self._shown(body)}"
         return f"{self._place(tried)}: got {got}; wanted status 200 and {self.wanted}"
 
     def _shown(self, body: bytes) -> str:
         """The beginning of a body."""
-        text = self.without_key(body[: 4 * _SHOWN].decode(errors="replace"))
-        return repr(one_line(text, _SHOWN)) if text else "an empty body"
+        text = self.without_key(body[: 4 * SHOWN].decode(errors="replace"))
+        return repr(one_line(text, SHOWN)) if text else "an empty body"
 
 
 class Session:

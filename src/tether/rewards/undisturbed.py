@@ -81,6 +81,37 @@ def _set_cudnn(flags: tuple[bool, bool]) -> None:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = flags
 
 
+def _autocast() -> tuple[int, list[tuple[str, bool, torch.dtype]]]:
+    """How many autocast contexts are open, and its state for each type of device."""
+    torch.autocast_increment_nesting()
+    kinds = {"cpu"} | ({torch.accelerator.current_accelerator().type} if torch.accelerator.is_available() else set())
+    states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
+    return torch.autocast_decrement_nesting(), states
+
+
+def _set_autocast(before: tuple[int, list[tuple[str, bool, torch.dtype]]]) -> None:
+    for _ in range(_autocast()[0] - before[0]):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()  # which holds casts of weights, until no context is open
+    for kind, is_enabled, dtype in before[1]:
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def _has_gradients() -> bool:
+    """Torch's grad mode, in inference mode that which returns after it."""
+    return torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+
+
+_modes: list[torch.inference_mode] = []
+"""What inference mode was set back by; it lasts only as long as this is referred to."""
+
+
+def _set_inference_mode(mode: bool) -> None:
+    _modes.append(torch.inference_mode(mode))
+    _modes[-1].__enter__()
+
+
 def _streams() -> tuple[Any, Any]:
     return sys.stdout, sys.stderr
 
@@ -102,7 +133,9 @@ def _set_handlers(handlers: list[tuple[int, Any]]) -> None:
 
 
 _SETTINGS = (
-    _Setting("torch's grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Setting("torch's inference mode", torch.is_inference_mode_enabled, _set_inference_mode),
+    _Setting("torch's autocast", _autocast, _set_autocast),
+    _Setting("torch's grad mode", _has_gradients, torch.set_grad_enabled),
     _Setting("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Setting(
         "torch's default device",

@@ -20,10 +20,12 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from huggingface_hub import constants as hub_constants
 from peft import PeftModel
+from safetensors import SafetensorError, safe_open
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -69,6 +71,12 @@ from tether.stages.engine import StageEngine, load_weights, stage_engine
 
 CONFIG_FILE, TRAINER_STATE = "config.yaml", "trainer_state.json"
 FINGERPRINTS_FILE = "fingerprints.json"
+_PIECES = (
+    ("model*.safetensors", "adapter_model.safetensors"), ("optimizer.pt", "global_step*"), ("scheduler.pt",),
+    ("rng_state*.pth",),
+)  # fmt: skip
+"""Patterns of what the trainer saves in a checkpoint besides its state. Of most, what is missing it silently begins
+anew."""
 SCHEDULES = tuple(
     kind.value
     for kind in (
@@ -280,8 +288,8 @@ def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
         return None
     if isinstance(config.resume, str) and config.resume != "auto":
         found = Path(config.resume)
-        if not _is_complete(found):
-            raise CheckpointError(f"resume: {found} is not a complete checkpoint (no {TRAINER_STATE} that can be read)")
+        if (lacks := _lacks(found)) is not None:
+            raise CheckpointError(f"resume: {found} is not a complete checkpoint: {lacks}")
     else:
         if (config.output_dir / MANIFEST).is_file():
             raise CheckpointError(f"resume: the run in {config.output_dir} is finished; there is nothing to resume")
@@ -301,9 +309,9 @@ def find_checkpoint(config: StageConfig, tell: Tell) -> Path | None:
 def newest_checkpoint(folder: Path, tell: Tell) -> Path | None:
     """The newest complete checkpoint in a run's folder, if there is one."""
     for path in reversed(list_checkpoints(folder)):
-        if _is_complete(path):
+        if (lacks := _lacks(path)) is None:
             return path
-        tell(f"{path} is incomplete; trying the checkpoint before it")
+        tell(f"{path} is incomplete: {lacks}; trying the checkpoint before it")
     return None
 
 
@@ -319,8 +327,25 @@ def _trainer_state(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
 
 
-def _is_complete(checkpoint: Path) -> bool:
-    return _step(checkpoint) is not None
+def _lacks(checkpoint: Path) -> str | None:
+    """What a checkpoint lacks, of its pieces and of the ends of their files; None if nothing is found without reading
+    all of it."""
+    if _step(checkpoint) is None:
+        return f"there is no {TRAINER_STATE} that can be read"
+    for patterns in _PIECES:
+        found = [path for pattern in patterns for path in checkpoint.glob(pattern)]
+        if not found:
+            return f"there is no {' or '.join(patterns)}"
+        for path in found:
+            try:
+                if path.suffix == ".safetensors":
+                    with safe_open(path, framework="pt"):
+                        pass
+                elif path.is_file():
+                    ZipFile(path).close()
+            except (OSError, SafetensorError, BadZipFile) as error:
+                return f"{path.name} cannot be read ({error})"
+    return None
 
 
 def check_same_engine(checkpoint: Path | None, engine: StageEngine, dist: Dist) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from safetensors import safe_open
 
 from tether.errors import ConfigError, HubError
-from tether.models.paths import ADAPTER_CONFIG
+from tether.models.paths import ADAPTER_CONFIG, model_errors, some_of
 from tether.models.saving import MANIFEST, files_written
 from tether.report.card import CARD, without_answers
 from tether.report.read import FINISHED
 from tether.report.text import one_line
 
-MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md"]
-"""Patterns of the files pushed from a folder without a manifest."""
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
+"""Patterns of the files pushed from a folder without a manifest, not from folders within it."""
+TEMPLATES = "additional_chat_templates"
+"""Folder in which transformers saves the chat templates of a tokenizer that has several."""
 
 
 def open_repository(name: str, *, private: bool | None, key: str, token: str | None = None) -> str:
@@ -76,16 +80,31 @@ def push(folder: Path, repository: str, *, with_answers: bool = True) -> str:
 
 
 def model_files(folder: Path) -> list[str]:
-    """The files that belong to the model in a folder: those listed in its manifest, or ``MODEL_FILES``.
+    """The files that belong to the model in a folder: those listed in its manifest, or those of ``MODEL_FILES``.
 
     Raises:
-        ConfigError: it is not a folder, or contains no model.
+        ConfigError: it is not a folder, contains no model, or no longer has all files of its model.
+        ModelError: a file of weights is damaged.
     """
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"{folder} holds no model; wanted a run's output folder, a checkpoint, or a merged model")
     names = [name for name in files_written(folder) if name not in (MANIFEST, FINISHED)]
-    written = [name for name in names if str(Path(name).parent) in (".", "additional_chat_templates")]
-    return written or MODEL_FILES
+    files = [name for name in names if str(Path(name).parent) in (".", TEMPLATES)]
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise ConfigError(f"{folder} no longer holds {some_of(missing)}, which {MANIFEST} lists; wanted a whole model")
+    if not files:
+        found = [*chain.from_iterable(map(folder.glob, MODEL_FILES)), *folder.glob(f"{TEMPLATES}/*.jinja")]
+        files = [path.relative_to(folder).as_posix() for path in sorted(found) if path.is_file()]
+        if not any(name.endswith(".safetensors") for name in files):
+            raise ConfigError(
+                f"{folder} holds no weights as safetensors, and only those are pushed: load the model with "
+                "transformers, and save it again"
+            )
+    for name in files:
+        if name.endswith(".safetensors"):
+            with model_errors(str(folder / name)), safe_open(folder / name, framework="pt"):
+                pass
+    return files
 
 
 def unreachable_base(folder: Path) -> str | None:
@@ -93,7 +112,8 @@ def unreachable_base(folder: Path) -> str | None:
     settings = folder / ADAPTER_CONFIG
     if not settings.is_file():
         return None
-    base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    with model_errors(str(settings)):
+        base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
     return base if base and Path(base).exists() else None
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -78,19 +79,33 @@ def read_norms(run: Path) -> tuple[ScoreMoments, dict[str, ScoreMoments]]:
     auto``; for a checkpoint, as of that checkpoint.
 
     Raises:
-        ConfigError: the run has not measured them yet.
+        ConfigError: the run has not measured them yet, or their file is damaged.
     """
     if (state := run / STATE_DIR / STATE).is_file():
-        record = json.loads(state.read_text(encoding="utf-8"))
-        own = [ScoreMoments(**record.get(name, {})) for name in ("eval_moments", "score_moments")]
-        return next((each for each in own if each.count), ScoreMoments()), _moments(record["source_moments"])
+        with _readable(state):
+            record = json.loads(state.read_text(encoding="utf-8"))
+            own = [ScoreMoments(**record.get(name, {})) for name in ("eval_moments", "score_moments")]
+            return next((each for each in own if each.count), ScoreMoments()), _moments(record["source_moments"])
     path = next((folder / SCORE_NORM for folder in run_folders(run) if (folder / SCORE_NORM).is_file()), None)
     if path is None:
         told = f"{run}: no {SCORE_NORM} beside its config.yaml; it is written when the run ends or is stopped"
         raise ConfigError(told)
-    record = json.loads(path.read_text(encoding="utf-8"))
-    sources = _moments(record.pop("sources", {}))
-    return ScoreMoments(**record), sources
+    with _readable(path):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        sources = _moments(record.pop("sources", {}))
+        return ScoreMoments(**record), sources
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Names the file of moments if it cannot be read."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: what normalizes the run's scores cannot be read from it ({type(error).__name__}: {error}). Name "
+            "another checkpoint of the run, each of which has it too"
+        ) from error
 
 
 def _of_evaluations(state: RunState) -> ScoreMoments:

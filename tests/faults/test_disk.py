@@ -19,6 +19,7 @@ from tests.train.runs import tiny_run
 from tests.train.test_run import assert_same_weights, reproducible, weights
 from tests.train.trainers import trainer_of
 from tether.cli.main import main
+from tether.config.keys import counted
 from tether.config.load import dump_config
 from tether.errors import CheckpointError, ConfigError
 from tether.metrics.trackers import Trackers
@@ -82,7 +83,8 @@ def test_room_for_all_checkpoints_is_looked_for_before_training(tmp_path, monkey
         if is_enough:
             trainer.checkpoints.try_saving(trainer.state, trainer.num_updates)
         else:
-            with pytest.raises(ConfigError, match=rf"dir: {count} checkpoints .* policy need .*save_total_limit"):
+            told = rf"dir: {counted(count, 'checkpoint')} of .* policy need .*save_total_limit"
+            with pytest.raises(ConfigError, match=told):
                 trainer.checkpoints.try_saving(trainer.state, trainer.num_updates)
 
 

@@ -1,14 +1,16 @@
 """JSON lines: whole, strict, mended after a kill, and cut for a resumed run."""
 
+import errno
 import json
 import logging
 import math
+import os
 from datetime import datetime
 
 import pytest
 
 from tether.errors import DataError
-from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after
+from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_new, write_whole
 
 
 @pytest.fixture
@@ -129,3 +131,15 @@ def test_what_json_has_no_form_for_is_written_as_text(path):
     JsonlWriter(path).write({"prompt": [{"role": "user", "content": "a", "timestamp": datetime(2023, 4, 9, 12)}]})
     (record,) = read_jsonl(path)
     assert record["prompt"][0]["timestamp"] == "2023-04-09 12:00:00"
+
+
+@pytest.mark.parametrize("write", [write_new, lambda path, rows: write_whole(path, b"{}")], ids=["new", "whole"])
+def test_what_a_full_disk_does_not_take_leaves_nothing_and_is_named(path, monkeypatch, write):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path.parent.mkdir()
+    monkeypatch.setattr("tether.metrics.writers.os.fsync", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
+        write(path, [{"step": 1}])
+    assert list(path.parent.iterdir()) == []

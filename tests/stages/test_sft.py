@@ -283,14 +283,14 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path, lora):
     asked = iter([None, None, "SIGINT"])
     train_sft(config, stop=lambda: next(asked))
     last, before = config.output_dir / "checkpoint-3", config.output_dir / "checkpoint-2"
-    weights = "adapter_model.safetensors" if lora else "model.safetensors"
-    for name in (weights, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+    of_model = ("adapter_model.safetensors", "adapter_config.json") if lora else ("model.safetensors", "config.json")
+    for name in (*of_model, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
         content, told = (last / name).read_bytes(), []
         (last / name).unlink()
         assert running.newest_checkpoint(config.output_dir, told.append) == before
         (last / name).write_bytes(content[: len(content) // 2])
         assert running.newest_checkpoint(config.output_dir, told.append) == before
-        assert [line.startswith(f"{last} is incomplete: ") and name[:5] in line for line in told] == [True, True]
+        assert [line.startswith(f"{last} is incomplete: ") and name[:4] in line for line in told] == [True, True]
         with pytest.raises(CheckpointError, match="checkpoint-3 is not a complete checkpoint"):
             train_sft(config.model_copy(update={"resume": str(last)}))
         (last / name).write_bytes(content)

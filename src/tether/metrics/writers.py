@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ def write_new(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
-    JsonlWriter(temporary).write_all(records)
+    with _all_or_nothing(path, temporary):
+        JsonlWriter(temporary).write_all(records)
     if path.exists():
         raise DataError(f"{path} was created by something else meanwhile; the rows are in {temporary}")
     os.replace(temporary, path)
@@ -153,8 +155,20 @@ def write_new(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Replaces the file by ``content``: all of it or nothing."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
+    with _all_or_nothing(path, temporary), temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+@contextmanager
+def _all_or_nothing(path: Path, temporary: Path) -> Iterator[None]:
+    """Removes what was written to ``temporary`` if not all of it can be; errors of the disk then name ``path``."""
+    try:
+        yield
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise

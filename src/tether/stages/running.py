@@ -72,8 +72,8 @@ from tether.stages.engine import StageEngine, load_weights, stage_engine
 CONFIG_FILE, TRAINER_STATE = "config.yaml", "trainer_state.json"
 FINGERPRINTS_FILE = "fingerprints.json"
 _PIECES = (
-    ("model*.safetensors", "adapter_model.safetensors"), ("optimizer.pt", "global_step*"), ("scheduler.pt",),
-    ("rng_state*.pth",),
+    ("config.json", "adapter_config.json"), ("model*.safetensors", "adapter_model.safetensors"),
+    ("optimizer.pt", "global_step*"), ("scheduler.pt",), ("rng_state*.pth",),
 )  # fmt: skip
 """Patterns of what the trainer saves in a checkpoint besides its state. Of most, what is missing it silently begins
 anew."""
@@ -341,9 +341,11 @@ def _lacks(checkpoint: Path) -> str | None:
                 if path.suffix == ".safetensors":
                     with safe_open(path, framework="pt"):
                         pass
+                elif path.suffix == ".json":
+                    json.loads(path.read_text(encoding="utf-8"))
                 elif path.is_file():
                     ZipFile(path).close()
-            except (OSError, SafetensorError, BadZipFile) as error:
+            except (OSError, ValueError, SafetensorError, BadZipFile) as error:
                 return f"{path.name} cannot be read ({error})"
     return None
 

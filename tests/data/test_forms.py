@@ -211,7 +211,7 @@ def test_each_tool_may_be_json_text(write):
 
 
 SYSTEM = "<system> we <eos> "
-ASKED = "<user> the cat <eos> <assistant>"
+CAT_QUERY = "<user> the cat <eos> <assistant>"
 OWN = {"role": "system", "content": "you"}
 
 
@@ -220,7 +220,7 @@ OWN = {"role": "system", "content": "you"}
 def test_a_column_system_is_the_system_message_of_its_row(tmp_path, name):
     FORMATS[name](tmp_path / name, [{"prompt": "the cat", "system": text} for text in ("we", " ", "")])
     first, *others = prompts(str(tmp_path / name))
-    assert first.text == SYSTEM + ASKED and [prompt.text for prompt in others] == [ASKED, ASKED]
+    assert first.text == SYSTEM + CAT_QUERY and [prompt.text for prompt in others] == [CAT_QUERY, CAT_QUERY]
     assert first.source == "the cat" and first.columns == {"system": "we"}  # what reward functions are given
     assert first.conversation == [{"role": "system", "content": "we"}, TURN]
 
@@ -242,9 +242,9 @@ def test_every_stage_reads_it(write, read):
         found = [tokenizer.decode(each.query_ids) for each in data.demonstrations]
     else:
         found = [prompt.text for prompt in prompts_of(rows, tokenizer, None, "train_dataset").prompts]
-    own = f"<system> you <eos> {ASKED}"
-    runs = ASKED if read == "dataset in memory" else f"<system> dog <eos> {ASKED}"  # which has no system prompt
-    assert found == [SYSTEM + ASKED, SYSTEM + ASKED, own, runs]
+    own = f"<system> you <eos> {CAT_QUERY}"
+    runs = CAT_QUERY if read == "dataset in memory" else f"<system> dog <eos> {CAT_QUERY}"  # which has no system prompt
+    assert found == [SYSTEM + CAT_QUERY, SYSTEM + CAT_QUERY, own, runs]
 
 
 def test_the_system_message_of_a_row_goes_before_whole_conversations(write):
@@ -252,16 +252,16 @@ def test_the_system_message_of_a_row_goes_before_whole_conversations(write):
     file, tokenizer = write({"chosen": talk, "rejected": talk[:2], "messages": talk, "system": "we"}), tiny_tokenizer()
     data = load_demonstrations(file, tokenizer, max_length=64, end_ids={EOS}, every_turn=True, **OPTIONS)
     queries = [tokenizer.decode(each.query_ids) for each in data.demonstrations]
-    assert queries == [SYSTEM + ASKED, f"{SYSTEM}{ASKED} sees <eos> {ASKED}"]
+    assert queries == [SYSTEM + CAT_QUERY, f"{SYSTEM}{CAT_QUERY} sees <eos> {CAT_QUERY}"]
     file = write({"chosen": talk[:2], "rejected": [TURN, talk[-1]], "system": "we"})
     (pair,) = load_pairs(file, tokenizer, max_length=64, end_ids={EOS}, **OPTIONS).pairs
-    assert pair.query == SYSTEM + ASKED
+    assert pair.query == SYSTEM + CAT_QUERY
 
 
 def test_a_column_with_another_name_is_the_system_message_if_named(write):
     file = write({"prompt": "the cat", "system_prompt": "we"})
-    assert [prompt.text for prompt in prompts(file)] == [ASKED]
-    assert [prompt.text for prompt in prompts(file, columns={"system": "system_prompt"})] == [SYSTEM + ASKED]
+    assert [prompt.text for prompt in prompts(file)] == [CAT_QUERY]
+    assert [prompt.text for prompt in prompts(file, columns={"system": "system_prompt"})] == [SYSTEM + CAT_QUERY]
 
 
 def test_a_system_message_that_has_no_place_is_refused(write):
@@ -275,7 +275,7 @@ def test_a_system_message_that_has_no_place_is_refused(write):
             prompts(write(row), tokenizer, chat_template=template)
         assert prompts(write(row | {"system": ""}), tokenizer, chat_template=template)[0].text == "the cat"
     (talk,) = prompts(write({"prompt": [TURN], "system": "we"}), chat_template="none")  # a conversation always has one
-    assert talk.text == SYSTEM + ASKED
+    assert talk.text == SYSTEM + CAT_QUERY
     with pytest.raises(DataError, match=r"row 0 .*, system: .* goes before a prompt, but the row is a whole text: "):
         load_pairs(write({"chosen": "the cat", "rejected": "dog", "system": "we"}), tiny_tokenizer(), **options)
     with pytest.raises(DataError, match=r"row 0 .*, system: got 3, wanted the text of the row's system message"):

@@ -55,6 +55,11 @@ def virtual():
     return PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
 
 
+def of_head():
+    """Settings of an adapter of a classifier's head."""
+    return LoraConfig(target_modules=["score"])
+
+
 def words(prompts, completions, **columns):
     return [float(len(completion.split())) for completion in completions]
 
@@ -387,21 +392,24 @@ class ByRules(torch.nn.Module):
 
 
 def test_a_module_of_the_scripts_own_judges_as_trl_asks_it_to(tmp_path):
+    def last(prompts, completions, completion_ids):
+        return [float(ids[-1]) for ids in completion_ids]
+
     judge = ByRules()
     args = arguments(tmp_path, local_rollout_forward_batch_size=3)
-    made = trainer(tmp_path, args=args, reward_model=[judge, words])
+    made = trainer(tmp_path, args=args, reward_model=[judge, last])
     made.train()
     assert made.reward_model[0] is judge
-    for sample in read_jsonl(tmp_path / "out" / "samples.jsonl"):
-        last = EOS if sample["finish_reason"] == "stop" else tiny_tokenizer()(sample["response"])["input_ids"][-1]
-        assert sample["rewards"]["ByRules"] == last
-    call = judge.backbone.given[0]
-    ids, mask = call.pop("input_ids"), call.pop("attention_mask")
-    assert mask.dtype == torch.bool and len(ids) == 3 and not ids[~mask].any()
-    assert not mask[:, 0].all()  # queries are padded on the left
-    positions = call.pop("position_ids")
-    assert torch.equal(positions[mask], (mask.cumsum(1) - 1)[mask])
-    assert call == {"return_dict": True, "output_hidden_states": True, "use_cache": False}
+    samples = read_jsonl(tmp_path / "out" / "samples.jsonl")
+    assert samples and all(sample["rewards"]["ByRules"] == sample["rewards"]["last"] for sample in samples)
+    calls = judge.backbone.given
+    assert [len(call["input_ids"]) for call in calls] == [3, 3, 2, 3, 3, 2]
+    assert not all(call["attention_mask"][:, 0].all() for call in calls)  # queries are padded on the left
+    for call in calls:
+        ids, mask, positions = (call.pop(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        assert mask.dtype == torch.bool and not ids[~mask].any()
+        assert torch.equal(positions[mask], (mask.cumsum(1) - 1)[mask])
+        assert call == {"return_dict": True, "output_hidden_states": True, "use_cache": False}
 
 
 def test_a_module_that_has_no_score_for_each_token_is_an_error(tmp_path):
@@ -828,10 +836,12 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
         (lambda f: {"reward_model": policy(f)}, "reward_model: got LlamaForCausalLM without .* or a list"),
         (lambda f: {"reward_model": None}, "reward_model: got NoneType, wanted a sequence classifier .* a list"),
         (lambda f: {"reward_model": []}, "reward_model: got an empty list"),
-        (lambda f: {"reward_model": get_peft_model(classifier(f), virtual())},
-         r"reward_model: got Peft.*\. Merge its adapter first, reward_model\.merge_and_unload\(\), or give the "),
-        (lambda f: {"value_model": get_peft_model(classifier(f), virtual())},
-         r"value_model: got Peft.*value_model\.merge_and_unload\(\), and all its weights train; .*kind: adapter"),
+        (lambda f: {"reward_model": get_peft_model(classifier(f), virtual())}, "reward_model: got Peft.* with virtual"),
+        (lambda f: {"value_model": get_peft_model(classifier(f), virtual())}, "value_model: got Peft.* with virt"),
+        (lambda f: {"reward_model": get_peft_model(classifier(f), of_head())},
+         r"reward_model: got Llama.*\. Merge its adapter first, reward_model\.merge_and_unload\(\), or give the "),
+        (lambda f: {"value_model": get_peft_model(classifier(f), of_head())},
+         r"value_model: got Llama.*value_model\.merge_and_unload\(\), and all its weights train; .*kind: adapter"),
         (lambda f: {"reward_model": torch.nn.Linear(1, 1)}, "reward_model: got Linear, wanted"),
         (lambda f: {"reward_model": lambda texts: texts}, "does not take prompts and completions"),
         (lambda f: {"reward_model": [words, 3]}, "reward_model: got int, wanted"),

@@ -311,7 +311,7 @@ def _schedule(keys: Translator) -> None:
         keys.put("train.lr_scheduler_kwargs", {"min_lr_rate": floor}, least)
     else:
         keys.put("train.lr_scheduler_type", SCHEDULES.get(str(schedule), schedule), kind)
-        keys.ignore("for cosine only", least)
+        keys.ignore("only a cosine has a floor, and 0 is none", least)
     if keys.number(steps, -1) > 0:
         keys.put("train.warmup_steps", keys.take(steps), steps)
         keys.ignore(f"{steps} takes precedence", ratio)

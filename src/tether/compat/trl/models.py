@@ -283,7 +283,10 @@ def inside(model: Any) -> Any:
 def check_classifier(model: Any, name: str, wanted: str) -> None:
     """Raises ``ConfigError`` if ``model`` is not a decoder with a scalar head called ``score``."""
     if isinstance(model, PeftModel):
-        raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}. {MERGE[name]}")
+        raise ConfigError(
+            f"{name}: got {type(model).__name__} with virtual tokens or the like, which are no part of its layers as "
+            f"LoRA's weights are; wanted {wanted}"
+        )
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}")
     score = _score(model)

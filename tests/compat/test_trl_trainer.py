@@ -442,7 +442,7 @@ def test_judge_and_critic_may_be_in_pefts_wrapper(tmp_path):
     made = trainer(tmp_path, reward_model=[judge, merged], value_model=critic)
     made.train()
     row = made.state.log_history[0]
-    assert row["rewards/llama-1_1"] == pytest.approx(row["rewards/llama-1_2"], abs=1e-5)
+    assert row["rewards/llama-1_0"] == pytest.approx(row["rewards/llama-1_1"], abs=1e-5)
     assert made.value_model is critic is made.model.value_model and not changed(of_judge, judge)
     assert {re.sub(r".*\.(score|lora_[AB])\..*", r"\1", name) for name in changed(before, critic)} == {
         "lora_A", "lora_B", "score",

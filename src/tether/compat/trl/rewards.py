@@ -26,8 +26,6 @@ from tether.rewards.function import FunctionSource, check_columns
 from tether.rewards.model import ModelSource
 from tether.types import Prompt, RewardBatch, RewardOutput, RewardSource
 
-Judge = PreTrainedModel | nn.Module | str | Path | Callable[..., Any]
-
 WANTED = (
     "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)), "
     "the path of one, a function f(prompts, completions, **columns) that returns a number for each answer, a module "
@@ -46,7 +44,7 @@ class Judges:
     """
 
     def __init__(self, reward_model: Any) -> None:
-        self.members: list[Judge] = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+        self.members: list[Any] = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
         if not self.members:
             raise ConfigError(f"reward_model: got an empty list, wanted {WANTED}")
         self.members = [inside(member) for member in self.members]
@@ -250,7 +248,7 @@ def _check(member: Any) -> None:
         raise ConfigError(f"reward_model: got {type(member).__name__}, wanted {WANTED}")
 
 
-def _name(member: Judge) -> str:
+def _name(member: Any) -> str:
     if isinstance(member, str | Path):
         return Path(member).name
     if isinstance(member, PreTrainedModel):
@@ -263,7 +261,7 @@ def _unique(names: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
 
 
-def _section(member: Judge, name: str, batch_size: int) -> dict[str, Any]:
+def _section(member: Any, name: str, batch_size: int) -> dict[str, Any]:
     if _is_function(member) or _is_judge(member):
         return {"type": "function", "path": _file(member if _is_function(member) else type(member)), "name": name}
     path = name_of(member) if isinstance(member, PreTrainedModel) else str(member)

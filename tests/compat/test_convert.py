@@ -250,7 +250,7 @@ class TestToOurs:
         [
             ("set -x\npython train.py --lr 1\n", r"TRL's PPO; got line 2 \(python train\.py\)"),
             ("A=(1\n2", "line 1: the array that begins here has no closing parenthesis"),
-            (f"{TRL.strip()} --kl_coef $(cat kl)", "kl_coef: got .*; the script does not set that variable"),
+            (f"{TRL.strip()} --kl_coef $(cat kl)", "kl_coef: got .*; only a shell can run that command: write its"),
             ("echo\nllamafactory-cli train no.yaml", r"line 2: there is no file no\.yaml, in the current folder or"),
             ("python train.py --lr 1\n", "wanted our YAML, LLaMA-Factory's or verl's, or a script that launches"),
             ("python -m openrlhf.cli.train_ppo_ray --pretrain m\n", "reward.model_name_or_path: missing"),
@@ -399,6 +399,15 @@ class TestToOurs:
         assert config("ppo_tldr.py", "").data.eval_prompts is None
         assert config("ppo.py", steps).data.eval_prompts is None  # which reads no such split
 
+    def test_a_file_that_trls_script_is_given_is_read_and_options_take_precedence(self, tmp_path):
+        program, _, arguments = TRL.strip().replace("\\\n", "").partition(" --dataset_name")
+        given = options(f"--dataset_name {arguments}".split(), "TRL") | {"learning_rate": 1.0}
+        written(tmp_path, "ppo.yaml", yaml.safe_dump(given))
+        launch = written(tmp_path, "launch.sh", f"{program} --config ppo.yaml --learning_rate 3e-6\n")
+        assert parse_config(converted(launch)) == parse_config(TRL_OURS)
+        with pytest.raises(ConfigError, match=r"line 1: there is no file none\.yaml, in the current folder or beside"):
+            converted(written(tmp_path, "launch.sh", f"{program} --config none.yaml\n"))
+
     def test_modules_that_trl_leaves_to_peft_are_those_that_peft_chooses(self, tmp_path):
         text = f"{TRL.strip()} --use_peft\n"
         assert "set model.lora.target_modules to these for the same run" in converted(
@@ -409,6 +418,83 @@ class TestToOurs:
             launch = written(tmp_path, "launch.sh", text.replace("org/tldr-sft", str(tmp_path)))
             assert parse_config(converted(launch)).model.lora.target_modules == chosen
 
+
+    def test_a_text_that_a_script_reads_into_a_variable_is_its_launch(self, tmp_path):
+        arguments = OPENRLHF_OLD.partition("train_ppo_ray \\\n")[2].replace("ref_num_nodes 1", "ref_num_nodes ${ONE}")
+        script = f"""set -x
+            MODEL=org/sft-model; ONE=1
+            read -r -d '' training_commands <<EOF
+            openrlhf.cli.train_ppo \\
+            {arguments}EOF
+            # --flash_attn
+            if [[ ${{1}} != "slurm" ]]; then
+                deepspeed --num_gpus 4 --module $training_commands
+            fi
+            """
+        script = script.replace("            ", "").replace("EOF\n#", "EOF\n#")
+        made = converted(written(tmp_path, "launch.sh", script))
+        assert parse_config(made) == parse_config(converted(written(tmp_path, "plain.sh", OPENRLHF_OLD)))
+        assert "module" not in made and "num_gpus:" not in made and "flash_attn" not in made
+
+    def test_only_the_launch_of_ppo_counts_among_those_of_openrlhf(self, tmp_path):
+        earlier = "deepspeed --module openrlhf.cli.train_rm --pretrain org/base --dataset pairs --save_path out/rm\n"
+        script = written(tmp_path, "launch.sh", earlier + OPENRLHF_OLD)
+        assert parse_config(converted(script)) == parse_config(converted(written(tmp_path, "one.sh", OPENRLHF_OLD)))
+        with pytest.raises(ConfigError, match=r"got line 1 \(deepspeed --module openrlhf\.cli\.train_rm\)"):
+            converted(written(tmp_path, "launch.sh", earlier))
+
+    def test_a_launchers_own_options_are_not_the_runs(self, tmp_path):
+        made = converted(written(tmp_path, "launch.sh", TRL))
+        assert "config_file" not in made and "deepspeed_zero3" not in made
+
+    def test_a_name_that_the_shell_makes_is_left_to_the_reader(self, tmp_path):
+        for launch, key in ((OPENRLHF_OLD, "--wandb_run_name r_$(date +%d)"), (VERL, "trainer.experiment_name=`date`")):
+            text = launch.strip().removesuffix("$@").replace("trainer.experiment_name=e", "trainer.default_local_dir=o")
+            made = converted(written(tmp_path, "launch.sh", f"{text} {key}\n"))
+            assert "run_name: r_$(date +%d): only a shell knows it" in made or (
+                "trainer.experiment_name: $(date): only a shell knows it" in made
+            )
+            assert parse_config(made).train.run_name is None
+        with pytest.raises(ConfigError, match=r"ckpt\.output_dir: got out-\$\(date\); only a shell can run that"):
+            converted(written(tmp_path, "launch.sh", OPENRLHF_OLD.replace("out/rlhf", "out-`date`")))
+
+    def test_openrlhfs_datasets_are_joined_by_commas(self, tmp_path):
+        text = OPENRLHF_OLD.replace("org/prompts", "org/prompts,more.jsonl").strip()
+        data = parse_config(converted(written(tmp_path, "launch.sh", f"{text} --eval_dataset a.jsonl,b.jsonl\n"))).data
+        assert (data.prompts, data.eval_prompts) == (["org/prompts", "more.jsonl"], ["a.jsonl", "b.jsonl"])
+
+    def test_openrlhfs_former_spellings_mean_what_the_new_ones_do(self, tmp_path):
+        old = "--adam_eps 1e-6 --min_lr_ratio 0.2 --loss_agg_mode seq-mean-token-mean --ckpt_path c --save_hf_ckpt "
+        old += "--ref_pretrain org/sft-model --wandb_project p --enforce_eager --overlap_comm --max_new_tokens 77"
+        text = OPENRLHF_OLD.replace("--generate_max_len 300 ", "").strip()
+        made = converted(written(tmp_path, "launch.sh", f"{text} {old}\n"))
+        config = parse_config(made)
+        assert (config.train.adam_epsilon, config.train.lr_scheduler_kwargs) == (1e-6, {"min_lr_rate": 0.2})
+        assert (config.ppo.loss_reduction, config.sampling.response_length) == ("sequence_mean", 77)
+        lost = [line.split(":")[0] for line in made.splitlines() if line.startswith("# dropped")]
+        assert lost == ["# dropped, algo.kl.target", "# dropped, reward.normalize_enable"]
+        other = converted(written(tmp_path, "launch.sh", f"{text} {old.replace('org/sft-model', 'org/other')}\n"))
+        assert "ref.model_name_or_path: org/other: the reference is the policy that the run starts from" in other
+
+    def test_verls_warm_up_in_updates_and_its_cosine_with_a_floor(self, tmp_path):
+        def train(more):
+            return parse_config(converted(written(tmp_path, "launch.sh", VERL.replace(" $@", more)))).train
+
+        optim = " actor_rollout_ref.actor.optim."
+        given = train(f"{optim}lr_warmup_steps=10{optim}lr_warmup_steps_ratio=0.5")
+        assert (given.warmup_steps, given.warmup_ratio) == (10, 0)
+        given = train(f"{optim}lr_warmup_steps=-1{optim}lr_warmup_steps_ratio=0.5")
+        assert (given.warmup_steps, given.warmup_ratio) == (None, 0.5)
+        given = train(f"{optim}warmup_style=cosine{optim}min_lr_ratio=0.1")
+        assert (given.lr_scheduler_type, given.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr_rate": 0.1})
+        assert train(f"{optim}warmup_style=cosine{optim}min_lr_ratio=0.0").lr_scheduler_type == "cosine"
+
+    @pytest.mark.parametrize("name", ["--config-name=mine", "--config-path . --config-name 'mine'"])
+    def test_a_configuration_file_that_verl_is_given_is_named(self, tmp_path, name):
+        made = converted(written(tmp_path, "launch.sh", VERL.replace("main_ppo", f"main_ppo {name}")))
+        assert "# The values in the file mine are not read, only those that the script gives" in made
+        usual = VERL.replace("main_ppo", "main_ppo --config-name='ppo_trainer.yaml'")
+        assert "are not read" not in converted(written(tmp_path, "launch.sh", usual))
 
     @pytest.mark.parametrize("form", ["array", "variables", "words", "module"])
     def test_scripts_are_read_as_a_shell_reads_them(self, tmp_path, form):
@@ -450,12 +536,27 @@ class TestToOurs:
             ("cat > a.txt <<EOF\nit's python u.py --b 2\nEOF\npython t.py --a 1", ["--a", "1"]),
             ("cat <<-'A' <<B > a.txt\n--b 2\n\tA\n--c 3\nB\npython t.py --a 1", ["--a", "1"]),
             ("(( n = 1 << k ))\npython t.py --a 1", ["--a", "1"]),
+            ("read -r -d '' A <<EOF\n--a $B \\\n  it's\n\nEOF\npython t.py $A", ["--a", "$B", "it's"]),
+            ("B=2\nread -d '' A <<EOF\n--a ${B}\nEOF\nread -d '' C <<'EOF'\n--c $B\nEOF\npython t.py $A $C",
+             ["--a", "2", "--c", "$B"]),
+            ("N=$((1024 * 2))\npython t.py --a $((N / (3 + 1) - 1))k --b \"$(( N%5 ))\"", ["--a", "511k", "--b", "3"]),
+            ("python t.py --a $((M * 2)) --b $((1.5 * 2))", ["--a", "$((M * 2))", "--b", "$((1.5 * 2))"]),
+            ("A=1\npython t.py --a ${A:+2} ${B:+--b} ${B+--c $B} --d ${A:?} ${C:=3} ${F-4}",
+             ["--a", "2", "--d", "1", "3", "4"]),
+            ("M=a/b.c.d\npython t.py --a ${M##*/} ${M#*/}_${M%.*} ${M%%.*} ${M%x} ${M^^} ${N##*/}",
+             ["--a", "b.c.d", "b.c.d_a/b.c", "a/b", "a/b.c.d", "A/B.C.D", "${N##*/}"]),
+            (': "${R:=2}" ${S=a}\n: ${R:=3}\npython t.py --a $R --b $S', ["--a", "2", "--b", "a"]),
+            ("E=\npython t.py --a ${E-4} --b ${E:-5} ${E:+--c} ${E+--d}", ["--a", "--b", "5", "--d"]),
+            ("D=`date +%F`\npython t.py --a $D --b \"x-`date`\"", ["--a", "$(date +%F)", "--b", "x-$(date)"]),
+            ("torchrun --nproc_per_node 2 -m a.b --a 1", ["--a", "1"]),
+            ("python -m torch.distributed.run --nproc_per_node 2 t.py --a u.py", ["--a", "u.py"]),
+            ("--a u.py --b 1", ["--a", "u.py", "--b", "1"]),
         ],
     )
     def test_words_are_those_that_a_shell_passes_on(self, script, words):
         assert [list(each.words) for each in launches(script, "launch.sh") if each.words] == [words]
 
-    @pytest.mark.parametrize("form", ["options", "file", "deepspeed", "old"])
+    @pytest.mark.parametrize("form", ["options", "file", "deepspeed", "old", "module"])
     def test_llamafactorys_launches(self, tmp_path, form):
         given = yaml.safe_load(PPO)
         file = written(tmp_path, "their.yaml", PPO.replace("per_device_train_batch_size: 1", ""))
@@ -465,6 +566,7 @@ class TestToOurs:
             "file": f"llamafactory-cli train {file.name} per_device_train_batch_size=1 > log",
             "deepspeed": f"deepspeed --num_gpus 2 --master_port=9901 src/train.py {options}",
             "old": f"CUDA_VISIBLE_DEVICES=0 python src/train_bash.py {options}",
+            "module": f"python -m llamafactory.cli train {file.name} per_device_train_batch_size=1",
         }[form]
         made = converted(written(tmp_path, "launch.sh", script))
         wanted = parse_config(converted(written(tmp_path, "same.yaml", PPO)))

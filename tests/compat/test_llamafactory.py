@@ -209,6 +209,17 @@ class TestKeys:
         assert config == plain
         assert any(theirs.startswith(f"{key}: ") and why for theirs, why in translation.ignored)
 
+    def test_earlier_names_of_a_key_are_read_as_it(self, tmp_path):
+        current = PPO + "val_size: 0.1\neval_strategy: steps\neval_steps: 5\nneftune_noise_alpha: 0\n"
+        earlier = current.replace("eval_strategy", "evaluation_strategy").replace("neftune_noise_alpha", "neft_alpha")
+        assert read(earlier, folder=tmp_path)[0] == read(current, folder=tmp_path)[0]
+        assert read(earlier, folder=tmp_path)[0].train.eval_steps == 5
+        more = "--checkpoint_dir=saves/sft"
+        assert read(PPO, more, folder=tmp_path)[0].model.path == "saves/sft"
+        line = earlier.splitlines().index("evaluation_strategy: steps") + 1
+        with pytest.raises(ConfigError, match=f"line {line}: eval_strategy: got epoch; wanted steps"):
+            read(earlier.replace("evaluation_strategy: steps", "evaluation_strategy: epoch"), folder=tmp_path)
+
     @pytest.mark.parametrize("stage", llamafactory.STAGES)
     def test_null_leaves_a_key_out(self, stage):
         needed = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "reward_model": "r"}
@@ -258,6 +269,8 @@ class TestKeys:
             ("reward_model_type=gguf", "wanted lora, full or api"),
             ("per_device_train_batch_size=two", "wanted a number"),
             ("cutoff_length=7", "LLaMA-Factory has no such key; did you mean cutoff_len?"),
+            ("resume_lora_training=false", "it is called create_new_adapter now, with the opposite meaning"),
+            ("max_source_length=512", "it is called cutoff_len now"),
             ("output_dir=null", "missing; wanted a folder"),
             ("dataset=null", "missing; wanted names of datasets"),
             ("reward_model=null", "missing; wanted the folder of a reward model"),

@@ -265,9 +265,18 @@ OF_TRL_0_11 = """
     is_peft_model backward_batch_size global_backward_batch_size global_batch_size dataset_num_proc
 """
 """Every field of its PPOConfig."""
+OF_TRANSFORMERS_4 = """
+    evaluation_strategy overwrite_output_dir per_gpu_train_batch_size per_gpu_eval_batch_size warmup_ratio logging_dir
+    save_safetensors no_cuda use_mps_device use_ipex jit_mode_eval fp16_opt_level fp16_backend half_precision_backend
+    tpu_num_cores tpu_metrics_debug past_index fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap adafactor
+    group_by_length use_legacy_prediction_loop include_inputs_for_metrics include_tokens_per_second
+    push_to_hub_model_id push_to_hub_organization push_to_hub_token mp_parameters torchdynamo ray_scope split_batches
+    dispatch_batches
+"""
+"""Fields of its TrainingArguments that are gone."""
 
 
-@pytest.mark.parametrize("name", OF_TRL_0_11.split())
+@pytest.mark.parametrize("name", [*OF_TRL_0_11.split(), *OF_TRANSFORMERS_4.split()])
 def test_every_argument_of_the_old_loop_is_one_or_is_told_what_stands_in_its_place(tmp_path, name):
     if name in {field.name for field in dataclasses.fields(PPOConfig)}:
         assert name not in OF_CONFIG

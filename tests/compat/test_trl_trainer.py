@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -34,7 +34,7 @@ from tether.compat.trl.former import OF_TRANSFORMERS
 from tether.compat.trl.samples import print_table
 from tether.config.load import load_config
 from tether.config.schema import RunConfig
-from tether.errors import CheckpointError, ConfigError, DataError, ModelError
+from tether.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from tether.metrics.writers import read_jsonl
 from tether.train.run import train_policy
 
@@ -48,6 +48,16 @@ TRL_METRICS = {
 def lora():
     """Settings of an adapter; PEFT writes into those that it is given."""
     return LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"])
+
+
+def virtual():
+    """Settings of virtual tokens, which are no part of a model's layers."""
+    return PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
+
+
+def of_head():
+    """Settings of an adapter of a classifier's head."""
+    return LoraConfig(target_modules=["score"])
 
 
 def words(prompts, completions, **columns):
@@ -354,6 +364,92 @@ def test_a_judge_with_an_adapter_scores_alike_merged_and_from_its_folder(tmp_pat
     row = made.state.log_history[0]
     folder, merged, base = (row[f"rewards/{name}"] for name in ("judge", "llama-1_1", "llama-1_2"))
     assert folder == pytest.approx(merged, abs=1e-5) and abs(folder - base) > 1e-3
+
+
+class Backbone(torch.nn.Module):
+    """Notes how it was called; its hidden states are the token ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.given, self.dummy = [], torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids, attention_mask, **kwargs):
+        self.given.append({"input_ids": input_ids, "attention_mask": attention_mask, **kwargs})
+        return SimpleNamespace(hidden_states=(None, input_ids.float().unsqueeze(-1)))
+
+
+class ByRules(torch.nn.Module):
+    """A judge as TRL's users wrap rules: what TRL asks of a reward model, and no more."""
+
+    base_model_prefix = "backbone"
+
+    def __init__(self, scores=lambda states: states):
+        super().__init__()
+        self.backbone, self.scores = Backbone(), scores
+
+    def score(self, states):
+        return self.scores(states)
+
+
+def test_a_module_of_the_scripts_own_judges_as_trl_asks_it_to(tmp_path):
+    def last(prompts, completions, completion_ids):
+        return [float(ids[-1]) for ids in completion_ids]
+
+    judge = ByRules()
+    args = arguments(tmp_path, local_rollout_forward_batch_size=3)
+    made = trainer(tmp_path, args=args, reward_model=[judge, last])
+    made.train()
+    assert made.reward_model[0] is judge
+    samples = read_jsonl(tmp_path / "out" / "samples.jsonl")
+    assert samples and all(sample["rewards"]["ByRules"] == sample["rewards"]["last"] for sample in samples)
+    calls = judge.backbone.given
+    assert [len(call["input_ids"]) for call in calls] == [3, 3, 2, 3, 3, 2]
+    assert not all(call["attention_mask"][:, 0].all() for call in calls)  # queries are padded on the left
+    for call in calls:
+        ids, mask, positions = (call.pop(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        assert mask.dtype == torch.bool and not ids[~mask].any()
+        assert torch.equal(positions[mask], (mask.cumsum(1) - 1)[mask])
+        assert call == {"return_dict": True, "output_hidden_states": True, "use_cache": False}
+
+
+def test_a_module_that_has_no_score_for_each_token_is_an_error(tmp_path):
+    with pytest.raises(RewardError, match=r"reward ByRules: score returned a tensor of shape \(8,\) for 8 answers of"):
+        trainer(tmp_path, reward_model=ByRules(lambda states: states[:, -1, 0])).train()
+    with pytest.raises(RewardError, match="reward ByRules returned nan"):
+        trainer(tmp_path, reward_model=ByRules(lambda states: states * math.nan)).train()
+
+
+def test_a_wrapped_classifier_scores_as_the_classifier_does(tmp_path):
+    class Wrapped:
+        base_model_prefix = "inner"
+
+        def __init__(self, model):
+            self.inner, self.score = model.model, model.score
+
+    judge = classifier(tmp_path)
+    made = trainer(tmp_path, reward_model=[classifier(tmp_path), Wrapped(judge)])
+    made.train()
+    row = made.state.log_history[0]
+    assert row["rewards/llama-1"] == pytest.approx(row["rewards/Wrapped"], abs=1e-5)
+
+
+def test_judge_and_critic_may_be_in_pefts_wrapper(tmp_path):
+    torch.manual_seed(3)
+    judge = get_peft_model(classifier(tmp_path), LoraConfig(task_type="SEQ_CLS", init_lora_weights=False))
+    merged = copy.deepcopy(judge).merge_and_unload()
+    critic = get_peft_model(classifier(tmp_path), LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj", "v_proj"]))
+    before, of_judge = tensors(critic), tensors(judge)
+    made = trainer(tmp_path, reward_model=[judge, merged], value_model=critic)
+    made.train()
+    row = made.state.log_history[0]
+    assert row["rewards/llama-1_0"] == pytest.approx(row["rewards/llama-1_1"], abs=1e-5)
+    assert made.value_model is critic is made.model.value_model and not changed(of_judge, judge)
+    assert {re.sub(r".*\.(score|lora_[AB])\..*", r"\1", name) for name in changed(before, critic)} == {
+        "lora_A", "lora_B", "score",
+    }  # fmt: skip
+    critic.save_pretrained(tmp_path / "critic")
+    again = PeftModel.from_pretrained(classifier(tmp_path), tmp_path / "critic")
+    assert not changed(tensors(critic), again)
 
 
 def test_rewards_may_be_functions_paths_and_models_which_are_added_up(tmp_path):
@@ -770,10 +866,12 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
         (lambda f: {"reward_model": policy(f)}, "reward_model: got LlamaForCausalLM without .* or a list"),
         (lambda f: {"reward_model": None}, "reward_model: got NoneType, wanted a sequence classifier .* a list"),
         (lambda f: {"reward_model": []}, "reward_model: got an empty list"),
-        (lambda f: {"reward_model": get_peft_model(classifier(f), LoraConfig(task_type="SEQ_CLS"))},
-         r"reward_model: got Peft.*\. Merge its adapter first, reward_model\.merge_and_unload\(\), or give the "),
-        (lambda f: {"value_model": get_peft_model(classifier(f), LoraConfig(task_type="SEQ_CLS"))},
-         r"value_model: got Peft.*value_model\.merge_and_unload\(\), and all its weights train; .*kind: adapter"),
+        (lambda f: {"reward_model": get_peft_model(classifier(f), virtual())}, "reward_model: got Peft.* with virtual"),
+        (lambda f: {"value_model": get_peft_model(classifier(f), virtual())}, "value_model: got Peft.* with virt"),
+        (lambda f: {"reward_model": get_peft_model(classifier(f), of_head())},
+         r"reward_model: got Llama.*\. Merge its adapter first, reward_model\.merge_and_unload\(\), or give the "),
+        (lambda f: {"value_model": get_peft_model(classifier(f), of_head())},
+         r"value_model: got Llama.*value_model\.merge_and_unload\(\), and all its weights train; .*kind: adapter"),
         (lambda f: {"reward_model": torch.nn.Linear(1, 1)}, "reward_model: got Linear, wanted"),
         (lambda f: {"reward_model": lambda texts: texts}, "does not take prompts and completions"),
         (lambda f: {"reward_model": [words, 3]}, "reward_model: got int, wanted"),
@@ -828,7 +926,7 @@ def quantized(model):
     ("change", "message"),
     [
         (lambda f: {"model": quantized(policy(f))}, "model: has quantized weights, .* give a peft_config"),
-        (lambda f: {"value_model": quantized(classifier(f))}, "value_model: has quantized weights"),
+        (lambda f: {"value_model": quantized(classifier(f))}, r"value_model: .* quantized .*get_peft_model\(value_m"),
         (lambda f: {"model": policy(f).half()}, "^model: the weights that train are torch.float16, .*=torch.float32"),
         (lambda f: {"value_model": classifier(f).half()}, "value_model: the weights that train are torch.float16"),
     ],

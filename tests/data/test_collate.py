@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tether.data.collate import collate, pad_left, pad_right, plan_micro_batches
+from tether.data.collate import collate, pad_around, pad_left, pad_right, plan_micro_batches
 
 
 def test_collate_by_hand():
@@ -61,6 +61,13 @@ def test_pad_left_by_hand():
     assert mask.tolist() == [[True, True, True], [False, False, True]]
     assert positions.tolist() == [[0, 1, 2], [0, 0, 0]]
     assert ids.dtype == positions.dtype == torch.long
+
+
+def test_pad_around_by_hand():
+    ids, mask, positions = pad_around([[5], [6, 7, 8]], [[9, 2], [4]])
+    assert ids.tolist() == [[0, 0, 5, 9, 2], [6, 7, 8, 4, 0]]
+    assert mask.int().tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
+    assert positions.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(("rows", "size"), list(itertools.product([1, 7, 8, 64], [1, 4, 8, 64])))

@@ -290,19 +290,41 @@ def test_a_hub_dataset_with_its_subset_and_split(entry, monkeypatch, tmp_path):
     ("settings", "message"),
     [
         ({"formatting": "chatml"}, "formatting is 'chatml', wanted alpaca, sharegpt or openai"),
-        ({"columns": {"kto_tag": "label"}}, r"columns\.kto_tag: single answers with a verdict are for KTO"),
         ({"columns": {"images": "images"}}, r"columns\.images: only text is supported"),
-        ({"columns": {"answer": "a"}}, r"unknown key columns\.answer; allowed are chosen, history"),
-        ({"tags": {"user": "a"}}, r"unknown key tags\.user"),
+        ({"columns": {"respons": "a"}}, r"unknown key columns\.respons; did you mean columns\.response\?"),
+        ({"tags": {"usertag": "a"}}, r"unknown key tags\.usertag; did you mean tags\.user_tag\?"),
         ({"ranking": True}, r"ranking needs columns\.chosen and columns\.rejected"),
         ({"num_samples": 0}, "num_samples is 0, wanted a whole number above 0"),
-        ({"file": "x"}, "unknown key file"),
+        ({"formating": "sharegpt"}, r"unknown key formating; did you mean formatting\?"),
         ({"file_name": "none.json"}, "no such file"),
     ],
 )
 def test_entries_that_cannot_be_read(entry, settings, message):
     with pytest.raises(DataError, match=f"^data.prompts: d in .*dataset_info.json.*{message}"):
         check_entry(entry([], **settings), "d", "data.prompts")
+
+
+def test_what_llamafactory_does_not_read_either_is_passed_over_with_a_warning(entry, caplog):
+    rows = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+    more = {"stage": "sft", "columns": {"messages": "conversations", "content": "value"}, "tags": {"user": "human"}}
+    (row,) = read_entry(entry(rows, formatting="sharegpt", **more), "d", "k").rows
+    assert row["messages"] == [user("a"), assistant("b")]
+    assert caplog.messages == [
+        f"k: d in {entry(rows)}/dataset_info.json: passed over, as LLaMA-Factory does not read it either: "
+        "stage, columns.content, tags.user"
+    ]
+
+
+def test_answers_with_a_verdict_have_prompts_and_no_demonstrations(entry):
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}]
+    columns = {"messages": "messages", "kto_tag": "label"}
+    folder = entry([{"messages": turns, "label": True}], formatting="openai", columns=columns)
+    (row,) = read_entry(folder, "d", "k").rows
+    assert row == {"prompt": [user("the cat")]}
+    columns = {"prompt": "instruction", "response": "output", "kto_tag": "label"}
+    alpaca = [{"instruction": "the cat", "output": "a dog", "label": False}]
+    (row,) = read_entry(entry(alpaca, columns=columns), "d", "k").rows
+    assert row == {"prompt": [user("the cat")]}
 
 
 @pytest.mark.parametrize("key", ["script_url", "ms_hub_url"])

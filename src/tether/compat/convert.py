@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,7 +73,7 @@ def _read(path: str | Path) -> tuple[str, Translation | None]:
     for launch in launches(read_file(path), source):
         if _is_llamafactory(launch):
             return _of_llamafactory(launch, Path(path))
-        if (translation := _launched(launch, source)) is not None:
+        if (translation := _launched(launch, Path(path))) is not None:
             return "ppo", translation
         if any(word.startswith("--") for word in launch.words):
             others.append(f"line {launch.line} ({launch.program[:60]})")
@@ -96,7 +97,8 @@ def _data(path: str | Path) -> Any:
 def _is_llamafactory(launch: Launch) -> bool:
     """Whether a command line starts a training run of LLaMA-Factory, by its command or its script."""
     words = [*launch.program.split(), *launch.words]
-    starts = any(Path(word).name in ("llamafactory-cli", "lmf") for word in words) and "train" in words
+    names = ("llamafactory-cli", "lmf", "llamafactory.cli")
+    starts = any(Path(word).name in names for word in words) and "train" in words
     return starts or any(word in ("src/train.py", "src/train_bash.py", "llamafactory.launcher") for word in words)
 
 
@@ -110,29 +112,47 @@ def _of_llamafactory(launch: Launch, script: Path) -> tuple[str, Translation]:
     if file is None:
         given = options(words, where)
     else:
-        found = next((place for place in (Path(file), script.parent / file) if place.is_file()), None)
-        if found is None:
-            raise ConfigError(f"{where}: there is no file {file}, in the current folder or beside the script")
-        given = _data(found)
-        if not isinstance(given, dict):
-            raise ConfigError(f"{where}: {found} holds no keys and values; wanted a file of LLaMA-Factory")
-        given = given | overrides(words[1:])
+        given = _beside(file, script, where, "LLaMA-Factory") | overrides(words[1:])
     count = processes(launch)
     with planned(count or 1):
         command, translation = llamafactory.translated(where, given, {})
     return command, translation if count is not None and count > 1 else translation.noting(OF_ONE_PROCESS)
 
 
-def _launched(launch: Launch, source: str) -> Translation | None:
-    """The run that a command line starts, if its system is supported."""
+def _beside(file: str, script: Path, where: str, system: str) -> dict[str, Any]:
+    """The keys and values of a YAML file that a launch names.
+
+    Args:
+        where: place of the launch, for messages.
+        system: whose file it is, for messages.
+    """
+    found = next((place for place in (Path(file), script.parent / file) if place.is_file()), None)
+    if found is None:
+        raise ConfigError(f"{where}: there is no file {file}, in the current folder or beside the script")
+    given = _data(found)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: {found} holds no keys and values; wanted a file of {system}")
+    return given
+
+
+def _launched(launch: Launch, path: Path) -> Translation | None:
+    """The run that a command line of the script ``path`` starts, if its system is supported."""
+    source = str(path)
     if "verl" in launch.program or any(word.startswith("actor_rollout_ref.") for word in launch.words):
-        return verl.translated(source, overrides(launch.words))
+        translation = verl.translated(source, overrides(launch.words))
+        named = re.search(r"--config-name[ =](?!ppo_trainer(?:\.yaml)?(?: |$))(\S+)", " ".join(launch.words))
+        return translation if named is None else translation.noting(verl.OF_FILE.format(file=named[1]))
     if not any(word.startswith("--") for word in launch.words):
         return None
     given = options(launch.words, source)
-    if openrlhf.MODULE in launch.program or {"actor.model_name_or_path", "pretrain"} & given.keys():
+    module = re.search(r"openrlhf\.cli\.(\w+)", launch.program)
+    if module is not None and not module[1].startswith("train_ppo"):
+        return None
+    if module is not None or {"actor.model_name_or_path", "pretrain"} & given.keys():
         return openrlhf.translated(source, given)
     if launch.program.rpartition("/")[2].startswith("ppo") or {"sft_model_path", "reward_model_path"} & given.keys():
+        if isinstance(file := given.pop("config", None), str):  # of TrlParser; options take precedence
+            given = _beside(file, path, f"{source}, line {launch.line}", "TRL") | given
         words = [*launch.program.split(), *launch.words]  # a launcher's options may stand before the script
         script = next((word for word in words if word.endswith(".py")), "")
         return trl_arguments.translated(source, given, script, processes(launch))

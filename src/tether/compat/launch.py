@@ -27,25 +27,39 @@ class Launch:
 
 
 class Unset(str):
-    """A word with a variable that the script does not set."""
+    """A word with a variable that the script does not set, or with the output of a command."""
+
+
+LAUNCHERS = {"accelerate", "torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed"}
+"""Programs and modules that start a script in several processes."""
 
 
 def launches(script: str, source: str) -> list[Launch]:
     """The command lines of a shell script, or a single one if it holds nothing but arguments.
 
-    A wrapper (``ray job submit … --``) counts as part of the program.
+    A wrapper (``ray job submit … --``) and the options of a launcher (``torchrun --nproc_per_node 8 script.py``) count
+    as part of the program.
 
     Raises:
         ConfigError: a line has an unclosed quote or parenthesis.
     """
     found = []
     for number, words in commands(script, source):
-        first = next((i for i, word in enumerate(words) if _is_argument(word)), len(words))
-        if "--" in words:  # ray job submit … -- python …
-            inner = words.index("--") + 1
-            first = next((i for i in range(inner, len(words)) if _is_argument(words[i])), len(words))
+        inner = words.index("--") + 1 if "--" in words else 0  # ray job submit … -- python …
+        begin = max(inner, _script(words, inner) + 1)
+        first = next((i for i in range(begin, len(words)) if _is_argument(words[i])), len(words))
         found.append(Launch(" ".join(words[:first]), words[first:], number))
     return found
+
+
+def _script(words: Sequence[str], inner: int) -> int:
+    """Index of the script or module that Python or a launcher runs; -1 if there is none."""
+    for i in range(inner, len(words)):
+        is_module = i > inner and words[i - 1] in ("-m", "--module") and words[i] not in LAUNCHERS
+        if is_module or words[i].endswith(".py"):
+            names = [Path(word).name for word in words[inner:i]]
+            return i if any(name in LAUNCHERS or name.startswith("python") for name in names) else -1
+    return -1
 
 
 def processes(launch: Launch) -> int | None:
@@ -58,8 +72,7 @@ def processes(launch: Launch) -> int | None:
     for each, machines in (("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")):
         if told is None and (told := _told(words, each)) is not None:
             told *= _told(words, machines) or 1
-    launchers = {"accelerate", "torchrun", "torch.distributed.run", "deepspeed"}
-    is_launched = any(Path(word).name in launchers for word in words)
+    is_launched = any(Path(word).name in LAUNCHERS for word in words)
     return told or (None if is_launched else 1)
 
 
@@ -131,7 +144,7 @@ def command(program: Sequence[str], words: Sequence[tuple[str, ...]]) -> str:
 
 def _unset(word: str) -> bool:
     """Whether the word still holds a shell's variable or command; ``${a.b}`` and ``${oc.select:…}`` are Hydra's."""
-    return re.search(r"\$(\w|\{\w+(\[[@*]\])?\}|\()", word) is not None
+    return re.search(r"\$(\w|\{\w+(\[[@*]\])?(([#%/,^]|:?[-=+?])[^}]*)?\}|\()", word) is not None
 
 
 def _value(word: str) -> Any:

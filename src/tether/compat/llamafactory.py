@@ -1,4 +1,5 @@
-"""LLaMA-Factory's files for the stages ppo, sft and rm, translated for Tether. The keys are those of release 0.9.3."""
+"""LLaMA-Factory's files for the stages ppo, sft and rm, translated for Tether. The keys are those of releases 0.9.3 and
+0.9.4, and some of earlier ones."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Any
 
 from tether.compat.llamafactory_keys import (
     ATTENTION,
+    FORMER,
+    GONE,
     GROUPS,
     IGNORED,
     KNOWN,
@@ -55,7 +58,11 @@ def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]
     if not isinstance(stage, str) or stage not in STAGES:
         where = ", ".join(filter(None, (source, origins.get("stage"))))
         raise ConfigError(f"{where}: stage: got {stage}; Tether has the stages {', '.join(STAGES)}")
+    given, origins = ({FORMER.get(key, key): value for key, value in each.items()} for each in (given, origins))
     keys = Translator(source, SYSTEM, given, origins)
+    for key, why in GONE.items():
+        if keys.gives(key):
+            keys.refuse(key, why)
     keys.single(*(key for key in TAKEN.split() if key not in (*NAMES, *GROUPS)))
     keys.single(*NAMES, names=True)
     keys.covered("stage", by=f"tether {STAGES[stage]}")

@@ -1,4 +1,4 @@
-"""The keys of LLaMA-Factory's training files, those of release 0.9.3, and the names of its templates."""
+"""The keys of LLaMA-Factory's training files, those of releases 0.9.3 and 0.9.4, and the names of its templates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ IGNORED = {
         "torch_compile_backend torch_compile_mode torchdynamo torch_empty_cache_steps auto_find_batch_size tf32 "
         "double_quantization quantization_device_map ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers "
         "ddp_find_unused_parameters average_tokens_across_devices jit_mode_eval use_ipex fp16_opt_level fp16_backend "
-        "half_precision_backend bf16_full_eval fp16_full_eval fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap"
+        "half_precision_backend bf16_full_eval fp16_full_eval fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap "
+        "use_v1_kernels liger_kernel_config"
     ),
     "log-probabilities and losses are in float32 here": "upcast_layernorm upcast_lmhead_output",
     "for inference, export or another stage": (
@@ -49,7 +50,8 @@ IGNORED = {
         "export_quantization_maxlen export_legacy_format export_hub_model_id pref_beta pref_ftx pref_loss "
         "dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma ld_alpha eval_num_beams "
         "length_penalty skip_special_tokens generation_max_length generation_num_beams generation_config "
-        "compute_accuracy eval_on_each_dataset sortish_sampler"
+        "compute_accuracy eval_on_each_dataset sortish_sampler use_kv_cache pref_bco_weight cpu_infer chunk_size mode "
+        "kt_optimize_rule kt_maxlen kt_use_cuda_graph kt_mode kt_force_think"
     ),
     "logs and metrics are written to output_dir in any case": (
         "logging_dir logging_first_step logging_strategy logging_nan_inf_filter log_level log_level_replica "
@@ -59,6 +61,7 @@ IGNORED = {
         "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object use_legacy_prediction_loop "
         "mp_parameters tpu_num_cores tpu_metrics_debug badam_verbose swanlab_lark_webhook_url swanlab_lark_secret"
     ),
+    "a tracker's project comes from the environment": "project trackio_space_id",
     "SwanLab's settings come from the environment: SWANLAB_PROJECT, SWANLAB_API_KEY": (
         "swanlab_project swanlab_workspace swanlab_mode swanlab_logdir swanlab_api_key"
     ),
@@ -79,7 +82,8 @@ IGNORED = {
         "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
         "apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block badam_switch_mode "
         "badam_switch_interval badam_update_ratio badam_mask_mode pissa_iter pissa_convert loraplus_lr_embedding "
-        "fsdp_config eval_delay hub_strategy hub_always_push"
+        "fsdp_config eval_delay hub_strategy hub_always_push hub_revision fp8_backend module_dropout oft_rank "
+        "oft_block_size oft_target init_special_tokens asft_alpha eaft_alpha"
     ),
     "padding never takes part in a loss here": "ignore_pad_token_for_loss",
 }
@@ -101,11 +105,17 @@ OFF: Mapping[str, Mapping[str, Any]] = {
     },
     "the model is trained unchanged: change it beforehand, save it to a folder, and remove this key": {
         "resize_vocab": False, "add_tokens": (), "add_special_tokens": (), "split_special_tokens": False,
+        "new_special_tokens_config": (),
         "rope_scaling": (), "shift_attn": False, "mixture_of_depths": (), "train_from_scratch": False,
         "moe_aux_loss_coef": (0, 0.0),
     },
     "it changes what is learned, and has no counterpart here: remove this key": {
-        "neftune_noise_alpha": (), "label_smoothing_factor": 0, "tool_format": (),
+        "neftune_noise_alpha": 0, "label_smoothing_factor": 0, "tool_format": (), "use_dft_loss": False,
+        "use_asft_loss": False, "use_eaft_loss": False,
+    },
+    "the model is trained by transformers, in float32 or half precision: remove this key": {
+        "use_kt": False, "use_mca": False, "fp8": False, "fp8_enable_fsdp_float8_all_gather": False,
+        "parallelism_config": (),
     },
     "datasets are read completely, one after another, from their source: remove this key": {
         "streaming": False, "mix_strategy": "concat", "interleave_probs": (), "tokenized_path": (),
@@ -146,5 +156,22 @@ NAMES = ("adapter_name_or_path", "reward_model_adapters", "lora_target", "datase
 """Those of them that hold one or several names."""
 GROUPS = ("lr_scheduler_kwargs", "deepspeed", "fsdp")
 """Those of them that hold groups of keys."""
+FORMER = {
+    "evaluation_strategy": "eval_strategy",
+    "checkpoint_dir": "adapter_name_or_path",
+    "neft_alpha": "neftune_noise_alpha",
+    "num_layer_trainable": "freeze_trainable_layers",
+    "name_module_trainable": "freeze_trainable_modules",
+    "ppo_logger": "report_to",
+}
+"""Their names in earlier releases, where they had the same meaning."""
+GONE = {
+    "resume_lora_training": "it is called create_new_adapter now, with the opposite meaning",
+    "max_source_length": "it is called cutoff_len now, and counts prompt and answer",
+    "max_target_length": "it is called cutoff_len now, and counts prompt and answer",
+    "prompt_template": "it is called template now",
+    "source_prefix": "write it in the prompts",
+}
+"""Keys of earlier releases that have become others, with what to write instead."""
 KNOWN = frozenset(key for names in (TAKEN, *IGNORED.values()) for key in names.split()).union(*OFF.values())
 """Every key of LLaMA-Factory's training files."""

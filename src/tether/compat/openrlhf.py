@@ -122,11 +122,35 @@ OLD = {
     "use_wandb": "logger.wandb.key",
     "wandb_run_name": "logger.wandb.run_name",
     "use_tensorboard": "logger.tensorboard_dir",
+    "ref_pretrain": "ref.model_name_or_path",
+    "adam_eps": "actor.adam.eps",
+    "min_lr_ratio": "actor.min_lr_ratio",
+    "policy_loss_type": "actor.policy_loss_type",
+    "loss_agg_mode": "actor.loss_agg_mode",
+    "aux_loss_coef": "actor.aux_loss_coef",
+    "no_advantage_std_norm": "algo.advantage.no_std_norm",
+    "dynamic_filtering": "algo.dynamic_filtering_enable",
+    "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
+    "max_new_tokens": "rollout.max_new_tokens",
+    "stop_properly_penalty_coef": "reward.stop_properly_penalty_coef",
+    "agent_func_path": "train.agent_func_path",
+    "prompt_data_probs": "data.prompt_probs",
+    "eval_temperature": "eval.temperature",
+    "eval_n_samples_per_prompt": "eval.n_samples_per_prompt",
+    "ckpt_path": "ckpt.path",
+    "save_hf_ckpt": "ckpt.save_hf",
+    "disable_ds_ckpt": "ckpt.disable_ds",
+    "max_ckpt_mem": "ckpt.max_mem",
+    "wandb_project": "logger.wandb.project",
+    "wandb_org": "logger.wandb.org",
+    "wandb_group": "logger.wandb.group",
 }
 """Spellings of releases before 0.11; ``prompt_max_len`` has no new spelling."""
 CLUSTER = ("vllm.", "vllm_", "ds.", "deepspeed", "zero", "colocate", "train.colocate", "train.async", "train.partial")
 PLACES = ("num_nodes", "num_gpus_per_node", "offload", "adam_offload", "ref_reward_offload", "flash_attn", "bf16",
-          "param_dtype", "local_rank", "use_ms")  # fmt: skip
+          "param_dtype", "local_rank", "use_ms", "enforce_eager", "enable_prefix_caching", "overlap_comm",
+          "grad_accum_dtype", "attn_implementation", "use_liger_kernel", "dataloader_num_workers", "actor_init_on_gpu",
+          "gradient_checkpointing_use_reentrant")  # fmt: skip
 
 
 def translated(source: str, options: Mapping[str, Any]) -> Translation:
@@ -151,6 +175,10 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
     _algorithm(keys)
     _lora(keys)
     _output(keys)
+    keys.ignore("a checkpoint is a folder of its own in output_dir, which transformers loads", "ckpt.path",
+                "ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_mem")  # fmt: skip
+    keys.ignore("they come from the environment: WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP", "logger.wandb.project",
+                "logger.wandb.org", "logger.wandb.group")  # fmt: skip
     for key in given:
         if key.startswith(CLUSTER) or key.rpartition(".")[2] in PLACES or key.endswith(PLACES):
             keys.ignore("it affects only placement and speed on a cluster", key)
@@ -201,9 +229,9 @@ def _data(keys: Translator) -> None:
     """Prompts, their lengths, and how answers are sampled."""
     if not keys.gives("data.prompt_dataset"):
         keys.refuse("data.prompt_dataset", "missing; wanted the prompts")
-    keys.put("data.prompts", keys.take("data.prompt_dataset"), "data.prompt_dataset")
+    keys.put("data.prompts", _sources(keys.take("data.prompt_dataset")), "data.prompt_dataset")
     if keys.gives("eval.dataset"):
-        keys.put("data.eval_prompts", keys.take("eval.dataset"), "eval.dataset")
+        keys.put("data.eval_prompts", _sources(keys.take("eval.dataset")), "eval.dataset")
         if keys.number("eval.steps", -1) > 0:
             keys.put("train.eval_steps", keys.take("eval.steps"), "eval.steps")
     keys.prompt_column("data.input_key", "input")
@@ -224,6 +252,11 @@ def _data(keys: Translator) -> None:
         keys.put("sampling.top_p", keys.take("rollout.top_p"), "rollout.top_p")
         keys.put("sampling.allow_truncated_sampling", True)
     keys.covered("rollout.top_p", by="its default, as here")
+
+
+def _sources(value: Any) -> Any:
+    """Datasets, which they join by commas."""
+    return value.split(",") if isinstance(value, str) and "," in value else value
 
 
 def _batches(keys: Translator) -> None:
@@ -300,8 +333,9 @@ def _output(keys: Translator) -> None:
                 if keys.gives(key)]  # fmt: skip
     if trackers:
         keys.put("train.report_to", trackers, "logger.wandb.key", "logger.tensorboard_dir")
-    if keys.gives("logger.wandb.run_name"):
-        keys.put("train.run_name", keys.take("logger.wandb.run_name"), "logger.wandb.run_name")
+    keys.drop_unless(keys.take("actor.model_name_or_path"), "the reference is the policy that the run starts from",
+                     "ref.model_name_or_path")  # fmt: skip
+    keys.put_name("train.run_name", "logger.wandb.run_name")
     keys.covered("eval.steps", "ckpt.save_steps", by="not at all, as by default here")
 
 

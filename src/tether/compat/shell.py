@@ -5,9 +5,12 @@ Nothing is run. What only a shell can know, such as the output of a command, sta
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tether.errors import ConfigError
@@ -17,8 +20,18 @@ _ENDS = "\n;|&"
 """Characters that end a command."""
 _PAIRS = {"$(": ")", "<(": ")", ">(": ")", "(": ")", "${": "}", "'": "'", '"': '"', "`": "`"}
 """What begins a piece of a word that may hold any character, and what ends it."""
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-((?:\$\{[^}]*\}|[^}])*))?\}|\$(\w+)", re.DOTALL)
-"""A variable, perhaps with a default."""
+_VARIABLE = re.compile(r"\$\{(\w+)(?:(:?[-=+?]|##?|%%?|,,|\^\^)((?:\$\{[^}]*\}|[^}])*))?\}|\$(\w+)", re.DOTALL)
+"""A variable, perhaps with a word that takes its place if it is not set (``-``, ``=``) or if it is (``+``), or with a
+pattern of what is cut off at its beginning (``#``) or end (``%``), or in other letters (``,,``, ``^^``)."""
+_SUM = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
+_WORD = re.compile(r"(?:\$\((?:[^()]|\([^()]*\))*\)|\S)+")
+"""A word of a variable's value; blanks in a command whose output it has do not end it."""
+_OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}  # fmt: skip
+_TEXT = "<<"
+"""The quote of a text that a script passes on by ``<<``; with a quote behind it, nothing in the text is expanded."""
 _SETS = ("export", "set", "cd", "echo", "declare", "local", "readonly")
 """Commands that start nothing; some of them set variables."""
 
@@ -27,9 +40,9 @@ def commands(script: str, source: str) -> Iterator[tuple[int, list[str]]]:
     """The words of every command that starts something, with the number of its first line.
 
     Pipes, redirections, ``&`` and parentheses around it end a command; a trailing backslash, an open quote or an open
-    array continues it. Texts that a script passes on by ``<<`` are left out.
-    Variables and arrays that are set in the script and HOME are expanded, others are left as they are, except the
-    arguments of the script, which are left out.
+    array continues it. Texts that a script passes on by ``<<`` are left out, unless ``read`` puts them into a variable.
+    Variables and arrays that are set in the script and HOME are expanded, and so are sums of whole numbers, ``$((…))``;
+    others are left as they are, except the arguments of the script, which are left out.
 
     Raises:
         ConfigError: a quote or a parenthesis is not closed.
@@ -37,6 +50,8 @@ def commands(script: str, source: str) -> Iterator[tuple[int, list[str]]]:
     variables: dict[str, str] = {"HOME": str(Path.home())}
     arrays: dict[str, Sequence[str]] = {}
     for number, given in _Scanner(script, source).commands():
+        passed = [parts[0] for parts in given if parts[0].quote.startswith(_TEXT)]
+        given = [parts for parts in given if not parts[0].quote.startswith(_TEXT)]
         while given and (assigned := _ASSIGNED.match(given[0][0].text)) and not given[0][0].quote:
             _assign(assigned, given.pop(0), variables, arrays)
         words = [word for parts in given for word in _expanded(parts, variables, arrays)]
@@ -44,6 +59,10 @@ def commands(script: str, source: str) -> Iterator[tuple[int, list[str]]]:
             for parts in given[1:]:
                 if assigned := _ASSIGNED.match(parts[0].text):
                     _assign(assigned, parts, variables, arrays)
+        elif words and words[0] == ":":
+            variables |= _defaults(given[1:], variables)
+        elif words and words[0] == "read" and passed:
+            variables[words[-1]] = _read(passed[-1], variables)
         elif words:
             yield number, words
 
@@ -75,8 +94,8 @@ class _Scanner:
         self._array: list[list[_Part]] | None = None
         self._depth = 0
         """Number of open parentheses around commands."""
-        self._texts: list[str] = []
-        """The lines that end the texts which begin at the end of this line."""
+        self._texts: list[tuple[str, str]] = []
+        """The lines that end the texts which begin at the end of this line, and the quotes around them."""
         self._is_target = False
         """Whether the next word is where a redirection leads to."""
 
@@ -131,7 +150,7 @@ class _Scanner:
             self._take(1)
         elif text := re.match(r"<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1", rest):
             self._close()
-            self._texts.append(text[2])
+            self._texts.append((text[2], text[1]))
             self._take(text.end())
         elif redirection := re.match(r"&?>[>|]?&?(?!\()|<<<|<(?!\()", rest):
             if word and word[-1].text.isdecimal() and len(word) == 1:  # the 2 of 2>&1
@@ -160,13 +179,16 @@ class _Scanner:
         self._word = None
 
     def _end(self, rest: str) -> None:
-        """Ends a command, and passes over the texts that begin behind its line."""
+        """Ends a command; the texts that begin behind its line become words of it."""
         self._close()
         self._is_target = False
         length = 1
         if rest[0] == "\n" and self._texts:
-            pattern = "".join(rf"\n(?:.*\n)*?\t*{end}(?=\n|\Z)" for end in self._texts)
+            pattern = "".join(rf"\n((?:.*\n)*?)\t*{end}(?=\n|\Z)" for end, _ in self._texts)
             if passed := re.match(pattern, rest):
+                quotes = [quote for _, quote in self._texts]
+                texts = zip(passed.groups(), quotes, strict=True)
+                self._words += [[_Part(text, _TEXT + quote)] for text, quote in texts]
                 length = passed.end()
             self._texts = []
         self._take(length)
@@ -188,10 +210,13 @@ def _piece(rest: str) -> tuple[int | None, str, str]:
         if end is None:
             return None, "", ""
         if opening == '"':
-            return end, opening, re.sub(r'\\(["\\`\n])', lambda match: match[1].strip("\n"), rest[1 : end - 1])
+            inner = re.sub(r"(?<!\\)`((?:\\.|[^`\\])*)`", r"$(\1)", rest[1 : end - 1])
+            return end, opening, re.sub(r'\\(["\\`\n])', lambda match: match[1].strip("\n"), inner)
         if opening == "'":
             return end, opening, rest[1 : end - 1]
-        return end, "" if opening == "${" else "`", rest[:end]
+        if opening == "`":
+            return end, opening, f"$({rest[1 : end - 1]})"
+        return end, "" if opening == "${" or _SUM.fullmatch(rest[:end]) else "`", rest[:end]
     if rest[0] == "\\":
         return len(rest[:2]), "'", rest[1:2]
     plain = re.match(r"\$?[^\s;|&<>()'\"`\\$]*|.", rest)[0] or rest[0]
@@ -234,7 +259,7 @@ def _expanded(
             words[-1] += text
             is_given = is_given or bool(part.quote) or bool(text)
             continue
-        first, *more = re.split(r"\s+", text.strip()) if text.strip() else [""]
+        first, *more = _WORD.findall(text) or [""]
         words[-1] += first
         words += more
         is_given = is_given or bool(text.strip())
@@ -261,17 +286,65 @@ def _assign(
     variables[name] = (variables.get(name, "") if adds else "") + text
 
 
-def _filled(word: str, variables: Mapping[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[3], match[2]
-        if default is None:
-            return variables.get(name, match[0])
-        return variables.get(name) or _filled(re.sub(r"(['\"])(.*?)\1", r"\2", default), variables)
+def _defaults(given: Sequence[Sequence[_Part]], variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ``: ${NAME:=value}`` sets, or that are set already."""
+    texts = [part.text for parts in given for part in parts if part.quote != "'"]
+    found = [match for text in texts for match in _VARIABLE.finditer(text) if (match[2] or "").endswith("=")]
+    return {match[1]: _filled(match[0], variables) for match in found}
 
-    return _VARIABLE.sub(value, word)
+
+def _read(part: _Part, variables: Mapping[str, str]) -> str:
+    """A text that is passed on by ``<<``, as the variable that ``read`` puts it into."""
+    return part.text if part.quote != _TEXT else _filled(part.text.replace("\\\n", ""), variables)
+
+
+def _filled(word: str, variables: Mapping[str, str]) -> str:
+    """A word with the values of its variables and sums."""
+
+    def value(match: re.Match[str]) -> str:
+        name, sign, other = match[1] or match[4], match[2] or "", match[3] or ""
+        own = variables.get(name)
+        is_set = bool(own) if ":" in sign else own is not None
+        if sign[-1:] not in ("-", "=", "+"):
+            return _changed(own, sign, _filled(other, variables)) if is_set else match[0]
+        if is_set != (sign[-1] == "+"):
+            return own or ""
+        return _filled(re.sub(r"(['\"])(.*?)\1", r"\2", other), variables)
+
+    return _SUM.sub(lambda match: _sum(match, variables), _VARIABLE.sub(value, word))
+
+
+def _changed(value: str, sign: str, pattern: str) -> str:
+    """A variable's value after ``#`` and the like."""
+    if sign[:1] not in ("#", "%"):
+        return {",,": value.lower(), "^^": value.upper()}.get(sign, value)
+    parts = [(value[:i], value[i:]) for i in range(len(value) + 1)]
+    cut = [(b, a) for a, b in parts] if sign[0] == "#" else parts  # what stays, and what is cut off
+    fits = [stays for stays, gone in cut if fnmatchcase(gone, pattern)]
+    return (min if len(sign) == 2 else max)(fits, key=len, default=value)
+
+
+def _sum(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    """The value of ``$((…))``; the same words if they hold anything but whole numbers and variables that are set."""
+    text = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
+    try:
+        return str(_whole(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return match[0]
+
+
+def _whole(node: ast.expr) -> int:
+    """The value of a sum; raises ``ValueError`` if it is not one of whole numbers."""
+    match node:
+        case ast.Constant(value=int()):
+            return int(node.value)
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](_whole(node.left), _whole(node.right))
+    raise ValueError(ast.dump(node))
 
 
 def _is_quoted_default(word: str, variables: Mapping[str, str]) -> bool:
     """Whether a word stands for a default in quotes, which is not split."""
     variable = _VARIABLE.fullmatch(word)
-    return variable is not None and (variable[2] or "")[:1] in ("'", '"') and not variables.get(variable[1])
+    is_default = variable is not None and (variable[2] or "")[-1:] in ("-", "=") and variable[3][:1] in ("'", '"')
+    return is_default and not variables.get(variable[1])

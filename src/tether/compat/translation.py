@@ -118,12 +118,15 @@ class Translator:
     def take(self, key: str, default: Any = None) -> Any:
         """Their value, or their default if the file omits the key or sets it to null.
 
-        A value with a variable that the script does not set is refused.
+        A value with a variable that the script does not set, or with a command's output, is refused.
         """
         self._seen.add(key)
         value = self.given.get(key)
-        if any(isinstance(each, Unset) for each in (value if isinstance(value, list) else [value])):
-            self.refuse(key, "the script does not set that variable: write its value, or set it in a line above")
+        unset = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, Unset)]
+        if unset:
+            is_run = any("$(" in each for each in unset)
+            why = "only a shell can run that command" if is_run else "the script does not set that variable"
+            self.refuse(key, f"{why}: write its value, or set it in a line above")
             return default
         return default if value is None else value
 
@@ -303,9 +306,18 @@ class Translator:
     def put_scalars(self, table: Iterable[Scalar]) -> None:
         """Sets the keys that only differ in name, except for null values."""
         for scalar in table:
-            value = self.take(scalar.theirs, scalar.default)
-            if value is not None:
+            if scalar.ours == "train.run_name":
+                self.put_name(scalar.ours, scalar.theirs)
+            elif (value := self.take(scalar.theirs, scalar.default)) is not None:
                 self.put(scalar.ours, value, scalar.theirs)
+
+    def put_name(self, path: str, key: str) -> None:
+        """Sets our key from one that only names the run; a name that only a shell knows, as it holds the date for
+        example, is dropped."""
+        if isinstance(self.given.get(key), Unset):
+            self.drop("only a shell knows it", key)
+        elif self.gives(key):
+            self.put(path, self.take(key), key)
 
     def off(self, why: str, **usual: Any) -> None:
         """Refuses keys that are set to anything but a value without effect.

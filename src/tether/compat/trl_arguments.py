@@ -56,10 +56,6 @@ SCALARS = (
 )
 
 
-LAUNCHER = ("num_processes", "nproc_per_node", "nnodes", "num_machines", "num_gpus", "num_nodes")
-"""Options of a launcher that give the number of processes."""
-
-
 def translated(source: str, options: Mapping[str, Any], script: str, processes: int | None) -> Translation:
     """A launch of ``ppo.py`` or ``ppo_tldr.py``, translated to our keys.
 
@@ -189,7 +185,7 @@ def _batches(keys: Translator, processes: int | None) -> None:
     minis, each = keys.number("num_mini_batches", 1), rows * forwards
     if minis < 1:
         keys.refuse("num_mini_batches", "wanted a whole number above 0")
-    theirs = ("per_device_train_batch_size", "gradient_accumulation_steps", *filter(keys.gives, LAUNCHER))
+    theirs = ("per_device_train_batch_size", "gradient_accumulation_steps")
     note = f"{rows} × {forwards}" + (f" × {processes}" if processes else ", of one process")
     keys.put("train.rollout_batch_size", each * (processes or 1), *theirs, note=note)
     if processes is None:

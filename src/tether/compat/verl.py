@@ -17,6 +17,11 @@ SYSTEM = "verl"
 MODULE = "verl.trainer.main_ppo"
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+OF_FILE = (
+    "The values in the file {file} are not read, only those that the script gives: where the file sets another one, "
+    "change it here."
+)
+"""A sentence for launches that take their configuration from a file of their own."""
 
 SCALARS = (
     Scalar("model.path", f"{MODEL}.path"),
@@ -24,7 +29,6 @@ SCALARS = (
     Scalar("train.gradient_checkpointing", f"{MODEL}.enable_gradient_checkpointing", True),
     Scalar("train.learning_rate", f"{ACTOR}.optim.lr", 1e-6),
     Scalar("train.weight_decay", f"{ACTOR}.optim.weight_decay", 0.01),
-    Scalar("train.warmup_ratio", f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.0),
     Scalar("train.max_grad_norm", f"{ACTOR}.grad_clip", 1.0),
     Scalar("value.learning_rate", "critic.optim.lr", 1e-5),
     Scalar("value.warmup_steps", "trainer.critic_warmup", 0),
@@ -276,8 +280,7 @@ def _algorithm(keys: Translator) -> None:
     keys.covered(*(f"{ACTOR}.{key}" for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")), by="ppo.cliprange")
     reduction = keys.choice(f"{ACTOR}.loss_agg_mode", "token-mean", REDUCTIONS, "token_mean")
     keys.put("ppo.loss_reduction", reduction, f"{ACTOR}.loss_agg_mode")
-    schedule = keys.take(f"{ACTOR}.optim.lr_scheduler_type", "constant")
-    keys.put("train.lr_scheduler_type", SCHEDULES.get(str(schedule), schedule), f"{ACTOR}.optim.lr_scheduler_type")
+    _schedule(keys)
     betas = keys.pair(f"{ACTOR}.optim.betas", (0.9, 0.999))
     for name, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
         keys.put(f"train.{name}", beta, f"{ACTOR}.optim.betas")
@@ -294,6 +297,27 @@ def _algorithm(keys: Translator) -> None:
         targets = keys.take(f"{MODEL}.target_modules", "all-linear")
         keys.put("model.lora.target_modules", targets, f"{MODEL}.target_modules")
     keys.ignore("LoRA is off", *(f"{MODEL}.{key}" for key in ("lora_rank", "lora_alpha", "target_modules")))
+
+
+def _schedule(keys: Translator) -> None:
+    """The learning rate over the updates; their cosine ends at a share of its peak."""
+    kind, least, steps, ratio = (
+        f"{ACTOR}.optim.{name}"
+        for name in ("lr_scheduler_type", "min_lr_ratio", "lr_warmup_steps", "lr_warmup_steps_ratio")
+    )
+    schedule, floor = keys.take(kind, "constant"), keys.number(least, 0.0)
+    if schedule == "cosine" and floor:
+        keys.put("train.lr_scheduler_type", "cosine_with_min_lr", kind)
+        keys.put("train.lr_scheduler_kwargs", {"min_lr_rate": floor}, least)
+    else:
+        keys.put("train.lr_scheduler_type", SCHEDULES.get(str(schedule), schedule), kind)
+        keys.ignore("only a cosine has a floor, and 0 is none", least)
+    if keys.number(steps, -1) > 0:
+        keys.put("train.warmup_steps", keys.take(steps), steps)
+        keys.ignore(f"{steps} takes precedence", ratio)
+    else:
+        keys.put("train.warmup_ratio", keys.take(ratio, 0.0), ratio)
+        keys.covered(steps, by="train.warmup_ratio")
 
 
 def _output(keys: Translator) -> None:
@@ -340,6 +364,7 @@ WRITTEN = (
     "data.chat_template_kwargs", "sampling.top_p", "sampling.top_k", "sampling.allow_truncated_sampling",
     "ppo.cliprange", "ppo.cliprange_high", "ppo.kl_in", "ppo.kl_coef", "ppo.kl_estimator", "ppo.advantage_estimator",
     "ppo.loss_reduction", "ppo.num_mini_batches", "train.adam_beta1", "train.adam_beta2", "train.lr_scheduler_type",
+    "train.lr_scheduler_kwargs.min_lr_rate", "train.warmup_ratio", "train.warmup_steps",
     "train.num_train_epochs", "train.max_steps", "train.rollout_batch_size", "train.micro_batch_size",
     "train.max_tokens_per_micro_batch", "train.eval_steps", "train.save_steps", "train.bf16", "train.report_to",
     "output_dir", "resume",
@@ -360,7 +385,7 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     if ppo.has_critic and config.value.learning_rate is None:
         yield "critic.optim.lr", config.learning_rate
     yield f"{ACTOR}.optim.betas", [train.adam_beta1, train.adam_beta2]
-    yield f"{ACTOR}.optim.lr_scheduler_type", "cosine" if train.lr_scheduler_type == "cosine" else "constant"
+    yield from _schedule_settings(config)
     yield from _judge_settings(config)
     yield from _data_settings(config)
     yield from _batch_settings(config)
@@ -442,6 +467,19 @@ def _output_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
             yield "trainer.resume_from_path", config.resume
 
 
+def _schedule_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    train = config.train
+    least = train.lr_scheduler_kwargs.get("min_lr_rate") if train.lr_scheduler_type == "cosine_with_min_lr" else None
+    is_cosine = train.lr_scheduler_type == "cosine" or least is not None
+    yield f"{ACTOR}.optim.lr_scheduler_type", "cosine" if is_cosine else "constant"
+    if least is not None:
+        yield f"{ACTOR}.optim.min_lr_ratio", least
+    if train.warmup_steps is not None:
+        yield f"{ACTOR}.optim.lr_warmup_steps", train.warmup_steps
+    else:
+        yield f"{ACTOR}.optim.lr_warmup_steps_ratio", train.warmup_ratio
+
+
 def _kl_settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     ppo = config.ppo
     names = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
@@ -470,7 +508,8 @@ def _notes(config: RunConfig) -> Iterator[str]:
     yield "Their data are parquet files with the columns data_source, prompt (chat messages) and reward_model."
     if config.ppo.has_critic and config.value_kind != "model":
         yield f"Their critic is a model of its own, not one of kind {config.value_kind}."
-    if config.train.lr_scheduler_type not in ("cosine", "constant_with_warmup", "constant"):
+    schedule, has_floor = config.train.lr_scheduler_type, "min_lr_rate" in config.train.lr_scheduler_kwargs
+    if schedule not in ("cosine", "constant_with_warmup", "constant", *["cosine_with_min_lr"] * has_floor):
         yield f"Their schedules are constant and cosine, not {config.train.lr_scheduler_type}."
     if config.train.total_episodes is not None:
         yield f"Their runs last trainer.total_epochs epochs; ours lasted {config.train.total_episodes} answers."

@@ -48,6 +48,15 @@ def pad_left(
     return _placed([(width - len(ids), ids) for ids in sequences])
 
 
+def pad_around(
+    queries: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"], Int[Tensor, "M T"]]:
+    """Queries padded on the left and their responses on the right, so that all responses begin in one column; with the
+    mask of real tokens and each one's position in its own row, from 0."""
+    width = max(map(len, queries), default=0)
+    return _placed([(width - len(q), [*q, *r]) for q, r in zip(queries, responses, strict=True)])
+
+
 def pad_right(
     sequences: Sequence[Sequence[int]],
 ) -> tuple[Int[Tensor, "M T"], Bool[Tensor, "M T"], Int[Tensor, "M T"]]:

@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,10 +37,7 @@ _REFUSED = {
     "om_hub_url": "OpenMind is not supported; download the file and name it in file_name",
     "cloud_file_name": "cloud storage is not supported; download the file and name it in file_name",
 }
-_REFUSED_COLUMNS = {
-    "kto_tag": "single answers with a verdict are for KTO; PPO needs prompts, and a reward model needs pairs",
-    **dict.fromkeys(("images", "videos", "audios"), "only text is supported"),
-}
+_REFUSED_COLUMNS = dict.fromkeys(("images", "videos", "audios"), "only text is supported")
 _TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -54,7 +52,7 @@ _OPENAI_TAGS = _TAGS | {
     "observation_tag": "tool",
 }  # fmt: skip
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
-_COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected"}
+_COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected", "kto_tag"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,8 @@ class _Entry:
     settings: Mapping[str, Any]
     columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
+    passed_over: Sequence[str] = ()
+    """Keys that LLaMA-Factory does not read either."""
 
     @property
     def formatting(self) -> Literal["alpaca", "sharegpt", "openai"]:
@@ -79,6 +79,11 @@ class _Entry:
     @property
     def is_ranking(self) -> bool:
         return bool(self.settings.get("ranking", False))
+
+    @property
+    def has_verdicts(self) -> bool:
+        """Whether each answer may be a good or a bad one, for KTO: then only its prompt is of use here."""
+        return "kto_tag" in self.columns
 
 
 def check_entry(folder: str, name: str, key: str) -> None:
@@ -99,9 +104,9 @@ def check_entry(folder: str, name: str, key: str) -> None:
 def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None) -> Rows:
     """The rows of a dataset that ``dataset_info.json`` names, with Tether's columns.
 
-    A conversation becomes ``prompt`` (everything before the last answer) and ``messages`` (all of it). Pairs become
-    ``prompt``, ``chosen`` and ``rejected``. Other columns stay. Conversations without turns, or with an unknown role,
-    are dropped with a warning.
+    A conversation becomes ``prompt`` (everything before the last answer) and ``messages`` (all of it; not in a dataset
+    for KTO). Pairs become ``prompt``, ``chosen`` and ``rejected``. Other columns stay. Conversations without turns, or
+    with an unknown role, are dropped with a warning.
 
     Args:
         folder, name, key: as in ``check_entry``.
@@ -114,6 +119,9 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
         DataError: as in ``check_entry``, or no conversation is left.
     """
     entry = _entry(folder, name, key)
+    if entry.passed_over:
+        told = ", ".join(entry.passed_over)
+        logger.warning("%s: passed over, as LLaMA-Factory does not read it either: %s", entry.where, told)
     settings, split = entry.settings, entry.settings.get("split", "train")
     needed = None if "num_samples" in settings else max_rows
     if entry.is_on_hub:
@@ -169,8 +177,7 @@ def _entry(folder: str, name: str, key: str) -> _Entry:
     for refused, why in _REFUSED.items():
         if refused in settings and not {"file_name", "hf_hub_url"} & settings.keys():
             raise DataError(f"{where}: {refused}: {why}")
-    if unknown := sorted(settings.keys() - _KEYS - _PASSED_OVER - _REFUSED.keys()):
-        raise DataError(f"{where}: unknown key {unknown[0]}; allowed are {', '.join(sorted(_KEYS))}")
+    passed_over = _unread(settings, _KEYS, _PASSED_OVER | _REFUSED.keys(), where)
     origins = {"file_name", "hf_hub_url"} & settings.keys()
     if not origins:
         raise DataError(f"{where}: wanted file_name or hf_hub_url, which say where the data is")
@@ -187,13 +194,31 @@ def _entry(folder: str, name: str, key: str) -> _Entry:
         for column in given:
             if column in _REFUSED_COLUMNS:
                 raise DataError(f"{where}: columns.{column}: {_REFUSED_COLUMNS[column]}")
-            if column not in allowed:
-                raise DataError(f"{where}: unknown key {part}.{column}; allowed are {', '.join(sorted(allowed))}")
+        passed_over += _unread(given, allowed, (), where, f"{part}.")
     if settings.get("ranking") and not {"chosen", "rejected"} <= columns.keys():
         raise DataError(f"{where}: ranking needs columns.chosen and columns.rejected")
     needed = "prompt" if default is _ALPACA else "messages"
     usual = _OPENAI_TAGS if settings.get("formatting") == "openai" else _TAGS
-    return _Entry(where, settings, {needed: default[needed]} | columns, usual | tags)
+    return _Entry(where, settings, {needed: default[needed]} | columns, usual | tags, passed_over)
+
+
+def _unread(
+    given: Mapping[str, Any], known: Iterable[str], others: Iterable[str], where: str, part: str = ""
+) -> list[str]:
+    """Keys of an entry that LLaMA-Factory does not read.
+
+    Args:
+        others: further keys, which are dealt with elsewhere.
+        part: what goes before their names in messages.
+
+    Raises:
+        DataError: one of them is nearly one that it reads, and so a slip.
+    """
+    unread = sorted(given.keys() - {*known, *others})
+    for key in unread:
+        if close := difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.8):
+            raise DataError(f"{where}: unknown key {part}{key}; did you mean {part}{close[0]}?")
+    return [part + key for key in unread]
 
 
 def _file(folder: str, entry: _Entry) -> str:
@@ -218,7 +243,8 @@ def _alpaca(row: Row, entry: _Entry, where: str) -> Row:
     if entry.is_ranking:
         answers = {side: _text(row, columns[side], where) for side in ("chosen", "rejected")}
         return rest | {"prompt": prompt} | answers
-    answer = _text(row, columns["response"], where, optional=True) if "response" in columns else ""
+    is_read = "response" in columns and not entry.has_verdicts
+    answer = _text(row, columns["response"], where, optional=True) if is_read else ""
     return rest | {"prompt": prompt} | ({"messages": [*prompt, _assistant(answer)]} if answer.strip() else {})
 
 
@@ -238,7 +264,7 @@ def _sharegpt(row: Row, entry: _Entry, where: str) -> Row:
         return rest | {"prompt": messages} | answers
     if messages[-1]["role"] != "assistant":
         return rest | {"prompt": messages}
-    return rest | {"prompt": messages[:-1], "messages": messages}
+    return rest | {"prompt": messages[:-1]} | ({} if entry.has_verdicts else {"messages": messages})
 
 
 def _turn(turn: Any, entry: _Entry, where: str) -> Message:

@@ -72,7 +72,25 @@ OF_CONFIG = {
     "logging_dir": "remove it: metrics.jsonl and report.html are in output_dir, and report_to sets trackers",
     "save_safetensors": "remove it: everything is saved as safetensors",
     "group_by_length": "remove it: micro-batches are of similar length",
-}
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "adafactor": "optimizers, an argument of PPOTrainer",
+    "torchdynamo": "torch_compile",
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_organization": "hub_model_id, as ORGANIZATION/NAME",
+    "push_to_hub_token": "hub_token",
+    "include_tokens_per_second": "remove it: the metrics speed/… are always logged",
+    **dict.fromkeys(
+        ("half_precision_backend", "fp16_backend", "fp16_opt_level"), "remove it: bf16 and fp16 use torch's autocast"
+    ),
+    **dict.fromkeys(("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"), "remove it: the launcher sets it"),
+    **dict.fromkeys(
+        ("use_mps_device", "use_ipex", "jit_mode_eval", "tpu_num_cores", "tpu_metrics_debug", "mp_parameters",
+         "ray_scope", "past_index", "use_legacy_prediction_loop", "include_inputs_for_metrics", "split_batches",
+         "dispatch_batches"),
+        "remove it: it has no effect",
+    ),
+}  # fmt: skip
 """Arguments of PPOConfig in TRL ≤ 0.16 and in transformers 4."""
 OF_TRAINER = {
     "config": "args",

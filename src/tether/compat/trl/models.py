@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -110,10 +112,10 @@ class Models:
         self._check_policy()
         self._check_reference()
         check_classifier(self.value, "value_model", CRITIC)
-        if is_quantized(self.value):
+        if is_quantized(self.value) and not any(isinstance(each, BaseTunerLayer) for each in self.value.modules()):
             raise ConfigError(
                 "value_model: has quantized weights, which a critic cannot train; load it without "
-                "quantization_config"
+                "quantization_config, or give it an adapter that trains, get_peft_model(value_model, LoraConfig(...))"
             )
         if any(self.value is judge for judge in judges):
             raise ConfigError(
@@ -293,13 +295,21 @@ def name_of(model: PreTrainedModel) -> str:
     return model.name_or_path or IN_MEMORY
 
 
+def inside(model: Any) -> Any:
+    """The model in PEFT's wrapper, if its adapters are parts of its layers and so stay in it; else ``model``."""
+    return model.get_base_model() if isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner) else model
+
+
 def check_classifier(model: Any, name: str, wanted: str) -> None:
     """Raises ``ConfigError`` if ``model`` is not a decoder with a scalar head called ``score``."""
     if isinstance(model, PeftModel):
-        raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}. {MERGE[name]}")
+        raise ConfigError(
+            f"{name}: got {type(model).__name__} with virtual tokens or the like, which are no part of its layers as "
+            f"LoRA's weights are; wanted {wanted}"
+        )
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}")
-    score = getattr(model, "score", None)
+    score = _score(model)
     if not isinstance(score, nn.Linear):
         merge = "" if score is None else f". {MERGE[name]}"
         raise ConfigError(f"{name}: got {type(model).__name__} without a linear head `score`, wanted {wanted}{merge}")
@@ -309,11 +319,30 @@ def check_classifier(model: Any, name: str, wanted: str) -> None:
 
 def scalar_head(model: PreTrainedModel) -> ScalarHead:
     """A head that shares the parameters of the classifier's own."""
-    if isinstance(model.score, ScalarHead):
-        return model.score
-    head = ScalarHead(model.score.in_features, bias=model.score.bias is not None)
-    head.weight, head.bias = model.score.weight, model.score.bias
+    score = _score(model)
+    if isinstance(score, ScalarHead):
+        return score
+    head = ScalarHead(score.in_features, bias=score.bias is not None)
+    head.weight, head.bias = score.weight, score.bias
     return head
+
+
+def with_scalar_head(model: PreTrainedModel) -> ScalarHead:
+    """Puts a ``scalar_head`` in the place of the classifier's own, and returns it."""
+    head = scalar_head(model)
+    if isinstance(model.score, ModulesToSaveWrapper):
+        model.score.modules_to_save[model.score.active_adapters[0]] = head
+    else:
+        model.score = head
+    return head
+
+
+def _score(model: PreTrainedModel) -> Any:
+    """The classifier's head; of one that PEFT trains and saves with an adapter, that adapter's."""
+    score = getattr(model, "score", None)
+    if isinstance(score, ModulesToSaveWrapper) and score.active_adapters:
+        return score.modules_to_save[score.active_adapters[0]]
+    return score
 
 
 def check_vocabularies(models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -408,8 +437,8 @@ def check_positions(models: Mapping[str, PreTrainedModel], longest: int, respons
 
 def _critic(model: PreTrainedModel) -> Role:
     """The value model as it is; its head then computes in its own dtype, also under autocast."""
-    model.score = scalar_head(model)
-    return Role(VALUE, model, name_of(model), "own weights", head=model.score, trained=_trainable(model))
+    head = with_scalar_head(model)
+    return Role(VALUE, model, name_of(model), "own weights", head=head, trained=_trainable(model))
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

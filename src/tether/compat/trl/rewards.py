@@ -11,24 +11,25 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tether.compat.trl.models import check_classifier, name_of, scalar_head
+from tether.compat.trl.models import check_classifier, inside, name_of, scalar_head, with_scalar_head
 from tether.config.rewards import ModelReward
-from tether.errors import ConfigError
+from tether.data.collate import pad_around
+from tether.errors import ConfigError, RewardError
 from tether.models.paths import check_model_path
+from tether.rewards.base import checked, scores_in_batches
 from tether.rewards.build import Shared, ToSpread, build_rewards, check_conversations, check_rewards
 from tether.rewards.combine import Part, WeightedSum
 from tether.rewards.function import FunctionSource, check_columns
 from tether.rewards.model import ModelSource
 from tether.types import Prompt, RewardBatch, RewardOutput, RewardSource
 
-Judge = PreTrainedModel | str | Path | Callable[..., Any]
-
 WANTED = (
     "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)), "
-    "the path of one, a function f(prompts, completions, **columns) that returns a number for each answer, or a list "
-    "of these"
+    "the path of one, a function f(prompts, completions, **columns) that returns a number for each answer, a module "
+    "with base_model_prefix, the backbone of that name, and score, or a list of these"
 )
 
 
@@ -43,9 +44,10 @@ class Judges:
     """
 
     def __init__(self, reward_model: Any) -> None:
-        self.members: list[Judge] = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+        self.members: list[Any] = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
         if not self.members:
             raise ConfigError(f"reward_model: got an empty list, wanted {WANTED}")
+        self.members = [inside(member) for member in self.members]
         for member in self.members:
             _check(member)
         self.names = _unique([_name(member) for member in self.members])
@@ -110,6 +112,9 @@ class Judges:
                 source = shared(partial(_in_memory, member, name, tokenizer, batch_size, device, shards), None, False)
             elif _is_function(member):
                 source = shared(lambda _, own=member, name=name: FunctionSource(own, name), None, False)
+            elif _is_judge(member):
+                judge = partial(TrlJudge, member, name, batch_size=batch_size, device=device)
+                source = shared(lambda _, make=judge: make(), None, False)
             else:
                 config = ModelReward(**_section(member, name, batch_size))
                 options = {"tokenizer": tokenizer, "device": device, "now": now, "shards": shards, "shared": shared}
@@ -118,6 +123,61 @@ class Judges:
                 source = built.parts[0].source
             parts.append(Part(name, 1.0, source))
         return WeightedSum(parts)
+
+
+class TrlJudge:
+    """A module that scores as TRL's trainer asks it to, such as a wrapper around a model or around rules.
+
+    Its backbone, the module under the name in ``base_model_prefix``, turns token ids into hidden states; its ``score``
+    turns the last of them into a number at each token, of which the one at an answer's last token counts. Token ids are
+    laid out as in TRL: queries padded on the left, answers on the right, by 0.
+
+    Args:
+        name: its name in messages.
+        batch_size: number of answers in one forward.
+    """
+
+    def __init__(self, judge: Any, name: str, *, batch_size: int, device: torch.device | str) -> None:
+        self.judge, self.name, self.batch_size, self.device = judge, name, batch_size, device
+        if isinstance(judge, nn.Module):
+            judge.requires_grad_(False).eval()
+        if hasattr(judge, "to"):
+            judge.to(device)
+
+    def score(self, batch: RewardBatch) -> RewardOutput:
+        """The module's scores.
+
+        Raises:
+            RewardError: it has no number for each token.
+            RewardResponseError: a score is not finite.
+        """
+        queries = batch.query_ids
+        answers = [batch.read_ids(row)[len(query) :] for row, query in enumerate(queries)]
+        lengths = [len(query) + len(answer) for query, answer in zip(queries, answers, strict=True)]
+
+        def run(rows: Sequence[int]) -> list[float]:
+            return self._scores([queries[row] for row in rows], [answers[row] for row in rows])
+
+        scores = scores_in_batches(lengths, run, batch_size=self.batch_size)
+        return RewardOutput(checked(scores, len(batch), f"reward {self.name}"))
+
+    def _scores(self, queries: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[float]:
+        """Scores of one padded batch."""
+        ids, mask, positions = (tensor.to(self.device) for tensor in pad_around(queries, answers))
+        backbone = getattr(self.judge, self.judge.base_model_prefix)
+        output = backbone(
+            input_ids=ids, attention_mask=mask, position_ids=positions, return_dict=True, output_hidden_states=True,
+            use_cache=False,
+        )  # fmt: skip
+        scores = self.judge.score(output.hidden_states[-1])
+        if scores.numel() != ids.numel() or scores.shape[:2] != ids.shape:
+            raise RewardError(
+                f"reward {self.name}: score returned a tensor of shape {tuple(scores.shape)} for {len(ids)} answers of "
+                f"{ids.shape[1]} tokens, prompts included; wanted one number for each token"
+            )
+        width = max(map(len, queries))
+        last = torch.tensor([width + len(answer) - 1 for answer in answers], device=scores.device)
+        return scores.reshape(ids.shape)[torch.arange(len(ids), device=scores.device), last].tolist()
 
 
 class WithoutEnd:
@@ -150,10 +210,8 @@ def _in_memory(
 ) -> RewardSource | ToSpread:
     """A classifier in memory, in place, that reads the policy's token ids."""
     model.requires_grad_(False).eval()
-    head = scalar_head(model)
-    if shards:
-        model.score = head  # whose weights are then sharded with the model's
-    else:
+    head = with_scalar_head(model) if shards else scalar_head(model)  # whose weights are sharded with the model's
+    if not shards:
         model.to(device)
     options = {"name": name, "input_format": "auto", "batch_size": batch_size, "max_length": None, "device": device}
     source = ModelSource(model, head, tokenizer, tokenizer, **options)
@@ -161,7 +219,14 @@ def _in_memory(
 
 
 def _is_function(member: Any) -> bool:
-    return callable(member) and not isinstance(member, torch.nn.Module | type)
+    return callable(member) and not isinstance(member, torch.nn.Module | type) and not _is_judge(member)
+
+
+def _is_judge(member: Any) -> bool:
+    """Whether it is no classifier of ``transformers``, but has what TRL's trainer asks a reward model for."""
+    backbone = getattr(member, "base_model_prefix", None)
+    is_other = not isinstance(member, PreTrainedModel | PeftModel | type) and isinstance(backbone, str)
+    return is_other and callable(getattr(member, backbone, None)) and callable(getattr(member, "score", None))
 
 
 def _check(member: Any) -> None:
@@ -179,11 +244,11 @@ def _check(member: Any) -> None:
                 f"reward_model: {_name(member)}{inspect.signature(member)} does not take prompts and completions; "
                 "wanted f(prompts, completions, **columns)"
             )
-    else:
+    elif not _is_judge(member):
         raise ConfigError(f"reward_model: got {type(member).__name__}, wanted {WANTED}")
 
 
-def _name(member: Judge) -> str:
+def _name(member: Any) -> str:
     if isinstance(member, str | Path):
         return Path(member).name
     if isinstance(member, PreTrainedModel):
@@ -196,9 +261,9 @@ def _unique(names: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
 
 
-def _section(member: Judge, name: str, batch_size: int) -> dict[str, Any]:
-    if _is_function(member):
-        return {"type": "function", "path": _file(member), "name": name}
+def _section(member: Any, name: str, batch_size: int) -> dict[str, Any]:
+    if _is_function(member) or _is_judge(member):
+        return {"type": "function", "path": _file(member if _is_function(member) else type(member)), "name": name}
     path = name_of(member) if isinstance(member, PreTrainedModel) else str(member)
     return {"type": "model", "path": path, "name": name, "batch_size": batch_size}
 
@@ -206,5 +271,5 @@ def _section(member: Judge, name: str, batch_size: int) -> dict[str, Any]:
 def _file(function: Callable[..., Any]) -> str:
     try:
         return inspect.getsourcefile(function) or "in memory"
-    except TypeError:
+    except (TypeError, OSError):
         return "in memory"

@@ -24,7 +24,7 @@ from tether.compat.trl.config import INERT, PPOConfig, check_arguments, check_ev
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
 from tether.compat.trl.former import OF_TRAINER, no_attribute, telling
-from tether.compat.trl.models import Models, check_positions, check_tokens, check_vocabularies, name_of
+from tether.compat.trl.models import Models, check_positions, check_tokens, check_vocabularies, inside, name_of
 from tether.compat.trl.optimizers import check_optimizers, optimizers_of
 from tether.compat.trl.rewards import Judges, WithoutEnd
 from tether.compat.trl.samples import print_table, send_table
@@ -40,7 +40,7 @@ from tether.machine.distributed import Dist
 from tether.metrics.trackers import Trackers
 from tether.models.checkpoints import check_models_kept, holds_run
 from tether.models.layers import num_rows
-from tether.models.roles import REFERENCE, VALUE
+from tether.models.roles import REFERENCE
 from tether.models.saving import policy_weights, save_policy, written_into
 from tether.models.stop_strings import continued
 from tether.report.card import write_card
@@ -73,6 +73,9 @@ SHOWN_ROWS = 5
 
 class PolicyAndValue(nn.Module):
     """The two trained models, like TRL's ``trainer.model``."""
+
+    is_gradient_checkpointing = False
+    """What TRL's ``unwrap_model_for_generation`` asks for: nothing needs to be turned off to generate."""
 
     def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
         super().__init__()
@@ -124,7 +127,8 @@ class PPOTrainer:
         self.args, self.processing_class = args, processing_class
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
         judges = Judges(reward_model)
-        models = Models(model, ref_model, value_model, peft_config, policy_adapter(args, model), args.ref_adapter_name)
+        adapter = policy_adapter(args, model)
+        models = Models(model, ref_model, inside(value_model), peft_config, adapter, args.ref_adapter_name)
         models.check(list(judges.models.values()))
         self._dist = dist = Dist(args.ddp_timeout)
         now = dist.by_main(lambda: begun_at(Path(args.output_dir)) or present())
@@ -168,7 +172,8 @@ class PPOTrainer:
         set_seed((args.seed + dist.rank) % 2**32)
         self._build(models, judges, prompts, stops, optimizers)
         self._phases: PhaseTrainer | None = None
-        self._show(reward_model, ref_model)
+        self.train_dataset_len, self.stop_token_id = len(prompts.prompts), next(iter(stops), None)
+        self._show(reward_model, value_model, ref_model)
         self._events = Events(
             events, args, self._config, len(prompts.prompts), model=self.model, log=lambda logs: self.log(logs)
         )
@@ -233,10 +238,10 @@ class PPOTrainer:
             engine=engine,
         )
 
-    def _show(self, reward_model: Any, ref_model: Any) -> None:
+    def _show(self, reward_model: Any, value_model: Any, ref_model: Any) -> None:
         """Sets the attributes under which scripts find the models."""
         roles = self._roles
-        self.policy_model, self.value_model, self.reward_model = roles.policy, roles.role(VALUE).model, reward_model
+        self.policy_model, self.value_model, self.reward_model = roles.policy, value_model, reward_model
         self.model = PolicyAndValue(self.policy_model, self.value_model)
         self.is_peft_model = isinstance(self.policy_model, PeftModel)
         self.ref_model = None if self.is_peft_model and ref_model is None else ref_model

@@ -716,7 +716,7 @@ def test_optimizers_that_could_not_step_are_refused(tmp_path):
     for given, message in (
         ((torch.optim.LBFGS(both), None), "optimizers: got LBFGS, which computes the loss several times a step"),
         ((optimizer, of.LambdaLR(other, lambda step: 1.0)), "got a LambdaLR of another optimizer, so the learning"),
-        ((optimizer, of.ReduceLROnPlateau(optimizer)), "got a ReduceLROnPlateau, .*PPOConfig.lr_scheduler_type to reduce_lr"),
+        ((optimizer, of.ReduceLROnPlateau(optimizer)), "got a ReduceLROnPlateau, .*lr_scheduler_type to reduce_lr"),
     ):
         with pytest.raises(ConfigError, match=message):
             trainer(tmp_path, model=model, value_model=value, optimizers=given)

@@ -15,6 +15,8 @@ from transformers import TrainerCallback
 
 from tests.faults.test_bad_numbers import Heard
 from tests.metrics.test_trackers import FakeTracker
+from tests.stages.test_reward_stage import stage_config as reward_config
+from tests.stages.test_sft import stage as sft_config
 from tests.train.runs import tiny_run
 from tests.train.test_run import assert_same_weights, reproducible, weights
 from tests.train.trainers import trainer_of
@@ -25,6 +27,8 @@ from tether.errors import CheckpointError, ConfigError
 from tether.metrics.trackers import Trackers
 from tether.metrics.writers import JsonlWriter, read_jsonl
 from tether.rewards.fake import FakeRewards
+from tether.stages.reward import train_reward_model
+from tether.stages.sft import train_sft
 from tether.train.checkpoint import Checkpoints
 from tether.train.run import train_policy
 
@@ -138,6 +142,40 @@ def test_a_disk_that_is_full_when_the_policy_is_written_loses_nothing_either(tmp
     assert not [path for path in config.output_dir.iterdir() if path.name.startswith((".final", "final"))]
     assert train_policy(config.model_copy(update={"resume": True})).updates == []
     assert_same_weights(weights(config.output_dir), weights(config.output_dir / "checkpoint-4"))
+
+
+STAGES = {"sft": (sft_config, train_sft), "reward": (reward_config, train_reward_model)}
+ROOM_FOR = {"no weights": 8_192, "weights alone": 40_000, "not one more line": 10}
+
+
+@pytest.mark.parametrize("size", ROOM_FOR.values(), ids=ROOM_FOR)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_disk_that_fills_up_ends_a_stage_and_it_goes_on_bitwise(tmp_path, stage, size):
+    make, train = STAGES[stage]
+    for name in ("straight", "full"):
+        (tmp_path / name).mkdir()
+    straight, config = (make(tmp_path / name, num_train_epochs=3, save_steps=2) for name in ("straight", "full"))
+    train(straight)
+
+    def filled(step, total, numbers):
+        if step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    message = r"out can no longer be written to: .*The last complete checkpoint is .*checkpoint-2: --resume"
+    with files_of_at_most(resource.RLIM_INFINITY), pytest.raises(CheckpointError, match=message):
+        train(config, on_progress=filled)
+    train(config.model_copy(update={"resume": True}))
+    assert_same_weights(weights(config.output_dir), weights(straight.output_dir))
+
+
+def test_a_disk_without_room_for_a_merged_model_is_told_and_nothing_is_left(tmp_path, capsys):
+    out = train_policy(tiny_run(tmp_path, model__lora={"r": 2}, train__max_steps=1)).output_dir
+    command = ["merge", str(out), "-o", str(tmp_path / "merged")]
+    with files_of_at_most(8192):
+        assert main(command) == 2
+    assert "merged can no longer be written to: " in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if "merged" in path.name]
+    assert main(command) == 0
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])

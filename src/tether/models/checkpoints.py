@@ -53,3 +53,14 @@ def run_folders(path: Path) -> Sequence[Path]:
 def checkpoint_step(path: Path) -> int:
     """Number of updates or steps that were finished when the checkpoint was written."""
     return int(path.name.removeprefix("checkpoint-"))
+
+
+def way_on(checkpoint: Path | None) -> str:
+    """A sentence on how to go on with a run that ends too early, for its message.
+
+    Args:
+        checkpoint: its last complete one, if there is one.
+    """
+    if checkpoint is None:
+        return "There is no complete checkpoint to resume from; set train.save_steps to write checkpoints"
+    return f"The last complete checkpoint is {checkpoint}: --resume continues from there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -37,6 +39,34 @@ from tether.models.tokenizer import load_generation_config, load_tokenizer
 MANIFEST = "manifest.json"
 FINAL, TRIAL = "final.tmp", "save-trial.tmp"
 """Folder whose files are then moved to the run's own folder, and folder written to test whether saving works."""
+DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+"""Error numbers of a disk that cannot be written to any more."""
+
+
+@contextmanager
+def may_run_out(folder: Path, way_on: Callable[[], str]) -> Iterator[None]:
+    """Within this context, errors of a disk that is full or broken become a message.
+
+    Args:
+        folder: where files are written.
+        way_on: returns a sentence on how to go on.
+
+    Raises:
+        CheckpointError: the disk cannot be written to any more.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not _is_of_disk(error):
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(f"{folder} can no longer be written to: {reason}. {way_on()}") from error
+
+
+def _is_of_disk(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in DISK_TROUBLE
+    return isinstance(error, SafetensorError) or "inline_container" in str(error)  # the writer of torch.save
 
 
 def policy_weights(roles: ModelRoles) -> dict[str, Tensor]:
@@ -179,6 +209,7 @@ def merge_adapter(
         also: writes further files into the folder, such as a model card.
 
     Raises:
+        CheckpointError: the disk has no room for it.
         ConfigError: ``folder`` exists and is not empty.
         ModelError: ``path`` is not an adapter, or does not fit its base.
     """
@@ -197,7 +228,8 @@ def merge_adapter(
         model = load_causal_lm(path, dtype=None, **code)
         model.generation_config = load_generation_config(path) or model.generation_config  # the end tokens of training
     processor = read_processor(path, model.config)
-    with atomic_folder(folder) as partial:
+    again = "Nothing of it was kept: make room there, or name another folder"
+    with may_run_out(folder, lambda: again), atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write_processor(processor, partial)

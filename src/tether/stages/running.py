@@ -54,7 +54,7 @@ from tether.metrics.reduce import improves
 from tether.metrics.trackers import Trackers, check_report_to, trackers_of
 from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
 from tether.models.chat import check_template
-from tether.models.checkpoints import METRICS, check_models_kept, holds_run, list_checkpoints
+from tether.models.checkpoints import METRICS, check_models_kept, holds_run, list_checkpoints, way_on
 from tether.models.device import half_dtype
 from tether.models.paths import check_model_path, is_adapter, model_digest
 from tether.models.saving import (
@@ -62,6 +62,7 @@ from tether.models.saving import (
     MANIFEST,
     check_can_be_made,
     files_written,
+    may_run_out,
     remove_unfinished,
     verify_manifest,
 )
@@ -738,6 +739,7 @@ def watched(
         read: the run's ``fingerprints``, saved for a later resume.
 
     Raises:
+        CheckpointError: inside, the disk cannot be written to any more.
         ConfigError: ``output_dir`` cannot be created, another run is writing or has meanwhile written to it, or a
             tracker did not start.
     """
@@ -753,7 +755,8 @@ def watched(
         dist.by_main(lambda: _prepare(config, run.checkpoint))
         dist.by_main(lambda: write_whole(folder / FINGERPRINTS_FILE, json.dumps(read, indent=1).encode()))
         writer = JsonlWriter(folder / METRICS) if dist.is_main else None
-        yield Watch(writer, on_progress, stop, run, trackers)
+        with may_run_out(folder, lambda: way_on(newest_checkpoint(folder, lambda told: None))):
+            yield Watch(writer, on_progress, stop, run, trackers)
 
 
 def train(make_trainer: Callable[[], Trainer], run: Begun[Any]) -> Trainer:

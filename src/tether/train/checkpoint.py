@@ -16,12 +16,11 @@ counters are their entire random state.
 
 from __future__ import annotations
 
-import errno
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,13 @@ from tether.machine.claim import claimed
 from tether.machine.distributed import met_by_all
 from tether.metrics.reduce import improves
 from tether.metrics.writers import read_jsonl
-from tether.models.checkpoints import METRICS, list_checkpoints
+from tether.models.checkpoints import METRICS, list_checkpoints, way_on
 from tether.models.roles import ModelRoles
 from tether.models.saving import (
     TRIAL,
     atomic_folder,
     files_written,
+    may_run_out,
     policy_weights,
     put_back,
     save_policy,
@@ -60,8 +60,6 @@ from tether.train.random_state import random_states, set_random_states
 
 STATE_DIR, STATE, ROLES = "tether_state", "state.json", "roles.safetensors"
 OPTIMIZERS, AVERAGE, RANDOM = "optimizers.pt", "average.safetensors", "random.pt"
-DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-"""Error numbers of a disk that cannot be written to any more."""
 
 
 @dataclass
@@ -207,27 +205,15 @@ class Checkpoints:
 
     def way_on(self) -> str:
         """Names the checkpoint to resume from, in a sentence for the message that a run ends with."""
-        path = last_complete(self.config.output_dir)
-        if path is None:
-            return "There is no complete checkpoint to resume from; set train.save_steps to write checkpoints"
-        return f"The last complete checkpoint is {path}: --resume continues from there"
+        return way_on(last_complete(self.config.output_dir))
 
-    @contextmanager
-    def may_run_out(self) -> Iterator[None]:
-        """Within this context, disk errors become a message that names the checkpoint to resume from.
+    def may_run_out(self) -> AbstractContextManager[None]:
+        """Within this context, errors of the disk become a message that names the checkpoint to resume from.
 
         Raises:
             CheckpointError: the disk cannot be written to any more.
         """
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            if isinstance(error, OSError) and error.errno not in DISK_TROUBLE:
-                raise
-            raise CheckpointError(
-                f"{self.config.output_dir} can no longer be written to: {getattr(error, 'strerror', error)}. "
-                f"{self.way_on()}"
-            ) from error
+        return may_run_out(self.config.output_dir, self.way_on)
 
     def _where(self) -> str:
         folder = self.config.output_dir

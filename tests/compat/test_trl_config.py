@@ -2,10 +2,12 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import HfArgumentParser, TrainingArguments
@@ -123,7 +125,10 @@ def test_mistakes_are_found_at_construction(tmp_path, changes, message):
         ("missing_eos_penalty", "1", "a number"),
         ("learning_rate", "1e-5", "a number"),
         ("whiten_rewards", "no", "True or False"),
-        ("gradient_checkpointing", 1, "True or False"),
+        ("gradient_checkpointing", 2, "True or False"),
+        ("gradient_checkpointing", 1.0, "True or False"),
+        ("response_length", np.True_, "a whole number"),
+        ("num_mini_batches", np.float64(2), "a whole number"),
     ],
 )
 def test_arguments_of_another_type_are_told(tmp_path, name, value, wanted):
@@ -134,6 +139,29 @@ def test_arguments_of_another_type_are_told(tmp_path, name, value, wanted):
     for use in (args.__post_init__, lambda: trainer(tmp_path, args=args)):
         with pytest.raises(ConfigError, match=message):
             use()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "plain"),
+    [
+        ("num_mini_batches", np.int64(1), 1),
+        ("learning_rate", np.float64(1e-5), 1e-5),
+        ("kl_coef", np.float32(0.5), 0.5),
+        ("save_steps", np.int32(5), 5),
+        ("gradient_checkpointing", 1, True),
+        ("whiten_rewards", np.False_, False),
+        ("whiten_rewards", np.int64(0), False),
+    ],
+)
+def test_numbers_of_other_packages_become_plain_ones(tmp_path, name, value, plain):
+    """At construction, and where a script sets them later; JSON takes no number of NumPy."""
+    args = arguments(tmp_path)
+    for use in (args.__post_init__, lambda: trainer(tmp_path, args=args)):
+        setattr(args, name, value)
+        use()
+        assert getattr(args, name) == plain
+        assert type(getattr(args, name)) is type(plain)
+        assert json.loads(args.to_json_string())[name] == plain
 
 
 def test_evaluations_without_their_data_are_told_in_the_words_of_the_script(tmp_path, caplog):

@@ -89,6 +89,7 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path, name):
         ({"kl_estimator": "k2"}, "kl_estimator: got 'k2', wanted k1 or k3"),
         ({"missing_eos_penalty": -1.0}, r"PPOConfig.missing_eos_penalty: got -1.0, wanted .* subtracted"),
         ({"missing_eos_penalty": -1.0, "stop_token": None}, r"PPOConfig.missing_eos_penalty: got -1.0, wanted"),
+        ({"vf_coef": -0.1}, r"PPOConfig.vf_coef: got -0.1, wanted 0 or more"),
         ({"max_steps": 3}, "got max_steps 3 and total_episodes 16"),
         ({"hub_strategy": "checkpoint"}, "hub_strategy: got checkpoint, wanted end or every_save"),
         ({"save_strategy": "best"}, "save_strategy best needs metric_for_best_model"),

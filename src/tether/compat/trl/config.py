@@ -246,6 +246,8 @@ def check_arguments(args: PPOConfig) -> None:
         raise ConfigError(f"PPOConfig.stop_token: got {args.stop_token!r}, wanted eos or None; or set stop_token_id")
     if args.kl_estimator not in ("k1", "k3"):
         raise ConfigError(f"PPOConfig.kl_estimator: got {args.kl_estimator!r}, wanted k1 or k3")
+    if args.vf_coef < 0:
+        raise ConfigError(f"PPOConfig.vf_coef: got {args.vf_coef}, wanted 0 or more, which weighs the value loss")
     if args.missing_eos_penalty is not None and args.missing_eos_penalty < 0:
         raise ConfigError(
             f"PPOConfig.missing_eos_penalty: got {args.missing_eos_penalty}, wanted 0 or more, which is subtracted "

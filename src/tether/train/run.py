@@ -25,7 +25,7 @@ from tether.rewards.build import check_sharded, try_sources
 from tether.train.build import build_trainer, is_from_gguf, write_base
 from tether.train.callbacks import callbacks_of
 from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
-from tether.train.display import Display, NullDisplay
+from tether.train.display import Display, NullDisplay, check_display
 from tether.train.engines.build import build_engine
 from tether.train.engines.replicated import Alone
 from tether.train.folder import check_folder, goes_on_in, is_finished, prepare_folder, save_final, save_final_critic
@@ -161,6 +161,7 @@ def open_trainer(
     callbacks = callbacks_of(callbacks)
     if rewards is not None:
         check_source(rewards)
+    check_display(display)
     dist = Dist(config.train.ddp_timeout)
     display = display or NullDisplay() if dist.is_main else NullDisplay()
     run = begin(config, dist, display)

@@ -264,7 +264,7 @@ def _clear_later(pipeline: Pipeline) -> None:
             continue
         if isinstance(config, RunConfig):
             with claimed(config.output_dir):
-                prepare_folder(_ready(inputs.resolved(config), "new"), None, tell=lambda text: None)
+                prepare_folder(_ready(inputs.resolved(config), "new"), None, continues=False, tell=lambda text: None)
         else:
             running.clear(running.as_launched(config))
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import HfArgumentParser, TrainingArguments
@@ -87,6 +89,7 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path, name):
         ({"kl_estimator": "k2"}, "kl_estimator: got 'k2', wanted k1 or k3"),
         ({"missing_eos_penalty": -1.0}, r"PPOConfig.missing_eos_penalty: got -1.0, wanted .* subtracted"),
         ({"missing_eos_penalty": -1.0, "stop_token": None}, r"PPOConfig.missing_eos_penalty: got -1.0, wanted"),
+        ({"vf_coef": -0.1}, r"PPOConfig.vf_coef: got -0.1, wanted 0 or more"),
         ({"max_steps": 3}, "got max_steps 3 and total_episodes 16"),
         ({"hub_strategy": "checkpoint"}, "hub_strategy: got checkpoint, wanted end or every_save"),
         ({"save_strategy": "best"}, "save_strategy best needs metric_for_best_model"),
@@ -123,7 +126,10 @@ def test_mistakes_are_found_at_construction(tmp_path, changes, message):
         ("missing_eos_penalty", "1", "a number"),
         ("learning_rate", "1e-5", "a number"),
         ("whiten_rewards", "no", "True or False"),
-        ("gradient_checkpointing", 1, "True or False"),
+        ("gradient_checkpointing", 2, "True or False"),
+        ("gradient_checkpointing", 1.0, "True or False"),
+        ("response_length", np.True_, "a whole number"),
+        ("num_mini_batches", np.float64(2), "a whole number"),
     ],
 )
 def test_arguments_of_another_type_are_told(tmp_path, name, value, wanted):
@@ -134,6 +140,29 @@ def test_arguments_of_another_type_are_told(tmp_path, name, value, wanted):
     for use in (args.__post_init__, lambda: trainer(tmp_path, args=args)):
         with pytest.raises(ConfigError, match=message):
             use()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "plain"),
+    [
+        ("num_mini_batches", np.int64(1), 1),
+        ("learning_rate", np.float64(1e-5), 1e-5),
+        ("kl_coef", np.float32(0.5), 0.5),
+        ("save_steps", np.int32(5), 5),
+        ("gradient_checkpointing", 1, True),
+        ("whiten_rewards", np.False_, False),
+        ("whiten_rewards", np.int64(0), False),
+    ],
+)
+def test_numbers_of_other_packages_become_plain_ones(tmp_path, name, value, plain):
+    """At construction, and where a script sets them later; JSON takes no number of NumPy."""
+    args = arguments(tmp_path)
+    for use in (args.__post_init__, lambda: trainer(tmp_path, args=args)):
+        setattr(args, name, value)
+        use()
+        assert getattr(args, name) == plain
+        assert type(getattr(args, name)) is type(plain)
+        assert json.loads(args.to_json_string())[name] == plain
 
 
 def test_evaluations_without_their_data_are_told_in_the_words_of_the_script(tmp_path, caplog):

@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    BertConfig,
     DataCollatorWithPadding,
     EarlyStoppingCallback,
     Gemma3TextConfig,
@@ -26,7 +28,7 @@ from transformers import (
 )
 
 from tests.compat.trl_runs import TEXTS, arguments, classifier, loaded, policy, rows, trainer
-from tests.tiny import EOS, PAD, SPECIAL, VOCAB_SIZE, WORDS, save_tiny, tiny_tokenizer
+from tests.tiny import EOS, PAD, SPECIAL, VOCAB_SIZE, WORDS, save_tiny, tiny_config, tiny_tokenizer
 from tether.compat.trl import PPOTrainer, events
 from tether.compat.trl.arguments import check_kinds
 from tether.compat.trl.data import prompts_of
@@ -342,6 +344,16 @@ def test_half_precision_is_autocast_over_float32_weights(tmp_path, kind):
     assert ("policy/loss_scale" in first) == (kind == "fp16")
     assert (first["objective/kl"], first["val/first_ratio_error"]) == (0, 0)
     assert {parameter.dtype for parameter in made.policy_model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("peft_config", [None, lora()])
+def test_a_policy_may_be_made_in_memory(tmp_path, peft_config):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    assert not model.name_or_path
+    made = trainer(tmp_path, model=model, peft_config=peft_config)
+    made.train()
+    made.save_model(tmp_path / "saved")
+    assert "path: in memory\n" in (tmp_path / "out" / "config.yaml").read_text()
 
 
 def test_frozen_parameters_of_the_policy_stay(tmp_path):
@@ -709,6 +721,28 @@ def test_an_optimizer_and_its_schedule_from_the_user(tmp_path):
         trainer(tmp_path, optimizers=(None, schedule))
 
 
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_an_optimizer_may_also_hold_what_does_not_train(tmp_path, is_adapted):
+    """Scripts give it all parameters of a model, those that they froze and those under an adapter too."""
+
+    def run(**given):
+        model, value = policy(tmp_path), classifier(tmp_path)
+        model.model.layers[0].requires_grad_(False)
+        model = get_peft_model(model, lora()) if is_adapted else model
+        optimizer = torch.optim.AdamW([*model.parameters(), *value.parameters()], lr=1e-3)
+        before = tensors(model)
+        args = arguments(tmp_path, save_steps=1)
+        trainer(tmp_path, args=args, model=model, value_model=value, optimizers=(optimizer, None)).train(**given)
+        return before, model
+
+    before, model = run()
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert changed(before, model)
+    assert changed(before, model).isdisjoint(frozen)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    assert not changed(tensors(model), run(resume_from_checkpoint=True)[1])
+
+
 def test_optimizers_that_could_not_step_are_refused(tmp_path):
     model, value = policy(tmp_path), classifier(tmp_path)
     both = [*model.parameters(), *value.parameters()]
@@ -852,11 +886,27 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
     assert (tmp_path / "out" / "checkpoint-1").is_dir()
 
 
+def bert():
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return AutoModelForMaskedLM.from_config(BertConfig(vocab_size=VOCAB_SIZE, **shape))
+
+
+class Table:
+    """Indexed by its columns, as tables of pandas are."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, column):
+        return {"input_ids": [[7], [8]]}[column]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda f: {"model": "gpt2"}, "model: got str, wanted a causal language model"),
         (lambda f: {"model": classifier(f)}, "model: got LlamaForSequenceClassification, wanted a causal"),
+        (lambda f: {"model": bert()}, "model: got BertForMaskedLM, wanted a causal language model"),
         (lambda f: {"ref_model": classifier(f)}, "ref_model: got LlamaForSequenceClassification, wanted a causal"),
         (lambda f: {"ref_model": policy(f).to(torch.bfloat16)}, "ref_model: its weights are torch.bfloat16"),
         (lambda f: {"value_model": policy(f)}, "value_model: got LlamaForCausalLM without .* wanted a sequence class"),
@@ -882,7 +932,10 @@ def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
         (lambda f: {"train_dataset": None}, "train_dataset: got NoneType, wanted one datasets.Dataset"),
         (lambda f: {"eval_dataset": {"a": [], "b": []}}, r"eval_dataset: got several datasets \(a, b\)"),
         (lambda f: {"train_dataset": ["text"]}, "train_dataset: its rows are of type str, wanted mappings"),
+        (lambda f: {"train_dataset": Table()}, "train_dataset: got Table, which has no row 0, wanted one datasets"),
         (lambda f: {"data_collator": lambda rows: rows}, "data_collator: got list without input_ids"),
+        (lambda f: {"data_collator": lambda rows: {"input_ids": []}}, "got 0 rows of input_ids for train_dataset, row"),
+        (lambda f: {"data_collator": lambda rows: rows[0]["text"]}, "data_collator raised KeyError for train_dataset"),
         (lambda f: {"callbacks": TrainerCallback()}, "callbacks: got TrainerCallback, wanted a list of transformers"),
         (lambda f: {"callbacks": ["print"]}, "callbacks: got a list with str, wanted a list of transformers"),
         (lambda f: {"callbacks": [dict]}, "callbacks: got a list with dict, wanted a list of transformers"),

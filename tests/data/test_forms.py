@@ -201,9 +201,9 @@ def test_tools_and_arguments_of_the_template_may_be_json_text(tmp_path, name):
 
 def test_each_tool_may_be_json_text(write):
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ tools | tojson }}"
+    tokenizer.chat_template = "{{ tools | tojson }} {{ messages[0].content }}"
     (prompt,) = prompts(write({"prompt": "you", "tools": ['{"name": "cat"}', {"name": "dog"}]}), tokenizer)
-    assert prompt.text == '[{"name": "cat"}, {"name": "dog"}]'
+    assert prompt.text == '[{"name": "cat"}, {"name": "dog"}] you'
     with pytest.raises(DataError, match=r"row 0 \(line 1\), tools, tool 0: not JSON: "):
         prompts(write({"prompt": "you", "tools": ["cat"]}), tokenizer)
     with pytest.raises(DataError, match=r"row 0 \(line 1\), chat_template_kwargs: not JSON: "):

@@ -176,6 +176,16 @@ def test_messages_without_a_template(load):
         load([{"prompt": [user("cat")]}], tiny_tokenizer(chat_template=False))
 
 
+@pytest.mark.parametrize("content", ["{% for part in m.content %}{{ part.text }}{% endfor %}", "hello"])
+def test_a_template_that_leaves_out_what_users_say(load, content):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}<user> {content} <eos>{{% endfor %}} <assistant>"
+    message = r"row 0 \(line 1\): the chat template writes '<user> .* without the user's text\. Set data\.chat_template"
+    for prompt in ("the cat", CHAT):
+        with pytest.raises(DataError, match=message):
+            load([{"prompt": prompt}], tokenizer)
+
+
 def test_a_template_that_refuses_the_row(load):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('wants user and assistant') }}"

@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertConfig,
+    CohereConfig,
     GenerationConfig,
 )
 
@@ -29,6 +31,7 @@ from tether.models import classifiers, device, tokenizer
 from tether.models.classifiers import (
     check_classifier,
     check_value_head,
+    classifier_on,
     load_classifier,
     load_reward_model,
     load_value_head_model,
@@ -263,6 +266,19 @@ def test_an_encoder_with_several_labels_is_refused_by_number(tmp_path):
 def test_where_a_decoder_is_needed_an_encoder_is_refused(tmp_path):
     with pytest.raises(ModelError, match="BertForSequenceClassification has no head called score; wanted a decoder"):
         load_classifier(str(save_encoder(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CohereConfig, "^CohereForCausalLM: there is no sequence classifier of this kind, .* value.kind head$"),
+        (partial(BertConfig, is_decoder=True), "^BertLMHeadModel: BertForSequenceClassification is no .*kind head$"),
+    ],
+)
+def test_a_model_whose_kind_has_no_classifier_names_the_other_critic(config, message):
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(ModelError, match=message):
+        classifier_on(AutoModelForCausalLM.from_config(config(vocab_size=40, **shape)))
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])

@@ -326,9 +326,10 @@ def test_an_end_token_outside_of_the_vocabulary_is_refused_but_a_pad_token_is_no
     assert tokenizer.pad_token_id == 40
     roles = build_roles(run_config(model), tokenizer, device="cpu", autocast_dtype=None)
     assert roles.score_pass(micro_batch(), 1.0).logprobs.any()
-    edit_json(model / "generation_config.json", lambda config: config.update(eos_token_id=[EOS, 40]))
-    with pytest.raises(ModelError, match="end token 40 is outside of the model's vocabulary of 40 tokens"):
-        build_roles(run_config(model), tokenizer, device="cpu", autocast_dtype=None)
+    for beyond in (40, -1):
+        edit_json(model / "generation_config.json", lambda config, end=beyond: config.update(eos_token_id=[EOS, end]))
+        with pytest.raises(ModelError, match=f"end token {beyond} is outside of the model's vocabulary of 40 tokens"):
+            build_roles(run_config(model), tokenizer, device="cpu", autocast_dtype=None)
 
 
 # State

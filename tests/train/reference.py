@@ -442,7 +442,7 @@ class Run:
         )
 
     def steer_kl(self, learned):
-        if self.s.kl_target is None:
+        if self.s.kl_target is None or self.warms_up:
             return
         sequences = [sum(old) - sum(ref) for old, ref in zip(learned.old, learned.ref, strict=True)]
         error = sum(sequences) / len(sequences) / self.s.kl_target - 1

@@ -17,6 +17,7 @@ from tether.metrics.reduce import Metrics
 from tether.rewards.base import check_source
 from tether.rewards.fake import FakeRewards
 from tether.train.callbacks import callbacks_of
+from tether.train.display import NullDisplay, check_display
 from tether.train.rollout import Answers
 from tether.train.run import train_policy
 from tether.types import Completion, Prompt, RewardOutput
@@ -79,6 +80,17 @@ def test_rewards_that_return_something_else_are_told(tmp_path):
     trainer = trainer_of(tiny_run(tmp_path, output_dir=str(tmp_path / "other")), Listed())
     with pytest.raises(RewardResponseError, match="the rewards returned"):
         trainer.evaluate()
+
+
+def test_a_display_that_shows_nothing_is_refused(tmp_path):
+    """In tests, jaxtyping checks arguments before we do, but takes a class for one of its objects."""
+    for wrong in (True, print, NullDisplay):
+        with pytest.raises(ConfigError, match=r"^display: got .*, wanted None, or an object with the methods of "):
+            check_display(wrong)
+    check_display(NullDisplay())
+    check_display(None)
+    with pytest.raises(ConfigError, match="display: got <class"):
+        train_policy(tiny_run(tmp_path), display=NullDisplay)
 
 
 def test_callbacks_are_a_list_of_callbacks():

@@ -305,6 +305,9 @@ CASES = {
         "ppo__ptx_coef": 0.2, "ppo__entropy_coef": 0.01, "train__ema_decay": 0.9, "train__weight_decay": 0.1,
     },
     "adaptive coefficient": {"ppo__kl_target": 0.25, "ppo__kl_horizon": 50, "updates": 3, "ppo__num_ppo_epochs": 1},
+    "adaptive coefficient, warm-up of the critic": {
+        "ppo__kl_target": 0.25, "ppo__kl_horizon": 50, "value__warmup_steps": 1, "updates": 3,
+    },
     "moving average": {"train__ema_decay": 0.75, "updates": 2},
 }
 """Options, and the number of updates where it is not 1."""

@@ -219,6 +219,9 @@ def encoded_queries(
     hidden = [None if isinstance(source, str) or form.special_tokens else typed.hidden(source) for source in sources]
     shown = [marked or source for source, marked in zip(sources, hidden, strict=True)]
     texts = every(partial(_rendered, tokenizer, now=form.chat_template_now), places, shown, arguments)
+    if False in plain:
+        first = plain.index(False)
+        _check_shown(tokenizer, arguments[first], places[first], form.chat_template_now)
     bos = text_start(tokenizer)
     queries = tokenizer(texts, add_special_tokens=False)["input_ids"]
     for i, marked in enumerate(hidden):
@@ -263,6 +266,23 @@ def _rendered(
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"{where}: the chat template refuses messages of the roles {roles}: {error}") from error
     return encodable(text, where)  # roles, tools and template arguments are text as well
+
+
+def _check_shown(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], where: str, now: str | None
+) -> None:
+    """Raises ``DataError`` if the chat template leaves out what users say, as one for lists of texts and images does:
+    all prompts would be one."""
+    turns = [{"role": "user", "content": _QUESTION}]
+    try:
+        text = rendered(tokenizer, turns, now, add_generation_prompt=True, **arguments)
+    except Exception:  # templates raise whatever their authors chose; rows that they refuse are reported individually
+        return
+    if _QUESTION.lower() not in text.lower():
+        raise DataError(
+            f"{where}: the chat template writes {reprlib.repr(text)} for a user's turn, without the user's text"
+            + ". Set data.chat_template to one by name (chatml, llama3, …) or file" * _has_keys(where)
+        )
 
 
 def _check_query(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], where: str) -> None:

@@ -318,7 +318,7 @@ def check_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     """Raises ``ModelError`` if an end token has no embedding. A pad token needs none: pads never reach the model."""
     rows = num_rows(model)
     ends = ({tokenizer.eos_token_id} - {None}) | configured_ends(model.generation_config)
-    if beyond := sorted(token for token in ends if token >= rows):
+    if beyond := sorted(token for token in ends if not 0 <= token < rows):
         raise ModelError(
             f"model.path: end token {beyond[0]} is outside of the model's vocabulary of {rows} tokens; "
             "the tokenizer or the generation config belongs to another model"

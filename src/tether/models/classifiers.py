@@ -15,6 +15,7 @@ from peft import PeftConfig
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -411,13 +412,17 @@ def classifier_on(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ModelError: transformers has no classifier for this kind of model.
     """
-    config = changed_config(model.config, num_labels=1)
-    own_code = hasattr(config, "auto_map")  # already trusted: the model is loaded
-    classifier = _empty(config, type(model).__name__, trust_remote_code=own_code)
-    _check_decoder(classifier, type(model).__name__)
+    config, name = changed_config(model.config, num_labels=1), type(model).__name__
+    own_code = getattr(config, "auto_map", {})  # already trusted: the model is loaded
+    wanted = "reward models and separate critics are. A critic may also be a head on the policy: value.kind head"
+    auto = AutoModelForSequenceClassification.__name__
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and auto not in own_code:
+        raise ModelError(f"{name}: there is no sequence classifier of this kind, as {wanted}")
+    classifier = _empty(config, name, trust_remote_code=bool(own_code))
+    if not reads_last_token(classifier):
+        raise ModelError(f"{name}: {type(classifier).__name__} is no decoder with a head called score, as {wanted}")
     if type(classifier.base_model) is not type(model.base_model):
-        names = f"{type(model).__name__} and {type(classifier).__name__}"
-        raise ModelError(f"{names} have different trunks: use value.kind head")
+        raise ModelError(f"{name} and {type(classifier).__name__} have different trunks: use value.kind head")
     setattr(classifier, classifier.base_model_prefix, model.base_model)
     classifier.score = ScalarHead(classifier.score.in_features)
     return classifier.eval()

@@ -267,12 +267,13 @@ class Checkpoints:
 
     def _moments_to_come(self, contents: Contents) -> int:
         """Size in bytes of the optimizer moments that a checkpoint at the start does not contain yet. Engines differ in
-        when they create moments, and hold only parts of the parameters here."""
+        when they create moments, and hold only parts of the parameters here. A user's optimizer may hold others too,
+        which do not train and never get moments."""
         sizes, count = {id(p): contents.roles[name].numel() for name, p in self.roles.trained.items()}, 0
         for optimizer in self.optimizers:
             held = contents.optimizers[optimizer.name]["optimizer"]["state"]
             parameters = (p for group in optimizer.optimizer.param_groups for p in group["params"])
-            count += sum(sizes[id(p)] for i, p in enumerate(parameters) if i not in held)
+            count += sum(sizes.get(id(p), 0) for i, p in enumerate(parameters) if i not in held)
         return int(MOMENT_BYTES[self.config.train.optim] * count)
 
     def _check_room(self, size: int, policy: int, num_updates: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from tether.errors import ConfigError
+
 PhaseReport = Callable[[str, int, int], None]
 """``Display.phase`` by itself: called with the name of a phase, how much of it is done, and its total."""
 
@@ -69,3 +71,11 @@ def tell_sources(roles: Iterable[tuple[str, str, str]], display: Display) -> Non
     display.message("roles")
     for name, source, sharing in roles:
         display.message(f"  {name}: {source} ({sharing})")
+
+
+def check_display(display: Any) -> None:
+    """Raises ``ConfigError`` if a caller's own ``display`` cannot show anything."""
+    if display is not None and (isinstance(display, type) or not isinstance(display, Display)):
+        raise ConfigError(
+            f"display: got {display!r}, wanted None, or an object with the methods of tether.train.display.Display"
+        )

@@ -33,7 +33,7 @@ from tether.models.checkpoints import (
     is_checkpoint_name,
     list_checkpoints,
 )
-from tether.models.paths import ADAPTER_CONFIG, BASE, is_adapter
+from tether.models.paths import ADAPTER_CONFIG, BASE
 from tether.models.roles import ModelRoles
 from tether.models.saving import (
     FINAL,
@@ -183,10 +183,15 @@ def goes_on_in(folder: Path, checkpoint: Path | None) -> bool:
     return checkpoint is not None and checkpoint.resolve().parent == folder.resolve()
 
 
-def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable[[str], None]) -> None:
+def prepare_folder(
+    config: RunConfig, checkpoint: Path | None, *, continues: bool, tell: Callable[[str], None]
+) -> None:
     """Prepares ``output_dir``: removes an earlier run, or cuts it back to the checkpoint that the run resumes from.
 
     Called after all models are loaded, so that a run which fails to start does not delete earlier checkpoints.
+
+    Args:
+        continues: whether the run continues an adapter; see ``dump_config``.
     """
     folder = config.output_dir
     remove_unfinished(folder, lambda name: is_checkpoint_name(name) or name in (*FOLDERS, FINAL, TRIAL))
@@ -207,7 +212,6 @@ def prepare_folder(config: RunConfig, checkpoint: Path | None, *, tell: Callable
         # the policy too: an adapter next to another run's full model would be loaded together with it
         for name in (METRICS, SAMPLES, BAD_BATCHES, REPORT, SCORE_NORM, *files_written(folder)):
             (folder / name).unlink(missing_ok=True)
-    continues = is_adapter(config.model.path, config.model.revision)
     write_whole(folder / CONFIG, dump_run(config, continues=continues).encode())
 
 

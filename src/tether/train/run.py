@@ -17,7 +17,7 @@ from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, lost_told
 from tether.machine.precision import check_precision
 from tether.metrics.trackers import trackers_of
-from tether.models.paths import BASE
+from tether.models.paths import BASE, is_adapter
 from tether.models.saving import critic_weights, policy_weights
 from tether.report.html import REPORT, write_report
 from tether.rewards.base import check_source
@@ -25,7 +25,7 @@ from tether.rewards.build import check_sharded, try_sources
 from tether.train.build import build_trainer, is_from_gguf, write_base
 from tether.train.callbacks import callbacks_of
 from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
-from tether.train.display import Display, NullDisplay
+from tether.train.display import Display, NullDisplay, check_display
 from tether.train.engines.build import build_engine
 from tether.train.engines.replicated import Alone
 from tether.train.folder import check_folder, goes_on_in, is_finished, prepare_folder, save_final, save_final_critic
@@ -161,6 +161,7 @@ def open_trainer(
     callbacks = callbacks_of(callbacks)
     if rewards is not None:
         check_source(rewards)
+    check_display(display)
     dist = Dist(config.train.ddp_timeout)
     display = display or NullDisplay() if dist.is_main else NullDisplay()
     run = begin(config, dist, display)
@@ -179,7 +180,8 @@ def open_trainer(
                 dist.by_main(lambda: write_base(config.model, config.output_dir / BASE, is_kept=is_kept))
             with lost_told(dist.num_processes):  # engines communicate while they take over models
                 trainer = build_trainer(config, run.data, run.read, rewards, log, callbacks, dist)
-            dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))
+            continues = dist.by_main(lambda: is_adapter(config.model.path, config.model.revision))
+            dist.by_main(lambda: prepare_folder(config, checkpoint, continues=continues, tell=display.message))
             if checkpoint is not None:
                 trainer.resume(checkpoint)
                 log.message(f"resumed from {checkpoint} after {counted(trainer.state.step, 'update')}")

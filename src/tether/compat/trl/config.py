@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_type_hints
 
+import numpy as np
 import torch
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -156,7 +158,7 @@ class PPOConfig(TrainingArguments):
     mini_batch_size: int | None = field(default=None, metadata={"help": "Filled in: answers per optimizer step."})
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        make_numbers_plain(self)
         self.set_arguments = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
         self.fp16 = self.fp16 or (launched.mixed_precision() == "fp16" and not self.bf16)
         if self.bf16 is None:
@@ -193,22 +195,40 @@ def _kinds() -> dict[str, type]:
     return {name: kind for name, kinds in of_all.items() for kind in kinds if len(kinds) == 1 and kind in WANTED}
 
 
-def check_numbers(args: PPOConfig) -> None:
-    """Raises ``ConfigError`` for an argument that is a text, or otherwise of another kind than it takes."""
+def make_numbers_plain(args: PPOConfig) -> None:
+    """Makes numbers and truth values of other packages, NumPy's for example, Python's own, which JSON takes.
+
+    Raises:
+        ConfigError: an argument is a text, or otherwise of another kind than it takes.
+    """
     for name, kind in _kinds().items():
         value = getattr(args, name)
-        takes = (int, float) if kind is float else kind
-        is_one = isinstance(value, takes) and isinstance(value, bool) == (kind is bool)
-        if value is not None and not is_one:
+        if value is None:
+            continue
+        plain = _plain(value, kind)
+        if plain is None:
             raise ConfigError(f"PPOConfig.{name}: got {value!r}, wanted {WANTED[kind]}")
+        setattr(args, name, plain)
+
+
+def _plain(value: Any, kind: type) -> int | float | bool | None:
+    """The value as Python's own; None if it is not of this kind. 0 and 1 are truth values too."""
+    is_truth_value = isinstance(value, (bool, np.bool_))
+    if kind is bool:
+        return bool(value) if is_truth_value or (isinstance(value, Integral) and value in (0, 1)) else None
+    if is_truth_value:
+        return None
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if kind is float and isinstance(value, Real) else None
 
 
 def check_arguments(args: PPOConfig) -> None:
     """Raises ``ConfigError`` for arguments that a run here cannot honor, and for mutually exclusive ones."""
-    check_numbers(args)  # a script may have set them after it made the object
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; remove it")
+    make_numbers_plain(args)  # a script may have set them after it made the object
     if str(args.optim.value) not in OPTIMIZERS:
         raise ConfigError(
             f"PPOConfig.optim {args.optim.value}: wanted one of {', '.join(OPTIMIZERS)}; pass another as "
@@ -226,6 +246,8 @@ def check_arguments(args: PPOConfig) -> None:
         raise ConfigError(f"PPOConfig.stop_token: got {args.stop_token!r}, wanted eos or None; or set stop_token_id")
     if args.kl_estimator not in ("k1", "k3"):
         raise ConfigError(f"PPOConfig.kl_estimator: got {args.kl_estimator!r}, wanted k1 or k3")
+    if args.vf_coef < 0:
+        raise ConfigError(f"PPOConfig.vf_coef: got {args.vf_coef}, wanted 0 or more, which weighs the value loss")
     if args.missing_eos_penalty is not None and args.missing_eos_penalty < 0:
         raise ConfigError(
             f"PPOConfig.missing_eos_penalty: got {args.missing_eos_penalty}, wanted 0 or more, which is subtracted "

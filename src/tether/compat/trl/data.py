@@ -81,7 +81,10 @@ def _rows(dataset: Any, name: str) -> list[Mapping[str, Any]]:
         raise ConfigError(f"{name}: got several datasets ({', '.join(map(str, dataset))}), {wanted}: choose one")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or isinstance(dataset, str):
         raise ConfigError(f"{name}: got {type(dataset).__name__}, {wanted}")
-    rows = [dataset[i] for i in range(len(dataset))]
+    try:
+        rows = [dataset[i] for i in range(len(dataset))]
+    except (KeyError, TypeError) as error:  # indexed by something else, as a table of pandas is by its columns
+        raise ConfigError(f"{name}: got {type(dataset).__name__}, which has no row 0, {wanted}") from error
     if not rows:
         raise DataError(f"{name} has no rows")
     if not isinstance(rows[0], Mapping):
@@ -106,9 +109,14 @@ def _given_ids(
 def _collated(
     row: Mapping[str, Any], collator: Collator, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[int]:
-    batch = collator([row])
+    try:
+        batch = collator([row])
+    except Exception as error:  # the user's own code
+        raise ConfigError(f"data_collator raised {type(error).__name__} for {where}: {error}") from error
     if not isinstance(batch, Mapping) or IDS not in batch:
         raise ConfigError(f"data_collator: got {type(batch).__name__} without input_ids for {where}, wanted input_ids")
+    if len(batch[IDS]) != 1:
+        raise ConfigError(f"data_collator: got {counted(len(batch[IDS]), 'row')} of input_ids for {where}, wanted one")
     return _query({key: batch[key][0] for key in (IDS, MASK) if key in batch}, tokenizer, where)
 
 

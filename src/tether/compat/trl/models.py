@@ -468,7 +468,7 @@ def _copied_adapter(model: PeftModel, adapter: str) -> str:
 
 def _is_causal(model: Any) -> bool:
     is_decoder = isinstance(model, PreTrainedModel) and not model.config.is_encoder_decoder
-    return is_decoder and model.get_output_embeddings() is not None
+    return is_decoder and model.can_generate() and model.get_output_embeddings() is not None
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:

@@ -368,7 +368,8 @@ class PPOTrainer:
         folder = config.output_dir
         with ExitStack() as stack:
             dist.by_main(lambda: stack.enter_context(claimed(folder)))
-            dist.by_main(lambda: prepare_folder(config, checkpoint, tell=display.message))
+            # model.path is that of the base, if it has any, and model.lora has all settings of the adapter
+            dist.by_main(lambda: prepare_folder(config, checkpoint, continues=False, tell=display.message))
             log = RunLog(folder if dist.is_main else None, display, Trackers("none", "", folder, {}), logging_steps=1)
             try:
                 self._phases = phases = PhaseTrainer(

@@ -57,3 +57,9 @@ def test_a_reference_that_rounded_weights_would_change_is_copied_anew(tmp_path, 
     assert torch.equal(roles.ref_logprobs(batch, 0.7), roles.score_pass(batch, 0.7).logprobs)
     policy = roles.role("policy").model
     assert not {p.data_ptr() for p in reference.parameters()} & {p.data_ptr() for p in policy.parameters()}
+
+
+def test_without_autocast_there_is_nothing_to_compare(tmp_path, monkeypatch):
+    config = run_config(save_model(tmp_path), value={"kind": "head"})
+    monkeypatch.setattr("tether.models.roles.few_tokens", lambda model: pytest.fail("a forward pass for nothing"))
+    assert roles_of(config).role("reference").copies_policy

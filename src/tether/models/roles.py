@@ -439,7 +439,7 @@ class ModelRoles:
         """Makes the copy of the start policy answer as the policy does, bit for bit: where rounded weights change its
         answers, because the model also uses them outside of products, they are copied anew."""
         policy, reference = self.role(POLICY).model, self._by_name.get(REFERENCE)
-        if reference is None or not reference.copies_policy:
+        if reference is None or not reference.copies_policy or self.autocast_dtype is None:
             return
         logits = []
         for name in (POLICY, REFERENCE):

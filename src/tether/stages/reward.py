@@ -486,31 +486,12 @@ def _write(
     """Writes the results of the run, all of them or none.
 
     Args:
-        full: as in ``save``.
+        full: as in ``running.save``.
         evaluation: result of ``evaluate`` on the model.
         last, kept: as in ``write_end``.
     """
     with written_into(output_dir) as folder:
-        save(model, tokenizer, folder, full)
+        running.save(model, tokenizer, folder, full)
         write_processor(processor, folder)
         (folder / REWARD_EVALUATION).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
         running.write_end(folder, output_dir, last=last, kept=kept, evaluation=evaluation["metrics"])
-
-
-def save(
-    model: PreTrainedModel | PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    full: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Writes the reward model and its tokenizer, to be loaded with transformers or PEFT.
-
-    Args:
-        full: its weights if an engine has sharded them; None: those of the live model.
-    """
-    if isinstance(model, PeftModel):
-        model.save_pretrained(folder, save_embedding_layers=False, state_dict=full)
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
-    else:
-        model.save_pretrained(folder, state_dict=full)
-    tokenizer.save_pretrained(folder)

@@ -26,8 +26,10 @@ import torch
 from huggingface_hub import constants as hub_constants
 from peft import PeftModel
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import (
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PrinterCallback,
     SchedulerType,
     Trainer,
@@ -786,6 +788,25 @@ def keep_best(run: Begun[Any], trainer: Trainer, model: PreTrainedModel | PeftMo
     name = train.metric_for_best_model
     run.tell(f"kept: the model after step {best} of {last}, with the best {name}, {state.best_metric:.3g}")
     return best
+
+
+def save(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    full: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Writes a model and its tokenizer, to be loaded with transformers or PEFT.
+
+    Args:
+        full: its weights if an engine has sharded them; None: those of the live model.
+    """
+    if isinstance(model, PeftModel):
+        model.save_pretrained(folder, save_embedding_layers=False, state_dict=full)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+    else:
+        model.save_pretrained(folder, state_dict=full)
+    tokenizer.save_pretrained(folder)
 
 
 def write_end(folder: Path, output_dir: Path, *, last: int, kept: int, evaluation: Mapping[str, float]) -> None:

@@ -324,31 +324,13 @@ def _write(
     """Writes the results of the run, all of them or none.
 
     Args:
-        full: as in ``save``.
+        full: as in ``running.save``.
         kept: number of steps that the model was trained for.
     """
     with written_into(output_dir) as folder:
-        save(model, tokenizer, folder, full)
+        running.save(model, tokenizer, folder, full)
+        if isinstance(model, PeftModel):  # a full model's is saved with it
+            model.generation_config.save_pretrained(folder)
         write_processor(processor, folder)
         ended = {"last": trainer.state.global_step, "kept": kept, "evaluation": _evaluation(trainer, kept)}
         running.write_end(folder, output_dir, **ended)
-
-
-def save(
-    model: PreTrainedModel | PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    full: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Writes the policy with tokenizer and generation config, to be loaded with transformers or PEFT.
-
-    Args:
-        full: its weights if an engine has sharded them; None: those of the live model.
-    """
-    if isinstance(model, PeftModel):
-        model.save_pretrained(folder, save_embedding_layers=False, state_dict=full)
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
-        model.generation_config.save_pretrained(folder)
-    else:
-        model.save_pretrained(folder, state_dict=full)
-    tokenizer.save_pretrained(folder)

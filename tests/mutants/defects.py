@@ -2239,12 +2239,16 @@ RUNS = (
         tests=("tests/train/test_optim.py::test_warm_up_is_over_as_many_updates_as_were_said",),
     ),
     *in_file(
-        "stages/running.py",
+        "stages/training.py",
         (
             "a stage keeps its last model for its best",
             "run.engine.load(model, Path(state.best_model_checkpoint))",
             "pass",
         ),
+        tests=("tests/stages/test_best.py::test_the_best_evaluated_model_is_kept_and_told[full]",),
+    ),
+    *in_file(
+        "stages/watch.py",
         (
             "a stage does not save its best model",
             "            control.should_save = True\n        elif",
@@ -2253,7 +2257,7 @@ RUNS = (
         tests=("tests/stages/test_best.py::test_the_best_evaluated_model_is_kept_and_told[full]",),
     ),
     *in_file(
-        "stages/running.py",
+        "stages/watch.py",
         (
             "patience is counted from the start of a stage",
             'row["step"] > (state.best_global_step or 0)',
@@ -2262,7 +2266,7 @@ RUNS = (
         tests=("tests/stages/test_best.py::test_a_run_that_does_not_improve_ends_early_also_if_it_was_resumed",),
     ),
     *in_file(
-        "stages/running.py",
+        "stages/watch.py",
         (
             "a resumed stage has the experts of the start",
             "self.run.dist.each(lambda: load_weights(model, checkpoint))",

@@ -369,7 +369,6 @@ MASKING = in_file(
         "torch.reciprocal(var + WHITEN_EPSILON)",
     ),
     ("whitening a constant gives NaN", "torch.rsqrt(var + WHITEN_EPSILON)", "torch.rsqrt(var)"),
-    ("whitening takes the mean of a part", "masked_mean(x, mask) if mean is None else mean", "masked_mean(x, mask)"),
     ("whitening in half precision", "    x = wide(x)\n", ""),
     tests=("tests/algo/test_masking.py",),
 )

@@ -651,8 +651,6 @@ REDUCE = in_file(
     ),
     ("a variance is unbiased", "squares[n] / sums[n][0]", "squares[n] / (sums[n][0] - 1)"),
     ("a maximum holds the padding", "x if mask is None else torch.where(mask, x, nothing)", "x"),
-    ("a minimum keeps the sign it was turned by", "lambda n: -largest[n]", "lambda n: largest[n]"),
-    ("a minimum is a maximum", "_largest(-wide(values), mask)", "-_largest(wide(values), mask)"),
     ("an empty micro-batch makes a variance NaN", "counts.clamp(min=1)", "counts"),
     tests=("tests/metrics/test_reduce.py",),
 )

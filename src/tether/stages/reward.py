@@ -31,19 +31,17 @@ from tether.config.load import check_kind
 from tether.config.reward_stage import RewardModelConfig, RewardStageConfig
 from tether.data.answers import closing_token
 from tether.data.bad_rows import UNUSABLE
-from tether.data.joined import check_datasets
+from tether.data.joined import check_named
 from tether.data.pairs import Pair, load_pairs, pair_accuracy, split_pairs
 from tether.errors import ModelError
 from tether.machine.distributed import Dist, lost_told
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, Adapter, place_adapter
-from tether.models.chat import check_template_kwargs, templated
 from tether.models.classifiers import classifier_on, load_classifier
 from tether.models.fit import is_classifier
 from tether.models.forward import is_causal, last_token_scores
 from tether.models.loading import load_causal_lm, load_config
 from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
-from tether.models.tokenizer import end_token_ids, load_generation_config, load_tokenizer
 from tether.report.read import REWARD_EVALUATION
 from tether.rewards.base import checked, score_sequences
 from tether.rewards.reading import READS_TO
@@ -52,7 +50,15 @@ from tether.stages.begin import begin, check_stage
 from tether.stages.engine import StageEngine
 from tether.stages.run import OnProgress, Stop, Tell
 from tether.stages.same_run import Rows, check_same_data, fingerprints
-from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
+from tether.stages.start import (
+    base_of,
+    check_fit,
+    load_templated,
+    loading_options,
+    processor_of,
+    start_adapter,
+    with_lora,
+)
 from tether.stages.watch import Watch
 
 LENGTH_GROUPS = 4
@@ -173,10 +179,7 @@ def read_now(config: RewardStageConfig) -> dict[str, str]:
 def check(config: RewardStageConfig) -> None:
     """Raises for every mistake that can be found without loading a tokenizer or a model."""
     check_stage(config, "reward")
-    for key in ("pairs", "eval_pairs"):
-        if (source := getattr(config.data, key)) is not None:
-            revision = config.data.reading(key)["revision"]
-            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir, revision=revision)
+    check_named(config.data, "pairs", "eval_pairs")
 
 
 @dataclass(frozen=True)
@@ -233,16 +236,9 @@ def load_data(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data
 
 def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
     data = config.data
-    tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
-    check_template_kwargs(tokenizer, data.chat_template_kwargs)
-    generation = load_generation_config(config.model.path, revision=config.model.revision)
-    end_ids = end_token_ids(tokenizer, generation)
+    tokenizer, end_ids = load_templated(config)
     tokenizer.init_kwargs[READS_TO] = tokenizer.convert_ids_to_tokens(closing_token(tokenizer, end_ids))
-    same = {
-        "max_length": data.max_length,
-        "end_ids": end_ids,
-        **data.chat,
-    }
+    same = {"max_length": data.max_length, "end_ids": end_ids, **data.chat}
     pairs = load_pairs(data.pairs, tokenizer, **data.reading("pairs"), **same)
     train, held_out = split_pairs(pairs.pairs, data.held_out_fraction, config.train.seed)
     if data.eval_pairs is None:

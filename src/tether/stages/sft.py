@@ -25,20 +25,27 @@ from tether.config.sft_stage import DemonstrationsConfig, SftModelConfig, SftSta
 from tether.data.bad_rows import UNUSABLE
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.held_out import split_off
-from tether.data.joined import check_datasets
+from tether.data.joined import check_named
 from tether.errors import DataError, ModelError
 from tether.machine.distributed import lost_told
 from tether.models.adapters import DEFAULT, place_adapter
-from tether.models.chat import check_template_kwargs, templated
 from tether.models.loading import load_causal_lm
 from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
-from tether.models.tokenizer import end_at, end_token_ids, load_generation_config, load_tokenizer
+from tether.models.tokenizer import end_at
 from tether.stages import training
 from tether.stages.begin import begin, check_stage
 from tether.stages.run import OnProgress, Stop, Tell
 from tether.stages.same_run import Rows, check_same_data, fingerprints
-from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
+from tether.stages.start import (
+    base_of,
+    check_fit,
+    load_templated,
+    loading_options,
+    processor_of,
+    start_adapter,
+    with_lora,
+)
 from tether.stages.watch import Watch
 
 IGNORED = -100
@@ -129,10 +136,7 @@ def read_now(config: SftStageConfig) -> dict[str, str]:
 def check(config: SftStageConfig) -> None:
     """Raises for every mistake that can be found without loading a tokenizer or a model."""
     check_stage(config, "sft")
-    for key in ("demonstrations", "eval_demonstrations"):
-        if (source := getattr(config.data, key)) is not None:
-            revision = config.data.reading(key)["revision"]
-            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir, revision=revision)
+    check_named(config.data, "demonstrations", "eval_demonstrations")
 
 
 @dataclass(frozen=True)
@@ -193,10 +197,7 @@ def load_data(config: SftStageConfig) -> SftData:
 
 def _loaded(config: SftStageConfig) -> SftData:
     data = config.data
-    tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
-    check_template_kwargs(tokenizer, data.chat_template_kwargs)
-    generation = load_generation_config(config.model.path, revision=config.model.revision)
-    end_ids = end_token_ids(tokenizer, generation)
+    tokenizer, end_ids = load_templated(config)
     read = _read("demonstrations", data, tokenizer, end_ids)
     if data.eval_demonstrations is not None:
         others = _read("eval_demonstrations", data, tokenizer, end_ids)

@@ -6,11 +6,11 @@ complete checkpoint, it is resumed; otherwise it starts again. All stages are ch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tether.config.base import Section, differences
 from tether.config.chat import with_now
@@ -44,6 +44,7 @@ from tether.train.run import check_processes, train_policy, try_outside
 from tether.train.same_run import may_change
 
 State = Literal["finished", "begun", "new"]
+ResultT = TypeVar("ResultT", SftResult, RewardStageResult)
 
 
 @dataclass(frozen=True)
@@ -123,28 +124,31 @@ def run_stage(config: Section, display: Display) -> tuple[bool, str | None]:
 
 def run_sft(config: SftStageConfig, display: Display, stop: StopRequest | None = None) -> SftResult:
     """Runs ``train_sft``, shown on a display and stopped by signals; by those of ``stop`` if it is given."""
-    with nullcontext(stop) if stop is not None else StopRequest() as noticed:
-        result = train_sft(
-            config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason
-        )
-    display.close()
-    if result.metrics and result.interrupted is None:
-        display.table("policy", ["metric", "value"], list(result.metrics.items()))
-    return result
+    return _shown(train_sft, config, "policy", display, stop)
 
 
 def run_reward(config: RewardStageConfig, display: Display, stop: StopRequest | None = None) -> RewardStageResult:
     """Runs ``train_reward_model`` in the same way as ``run_sft``."""
-    with nullcontext(stop) if stop is not None else StopRequest() as noticed:
-        result = train_reward_model(
-            config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason
-        )
-    display.close()
-    if result.metrics and result.interrupted is None:
-        display.table("reward model", ["metric", "value"], list(result.metrics.items()))
+    result = _shown(train_reward_model, config, "reward model", display, stop)
     if result.accuracy_by_length:
         rows = [[*group["tokens"], group["pairs"], group["accuracy"]] for group in result.accuracy_by_length]
         display.table("accuracy by the longer answer's tokens", ["from", "to", "pairs", "accuracy"], rows)
+    return result
+
+
+def _shown(
+    train: Callable[..., ResultT], config: Section, made: str, display: Display, stop: StopRequest | None
+) -> ResultT:
+    """Trains a stage, shown on a display and stopped by signals.
+
+    Args:
+        made: what the stage makes, as the title of its results.
+    """
+    with nullcontext(stop) if stop is not None else StopRequest() as noticed:
+        result = train(config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason)
+    display.close()
+    if result.metrics and result.interrupted is None:
+        display.table(made, ["metric", "value"], list(result.metrics.items()))
     return result
 
 

@@ -53,14 +53,21 @@ def missing_in(checkpoint: Path) -> str | None:
         if not found:
             return f"there is no {' or '.join(patterns)}"
         for path in found:
-            try:
-                if path.suffix == ".safetensors":
-                    with safe_open(path, framework="pt"):
-                        pass
-                elif path.suffix == ".json":
-                    json.loads(path.read_text(encoding="utf-8"))
-                elif path.is_file():
-                    ZipFile(path).close()
-            except (OSError, ValueError, SafetensorError, BadZipFile) as error:
+            if (error := _unreadable(path)) is not None:
                 return f"{path.name} cannot be read ({error})"
+    return None
+
+
+def _unreadable(path: Path) -> Exception | None:
+    """What is wrong with the ends of a file, where each format has its table of contents."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):
+                pass
+        elif path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+        elif path.is_file():
+            ZipFile(path).close()
+    except (OSError, ValueError, SafetensorError, BadZipFile) as error:
+        return error
     return None

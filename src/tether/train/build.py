@@ -33,16 +33,18 @@ from tether.types import RewardSource, Sampling
 def build_trainer(
     config: RunConfig,
     data: RunData,
+    dist: Dist,
+    *,
     read: Mapping[str, str],
     rewards: RewardSource | None,
     log: RunLog,
     callbacks: Sequence[TrainerCallback],
-    dist: Dist,
 ) -> PPOTrainer:
     """Loads the models and builds the trainer.
 
     Args:
         read: ``fingerprints`` of the data, models and files.
+        rewards: a reward source of the caller's own, used instead of ``config.rewards``.
     """
     set_seed((config.train.seed + dist.rank) % 2**32)
     events = Callbacks(callbacks, config, len(data.prompts.prompts))

@@ -321,7 +321,7 @@ class Checkpoints:
         del record["data"], record["num_processes"], record["engine"]
         saved = parse_config(record.pop("config"), RunConfig)
         sources = {name: ScoreMoments(**moments) for name, moments in record["source_moments"].items()}
-        moments = {name: ScoreMoments(**record[name]) for name in ("score_moments", "eval_moments") if name in record}
+        moments = {name: ScoreMoments(**record[name]) for name in ("score_moments", "eval_moments")}
         state = RunState(**record | moments | {"source_moments": sources})
         self._fit_memory(state, saved)
         if _criterion(self.config) != _criterion(saved) or not self._has_best(state):

@@ -180,7 +180,9 @@ def open_trainer(
                 is_kept = goes_on_in(config.output_dir, checkpoint)
                 dist.by_main(lambda: write_base(config, is_kept=is_kept))
             with lost_told(dist.num_processes):  # engines communicate while they take over models
-                trainer = build_trainer(config, run.data, run.read, rewards, log, callbacks, dist)
+                trainer = build_trainer(
+                    config, run.data, dist, read=run.read, rewards=rewards, log=log, callbacks=callbacks
+                )
             continues = dist.by_main(lambda: is_adapter(config.model.path, config.model.revision))
             dist.by_main(lambda: prepare_folder(config, checkpoint, continues=continues, tell=display.message))
             if checkpoint is not None:

@@ -16,8 +16,9 @@ from tests.models.build import save_adapter, save_model
 from tests.tiny import EOS, KINDS, save_tiny, tiny_tokenizer
 from tether.config.chat import with_now
 from tether.config.load import dump_config, load_config
+from tether.config.model import LoraConfig
 from tether.config.reward_stage import RewardStageConfig
-from tether.config.schema import LoraConfig, RunConfig
+from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftModelConfig
 from tether.data.pairs import load_pairs
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError

@@ -15,7 +15,7 @@ from tests.models.build import edit_json
 from tests.tiny import EOS, save_tiny
 from tether.config.chat import with_now
 from tether.config.load import load_config
-from tether.config.schema import LoraConfig
+from tether.config.model import LoraConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from tether.inference.generate import generate_path

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config import launched
-from tether.config.schema import ModelConfig
+from tether.config.model import ModelConfig
 from tether.config.stage import StageConfig
 from tether.errors import ConfigError
 from tether.models.adapters import (

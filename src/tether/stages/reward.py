@@ -429,6 +429,7 @@ def evaluate(
 
 
 def pair_metrics(rows: Sequence[Mapping[str, Any]], center: float = 0.0) -> dict[str, float]:
+    """The metrics of ``evaluate``; none without pairs."""
     if not rows:
         return {}
     rewards = [row[side] for row in rows for side in ("chosen", "rejected")]

@@ -94,6 +94,11 @@ class Watch(TrainerCallback, ExportableState):
         logs: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Records the logs of a step or an evaluation.
+
+        Raises:
+            TrainingError: the loss is not finite.
+        """
         if logs is None or not {"loss", "eval_loss", "eval_accuracy"} & logs.keys():
             return
         numbers = {name: float(value) for name, value in logs.items() if name not in _NOT_LOGGED}
@@ -113,6 +118,7 @@ class Watch(TrainerCallback, ExportableState):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Ends a run that should stop, with a checkpoint."""
         if self.stop is None or state.global_step >= state.max_steps:
             return
         self.interrupted = self.run.dist.first(self.stop())  # a signal may reach each process at a different time

@@ -182,7 +182,7 @@ class Update:
         Args:
             number: index of the mini-batch within the update.
         """
-        drift, passes, normaliser = Metrics(), self.passes_of(optimizer), self.normaliser(mini_batch)
+        drift, normaliser, passes = Metrics(), self.normaliser(mini_batch), self.passes_of(optimizer)
         trains_policy = not self.is_warming_up and any(POLICY in pass_.trains for pass_ in passes)
         # Largest first: one that does not fit is noticed at once, and later ones fit into the memory that it leaves.
         learned = sorted((item for item in mini_batch if item.takes_part), key=num_places, reverse=True)

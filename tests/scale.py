@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 from tests.tiny import tiny_tokenizer
-from tether.cli.plan import size
 from tether.config.schema import RunConfig
+from tether.report.text import byte_size
 from tether.train.plan import ENGINES, estimate_memory, model_config, plan_roles
 
 PROCESSES = 8
@@ -64,7 +64,7 @@ def row(shape: str, trained: str) -> list[str]:
         train = config.train.model_copy(update={"ds3_gather_for_generation": False})
         layers = config.model_copy(update={"train": train})
         spread.append(estimate_memory(layers, roles, of, LONGEST, PROCESSES, ENGINES["FSDP2"]))
-        return [size(max(phases.values())) for phases in (alone, *spread)]
+        return [byte_size(max(phases.values())) for phases in (alone, *spread)]
 
 
 def table() -> list[str]:

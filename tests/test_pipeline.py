@@ -23,7 +23,7 @@ from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
 from tether.models.paths import is_adapter, own_weights
 from tether.pipeline import _state, run_pipeline
-from tether.stages import running
+from tether.stages import training
 from tether.train.display import NullDisplay
 from tether.train.inputs import resolved
 
@@ -308,7 +308,7 @@ def test_a_signal_ends_with_130_and_the_same_command_goes_on(file, tmp_path):
 @pytest.mark.parametrize(("name", "finished"), [("sft", ["sft"]), ("reward", ["sft", "reward"])])
 def test_a_signal_after_the_last_step_of_a_stage_ends_the_pipeline_behind_it(file, monkeypatch, name, finished):
     """It comes while the stage evaluates and saves."""
-    whole = running.last_loss
+    whole = training.last_loss
 
     def signalled(config):
         if config.output_dir.name == name:
@@ -316,7 +316,7 @@ def test_a_signal_after_the_last_step_of_a_stage_ends_the_pipeline_behind_it(fil
         return whole(config)
 
     with monkeypatch.context() as patch:
-        patch.setattr(running, "last_loss", signalled)
+        patch.setattr(training, "last_loss", signalled)
         result, _ = run(file)
     assert (result.interrupted, list(result.folders)) == ("SIGTERM", finished)
     result, told = run(file)

@@ -14,22 +14,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tether.config.load import load_config
-    from tether.config.pipeline import load_pipeline
+    from tether.config.pipeline import Pipeline, load_pipeline
     from tether.config.reward_stage import RewardStageConfig
     from tether.config.schema import RunConfig
     from tether.config.sft_stage import SftStageConfig
-    from tether.config.source import load_sources
-    from tether.errors import ConfigError, DataError, ModelError, RewardError, TetherError, TrainingError
+    from tether.config.source import SourceConfig, load_sources
+    from tether.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        GenerationError,
+        HubError,
+        ModelError,
+        RewardError,
+        TetherError,
+        TrainingError,
+    )
     from tether.generation.fake import FakeGenerator
     from tether.inference.evaluate import Evaluation, evaluate_path
     from tether.inference.generate import generate_path
-    from tether.inference.scoring import score_file
+    from tether.inference.scoring import Scored, score_file
     from tether.models.saving import merge_adapter
     from tether.pipeline import PipelineResult, run_pipeline
     from tether.report.html import write_report
     from tether.rewards.fake import FakeRewards
-    from tether.stages.reward import train_reward_model
-    from tether.stages.sft import train_sft
+    from tether.stages.reward import RewardStageResult, train_reward_model
+    from tether.stages.sft import SftResult, train_sft
     from tether.train.display import Display
     from tether.train.plan import Plan, plan
     from tether.train.run import RunResult, open_trainer, train_policy
@@ -46,6 +56,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CheckpointError": "tether.errors",
     "Completion": "tether.types",
     "ConfigError": "tether.errors",
     "DataError": "tether.errors",
@@ -53,8 +64,11 @@ _HOMES = {
     "Evaluation": "tether.inference.evaluate",
     "FakeGenerator": "tether.generation.fake",
     "FakeRewards": "tether.rewards.fake",
+    "GenerationError": "tether.errors",
     "Generator": "tether.types",
+    "HubError": "tether.errors",
     "ModelError": "tether.errors",
+    "Pipeline": "tether.config.pipeline",
     "PipelineResult": "tether.pipeline",
     "Plan": "tether.train.plan",
     "Request": "tether.types",
@@ -63,10 +77,14 @@ _HOMES = {
     "RewardOutput": "tether.types",
     "RewardSource": "tether.types",
     "RewardStageConfig": "tether.config.reward_stage",
+    "RewardStageResult": "tether.stages.reward",
     "RunConfig": "tether.config.schema",
     "RunResult": "tether.train.run",
     "Sampling": "tether.types",
+    "Scored": "tether.inference.scoring",
+    "SftResult": "tether.stages.sft",
     "SftStageConfig": "tether.config.sft_stage",
+    "SourceConfig": "tether.config.source",
     "TetherError": "tether.errors",
     "TrainingError": "tether.errors",
     "evaluate_path": "tether.inference.evaluate",
@@ -86,6 +104,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointError",
     "Completion",
     "ConfigError",
     "DataError",
@@ -93,8 +112,11 @@ __all__ = [
     "Evaluation",
     "FakeGenerator",
     "FakeRewards",
+    "GenerationError",
     "Generator",
+    "HubError",
     "ModelError",
+    "Pipeline",
     "PipelineResult",
     "Plan",
     "Request",
@@ -103,10 +125,14 @@ __all__ = [
     "RewardOutput",
     "RewardSource",
     "RewardStageConfig",
+    "RewardStageResult",
     "RunConfig",
     "RunResult",
     "Sampling",
+    "Scored",
+    "SftResult",
     "SftStageConfig",
+    "SourceConfig",
     "TetherError",
     "TrainingError",
     "evaluate_path",

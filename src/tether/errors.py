@@ -8,7 +8,9 @@
     │   ├── RewardTimeout        it did not respond in time
     │   └── RewardResponseError  its response is not one finite score per answer
     ├── GenerationError          the policy could not produce an answer
-    ├── TrainingError            a loss, a gradient or a parameter is not finite
+    ├── TrainingError            training cannot go on: a value is not finite, or something does not fit into memory
+    ├── OutOfStep                one of several processes could not continue, so none can
+    ├── LostProcess              another process of the run is gone
     ├── HubError                 a model could not be pushed to the hub
     └── CheckpointError          a saved state is incomplete, damaged or of another run
 
@@ -50,7 +52,8 @@ class GenerationError(TetherError):
 
 
 class TrainingError(TetherError):
-    """A loss, a gradient or a parameter is not finite; raised before the optimizer step."""
+    """Training cannot go on: a loss, a gradient or a weight is not finite, something does not fit into memory, or there
+    is nothing to learn from. No optimizer step is taken with it."""
 
 
 class OutOfStep(TetherError):

@@ -6,11 +6,11 @@ complete checkpoint, it is resumed; otherwise it starts again. All stages are ch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tether.config.base import Section, differences
 from tether.config.chat import with_now
@@ -25,11 +25,15 @@ from tether.machine.claim import claimed
 from tether.machine.distributed import Dist
 from tether.models.saving import is_whole
 from tether.stages import reward as reward_stage
-from tether.stages import running
+from tether.stages import same_run as same_stage
 from tether.stages import sft as sft_stage
+from tether.stages.begin import as_launched, check_launch
+from tether.stages.checkpoints import newest_checkpoint
 from tether.stages.engine import stage_engine
+from tether.stages.folder import check_folder, clear
 from tether.stages.reward import RewardStageResult, train_reward_model
 from tether.stages.sft import SftResult, train_sft
+from tether.stages.watch import check_same_engine
 from tether.train import inputs
 from tether.train.checkpoint import last_complete
 from tether.train.display import Display, NullDisplay
@@ -40,6 +44,7 @@ from tether.train.run import check_processes, train_policy, try_outside
 from tether.train.same_run import may_change
 
 State = Literal["finished", "begun", "new"]
+ResultT = TypeVar("ResultT", SftResult, RewardStageResult)
 
 
 @dataclass(frozen=True)
@@ -119,28 +124,31 @@ def run_stage(config: Section, display: Display) -> tuple[bool, str | None]:
 
 def run_sft(config: SftStageConfig, display: Display, stop: StopRequest | None = None) -> SftResult:
     """Runs ``train_sft``, shown on a display and stopped by signals; by those of ``stop`` if it is given."""
-    with nullcontext(stop) if stop is not None else StopRequest() as noticed:
-        result = train_sft(
-            config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason
-        )
-    display.close()
-    if result.metrics and result.interrupted is None:
-        display.table("policy", ["metric", "value"], list(result.metrics.items()))
-    return result
+    return _shown(train_sft, config, "policy", display, stop)
 
 
 def run_reward(config: RewardStageConfig, display: Display, stop: StopRequest | None = None) -> RewardStageResult:
     """Runs ``train_reward_model`` in the same way as ``run_sft``."""
-    with nullcontext(stop) if stop is not None else StopRequest() as noticed:
-        result = train_reward_model(
-            config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason
-        )
-    display.close()
-    if result.metrics and result.interrupted is None:
-        display.table("reward model", ["metric", "value"], list(result.metrics.items()))
+    result = _shown(train_reward_model, config, "reward model", display, stop)
     if result.accuracy_by_length:
         rows = [[*group["tokens"], group["pairs"], group["accuracy"]] for group in result.accuracy_by_length]
         display.table("accuracy by the longer answer's tokens", ["from", "to", "pairs", "accuracy"], rows)
+    return result
+
+
+def _shown(
+    train: Callable[..., ResultT], config: Section, made: str, display: Display, stop: StopRequest | None
+) -> ResultT:
+    """Trains a stage, shown on a display and stopped by signals.
+
+    Args:
+        made: what the stage makes, as the title of its results.
+    """
+    with nullcontext(stop) if stop is not None else StopRequest() as noticed:
+        result = train(config, on_progress=display.update, tell=display.message, stop=lambda: noticed.reason)
+    display.close()
+    if result.metrics and result.interrupted is None:
+        display.table(made, ["metric", "value"], list(result.metrics.items()))
     return result
 
 
@@ -188,12 +196,12 @@ def _check(config: Section, ready: Section, name: str, dist: Dist) -> list[str]:
             try_outside(config, data, with_services=True)
         return notes
     stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
-    running.check_launch(config, dist)
-    stage.check(running.as_launched(config))
-    running.check_folder(ready)
+    check_launch(config, dist)
+    stage.check(as_launched(config))
+    check_folder(ready)
     if ready.resume:
-        found = running.newest_checkpoint(ready.output_dir, lambda text: None)
-        running.check_same_engine(found, stage_engine(dist), dist)
+        found = newest_checkpoint(ready.output_dir, lambda text: None)
+        check_same_engine(found, stage_engine(dist), dist)
     stage.load_data(config)
     return []
 
@@ -266,7 +274,7 @@ def _clear_later(pipeline: Pipeline) -> None:
             with claimed(config.output_dir):
                 prepare_folder(_ready(inputs.resolved(config), "new"), None, continues=False, tell=lambda text: None)
         else:
-            running.clear(running.as_launched(config))
+            clear(as_launched(config))
 
 
 # How far a stage is
@@ -304,7 +312,7 @@ def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
     """Raises ``ConfigError`` if the stage in ``folder`` cannot be resumed with this configuration, or if it is finished
     and this configuration would change its result."""
     saved = parse_config((folder / CONFIG).read_text(encoding="utf-8"), type(config), source=str(folder / CONFIG))
-    now = inputs.resolved(config) if isinstance(config, RunConfig) else running.as_launched(config)
+    now = inputs.resolved(config) if isinstance(config, RunConfig) else as_launched(config)
     now = with_now(now, saved.data.chat_template_now)
     differing = [
         key for key in differences(saved, now) if not _may_change(config, key, is_finished=is_finished)
@@ -318,7 +326,7 @@ def _check_same(config: Any, folder: Path, *, is_finished: bool) -> None:
 
 def _may_change(config: Any, key: str, *, is_finished: bool) -> bool:
     if not isinstance(config, RunConfig):
-        return running.may_change(key, is_finished=is_finished)
+        return same_stage.may_change(key, is_finished=is_finished)
     return may_change(key, is_finished=is_finished)
 
 
@@ -327,7 +335,7 @@ def _other_contents(config: Any, changed: Sequence[str], folder: Path) -> list[s
     if isinstance(config, RunConfig):
         return other_contents(config, changed, recorded(folder), lambda: inputs.load_data(config))
     stage = sft_stage if isinstance(config, SftStageConfig) else reward_stage
-    return running.other_contents(config, changed, stage.read_now)
+    return same_stage.other_contents(config, changed, stage.read_now)
 
 
 def _ready(config: Any, state: State) -> Any:
@@ -342,5 +350,5 @@ def _ready(config: Any, state: State) -> Any:
 
 def _has_checkpoint(config: Any) -> bool:
     if not isinstance(config, RunConfig):
-        return running.newest_checkpoint(config.output_dir, lambda text: None) is not None
+        return newest_checkpoint(config.output_dir, lambda text: None) is not None
     return last_complete(config.output_dir, contents=True) is not None

@@ -7,20 +7,8 @@ import pytest
 from tests.train.runs import tiny_run
 from tests.train.test_mistakes import judge_of
 from tether.cli.main import main
-from tether.cli.plan import size
 from tether.config.launched import num_processes
 from tether.config.load import dump_config, parse_config
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (1536 * 1024, "1.5 MiB"), (1020 * 2**20, "1020 MiB"),
-        (2**34, "16 GiB"),
-    ],
-)
-def test_sizes_are_for_people(num_bytes, text):
-    assert size(num_bytes) == text
 
 
 def shown_plan(config, folder, capsys, monkeypatch, *options, columns=200):

@@ -8,8 +8,9 @@ from pydantic import Field
 
 from tether.config import docs
 from tether.config.keys import KeyDoc, counted, describe, find, shown, wanted
+from tether.config.model import LoraConfig
 from tether.config.reward_stage import RewardStageConfig
-from tether.config.schema import LoraConfig, RunConfig
+from tether.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,6 @@ from tether.errors import DataError
 from tether.inference.judges import load_reader
 from tether.train.inputs import load_data
 
-ATTACK = "the cat<eos>you run"
-
 
 def queries(folder, tokenizer, *rows, **changes):
     path = folder / "rows.jsonl"

@@ -25,9 +25,11 @@ from tether.config.stage import StageConfig
 from tether.errors import ConfigError
 from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
-from tether.stages import running
+from tether.stages.begin import as_launched, check_launch
 from tether.stages.reward import train_reward_model
+from tether.stages.run import StageRun
 from tether.stages.sft import train_sft
+from tether.stages.training import trainer_arguments
 
 STAGES = {"sft": (SftStageConfig, train_sft), "reward": (RewardStageConfig, train_reward_model)}
 NOT_COMPARED = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "min_reward", "max_reward")
@@ -143,10 +145,10 @@ def test_a_launch_that_does_not_fit_is_told_before_a_model_is_loaded(tmp_path, n
 def test_what_the_launcher_says_of_precision_is_done_where_the_run_says_nothing(tmp_path, monkeypatch, name):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     config = config_of(tmp_path, name, bf16=None)
-    running.check_launch(config, Dist())
-    assert running.as_launched(config).train.bf16 is True
+    check_launch(config, Dist())
+    assert as_launched(config).train.bf16 is True
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    assert running.as_launched(config) == config
+    assert as_launched(config) == config
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator can train in float16")
@@ -182,8 +184,8 @@ def test_one_process_trains_on_one_device_where_it_sees_eight(tmp_path, monkeypa
     from tether.stages.trl import RewardArguments, SftArguments
 
     kind = SftArguments if name == "sft" else RewardArguments
-    run = running.Begun(Dist(), config_of(tmp_path, name), print, checkpoint=None, is_finished=False)
-    made = kind(**running.trainer_arguments(run, 100, evaluates=False, kind=kind))
+    run = StageRun(Dist(), config_of(tmp_path, name), print, checkpoint=None, is_finished=False)
+    made = kind(**trainer_arguments(run, 100, evaluates=False, kind=kind))
     monkeypatch.setattr(made, "_n_gpu", 8)
     assert super(kind.__mro__[1], made).n_gpu == 8, "what transformers would do"
     assert made.n_gpu == 1 and made.train_batch_size == 2

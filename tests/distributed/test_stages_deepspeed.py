@@ -29,8 +29,9 @@ from tether.config.stage import StageConfig
 from tether.errors import CheckpointError, ConfigError
 from tether.machine.distributed import Dist
 from tether.metrics.writers import read_jsonl
-from tether.stages import running
+from tether.stages import begin, training
 from tether.stages.engine import Replicated, Zero
+from tether.stages.watch import check_same_engine
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install --no-build-isolation -e .[deepspeed]")
 
@@ -88,14 +89,14 @@ def lives(runs: Sequence[tuple], pipeline: tuple[Path, Sequence[str]] | None = N
     Args:
         runs: arguments of ``run``, or of ``spoiled``.
     """
-    seen, train, ended = _Seen(), running.train, []
+    seen, train, ended = _Seen(), training.train, []
 
     def watched(*arguments: Any) -> Trainer:
         trainer = train(*arguments)
         seen.look(trainer)
         return trainer
 
-    running.train = watched
+    training.train = watched
     for work, *arguments in runs:
         result = work(*arguments)
         gc.collect()
@@ -330,7 +331,7 @@ def test_a_base_with_quantized_weights_is_refused(tmp_path, monkeypatch, name):
     (tmp_path / "model" / "model.safetensors").write_bytes(b"to load this would be another error")
     dist = Dist()
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(running, "Dist", lambda timeout: dist)
+    monkeypatch.setattr(begin, "Dist", lambda timeout: dist)
     with pytest.raises(ConfigError, match="holds quantized weights, wanted none under ZeRO: they cannot be sharded"):
         STAGES[name][1](config)
 
@@ -341,7 +342,7 @@ def test_a_checkpoint_is_resumed_by_the_engine_that_wrote_it(folder, two, tmp_pa
     dist = Dist()
     told = f"checkpoint-6 was written by 2 processes under ZeRO-{stage}, and cannot be resumed "
     with pytest.raises(CheckpointError, match=f"{told}without ZeRO: launch the run as before"):
-        running.check_same_engine(checkpoint, Replicated(dist), dist)
+        check_same_engine(checkpoint, Replicated(dist), dist)
     config = case_of(folder, "reward full").model_copy(
         update={"output_dir": tmp_path / "out", "resume": str(checkpoint)}
     )
@@ -350,4 +351,4 @@ def test_a_checkpoint_is_resumed_by_the_engine_that_wrote_it(folder, two, tmp_pa
     for name, value in launch(tmp_path, 1).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(CheckpointError, match=f"{told}by 1 process under ZeRO-1"):
-        running.check_same_engine(checkpoint, Zero(dist), dist)
+        check_same_engine(checkpoint, Zero(dist), dist)

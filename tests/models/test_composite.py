@@ -26,7 +26,7 @@ from tether.models.preprocessing import PROCESSOR_FILES, read_processor
 from tether.models.saving import files_written, merge_adapter, verify_manifest
 from tether.models.tokenizer import load_tokenizer
 from tether.stages import reward as stage
-from tether.stages import running
+from tether.stages import training
 from tether.stages.sft import train_sft
 from tether.train.hub import model_files
 from tether.train.run import train_policy
@@ -67,7 +67,7 @@ def test_an_adapter_of_the_stage_is_opened_on_the_trunk_that_it_was_trained_on(t
     for name, parameter in trained.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    running.save(trained, load_tokenizer(str(base)), tmp_path / "adapter")
+    training.save(trained, load_tokenizer(str(base)), tmp_path / "adapter")
     merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
     ids = torch.tensor([QUERIES[2]])
     with torch.no_grad():

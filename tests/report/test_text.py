@@ -2,7 +2,18 @@ import json
 
 import pytest
 
-from tether.report.text import amount, duration, json_line, number, one_line, percent, prompt_text, signed, visible
+from tether.report.text import (
+    amount,
+    byte_size,
+    duration,
+    json_line,
+    number,
+    one_line,
+    percent,
+    prompt_text,
+    signed,
+    visible,
+)
 
 
 def test_a_line_of_json_is_the_same_value_and_acts_on_nothing():
@@ -87,3 +98,14 @@ def test_signed_and_percent():
 )
 def test_duration(seconds, shown):
     assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (1536 * 1024, "1.5 MiB"), (1020 * 2**20, "1020 MiB"),
+        (2**34, "16 GiB"),
+    ],
+)
+def test_byte_size(num_bytes, text):
+    assert byte_size(num_bytes) == text

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from tether.config.reward_stage import RewardStageConfig
 from tether.errors import ConfigError
-from tether.stages.running import as_launched
+from tether.stages.begin import as_launched
 
 
 def config(**sections):

@@ -16,8 +16,9 @@ from tests.models.build import save_adapter, save_model
 from tests.tiny import EOS, KINDS, save_tiny, tiny_tokenizer
 from tether.config.chat import with_now
 from tether.config.load import dump_config, load_config
+from tether.config.model import LoraConfig
 from tether.config.reward_stage import RewardStageConfig
-from tether.config.schema import LoraConfig, RunConfig
+from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftModelConfig
 from tether.data.pairs import load_pairs
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
@@ -37,8 +38,9 @@ from tether.stages.reward import (
     start_model,
     train_reward_model,
 )
-from tether.stages.running import Begun, trainer_arguments
+from tether.stages.run import StageRun
 from tether.stages.sft import start_model as start_of_sft
+from tether.stages.training import trainer_arguments
 from tether.types import RewardBatch
 
 PROMPTS = [
@@ -304,7 +306,7 @@ def test_bf16_trains_a_frozen_bf16_base_with_a_float32_head_and_adapter(tmp_path
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16, None])
 def test_trl_is_told_the_type_of_autocast(tmp_path, precision):
     config = stage_config(tmp_path, fp16=precision is torch.float16, bf16=precision is torch.bfloat16)
-    run = Begun(Dist(), config, print, checkpoint=None, is_finished=False)
+    run = StageRun(Dist(), config, print, checkpoint=None, is_finished=False)
     given = trainer_arguments(run, 12, evaluates=False, kind=RewardConfig)
     assert (given["fp16"], given["bf16"]) == (precision is torch.float16, precision is torch.bfloat16)
 
@@ -368,7 +370,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
         with pytest.raises(error, match=message):
             train_reward_model(wrong)
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"pip install 'tether\[trl\]'"):
-        patch.setattr("tether.stages.running.find_spec", lambda name: None)
+        patch.setattr("tether.stages.begin.find_spec", lambda name: None)
         train_reward_model(config)
 
 

@@ -15,7 +15,7 @@ from tests.models.build import edit_json
 from tests.tiny import EOS, save_tiny
 from tether.config.chat import with_now
 from tether.config.load import load_config
-from tether.config.schema import LoraConfig
+from tether.config.model import LoraConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from tether.inference.generate import generate_path
@@ -24,7 +24,8 @@ from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
 from tether.models.saving import verify_manifest
 from tether.models.tokenizer import load_tokenizer
-from tether.stages import running
+from tether.stages import training
+from tether.stages.checkpoints import newest_checkpoint
 from tether.stages.sft import IGNORED, _dataset, load_data, train_sft
 
 ROWS = [
@@ -235,7 +236,7 @@ def test_files_and_links_called_like_a_checkpoint_are_none(tmp_path):
 
 def test_a_start_that_failed_is_made_again_by_the_same_command(tmp_path, monkeypatch):
     config = stage(tmp_path, max_steps=1)
-    monkeypatch.setattr(running, "train", lambda *args: pytest.fail("no trainer"))
+    monkeypatch.setattr(training, "train", lambda *args: pytest.fail("no trainer"))
     with pytest.raises(pytest.fail.Exception):
         train_sft(config)
     assert (config.output_dir / "config.yaml").exists()
@@ -262,7 +263,7 @@ def test_resume_auto_leaves_a_finished_run_as_it_is(tmp_path, monkeypatch):
     train_sft(config)
     before, told = files(config.output_dir), []
     other = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 4})})
-    monkeypatch.setattr(running, "train", lambda *args: pytest.fail("it trains"))
+    monkeypatch.setattr(training, "train", lambda *args: pytest.fail("it trains"))
     assert train_sft(config, tell=told.append).interrupted is None
     assert told == [f"finished: {config.output_dir} holds the model after the last step"]
     with pytest.raises(CheckpointError, match=r"another run: train\.max_steps 3 → 4"):
@@ -287,14 +288,14 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path, lora):
     for name in (*of_model, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
         content, told = (last / name).read_bytes(), []
         (last / name).unlink()
-        assert running.newest_checkpoint(config.output_dir, told.append) == before
+        assert newest_checkpoint(config.output_dir, told.append) == before
         (last / name).write_bytes(content[: len(content) // 2])
-        assert running.newest_checkpoint(config.output_dir, told.append) == before
+        assert newest_checkpoint(config.output_dir, told.append) == before
         assert [line.startswith(f"{last} is incomplete: ") and name[:4] in line for line in told] == [True, True]
         with pytest.raises(CheckpointError, match="checkpoint-3 is not a complete checkpoint"):
             train_sft(config.model_copy(update={"resume": str(last)}))
         (last / name).write_bytes(content)
-    assert running.newest_checkpoint(config.output_dir, told.append) == last
+    assert newest_checkpoint(config.output_dir, told.append) == last
     (last / "optimizer.pt").unlink()
     told = []
     train_sft(config.model_copy(update={"resume": True}), tell=told.append)

@@ -15,7 +15,7 @@ from tests.tiny import save_tiny
 from tests.train.runs import tiny_run
 from tether.config.chat import with_now
 from tether.config.load import load_config, parse_config
-from tether.config.schema import LoraConfig
+from tether.config.model import LoraConfig
 from tether.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tether.inference.evaluate import evaluate_path
 from tether.metrics.writers import read_jsonl

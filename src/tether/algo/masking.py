@@ -36,14 +36,7 @@ def masked_var(x: Float[Tensor, "*S"], mask: Bool[Tensor, "*S"]) -> Float[Tensor
     return masked_mean((x - masked_mean(x, mask)).square(), mask)
 
 
-def whiten(
-    x: Float[Tensor, "B R"],
-    mask: Bool[Tensor, "B R"],
-    *,
-    keep_mean: bool,
-    mean: Float[Tensor, ""] | None = None,
-    var: Float[Tensor, ""] | None = None,
-) -> Float[Tensor, "B R"]:
+def whiten(x: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], *, keep_mean: bool) -> Float[Tensor, "B R"]:
     """``x`` scaled to unit variance over the entries where ``mask`` is True, in float32 or wider.
 
         y = (x − mean) / √(var + 1e−8)           keep_mean False: the result has mean 0
@@ -51,8 +44,6 @@ def whiten(
 
     Args:
         mask: True on response tokens.
-        mean: mean of all tokens whitened together, if ``x`` does not hold them all. Default: that of ``x``.
-        var: the same for the biased variance.
 
     Returns:
         The whitened entries, 0 outside ``mask``.
@@ -60,7 +51,6 @@ def whiten(
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, ``whiten`` in the published code
     """
     x = wide(x)
-    mean = masked_mean(x, mask) if mean is None else mean
-    var = masked_var(x, mask) if var is None else var
+    mean, var = masked_mean(x, mask), masked_var(x, mask)
     white = (x - mean) * torch.rsqrt(var + WHITEN_EPSILON)
     return torch.where(mask, white + mean if keep_mean else white, torch.zeros_like(x))

@@ -1,6 +1,6 @@
 """The base of every configuration section, and what several of them check."""
 
-from fractions import Fraction
+import fractions
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,6 +9,10 @@ Quantization = Literal["4bit", "8bit"]
 """How many bits the weights of linear layers are held in."""
 LARGEST_DEFAULT = 8
 """The most rows in one forward and backward pass of a process if ``train.micro_batch_size`` is left out."""
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+"""A number from 0 to 1."""
+HeldOut = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""A share that leaves something to train on."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """What the generators of Python, NumPy and torch alike can begin with."""
 
@@ -25,9 +29,9 @@ def check_warmup(ratio: float, steps: int | None) -> None:
         raise ValueError(f"warmup_ratio ({ratio:g}) and warmup_steps ({steps}) are both set: remove one of them")
 
 
-def passes_over(count: int, num_epochs: float) -> Fraction:
+def passes_over(count: int, num_epochs: float) -> fractions.Fraction:
     """The exact product of ``num_epochs`` and ``count``: 1.1 is eleven tenths, not a float."""
-    return Fraction(str(num_epochs)) * count
+    return fractions.Fraction(str(num_epochs)) * count
 
 
 def divisors(count: int, *, most: int) -> list[int]:

@@ -86,6 +86,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def one_line(doc: str | None) -> str:
+    """A docstring on one line; empty if there is none."""
     return " ".join((doc or "").split())
 
 

@@ -13,8 +13,9 @@ from tether.config import text
 from tether.config.base import Section, Seed
 from tether.config.chat import DataKeys
 from tether.config.load import checked_config, override_pairs, read_file
+from tether.config.model import LoraConfig, ModelConfig
 from tether.config.reward_stage import RewardStageConfig
-from tether.config.schema import LoraConfig, ModelConfig, RunConfig
+from tether.config.schema import RunConfig
 from tether.config.sft_stage import SftStageConfig
 from tether.errors import ConfigError
 

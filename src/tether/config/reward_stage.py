@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
+from tether.config.base import HeldOut
 from tether.config.chat import DataKeys, Sources
-from tether.config.schema import HeldOut, ModelConfig
+from tether.config.model import ModelConfig
 from tether.config.stage import StageConfig, StageTrainConfig, check_held_out, held_out_fraction
 
 

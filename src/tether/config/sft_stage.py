@@ -6,8 +6,9 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt, model_validator
 
+from tether.config.base import HeldOut
 from tether.config.chat import DataKeys, Sources
-from tether.config.schema import HeldOut, ModelConfig
+from tether.config.model import ModelConfig
 from tether.config.stage import StageConfig, check_held_out, held_out_fraction
 
 

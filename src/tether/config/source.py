@@ -11,6 +11,7 @@ from tether.config import text
 from tether.config.base import Section, check_precision
 from tether.config.chat import ChatKeys
 from tether.config.load import load_config
+from tether.config.model import ModelConfig, check_weights
 from tether.config.rewards import (
     AdapterReward,
     HttpReward,
@@ -19,7 +20,6 @@ from tether.config.rewards import (
     reward_names,
     sources_of,
 )
-from tether.config.schema import ModelConfig, check_weights
 
 
 class QueryConfig(ChatKeys):

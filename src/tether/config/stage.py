@@ -7,10 +7,19 @@ from typing import ClassVar
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from tether.config.base import LARGEST_DEFAULT, Section, Seed, check_precision, check_warmup, divisors
+from tether.config.base import (
+    LARGEST_DEFAULT,
+    Fraction,
+    HeldOut,
+    Section,
+    Seed,
+    check_precision,
+    check_warmup,
+    divisors,
+)
 from tether.config.chat import DataKeys
 from tether.config.keys import counted
-from tether.config.schema import Fraction, HeldOut, ModelConfig, check_weights
+from tether.config.model import ModelConfig, check_weights
 
 
 class StageTrainConfig(Section):

@@ -69,6 +69,7 @@ class _Entry:
 
     @property
     def formatting(self) -> Literal["alpaca", "sharegpt", "openai"]:
+        """The form of its rows."""
         return self.settings.get("formatting", "alpaca")
 
     @property
@@ -78,6 +79,7 @@ class _Entry:
 
     @property
     def is_ranking(self) -> bool:
+        """Whether its rows are preference pairs."""
         return bool(self.settings.get("ranking", False))
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from tether.config.chat import Sources, sources
+from tether.config.chat import DataKeys, Sources, sources
 from tether.data.dataset_info import check_entry, read_entry
 from tether.data.forms import given_names, is_given
 from tether.data.sources import Row, Rows, check_source, read_rows
@@ -34,6 +34,14 @@ def check_datasets(
             check_source(source, key, revision=revision)
         else:
             check_entry(dataset_dir, source, key)
+
+
+def check_named(data: DataKeys, *names: str) -> None:
+    """``check_datasets`` for the datasets under these keys of ``data``, as far as they are set."""
+    for name in names:
+        if (given := getattr(data, name)) is not None:
+            revision = data.reading(name)["revision"]
+            check_datasets(given, f"data.{name}", dataset_dir=data.dataset_dir, revision=revision)
 
 
 def read_datasets(

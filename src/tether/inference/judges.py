@@ -10,8 +10,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.config.chat import present, with_now
+from tether.config.model import LoraConfig
 from tether.config.rewards import AdapterReward, OwnModelReward, measured_norms, sources_of
-from tether.config.schema import LoraConfig, RunConfig
+from tether.config.schema import RunConfig
 from tether.config.source import QueryConfig, SourceConfig
 from tether.data.answers import answer_ids, closing_token
 from tether.data.queries import QueryFormat, encoded_prompts

@@ -223,11 +223,6 @@ class Dist:
             return None
         return next(said for said in self.gathered(own) if said is not None)
 
-    def wait(self) -> None:
-        """Waits until all processes have reached this point."""
-        with self._waiting():
-            self.accelerator.wait_for_everyone()
-
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Turns torch's errors about another process that is gone into ``LostProcess``."""

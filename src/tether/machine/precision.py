@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tether.config import launched
-from tether.config.schema import RunConfig, check_weights
+from tether.config.model import check_weights
+from tether.config.schema import RunConfig
 from tether.config.stage import StageConfig
 from tether.errors import ConfigError
 

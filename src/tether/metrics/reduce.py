@@ -43,10 +43,6 @@ class Metrics:
         """Adds entries of a maximum: −∞ if there are none, NaN if one is NaN."""
         self._add(name, "max", _largest(wide(values), mask))
 
-    def min(self, name: str, values: Values, mask: Tensor | None = None) -> None:
-        """Adds entries of a minimum: +∞ if there are none, NaN if one is NaN."""
-        self._add(name, "min", _largest(-wide(values), mask))
-
     def sum(self, name: str, x: Values) -> None:
         """Adds entries of a sum, which is also summed over processes."""
         self._add(name, "sum", wide(x).sum())
@@ -85,25 +81,24 @@ class Metrics:
 
         Args:
             reduce: sums over processes, which must all have collected the same names. Default: a single process.
-            reduce_max: takes the maximum over processes; needed with ``reduce`` if there is a maximum or minimum.
+            reduce_max: takes the maximum over processes; needed with ``reduce`` if there is a maximum.
         """
         parts = {name: _on_cpu(parts) for name, parts in self._parts.items()}
         sums = self._over({n: parts[n].sum(dim=0) for n in self._named("mean", "var", "sum")}, reduce)
         means = {n: sums[n][1] / sums[n][0] for n in self._named("mean", "var")}
         # A second round, since squares around the mean of all entries do not cancel as Σ x² − n · mean² does.
         squares = self._over({n: _squares_around(means[n], parts[n]) for n in self._named("var")}, reduce)
-        extremes, timed = self._named("max", "min"), self._named("slowest")
-        assert reduce is None or reduce_max is not None or not (extremes or timed)
+        maxima, timed = self._named("max"), self._named("slowest")
+        assert reduce is None or reduce_max is not None or not (maxima or timed)
         own = {n: parts[n].sum(dim=0) for n in timed}
         both = {n: torch.stack([x, -x]) for n, x in own.items()}
-        largest = self._over({n: parts[n].max() for n in extremes} | both, reduce_max)
+        largest = self._over({n: parts[n].max() for n in maxima} | both, reduce_max)
         results = {
             "slowest": lambda n: largest[n][0],
             "mean": lambda n: means[n],
             "var": lambda n: squares[n] / sums[n][0],
             "sum": lambda n: sums[n],
             "max": lambda n: largest[n],
-            "min": lambda n: -largest[n],
             "value": lambda n: parts[n][-1],
         }
         numbers = {name: results[reduction](name).item() for name, reduction in self._reductions.items()}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tether.config.schema import LoraConfig
+from tether.config.model import LoraConfig
 from tether.errors import ConfigError, ModelError
 from tether.models.heads import (
     ScalarHead,

@@ -60,10 +60,6 @@ def check_names(own: Collection[str], saved: Collection[str], what: str) -> None
         raise CheckpointError(f"no match for {counted(len(odd), what)}; the first is missing in {where}: {odd[0]}")
 
 
-def _copied(parameter: nn.Parameter, values: Tensor) -> None:
-    parameter.copy_(values)
-
-
 @dataclass(frozen=True)
 class Role:
     """One role: a model, its active adapter and head, and its trained parameters."""
@@ -552,7 +548,7 @@ class ModelRoles:
 
     @torch.no_grad()
     def load_state_dict(
-        self, state: Mapping[str, Tensor], fill: Callable[[nn.Parameter, Tensor], None] = _copied
+        self, state: Mapping[str, Tensor], fill: Callable[[nn.Parameter, Tensor], Any] = Tensor.copy_
     ) -> None:
         """Loads tensors of ``state_dict``, unsharded if an engine sharded them.
 

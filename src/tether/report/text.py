@@ -113,3 +113,11 @@ def duration(seconds: float) -> str:
             large, rest = divmod(total, size)
             return f"{large} {unit} {rest // small} {small_unit}" if rest // small else f"{large} {unit}"
     return f"{total} s"
+
+
+def byte_size(num_bytes: int) -> str:
+    """A number of bytes in the largest unit: ``1023 bytes``, ``512 MiB``, ``1.5 GiB``."""
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    power = min((max(num_bytes, 1).bit_length() - 1) // 10, len(units) - 1)
+    value = num_bytes / 1024**power
+    return f"{value:{'.0f' if value >= 1000 else '.3g'}} {units[power]}" if power else f"{num_bytes} bytes"

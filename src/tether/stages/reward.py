@@ -31,26 +31,35 @@ from tether.config.load import check_kind
 from tether.config.reward_stage import RewardModelConfig, RewardStageConfig
 from tether.data.answers import closing_token
 from tether.data.bad_rows import UNUSABLE
-from tether.data.joined import check_datasets
+from tether.data.joined import check_named
 from tether.data.pairs import Pair, load_pairs, pair_accuracy, split_pairs
 from tether.errors import ModelError
 from tether.machine.distributed import Dist, lost_told
 from tether.models.adapters import DEFAULT, MODULE_PREFIX, Adapter, place_adapter
-from tether.models.chat import check_template_kwargs, templated
 from tether.models.classifiers import classifier_on, load_classifier
 from tether.models.fit import is_classifier
 from tether.models.forward import is_causal, last_token_scores
 from tether.models.loading import load_causal_lm, load_config
 from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
-from tether.models.tokenizer import end_token_ids, load_generation_config, load_tokenizer
 from tether.report.read import REWARD_EVALUATION
 from tether.rewards.base import checked, score_sequences
 from tether.rewards.reading import READS_TO
-from tether.stages import running
+from tether.stages import training
+from tether.stages.begin import begin, check_stage
 from tether.stages.engine import StageEngine
-from tether.stages.running import OnProgress, Stop, Tell
-from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
+from tether.stages.run import OnProgress, Stop, Tell
+from tether.stages.same_run import Rows, check_same_data, fingerprints
+from tether.stages.start import (
+    base_of,
+    check_fit,
+    load_templated,
+    loading_options,
+    processor_of,
+    start_adapter,
+    with_lora,
+)
+from tether.stages.watch import Watch
 
 LENGTH_GROUPS = 4
 
@@ -98,15 +107,15 @@ def train_reward_model(
         TrainingError: the loss is not finite; no model is saved.
     """
     check_kind(config, RewardStageConfig, "train_reward_model", "load_config(path, section=RewardStageConfig)")
-    run = running.begin(config, "reward", check, read_now, tell)
+    run = begin(config, "reward", check, read_now, tell)
     if run.is_finished:
         return RewardStageResult(config.output_dir, {})
     config, dist, tell, precision = run.config, run.dist, run.tell, run.precision
     tokenizer, data = dist.main_first(lambda: load_data(config))
     tell(f"pairs: {data.note}")
     tell(f"the first query and its better answer: {tokenizer.decode(data.train[0].chosen_ids)!r}")
-    read = dist.each(lambda: running.fingerprints(config, data.rows))
-    dist.each(lambda: running.check_same_data(run, read))
+    read = dist.each(lambda: fingerprints(config, data.rows))
+    dist.each(lambda: check_same_data(run.checkpoint, read))
     set_seed(config.train.seed)
     before = dist.each(lambda: start_adapter(config.model))
     model = dist.each(lambda: start_model(config.model, before, precision=precision, device=dist.device))
@@ -116,7 +125,7 @@ def train_reward_model(
     if config.model.lora is not None:
         model = dist.each(lambda: adapted(model, config.model, before))
     before = None  # frees its weights, which may include full embeddings
-    with running.watched(run, read, on_progress, stop) as watch:
+    with training.watched(run, read, on_progress, stop) as watch:
         settings = model.config.get_text_config()
         uses_cache = settings.use_cache
         start = time.perf_counter()
@@ -139,15 +148,15 @@ def train_reward_model(
             return evaluations[step]
 
         with lost_told(dist.num_processes):
-            trainer = running.train(lambda: _trainer(model, tokenizer, data, evaluation, watch), run)
+            trainer = training.train(lambda: _trainer(model, tokenizer, data, evaluation, watch), run)
         if watch.interrupted is not None:
             return RewardStageResult(config.output_dir, data.counts, interrupted=watch.interrupted)
-        kept = running.keep_best(run, trainer, model)
+        kept = training.keep_best(run, trainer, model)
         settings.use_cache = uses_cache  # TRL turns it off for training, which would be saved with the model
         model.eval()
         metrics = {
             **data.counts,
-            "train_loss": dist.by_main(lambda: running.last_loss(config)),
+            "train_loss": dist.by_main(lambda: training.last_loss(config)),
             "time/train_s": time.perf_counter() - start,
         }
         last = trainer.state.global_step
@@ -164,16 +173,13 @@ def train_reward_model(
 
 def read_now(config: RewardStageConfig) -> dict[str, str]:
     """``fingerprints`` of what the run would read now."""
-    return running.fingerprints(config, load_data(config)[1].rows)
+    return fingerprints(config, load_data(config)[1].rows)
 
 
 def check(config: RewardStageConfig) -> None:
     """Raises for every mistake that can be found without loading a tokenizer or a model."""
-    running.check_stage(config, "reward")
-    for key in ("pairs", "eval_pairs"):
-        if (source := getattr(config.data, key)) is not None:
-            revision = config.data.reading(key)["revision"]
-            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir, revision=revision)
+    check_stage(config, "reward")
+    check_named(config.data, "pairs", "eval_pairs")
 
 
 @dataclass(frozen=True)
@@ -203,7 +209,7 @@ class _Data:
         return f"{len(self.train)} to train on, {len(self.held_out)} held out, {dropped}"
 
     @property
-    def rows(self) -> dict[str, running.Rows]:
+    def rows(self) -> dict[str, Rows]:
         """The training pairs and the held-out pairs."""
         both = {"data.pairs": self.train, "held-out pairs": self.held_out}
         return {name: [(p.row, (p.chosen_ids, p.rejected_ids), {}) for p in pairs] for name, pairs in both.items()}
@@ -230,16 +236,9 @@ def load_data(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data
 
 def _loaded(config: RewardStageConfig) -> tuple[PreTrainedTokenizerBase, _Data]:
     data = config.data
-    tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
-    check_template_kwargs(tokenizer, data.chat_template_kwargs)
-    generation = load_generation_config(config.model.path, revision=config.model.revision)
-    end_ids = end_token_ids(tokenizer, generation)
+    tokenizer, end_ids = load_templated(config)
     tokenizer.init_kwargs[READS_TO] = tokenizer.convert_ids_to_tokens(closing_token(tokenizer, end_ids))
-    same = {
-        "max_length": data.max_length,
-        "end_ids": end_ids,
-        **data.chat,
-    }
+    same = {"max_length": data.max_length, "end_ids": end_ids, **data.chat}
     pairs = load_pairs(data.pairs, tokenizer, **data.reading("pairs"), **same)
     train, held_out = split_pairs(pairs.pairs, data.held_out_fraction, config.train.seed)
     if data.eval_pairs is None:
@@ -329,7 +328,7 @@ def _trainer(
     tokenizer: PreTrainedTokenizerBase,
     data: _Data,
     evaluation: Callable[[int], Mapping[str, Any]],
-    watch: running.Watch,
+    watch: Watch,
 ) -> Trainer:
     """TRL's trainer, which trains the model in place.
 
@@ -342,7 +341,7 @@ def _trainer(
     from tether.stages.trl import RewardArguments
 
     evaluates, coefficient = bool(data.held_out), watch.run.config.train.center_rewards_coefficient
-    arguments = running.trainer_arguments(watch.run, len(data.train), evaluates=evaluates, kind=RewardArguments)
+    arguments = training.trainer_arguments(watch.run, len(data.train), evaluates=evaluates, kind=RewardArguments)
     trainer = RewardTrainer(
         model=model,
         args=watch.run.engine.configured(
@@ -430,6 +429,7 @@ def evaluate(
 
 
 def pair_metrics(rows: Sequence[Mapping[str, Any]], center: float = 0.0) -> dict[str, float]:
+    """The metrics of ``evaluate``; none without pairs."""
     if not rows:
         return {}
     rewards = [row[side] for row in rows for side in ("chosen", "rejected")]
@@ -486,12 +486,12 @@ def _write(
     """Writes the results of the run, all of them or none.
 
     Args:
-        full: as in ``running.save``.
+        full: as in ``training.save``.
         evaluation: result of ``evaluate`` on the model.
         last, kept: as in ``write_end``.
     """
     with written_into(output_dir) as folder:
-        running.save(model, tokenizer, folder, full)
+        training.save(model, tokenizer, folder, full)
         write_processor(processor, folder)
         (folder / REWARD_EVALUATION).write_text(json.dumps(evaluation, indent=1), encoding="utf-8")
-        running.write_end(folder, output_dir, last=last, kept=kept, evaluation=evaluation["metrics"])
+        training.write_end(folder, output_dir, last=last, kept=kept, evaluation=evaluation["metrics"])

@@ -25,18 +25,28 @@ from tether.config.sft_stage import DemonstrationsConfig, SftModelConfig, SftSta
 from tether.data.bad_rows import UNUSABLE
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.held_out import split_off
-from tether.data.joined import check_datasets
+from tether.data.joined import check_named
 from tether.errors import DataError, ModelError
 from tether.machine.distributed import lost_told
 from tether.models.adapters import DEFAULT, place_adapter
-from tether.models.chat import check_template_kwargs, templated
 from tether.models.loading import load_causal_lm
 from tether.models.preprocessing import write_processor
 from tether.models.saving import written_into
-from tether.models.tokenizer import end_at, end_token_ids, load_generation_config, load_tokenizer
-from tether.stages import running
-from tether.stages.running import OnProgress, Stop, Tell
-from tether.stages.start import base_of, check_fit, loading_options, origin, processor_of, start_adapter, with_lora
+from tether.models.tokenizer import end_at
+from tether.stages import training
+from tether.stages.begin import begin, check_stage
+from tether.stages.run import OnProgress, Stop, Tell
+from tether.stages.same_run import Rows, check_same_data, fingerprints
+from tether.stages.start import (
+    base_of,
+    check_fit,
+    load_templated,
+    loading_options,
+    processor_of,
+    start_adapter,
+    with_lora,
+)
+from tether.stages.watch import Watch
 
 IGNORED = -100
 """Label of tokens that are not trained on."""
@@ -82,30 +92,30 @@ def train_sft(
         TrainingError: the loss is not finite; no model is saved.
     """
     check_kind(config, SftStageConfig, "train_sft", "load_config(path, section=SftStageConfig)")
-    run = running.begin(config, "sft", check, read_now, tell)
+    run = begin(config, "sft", check, read_now, tell)
     if run.is_finished:
         return SftResult(config.output_dir, {})
     config, dist, tell, precision = run.config, run.dist, run.tell, run.precision
     data = dist.main_first(lambda: load_data(config))
     for line in data.notes:
         tell(line)
-    read = dist.each(lambda: running.fingerprints(config, data.rows))
-    dist.each(lambda: running.check_same_data(run, read))
+    read = dist.each(lambda: fingerprints(config, data.rows))
+    dist.each(lambda: check_same_data(run.checkpoint, read))
     set_seed(config.train.seed)
     model = dist.each(lambda: start_model(config.model, precision=precision, device=dist.device))
     processor = dist.each(lambda: processor_of(config.model, model))
-    with running.watched(run, read, on_progress, stop) as watch:
+    with training.watched(run, read, on_progress, stop) as watch:
         start = time.perf_counter()
         with _settings_kept(model), lost_told(dist.num_processes):
-            trainer = running.train(lambda: _trainer(model, data, watch), run)
+            trainer = training.train(lambda: _trainer(model, data, watch), run)
             if watch.interrupted is None and data.held_out and not _is_evaluated(trainer):
                 trainer.evaluate()
-            kept = trainer.state.global_step if watch.interrupted else running.keep_best(run, trainer, model)
+            kept = trainer.state.global_step if watch.interrupted else training.keep_best(run, trainer, model)
         if watch.interrupted is not None:
             return SftResult(config.output_dir, data.counts, watch.interrupted)
         metrics = {
             **data.counts,
-            "train_loss": dist.by_main(lambda: running.last_loss(config)),
+            "train_loss": dist.by_main(lambda: training.last_loss(config)),
             "time/train_s": time.perf_counter() - start,
             **_evaluation(trainer, kept),
         }
@@ -120,16 +130,13 @@ def train_sft(
 
 def read_now(config: SftStageConfig) -> dict[str, str]:
     """``fingerprints`` of what the run would read now."""
-    return running.fingerprints(config, load_data(config).rows)
+    return fingerprints(config, load_data(config).rows)
 
 
 def check(config: SftStageConfig) -> None:
     """Raises for every mistake that can be found without loading a tokenizer or a model."""
-    running.check_stage(config, "sft")
-    for key in ("demonstrations", "eval_demonstrations"):
-        if (source := getattr(config.data, key)) is not None:
-            revision = config.data.reading(key)["revision"]
-            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir, revision=revision)
+    check_stage(config, "sft")
+    check_named(config.data, "demonstrations", "eval_demonstrations")
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,7 @@ class SftData:
         }
 
     @property
-    def rows(self) -> dict[str, running.Rows]:
+    def rows(self) -> dict[str, Rows]:
         """The training rows and the held-out rows."""
         both = {"data.demonstrations": self.train, "held-out demonstrations": self.held_out}
         return {name: [(d.row, (d.query_ids, d.response_ids), {}) for d in each] for name, each in both.items()}
@@ -190,10 +197,7 @@ def load_data(config: SftStageConfig) -> SftData:
 
 def _loaded(config: SftStageConfig) -> SftData:
     data = config.data
-    tokenizer = templated(load_tokenizer(config.model.path, **origin(config.model)), data.chat_template)
-    check_template_kwargs(tokenizer, data.chat_template_kwargs)
-    generation = load_generation_config(config.model.path, revision=config.model.revision)
-    end_ids = end_token_ids(tokenizer, generation)
+    tokenizer, end_ids = load_templated(config)
     read = _read("demonstrations", data, tokenizer, end_ids)
     if data.eval_demonstrations is not None:
         others = _read("eval_demonstrations", data, tokenizer, end_ids)
@@ -272,14 +276,14 @@ def _settings_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
 # Training and saving
 
 
-def _trainer(model: PreTrainedModel | PeftModel, data: SftData, watch: running.Watch) -> Trainer:
+def _trainer(model: PreTrainedModel | PeftModel, data: SftData, watch: Watch) -> Trainer:
     """TRL's trainer, which trains the model in place."""
     from trl import SFTTrainer
 
     from tether.stages.trl import SftArguments
 
     evaluates = bool(data.held_out)
-    arguments = running.trainer_arguments(watch.run, len(data.train), evaluates=evaluates, kind=SftArguments)
+    arguments = training.trainer_arguments(watch.run, len(data.train), evaluates=evaluates, kind=SftArguments)
     return SFTTrainer(
         model=model,
         args=watch.run.engine.configured(SftArguments(**arguments), model),
@@ -324,13 +328,13 @@ def _write(
     """Writes the results of the run, all of them or none.
 
     Args:
-        full: as in ``running.save``.
+        full: as in ``training.save``.
         kept: number of steps that the model was trained for.
     """
     with written_into(output_dir) as folder:
-        running.save(model, tokenizer, folder, full)
+        training.save(model, tokenizer, folder, full)
         if isinstance(model, PeftModel):  # a full model's is saved with it
             model.generation_config.save_pretrained(folder)
         write_processor(processor, folder)
         ended = {"last": trainer.state.global_step, "kept": kept, "evaluation": _evaluation(trainer, kept)}
-        running.write_end(folder, output_dir, **ended)
+        training.write_end(folder, output_dir, **ended)

@@ -1,4 +1,4 @@
-"""What a stage's model starts from: a full model, or an adapter, which ``model.lora`` trains further."""
+"""What a stage starts from: a tokenizer, and a full model or an adapter, which ``model.lora`` trains further."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.config import launched
-from tether.config.schema import ModelConfig
+from tether.config.model import ModelConfig
 from tether.config.stage import StageConfig
 from tether.errors import ConfigError
 from tether.models.adapters import (
@@ -25,6 +25,7 @@ from tether.models.adapters import (
     read_adapter,
     with_adapter,
 )
+from tether.models.chat import check_template_kwargs, templated
 from tether.models.device import weight_dtype
 from tether.models.fit import (
     check_language_model,
@@ -37,11 +38,24 @@ from tether.models.fit import (
 from tether.models.loading import load_config
 from tether.models.paths import absolute_source, is_adapter, own_weights
 from tether.models.preprocessing import read_processor
+from tether.models.tokenizer import end_token_ids, load_generation_config, load_tokenizer
 
 
 def origin(config: ModelConfig) -> dict[str, Any]:
     """Revision and remote-code setting of the model, as arguments of the functions that load it."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+def load_templated(config: StageConfig) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
+    """Loads the tokenizer with the chat template of the run; also returns the tokens that end an answer.
+
+    Raises:
+        ConfigError, ModelError: it cannot be loaded, does not fit the chat template, or has no end token.
+    """
+    model, data = config.model, config.data
+    tokenizer = templated(load_tokenizer(model.path, **origin(model)), data.chat_template)
+    check_template_kwargs(tokenizer, data.chat_template_kwargs)
+    return tokenizer, end_token_ids(tokenizer, load_generation_config(model.path, revision=model.revision))
 
 
 def check_fit(

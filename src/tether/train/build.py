@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
-from tether.config.schema import ModelConfig, RunConfig, SamplingConfig
+from tether.config.schema import RunConfig, SamplingConfig
 from tether.generation.build import build_generator
 from tether.machine.distributed import Dist
 from tether.models.build import build_roles
 from tether.models.device import half_dtype
-from tether.models.gguf import gguf_source
-from tether.models.loading import load_causal_lm
 from tether.models.offload import has_own_memory
-from tether.models.paths import BASE
 from tether.models.roles import ModelRoles
-from tether.models.saving import atomic_folder
 from tether.models.stop_strings import StopStrings
-from tether.models.tokenizer import end_at, load_tokenizer, stop_token_ids
+from tether.models.tokenizer import end_at, stop_token_ids
 from tether.rewards.build import build_rewards
 from tether.train.callbacks import Callbacks
 from tether.train.display import Display, tell_sources
 from tether.train.engines.build import build_engine
+from tether.train.gguf import with_base
 from tether.train.inputs import RunData
 from tether.train.log import RunLog
 from tether.train.parts import Parts
@@ -37,16 +33,18 @@ from tether.types import RewardSource, Sampling
 def build_trainer(
     config: RunConfig,
     data: RunData,
+    dist: Dist,
+    *,
     read: Mapping[str, str],
     rewards: RewardSource | None,
     log: RunLog,
     callbacks: Sequence[TrainerCallback],
-    dist: Dist,
 ) -> PPOTrainer:
     """Loads the models and builds the trainer.
 
     Args:
         read: ``fingerprints`` of the data, models and files.
+        rewards: a reward source of the caller's own, used instead of ``config.rewards``.
     """
     set_seed((config.train.seed + dist.rank) % 2**32)
     events = Callbacks(callbacks, config, len(data.prompts.prompts))
@@ -98,33 +96,6 @@ def build_parts(config: RunConfig, data: RunData, rewards: RewardSource | None, 
         dist=dist,
         engine=engine,
     )
-
-
-def is_from_gguf(config: RunConfig) -> bool:
-    """Whether a run trains an adapter on a GGUF model, which is then saved as the base that the adapter names."""
-    return config.model.lora is not None and gguf_source(config.model.path) is not None
-
-
-def with_base(config: RunConfig) -> RunConfig:
-    """The configuration with ``model.path`` replaced by the folder that ``write_base`` wrote, if it exists."""
-    base = config.output_dir / BASE
-    if not is_from_gguf(config) or not base.is_dir():
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(base), "revision": None})})
-
-
-def write_base(model: ModelConfig, folder: Path, *, is_kept: bool) -> None:
-    """Writes a GGUF model as a plain model folder in float32: the base that a saved adapter names.
-
-    Args:
-        is_kept: whether an existing folder already belongs to this run.
-    """
-    if is_kept and folder.is_dir():
-        return
-    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    with atomic_folder(folder) as partial:
-        load_causal_lm(model.path, dtype=torch.float32, **options).save_pretrained(partial)
-        load_tokenizer(model.path, **options).save_pretrained(partial)
 
 
 def sampling_of(

@@ -52,6 +52,7 @@ from tether.models.saving import (
     verify_manifest,
 )
 from tether.report.card import write_card
+from tether.report.text import byte_size
 from tether.train.ema import PolicyAverage
 from tether.train.engines.base import Engine
 from tether.train.optim import MOMENT_BYTES, PassOptimizer
@@ -217,7 +218,7 @@ class Checkpoints:
 
     def _where(self) -> str:
         folder = self.config.output_dir
-        return f"{folder} ({_gib(shutil.disk_usage(folder).free)} free)"
+        return f"{folder} ({byte_size(shutil.disk_usage(folder).free)} free)"
 
     def _contents(self, state: RunState) -> Contents:
         """Gathers the contents of a checkpoint from all processes."""
@@ -290,9 +291,9 @@ class Checkpoints:
         free = shutil.disk_usage(self.config.output_dir).free
         if (needed := kept * size + policy) > free:
             raise ConfigError(
-                f"output_dir: {counted(kept, 'checkpoint')} of {_gib(size)} and the trained policy need "
-                f"{_gib(needed)}, {self.config.output_dir} has {_gib(free)} free. Make room, name a folder on another "
-                "disk, or keep fewer of them with train.save_total_limit"
+                f"output_dir: {counted(kept, 'checkpoint')} of {byte_size(size)} and the trained policy need "
+                f"{byte_size(needed)}, {self.config.output_dir} has {byte_size(free)} free. Make room, name a folder "
+                "on another disk, or keep fewer of them with train.save_total_limit"
             )
 
     def restore(self, path: Path) -> RunState:
@@ -320,7 +321,7 @@ class Checkpoints:
         del record["data"], record["num_processes"], record["engine"]
         saved = parse_config(record.pop("config"), RunConfig)
         sources = {name: ScoreMoments(**moments) for name, moments in record["source_moments"].items()}
-        moments = {name: ScoreMoments(**record[name]) for name in ("score_moments", "eval_moments") if name in record}
+        moments = {name: ScoreMoments(**record[name]) for name in ("score_moments", "eval_moments")}
         state = RunState(**record | moments | {"source_moments": sources})
         self._fit_memory(state, saved)
         if _criterion(self.config) != _criterion(saved) or not self._has_best(state):
@@ -505,7 +506,3 @@ def _loaded(path: Path, name: str, *, mapped: bool = False) -> Any:
         return torch.load(file, weights_only=True, map_location="cpu", mmap=mapped)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise CheckpointError(f"{file} holds more than tensors and numbers, or is not a torch file") from error
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"

@@ -66,6 +66,12 @@ def targets(
 ) -> Targets:
     """Advantages and returns of a rollout batch by the configured estimator.
 
+        r = token_rewards(score, KL)     −β·KL on every token, and the score on the last one
+        r = whiten(r)                    if ``whiten_rewards``; the mean is kept
+        A, G = gae(r, V)                 or another estimator, which needs no V and gives no G
+        A = whiten(A)                    if ``whitens_advantages``
+        A = clip(A)                      to ±``advantage_clip``, if that is set
+
     Args:
         scores: of each answer, with all rules applied.
         loss_mask: True on the tokens that take part in the losses; whitening is over these tokens.

@@ -50,8 +50,8 @@ from tether.models.saving import (
 from tether.report.card import CARD, write_card
 from tether.report.html import REPORT
 from tether.report.read import FINISHED
-from tether.train.build import is_from_gguf
 from tether.train.checkpoint import last_complete, read_state
+from tether.train.gguf import is_from_gguf
 from tether.train.guard import BAD_BATCHES
 from tether.train.inputs import RunData, check, load_data, model_paths, place_digests, resolved
 from tether.train.log import SAMPLES

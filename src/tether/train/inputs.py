@@ -19,7 +19,7 @@ from tether.config.schema import RunConfig
 from tether.data.bad_rows import DROP_THEM, UNUSABLE, BadRows
 from tether.data.demonstrations import Demonstration, DemonstrationData, load_demonstrations
 from tether.data.digest import file_digest
-from tether.data.joined import check_datasets
+from tether.data.joined import check_named
 from tether.data.prompts import PromptData, load_prompts, split_prompts
 from tether.errors import ConfigError, DataError, ModelError
 from tether.metrics.trackers import check_report_to
@@ -94,10 +94,7 @@ def check(config: RunConfig) -> None:
     if config.train.compile:
         check_compile("train.compile", default_device())
     check_template(config.data.chat_template)
-    for key in ("prompts", "eval_prompts", "ptx"):
-        if (source := getattr(config.data, key)) is not None:
-            revision = config.data.reading(key)["revision"]
-            check_datasets(source, f"data.{key}", dataset_dir=config.data.dataset_dir, revision=revision)
+    check_named(config.data, "prompts", "eval_prompts", "ptx")
     check_rewards(config.rewards)
     check_report_to(config.train.report_to)
     if (critic := config.value.init_path) is not None:

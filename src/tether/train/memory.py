@@ -14,6 +14,7 @@ from tether.config.schema import RunConfig
 from tether.errors import TrainingError
 from tether.machine.distributed import Dist
 from tether.metrics.reduce import Metrics
+from tether.report.text import byte_size
 from tether.train.optim import MOMENT_BYTES, PassOptimizer
 from tether.train.parts import Parts
 from tether.train.rollout import Answers
@@ -147,4 +148,4 @@ def _peak(dist: Dist) -> str:
     if dist.device.type != "cuda":
         return ""
     peak, total = torch.cuda.max_memory_allocated(dist.device), torch.cuda.mem_get_info(dist.device)[1]
-    return f" ({peak / 2**30:.3g} of {total / 2**30:.3g} GiB at most)"
+    return f" ({byte_size(peak)} of {byte_size(total)} at most)"

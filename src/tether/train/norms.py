@@ -84,7 +84,7 @@ def read_norms(run: Path) -> tuple[ScoreMoments, dict[str, ScoreMoments]]:
     if (state := run / STATE_DIR / STATE).is_file():
         with _readable(state):
             record = json.loads(state.read_text(encoding="utf-8"))
-            own = [ScoreMoments(**record.get(name, {})) for name in ("eval_moments", "score_moments")]
+            own = [ScoreMoments(**record[name]) for name in ("eval_moments", "score_moments")]
             return next((each for each in own if each.count), ScoreMoments()), _moments(record["source_moments"])
     path = next((folder / SCORE_NORM for folder in run_folders(run) if (folder / SCORE_NORM).is_file()), None)
     if path is None:

@@ -146,6 +146,10 @@ class PassOptimizer:
         """Advances the schedule and clears the gradients."""
         if isinstance(self.scheduler, LambdaLR):
             self.scheduler.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Clears the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def note(self, metric: float) -> None:

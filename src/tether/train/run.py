@@ -17,18 +17,19 @@ from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, lost_told
 from tether.machine.precision import check_precision
 from tether.metrics.trackers import trackers_of
-from tether.models.paths import BASE, is_adapter
+from tether.models.paths import is_adapter
 from tether.models.saving import critic_weights, policy_weights
 from tether.report.html import REPORT, write_report
 from tether.rewards.base import check_source
 from tether.rewards.build import check_sharded, try_sources
-from tether.train.build import build_trainer, is_from_gguf, write_base
+from tether.train.build import build_trainer
 from tether.train.callbacks import callbacks_of
 from tether.train.checkpoint import find_checkpoint, kept_whole, read_state
 from tether.train.display import Display, NullDisplay, check_display
 from tether.train.engines.build import build_engine
 from tether.train.engines.replicated import Alone
 from tether.train.folder import check_folder, goes_on_in, is_finished, prepare_folder, save_final, save_final_critic
+from tether.train.gguf import is_from_gguf, write_base
 from tether.train.hub import open_repository, push
 from tether.train.inputs import (
     RunData,
@@ -177,9 +178,11 @@ def open_trainer(
             if is_from_gguf(config):
                 log.phase("de-quantizing the model", 0, 1)
                 is_kept = goes_on_in(config.output_dir, checkpoint)
-                dist.by_main(lambda: write_base(config.model, config.output_dir / BASE, is_kept=is_kept))
+                dist.by_main(lambda: write_base(config, is_kept=is_kept))
             with lost_told(dist.num_processes):  # engines communicate while they take over models
-                trainer = build_trainer(config, run.data, run.read, rewards, log, callbacks, dist)
+                trainer = build_trainer(
+                    config, run.data, dist, read=run.read, rewards=rewards, log=log, callbacks=callbacks
+                )
             continues = dist.by_main(lambda: is_adapter(config.model.path, config.model.revision))
             dist.by_main(lambda: prepare_folder(config, checkpoint, continues=continues, tell=display.message))
             if checkpoint is not None:

@@ -1,11 +1,14 @@
 """Proximal policy optimization of a language model. ``PPOTrainer.step`` shows one update from start to end.
 
     rollout      the policy answers a batch of prompts
-    score        reward sources score the answers
-    experience   log-probabilities, values and the KL to the reference become advantages and returns
-    update       clipped policy and value losses over several epochs of mini-batches
+    score        reward sources score the answers                                   ``rollout.shaped_scores``
+    experience   log-probabilities, values and the KL to the reference become
+                 advantages and returns                                             ``experience.targets``
+    update       clipped policy and value losses over several epochs of
+                 mini-batches                                                       ``update.Update.losses``
 
-Formulas are in ``tether.algo``; only ``tether.models.roles`` knows which model plays which role.
+The functions on the right say what is computed; its formulas are in ``tether.algo``. docs/algorithm.md lists them all.
+Only ``tether.models.roles`` knows which model plays which role.
 """
 
 from __future__ import annotations

@@ -182,16 +182,11 @@ class Update:
         Args:
             number: index of the mini-batch within the update.
         """
-        ppo, drift, passes = self.config.ppo, Metrics(), self.passes_of(optimizer)
-        parts = [
-            algo.normaliser(item.loss_mask, how=ppo.loss_reduction, max_length=self.config.sampling.response_length)
-            for item in mini_batch
-        ]
-        normaliser = self.dist.sum(torch.stack(parts).sum()).clamp(min=1.0)
+        drift, normaliser, passes = Metrics(), self.normaliser(mini_batch), self.passes_of(optimizer)
+        trains_policy = not self.is_warming_up and any(POLICY in pass_.trains for pass_ in passes)
         # Largest first: one that does not fit is noticed at once, and later ones fit into the memory that it leaves.
         learned = sorted((item for item in mini_batch if item.takes_part), key=num_places, reverse=True)
-        acts = not self.is_warming_up and any(POLICY in pass_.trains for pass_ in passes)
-        shown, num_tokens = self.own_demonstrations(number) if self.demonstrations and acts else ([], 0.0)
+        shown, num_tokens = self.own_demonstrations(number) if self.demonstrations and trains_policy else ([], 0.0)
         if not (learned or shown):
             return Gradients.EMPTY
         self.engine.expect({p.name: len(learned) + len(shown) * (POLICY in p.trains) for p in passes})
@@ -208,7 +203,16 @@ class Update:
             return Gradients.OVERFLOWED
         self.guard.check_gradients(are_finite, self.answers, mini_batch)
         optimizer.unscale()
-        return Gradients.TOO_FAR if acts and self.is_too_far(drift) else Gradients.FIT
+        return Gradients.TOO_FAR if trains_policy and self.is_too_far(drift) else Gradients.FIT
+
+    def normaliser(self, mini_batch: list[Experience]) -> Tensor:
+        """The denominator of the mini-batch loss: over all of its micro-batches, in all processes."""
+        ppo = self.config.ppo
+        parts = [
+            algo.normaliser(item.loss_mask, how=ppo.loss_reduction, max_length=self.config.sampling.response_length)
+            for item in mini_batch
+        ]
+        return self.dist.sum(torch.stack(parts).sum()).clamp(min=1.0)
 
     def accumulate(
         self,
@@ -220,7 +224,13 @@ class Update:
         *,
         is_first: bool,
     ) -> None:
-        """Runs a pass on one micro-batch and adds the gradient of its share of the mini-batch loss."""
+        """Runs a pass on one micro-batch and adds the gradient of its share of the mini-batch loss.
+
+            loss = Σ (L_policy + β L_KL − c H + v L_value) / N
+
+        over the tokens of all micro-batches, with the parts that the pass computes. N is the ``normaliser``, β the
+        coefficient of a KL in the loss, c ``ppo.entropy_coef`` and v the weight of a shared optimizer.
+        """
         ppo = self.config.ppo
         with_entropy = ppo.entropy_coef > 0 and POLICY in pass_.trains
         with pass_(item.batch, temperature=self.config.sampling.temperature, with_entropy=with_entropy) as new:

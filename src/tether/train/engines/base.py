@@ -66,6 +66,12 @@ def by_model(roles: Iterable[Role]) -> dict[nn.Module, list[Role]]:
     return found
 
 
+def forget(parameters: Iterable[nn.Parameter]) -> None:
+    """Clears the gradients of parameters: without one, a parameter and its moments do not change in a step."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
 def kept_by_main(
     tensors: Mapping[str, Tensor], gather: Callable[[str, Tensor], Tensor], dist: Dist
 ) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from tether.errors import ConfigError
 from tether.machine.distributed import Dist
 from tether.models.layers import transformer_layers
 from tether.models.roles import POLICY, Host, ModelRoles
-from tether.train.engines.base import Hosted, all_together, by_model, kept_by_main, refuse_few_bits
+from tether.train.engines.base import Hosted, all_together, by_model, forget, kept_by_main, refuse_few_bits
 from tether.train.engines.in_step import forwards_in_step
 from tether.train.optim import PassOptimizer, are_finite
 
@@ -126,9 +126,8 @@ class FullySharded:
             loss.backward()
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clears their gradients: without a gradient, a parameter and its moments do not change."""
-        for parameter in parameters:
-            parameter.grad = None
+        """Clears their gradients."""
+        forget(parameters)
 
     def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
         """Checks this process's part of every gradient."""
@@ -152,7 +151,7 @@ class FullySharded:
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
         """Discards the gradients, and frees what was gathered for a backward pass that did not take place."""
         for optimizer in optimizers:
-            optimizer.optimizer.zero_grad(set_to_none=True)
+            optimizer.drop_gradients()
         self._begin_anew()
 
     def _begin_anew(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tether.config.schema import RunConfig
 from tether.machine.distributed import Dist, lost_told
 from tether.models.roles import Host, ModelRoles, Pass, directly
-from tether.train.engines.base import Hosted, all_together
+from tether.train.engines.base import Hosted, all_together, forget
 from tether.train.optim import PassOptimizer, all_finite
 
 
@@ -44,9 +44,8 @@ class Alone:
         loss.backward()
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clears their gradients: without a gradient, a parameter and its moments do not change."""
-        for parameter in parameters:
-            parameter.grad = None
+        """Clears their gradients."""
+        forget(parameters)
 
     def are_finite(self, optimizers: list[PassOptimizer]) -> bool:
         """Checks every gradient."""
@@ -65,7 +64,7 @@ class Alone:
     def drop_gradients(self, optimizers: list[PassOptimizer]) -> None:
         """Discards the gradients."""
         for optimizer in optimizers:
-            optimizer.optimizer.zero_grad(set_to_none=True)
+            optimizer.drop_gradients()
 
     def whole(self) -> AbstractContextManager[None]:
         """All weights are already in this process."""

@@ -23,6 +23,7 @@ from transformers import (
     DataCollatorWithPadding,
     EarlyStoppingCallback,
     Gemma3TextConfig,
+    PhimoeConfig,
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
@@ -1235,3 +1236,12 @@ def test_messages_and_gpt2(tmp_path):
     made.save_model()
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
+
+
+def test_a_router_among_the_targets_of_an_adapter_is_refused(tmp_path):
+    """It has the type of a linear layer, and would fail in PEFT at the first token."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = AutoModelForCausalLM.from_config(PhimoeConfig(**sizes, **heads, eos_token_id=EOS))
+    with pytest.raises(ConfigError, match=r"^peft_config\.target_modules: all-linear includes .*a PhimoeTopKRouter"):
+        trainer(tmp_path, model=model, peft_config=LoraConfig(target_modules="all-linear"))

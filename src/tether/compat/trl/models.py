@@ -23,6 +23,7 @@ from tether.models.adapters import (
     Adapter,
     adapter_parameters,
     changed_config,
+    check_linear,
     check_shareable,
     with_adapter,
 )
@@ -153,6 +154,8 @@ class Models:
             if not isinstance(self.peft_config, PeftConfig):
                 raise ConfigError(f"peft_config: got {type(self.peft_config).__name__}, wanted a peft.LoraConfig")
             _check_lora(self.peft_config, "peft_config")
+            if self.peft_config.target_modules is not None:
+                check_linear(self.policy, self.peft_config.target_modules, "peft_config.target_modules")
         elif isinstance(self.policy, PeftModel):
             self._check_names()
             _check_lora(self.policy.peft_config[self.policy_adapter], "model")

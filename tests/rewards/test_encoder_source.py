@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import BertForSequenceClassification, FNetConfig, FNetForSequenceClassification
 
 from tests.rewards.batches import text_batch
 from tests.rewards.encoders import ENCODERS, POSITIONS, encoder_tokenizer, plain_score, save_encoder
-from tether.errors import RewardError
+from tether.errors import ModelError, RewardError
 from tether.models.classifiers import load_reward_model, reads_last_token
 from tether.models.tokenizer import load_tokenizer
 from tether.rewards.encoder import EncoderSource, position_limit
@@ -154,6 +155,37 @@ def test_a_classifier_that_cannot_be_tested_gets_its_texts_one_at_a_time(tmp_pat
     expected = [plain_score(tmp_path, prompt + answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
     scores = source(tmp_path, batch_size=3).score(text_batch(*ANSWERS, prompts=PROMPTS)).scores
     assert scores == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("writes", ["no end", "several ends"])
+def test_a_classifier_that_pools_at_the_end_token_reads_texts_with_none_and_with_several(tmp_path, writes):
+    save_encoder(tmp_path, "bart")
+    tokenizer = encoder_tokenizer("bart")
+    if writes == "no end":
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B")
+    else:
+        tokenizer.chat_template = "{{ '<s>' }}{% for m in messages %}{{ ' ' + m.content + ' </s>' }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    batch = text_batch(*ANSWERS, prompts=PROMPTS)
+    texts = [f"{prompt}{answer} </s>" for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    if writes == "several ends":
+        turns = [[*CHAT[0], *CHAT[1]], CHAT[1], CHAT[2]]
+        batch = replace(batch, conversations=turns)
+        said = [[*(m["content"] for m in chat), answer] for chat, answer in zip(turns, ANSWERS, strict=True)]
+        texts = ["".join(f"{text} </s>" for text in texts).removesuffix("</s>") for texts in said]
+    expected = [plain_score(tmp_path, text) for text in texts]
+    judge = source(tmp_path, batch_size=3)
+    assert judge.score(batch).scores == pytest.approx(expected, abs=1e-5)
+    assert judge.batch_size == (3 if writes == "no end" else 1)
+
+
+def test_a_classifier_that_pools_at_an_end_token_must_say_which(tmp_path):
+    save_encoder(tmp_path, "bart")
+    model = load_reward_model(str(tmp_path))
+    model.config.eos_token_id = None
+    with pytest.raises(ModelError, match="reward judge: BartForSequenceClassification scores a text at its end token"):
+        EncoderSource(model, encoder_tokenizer("bart"), name="judge", input_format="auto", batch_size=1,
+                      max_length=None, device="cpu")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ENCODERS)

@@ -26,7 +26,8 @@ from transformers import (
 from tests.tiny import WORDS
 
 Encoder = Literal["bert", "roberta", "deberta", "bart"]
-ENCODERS: tuple[Encoder, ...] = ("bert", "roberta", "deberta", "bart")
+ENCODERS: tuple[Encoder, ...] = ("bert", "roberta", "deberta")
+WITH_DECODER: tuple[Encoder, ...] = (*ENCODERS, "bart")
 POSITIONS = 40
 BART = ("vocab_size", "max_position_embeddings", "num_labels")
 """Sizes that BART's configuration calls as the others' do."""

@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertForSequenceClassification, FNetConfig, FNetForSequenceClassification
 
 from tests.rewards.batches import text_batch
-from tests.rewards.encoders import ENCODERS, POSITIONS, encoder_tokenizer, plain_score, save_encoder
+from tests.rewards.encoders import POSITIONS, WITH_DECODER, encoder_tokenizer, plain_score, save_encoder
 from tether.errors import ModelError, RewardError
 from tether.models.classifiers import load_reward_model, reads_last_token
 from tether.models.tokenizer import load_tokenizer
@@ -24,7 +24,7 @@ def source(folder, **options):
     return EncoderSource(load_reward_model(str(folder)), load_tokenizer(str(folder)), **options)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", WITH_DECODER)
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("form", ["auto", "joined", "pair", "response"])
 def test_scores_are_those_of_the_classifiers_own_forward_on_each_text(tmp_path, kind, batch_size, form):
@@ -42,7 +42,7 @@ def test_scores_are_those_of_the_classifiers_own_forward_on_each_text(tmp_path, 
     assert judge.score(text_batch(*ANSWERS, prompts=PROMPTS)).scores == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", WITH_DECODER)
 def test_conversations_are_joined_paired_or_left_out_as_asked(tmp_path, kind):
     save_encoder(tmp_path, kind)
     batch = replace(text_batch(*ANSWERS, prompts=PROMPTS), conversations=CHAT)
@@ -74,7 +74,7 @@ def test_a_template_of_its_own_gets_the_familys_special_tokens_once(tmp_path, ki
     assert source(tmp_path).score(batch).scores == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", WITH_DECODER)
 @pytest.mark.parametrize("form", ["auto", "pair", "response"])
 def test_special_tokens_that_were_typed_are_characters_unless_asked_for(tmp_path, kind, form):
     """A name in two pieces, neither of which the vocabulary knows, stands for each; token types are as ever."""
@@ -188,7 +188,7 @@ def test_a_classifier_that_pools_at_an_end_token_must_say_which(tmp_path):
                       max_length=None, device="cpu")  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", WITH_DECODER)
 def test_a_classifier_that_ignores_padding_reads_whole_batches(tmp_path, kind):
     save_encoder(tmp_path, kind)
     assert source(tmp_path, batch_size=3).batch_size == 3

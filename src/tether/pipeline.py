@@ -260,7 +260,7 @@ def _clear_later(pipeline: Pipeline) -> None:
     """Removes what an earlier run wrote to the folders of all stages but the first: a pipeline that is stopped before
     they begin must not find them finished later, or resume from checkpoints of models that no longer exist."""
     for config in list(pipeline.stages.values())[1:]:
-        if not config.output_dir.is_dir() or not any(config.output_dir.iterdir()):
+        if running.is_empty(config.output_dir):
             continue
         if isinstance(config, RunConfig):
             with claimed(config.output_dir):
@@ -333,7 +333,7 @@ def _other_contents(config: Any, changed: Sequence[str], folder: Path) -> list[s
 def _ready(config: Any, state: State) -> Any:
     """The stage as it is to run: from the start, or from its newest complete checkpoint."""
     folder = config.output_dir
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if running.is_empty(folder):
         return config
     if state == "begun" and _has_checkpoint(config):
         return config.model_copy(update={"resume": True})

@@ -17,6 +17,7 @@ from tether.errors import ConfigError, RewardResponseError
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
+from tether.models.saving import save_policy
 from tether.report.html import write_report
 from tether.train.run import open_trainer, train_policy
 from tether.train.trainer import PPOTrainer
@@ -123,6 +124,16 @@ def test_phases_by_hand_share_their_metrics(tmp_path):
         optimizers = trainer.update(trainer.experience(answers, judged, metrics), answers, metrics)
         with pytest.raises(ConfigError, match=r"^finish: got metrics without those of score; wanted the same .*"):
             trainer.finish(metrics, moments, optimizers)
+
+
+def test_a_policy_is_saved_to_no_file(tmp_path):
+    """transformers logs an error and goes on without a model."""
+    (tmp_path / "file").write_text("mine")
+    with (
+        open_trainer(tiny_run(tmp_path)) as trainer,
+        pytest.raises(ConfigError, match=r"^output folder: .*file is a file"),
+    ):
+        save_policy(trainer.roles, trainer.parts.tokenizer, tmp_path / "file")
 
 
 def test_scores_by_hand_are_checked(tmp_path):

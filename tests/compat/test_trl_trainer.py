@@ -932,6 +932,15 @@ def test_files_that_no_run_wrote_are_not_written_over(tmp_path, name):
     assert (tmp_path / "out" / name).read_text() == "mine: 1\n"
 
 
+def test_files_are_no_folders_to_write_to(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ConfigError, match=r"^PPOConfig\.output_dir: .*out is a file; name a folder$"):
+        trainer(tmp_path)
+    (tmp_path / "out").rename(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"^output_dir: .*file is a file; name a folder$"):
+        trainer(tmp_path).save_model(tmp_path / "file")
+
+
 def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
     made = trainer(tmp_path)
 

@@ -54,7 +54,7 @@ from tether.machine.distributed import Dist, met_by_all
 from tether.machine.precision import check_precision
 from tether.metrics.reduce import improves
 from tether.metrics.trackers import Trackers, check_report_to, trackers_of
-from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, write_whole
+from tether.metrics.writers import JsonlWriter, read_jsonl, truncate_after, unfinished, write_whole
 from tether.models.chat import check_template
 from tether.models.checkpoints import METRICS, check_models_kept, holds_run, list_checkpoints, way_on
 from tether.models.device import half_dtype
@@ -165,7 +165,7 @@ def check_folder(config: StageConfig) -> None:
     folder = config.output_dir
     check_can_be_made(folder, "output_dir")
     check_models_kept(folder, {"model.path": config.model.path})
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if is_empty(folder):
         return
     is_run = _is_run(folder, type(config))
     if not (config.overwrite_output_dir or config.resume or (is_run and not _has_trained(folder))):
@@ -175,6 +175,11 @@ def check_folder(config: StageConfig) -> None:
         )
     if not is_run:
         raise ConfigError(f"output_dir: {folder} holds something other than a run of this command; choose another")
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a run in the folder has written nothing, or was killed while it wrote its first file."""
+    return not folder.is_dir() or not set(folder.iterdir()) - {unfinished(folder / CONFIG_FILE)}
 
 
 def _has_trained(folder: Path) -> bool:
@@ -515,13 +520,15 @@ def clear(config: StageConfig) -> None:
 
 def _mark(config: StageConfig) -> None:
     """Marks an empty ``output_dir`` as this run's, even if the run ends before its folder is prepared."""
-    if not any(config.output_dir.iterdir()):
+    if is_empty(config.output_dir):
         _write_config(config)
 
 
 def _prepare(config: StageConfig, checkpoint: Path | None) -> None:
     folder = config.output_dir
     remove_unfinished(folder, lambda name: name == FINAL)
+    for name in (METRICS, FINGERPRINTS_FILE):
+        unfinished(folder / name).unlink(missing_ok=True)
     if checkpoint is None:
         for path in list_checkpoints(folder):
             shutil.rmtree(path)

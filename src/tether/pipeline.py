@@ -30,7 +30,7 @@ from tether.stages import sft as sft_stage
 from tether.stages.begin import as_launched, check_launch
 from tether.stages.checkpoints import newest_checkpoint
 from tether.stages.engine import stage_engine
-from tether.stages.folder import check_folder, clear
+from tether.stages.folder import check_folder, clear, is_empty
 from tether.stages.reward import RewardStageResult, train_reward_model
 from tether.stages.sft import SftResult, train_sft
 from tether.stages.watch import check_same_engine
@@ -268,7 +268,7 @@ def _clear_later(pipeline: Pipeline) -> None:
     """Removes what an earlier run wrote to the folders of all stages but the first: a pipeline that is stopped before
     they begin must not find them finished later, or resume from checkpoints of models that no longer exist."""
     for config in list(pipeline.stages.values())[1:]:
-        if not config.output_dir.is_dir() or not any(config.output_dir.iterdir()):
+        if is_empty(config.output_dir):
             continue
         if isinstance(config, RunConfig):
             with claimed(config.output_dir):
@@ -341,7 +341,7 @@ def _other_contents(config: Any, changed: Sequence[str], folder: Path) -> list[s
 def _ready(config: Any, state: State) -> Any:
     """The stage as it is to run: from the start, or from its newest complete checkpoint."""
     folder = config.output_dir
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if is_empty(folder):
         return config
     if state == "begun" and _has_checkpoint(config):
         return config.model_copy(update={"resume": True})

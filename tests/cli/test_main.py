@@ -373,6 +373,18 @@ class TestCalls:
         assert main(["generate", "m", "--prompts", "p.jsonl", option]) == 2
         assert option.split("=")[0] in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("option", "told"),
+        [
+            ("--response_length=1.5", "got 1.5, wanted a whole number above 0"),
+            ("--max_prompt_length=many", "got many, wanted a whole number above 0"),
+            ("--temperature=hot", "got hot, wanted a number of at least 0"),
+        ],
+    )
+    def test_what_is_no_number_is_told_as_one_out_of_range(self, option, told, capsys):
+        assert main(["generate", "m", "--prompts", "p.jsonl", option]) == 2
+        assert f"argument {option.split('=')[0]}: {told}" in capsys.readouterr().err
+
     def test_an_interrupted_demo_ends_with_130(self, monkeypatch):
         calls = []
 

@@ -13,10 +13,12 @@ from tether.cli.main import main
 from tether.config import keys
 from tether.config.load import dump_config, load_config
 from tether.config.schema import RunConfig
-from tether.errors import RewardResponseError
+from tether.errors import ConfigError, RewardResponseError
 from tether.metrics.reduce import Metrics
 from tether.metrics.writers import read_jsonl
 from tether.models.loading import load_causal_lm
+from tether.models.saving import save_policy
+from tether.report.html import write_report
 from tether.train.run import open_trainer, train_policy
 from tether.train.trainer import PPOTrainer
 from tether.types import RewardOutput
@@ -98,6 +100,40 @@ def test_answers_from_elsewhere_are_like_those_of_a_rollout(example, tmp_path):
         assert [prompt.token_ids for prompt in made.prompts] == queries
         theirs, mine = trainer.micro_batches(answers), trainer.micro_batches(made)
         assert [batch.token_ids.tolist() for batch in mine] == [batch.token_ids.tolist() for batch in theirs]
+
+
+def test_a_loop_by_hand_need_not_time_its_updates(tmp_path):
+    with open_trainer(tiny_run(tmp_path)) as trainer:
+        metrics = Metrics()
+        answers = trainer.rollout(metrics)
+        judged, moments = trainer.score(answers, metrics)
+        optimizers = trainer.update(trainer.experience(answers, judged, metrics), answers, metrics)
+        values = trainer.finish(metrics, moments, optimizers)
+        trainer.record(values)
+        assert values.keys().isdisjoint({"eps", "time/step_s", "time/rest_s"})
+        assert values.keys() >= {"objective/scores", "time/update_s", "speed/update", "episode"}
+    assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1]
+    assert write_report(tmp_path / "out").is_file()
+
+
+def test_phases_by_hand_share_their_metrics(tmp_path):
+    with open_trainer(tiny_run(tmp_path)) as trainer:
+        answers = trainer.rollout(Metrics())
+        judged, moments = trainer.score(answers, Metrics())
+        metrics = Metrics()
+        optimizers = trainer.update(trainer.experience(answers, judged, metrics), answers, metrics)
+        with pytest.raises(ConfigError, match=r"^finish: got metrics without those of score; wanted the same .*"):
+            trainer.finish(metrics, moments, optimizers)
+
+
+def test_a_policy_is_saved_to_no_file(tmp_path):
+    """transformers logs an error and goes on without a model."""
+    (tmp_path / "file").write_text("mine")
+    with (
+        open_trainer(tiny_run(tmp_path)) as trainer,
+        pytest.raises(ConfigError, match=r"^output folder: .*file is a file"),
+    ):
+        save_policy(trainer.roles, trainer.parts.tokenizer, tmp_path / "file")
 
 
 def test_scores_by_hand_are_checked(tmp_path):

@@ -23,6 +23,7 @@ from transformers import (
     DataCollatorWithPadding,
     EarlyStoppingCallback,
     Gemma3TextConfig,
+    PhimoeConfig,
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
@@ -443,6 +444,64 @@ def test_a_wrapped_classifier_scores_as_the_classifier_does(tmp_path):
     made.train()
     row = made.state.log_history[0]
     assert row["rewards/llama-1"] == pytest.approx(row["rewards/Wrapped"], abs=1e-5)
+
+
+class OwnCritic(torch.nn.Module):
+    """A critic as TRL's trainer asks for it: a backbone, and a head of two layers."""
+
+    base_model_prefix = "trunk"
+
+    def __init__(self, trunk):
+        super().__init__()
+        self.trunk, self.unused = trunk, torch.nn.Linear(4, 4)
+        self.score = scores_of_two_layers()
+
+
+def scores_of_two_layers():
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Dropout(0.5), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_module_of_the_scripts_own_may_be_the_critic(tmp_path, bf16):
+    """And a classifier whose head is no single layer may be it, and the judge, with the same results."""
+    judge = classifier(tmp_path)
+    judge.score = scores_of_two_layers()
+    of_judge, as_classifier, critic = tensors(judge), copy.deepcopy(judge), OwnCritic(classifier(tmp_path).model)
+
+    def run(value, **given):
+        made = trainer(
+            tmp_path, args=arguments(tmp_path, save_steps=1, bf16=bf16), value_model=value, reward_model=judge
+        )
+        made.train(**given)
+        assert made.value_model is value is made.model.value_model
+        return [timeless(row) for row in made.state.log_history]
+
+    before = tensors(critic)
+    assert run(as_classifier) == run(critic)
+    assert {name.split(".")[0] for name in changed(before, critic)} == {"trunk", "score"}
+    assert not changed(of_judge, judge)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    again = OwnCritic(classifier(tmp_path).model)
+    run(again, resume_from_checkpoint=True)
+    assert changed(tensors(critic), again) == {"unused.weight", "unused.bias"}  # neither trunk nor score
+
+
+def test_a_head_that_makes_no_number_of_a_state_is_refused(tmp_path):
+    critic, without, headless = (OwnCritic(classifier(tmp_path).model) for _ in range(3))
+    critic.score, headless.score = torch.nn.Linear(16, 3), None
+    without.trunk = torch.nn.Linear(4, 4)
+    narrow, pair = classifier(tmp_path), classifier(tmp_path)
+    narrow.score, pair.score = torch.nn.Sequential(torch.nn.Linear(8, 1)), torch.nn.Sequential(torch.nn.Linear(16, 2))
+    for given, message in (
+        ({"value_model": critic}, "value_model: got a classifier with 3 labels, wanted a sequence classifier"),
+        ({"value_model": headless}, "value_model: got OwnCritic, wanted a sequence classifier .*, or a module with b"),
+        ({"value_model": without}, "value_model: got OwnCritic with a Linear as backbone, wanted .* a model of transf"),
+        ({"value_model": narrow}, r"value_model: the score of LlamaForSeq.* gives RuntimeError: .*\[2, 1\]"),
+        ({"reward_model": pair}, r"reward_model: the score of Llama.* gives values of shape \[2, 2\] .* \[2, 16\]"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trainer(tmp_path, **given)
 
 
 def test_judge_and_critic_may_be_in_pefts_wrapper(tmp_path):
@@ -873,6 +932,15 @@ def test_files_that_no_run_wrote_are_not_written_over(tmp_path, name):
     assert (tmp_path / "out" / name).read_text() == "mine: 1\n"
 
 
+def test_files_are_no_folders_to_write_to(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ConfigError, match=r"^PPOConfig\.output_dir: .*out is a file; name a folder$"):
+        trainer(tmp_path)
+    (tmp_path / "out").rename(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"^output_dir: .*file is a file; name a folder$"):
+        trainer(tmp_path).save_model(tmp_path / "file")
+
+
 def test_a_stopped_run_does_not_go_on_to_save(tmp_path):
     made = trainer(tmp_path)
 
@@ -1177,3 +1245,12 @@ def test_messages_and_gpt2(tmp_path):
     made.save_model()
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
+
+
+def test_a_router_among_the_targets_of_an_adapter_is_refused(tmp_path):
+    """It has the type of a linear layer, and would fail in PEFT at the first token."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = AutoModelForCausalLM.from_config(PhimoeConfig(**sizes, **heads, eos_token_id=EOS))
+    with pytest.raises(ConfigError, match=r"^peft_config\.target_modules: all-linear includes .*a PhimoeTopKRouter"):
+        trainer(tmp_path, model=model, peft_config=LoraConfig(target_modules="all-linear"))

@@ -54,6 +54,42 @@ def test_alpaca_columns_by_default(entry):
     assert second["prompt"] == [user("you")]
 
 
+@pytest.mark.parametrize(("part", "column"), [("query", "context"), ("response", "output"), ("system", "s")])
+def test_a_column_that_no_row_has_is_told(entry, part, column):
+    """Prompts would lose their input, or all answers be left out."""
+    rows = [{"instruction": "the cat", "input": "sees", "completion": "a dog"}]
+    columns = {"prompt": "instruction", part: column}
+    told = rf"^k: d in .*: columns\.{part} is {column}, which no row of .*rows\.json has; its columns are: inst"
+    with pytest.raises(DataError, match=told):
+        read_entry(entry(rows, columns=columns), "d", "k")
+
+
+def test_one_row_may_lack_what_others_have(entry):
+    rows = [{"instruction": "the cat", "context": "sees", "output": "a dog"}, {"instruction": "you", "output": "run"}]
+    columns = {"prompt": "instruction", "query": "context", "response": "output"}
+    assert read_entry(entry(rows, columns=columns), "d", "k").rows[1]["prompt"] == [user("you")]
+
+
+@pytest.mark.parametrize("formatting", ["alpaca", "sharegpt"])
+def test_the_answer_is_that_of_the_column_that_the_entry_names(entry, formatting):
+    """Not that of a column that has our own name for answers."""
+    row = {"instruction": "the cat", "output": "a dog", "completion": "is nice"}
+    if formatting == "sharegpt":
+        turns = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "a dog"}]
+        row = {"conversations": turns, "completion": "is nice"}
+    tokenizer = tiny_tokenizer()
+    options = {"split": "train", "max_length": 50, "end_ids": {EOS}, "key": "k"}
+    folder = entry([row], formatting=formatting)
+    (made,) = load_demonstrations("d", tokenizer, dataset_dir=folder, **options, **CHAT).demonstrations
+    assert tokenizer.decode(made.response_ids, skip_special_tokens=True) == "a dog"
+
+
+def test_a_dataset_that_the_file_describes_twice_is_told(tmp_path):
+    (tmp_path / "dataset_info.json").write_text('{"d": {"file_name": "a.json"}, "d": {"file_name": "b.json"}}')
+    with pytest.raises(DataError, match=r"^data\.dataset_dir: .*dataset_info\.json has 'd' several times"):
+        check_entry(str(tmp_path), "d", "k")
+
+
 def test_alpaca_columns_under_their_own_names_with_history_and_system(entry):
     rows = [{"q": "the cat", "a": "a dog", "s": "be nice", "h": [["one", "two"], ["red", "blue"]]}]
     columns = {"prompt": "q", "response": "a", "system": "s", "history": "h"}

@@ -11,6 +11,9 @@ def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path):
     with pytest.raises(ConfigError, match="holds policy, not written by an earlier demo"):
         run.run_demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=r"^--output: .*file is a file; name a folder$"):
+        run.run_demo(tmp_path / "file")
 
 
 def test_missing_judge_is_named(tmp_path, monkeypatch):

@@ -294,6 +294,10 @@ def test_merging_an_adapter_makes_a_plain_folder(tmp_path, reward):
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
     with pytest.raises(ConfigError, match="already exists"):
         merge_adapter(str(adapter), tmp_path / "merged")
+    (tmp_path / "file").write_text("mine")
+    for place in ("file", "file/merged"):
+        with pytest.raises(ConfigError, match=r"^output folder: .*file is a file; name a folder$"):
+            merge_adapter(str(adapter), tmp_path / place)
     with pytest.raises(ModelError, match="wanted the folder of a PEFT adapter"):
         merge_adapter(str(base), tmp_path / "other")
 

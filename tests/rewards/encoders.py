@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BartConfig,
     BertConfig,
     DebertaV2Config,
     PreTrainedConfig,
@@ -24,9 +25,12 @@ from transformers import (
 
 from tests.tiny import WORDS
 
-Encoder = Literal["bert", "roberta", "deberta"]
+Encoder = Literal["bert", "roberta", "deberta", "bart"]
 ENCODERS: tuple[Encoder, ...] = ("bert", "roberta", "deberta")
+WITH_DECODER: tuple[Encoder, ...] = (*ENCODERS, "bart")
 POSITIONS = 40
+BART = ("vocab_size", "max_position_embeddings", "num_labels")
+"""Sizes that BART's configuration calls as the others' do."""
 
 _SPECIAL = {"bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]"), "roberta": ("<s>", "<pad>", "</s>", "<unk>")}
 _PAIR = {"bert": "[CLS] $A [SEP] $B:1 [SEP]:1", "roberta": "<s> $A </s> </s> $B </s>"}
@@ -34,7 +38,7 @@ _PAIR = {"bert": "[CLS] $A [SEP] $B:1 [SEP]:1", "roberta": "<s> $A </s> </s> $B 
 
 def encoder_tokenizer(kind: Encoder) -> PreTrainedTokenizerBase:
     """The words of ``tests.tiny`` in reverse order after the family's special tokens; BERT's also types two texts."""
-    family = "roberta" if kind == "roberta" else "bert"
+    family = "roberta" if kind in ("roberta", "bart") else "bert"
     special = _SPECIAL[family]
     first, last = (special[0], special[2]) if family == "roberta" else special[2:]
     vocabulary = {token: i for i, token in enumerate((*special, *reversed(WORDS)))}
@@ -71,6 +75,11 @@ def encoder_config(kind: Encoder, *, num_labels: int = 1) -> PreTrainedConfig:
     }
     if kind == "bert":
         return BertConfig(**shared)
+    if kind == "bart":
+        layers = {name: 2 for name in ("encoder_layers", "decoder_layers")}
+        heads = {name: 2 for name in ("encoder_attention_heads", "decoder_attention_heads")}
+        sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "init_std": 0.3}
+        return BartConfig(**layers, **heads, **sizes, **{k: v for k, v in shared.items() if k in BART})
     if kind == "roberta":
         return RobertaConfig(pad_token_id=1, type_vocab_size=1, **shared)
     relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}

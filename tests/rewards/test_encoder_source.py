@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import BertForSequenceClassification, FNetConfig, FNetForSequenceClassification
 
 from tests.rewards.batches import text_batch
-from tests.rewards.encoders import ENCODERS, POSITIONS, encoder_tokenizer, plain_score, save_encoder
-from tether.errors import RewardError
+from tests.rewards.encoders import POSITIONS, WITH_DECODER, encoder_tokenizer, plain_score, save_encoder
+from tether.errors import ModelError, RewardError
 from tether.models.classifiers import load_reward_model, reads_last_token
 from tether.models.tokenizer import load_tokenizer
 from tether.rewards.encoder import EncoderSource, position_limit
@@ -23,7 +24,7 @@ def source(folder, **options):
     return EncoderSource(load_reward_model(str(folder)), load_tokenizer(str(folder)), **options)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", WITH_DECODER)
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("form", ["auto", "joined", "pair", "response"])
 def test_scores_are_those_of_the_classifiers_own_forward_on_each_text(tmp_path, kind, batch_size, form):
@@ -41,7 +42,7 @@ def test_scores_are_those_of_the_classifiers_own_forward_on_each_text(tmp_path, 
     assert judge.score(text_batch(*ANSWERS, prompts=PROMPTS)).scores == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", WITH_DECODER)
 def test_conversations_are_joined_paired_or_left_out_as_asked(tmp_path, kind):
     save_encoder(tmp_path, kind)
     batch = replace(text_batch(*ANSWERS, prompts=PROMPTS), conversations=CHAT)
@@ -73,7 +74,7 @@ def test_a_template_of_its_own_gets_the_familys_special_tokens_once(tmp_path, ki
     assert source(tmp_path).score(batch).scores == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", WITH_DECODER)
 @pytest.mark.parametrize("form", ["auto", "pair", "response"])
 def test_special_tokens_that_were_typed_are_characters_unless_asked_for(tmp_path, kind, form):
     """A name in two pieces, neither of which the vocabulary knows, stands for each; token types are as ever."""
@@ -156,7 +157,38 @@ def test_a_classifier_that_cannot_be_tested_gets_its_texts_one_at_a_time(tmp_pat
     assert scores == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("writes", ["no end", "several ends"])
+def test_a_classifier_that_pools_at_the_end_token_reads_texts_with_none_and_with_several(tmp_path, writes):
+    save_encoder(tmp_path, "bart")
+    tokenizer = encoder_tokenizer("bart")
+    if writes == "no end":
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B")
+    else:
+        tokenizer.chat_template = "{{ '<s>' }}{% for m in messages %}{{ ' ' + m.content + ' </s>' }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    batch = text_batch(*ANSWERS, prompts=PROMPTS)
+    texts = [f"{prompt}{answer} </s>" for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    if writes == "several ends":
+        turns = [[*CHAT[0], *CHAT[1]], CHAT[1], CHAT[2]]
+        batch = replace(batch, conversations=turns)
+        said = [[*(m["content"] for m in chat), answer] for chat, answer in zip(turns, ANSWERS, strict=True)]
+        texts = ["".join(f"{text} </s>" for text in texts).removesuffix("</s>") for texts in said]
+    expected = [plain_score(tmp_path, text) for text in texts]
+    judge = source(tmp_path, batch_size=3)
+    assert judge.score(batch).scores == pytest.approx(expected, abs=1e-5)
+    assert judge.batch_size == (3 if writes == "no end" else 1)
+
+
+def test_a_classifier_that_pools_at_an_end_token_must_say_which(tmp_path):
+    save_encoder(tmp_path, "bart")
+    model = load_reward_model(str(tmp_path))
+    model.config.eos_token_id = None
+    with pytest.raises(ModelError, match="reward judge: BartForSequenceClassification scores a text at its end token"):
+        EncoderSource(model, encoder_tokenizer("bart"), name="judge", input_format="auto", batch_size=1,
+                      max_length=None, device="cpu")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WITH_DECODER)
 def test_a_classifier_that_ignores_padding_reads_whole_batches(tmp_path, kind):
     save_encoder(tmp_path, kind)
     assert source(tmp_path, batch_size=3).batch_size == 3

@@ -1,6 +1,7 @@
 """What reward code sets for the whole process is set back: training depends on it."""
 
 import asyncio
+import gc
 import io
 import os
 import random
@@ -90,6 +91,28 @@ def test_what_reward_code_changes_is_set_back_and_told_once(tmp_path, what, wher
         assert source.score(text_batch("a")).scores == [1.0]
         assert seen() == before
     assert caplog.text.count(f"changed {what} for the whole process") == 1
+
+
+def test_inference_mode_is_set_back_every_time_by_one_object_and_nothing_with_it():
+    kept = []
+
+    def judge(prompts, completions):
+        if not kept:
+            torch.autocast("cpu", torch.float16).__enter__()
+        kept.append(torch.inference_mode())
+        kept[-1].__enter__()
+        return [1.0] * len(prompts)
+
+    def own():
+        gc.collect()
+        return sum(type(each) is torch.inference_mode for each in gc.get_objects()) - len(kept)
+
+    before, source = own(), FunctionSource(judge, "in inference mode")
+    for _ in range(5):
+        source.score(text_batch("a"))
+        assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+    assert own() <= before + 1
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])

@@ -246,6 +246,18 @@ def test_a_start_that_failed_is_made_again_by_the_same_command(tmp_path, monkeyp
         train_sft(config)
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "fingerprints.json"])
+def test_a_file_that_a_killed_process_was_replacing_is_no_other_run(tmp_path, name):
+    config, left = stage(tmp_path, max_steps=1), tmp_path / "out" / f".{name}.tmp"
+    if name != "config.yaml":
+        train_sft(config)
+        config = config.model_copy(update={"overwrite_output_dir": True})
+    config.output_dir.mkdir(exist_ok=True)
+    left.write_text("half")
+    train_sft(config)
+    assert not left.exists() and len(read_jsonl(config.output_dir / "metrics.jsonl")) == 1
+
+
 def test_resume_auto_starts_or_goes_on_and_replaces_nothing(tmp_path):
     config = stage(tmp_path, max_steps=3).model_copy(update={"resume": "auto"})
     asked = iter([None, "SIGTERM"])

@@ -22,8 +22,10 @@ from tether.metrics.writers import read_jsonl
 from tether.models import saving
 from tether.models.checkpoints import list_checkpoints
 from tether.models.saving import files_written, verify_manifest
+from tether.report.html import REPORT
 from tether.train import build
 from tether.train.display import NullDisplay
+from tether.train.folder import CONFIG, REPLACED
 from tether.train.hub import model_files
 from tether.train.inputs import resolved
 from tether.train.plan import plan
@@ -231,6 +233,30 @@ def test_what_killed_processes_left_unfinished_is_removed(tmp_path, how):
     there = {path.name for path in config.output_dir.iterdir()}
     assert not there & {*LEFT, ".checkpoint-8.partial"}
     assert ".mine.partial" in there and (outside / "half").exists()
+
+
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite_output_dir": True}], ids=["new", "resume", "anew"])
+def test_files_that_killed_processes_were_replacing_are_removed(tmp_path, how):
+    config, out = tiny_run(tmp_path, train__save_steps=1, **how), tmp_path / "out"
+    if how:
+        train_policy(tiny_run(tmp_path, train__save_steps=1, train__max_steps=1))
+    out.mkdir(exist_ok=True)
+    left = {f".{name}.tmp" for name in (*REPLACED, CONFIG)} | {f".{REPORT}.a1b2c3"}
+    for name in (*left, ".mine.json.tmp"):
+        (out / name).write_text("half")
+    train_policy(config)
+    assert {path.name for path in out.glob(".*")} == {".mine.json.tmp"}
+    assert ".mine.json.tmp" not in model_files(out) and steps(config) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["logs", "critic", "base"])
+def test_a_file_in_place_of_a_runs_own_folder_is_told(tmp_path, name):
+    config = tiny_run(tmp_path)
+    config.output_dir.mkdir()
+    (config.output_dir / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"^output_dir: .*/{name} is a file, but a run writes a folder of this name"):
+        train_policy(config)
+    assert (config.output_dir / name).read_text() == "mine"
 
 
 def test_a_checkpoint_that_was_being_replaced_is_no_litter(tmp_path):

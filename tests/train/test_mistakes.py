@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from peft import LoHaConfig
 from pydantic import ValidationError
+from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from tests.models.build import save_adapter
-from tests.tiny import save_tiny, tiny_classifier, tiny_tokenizer
+from tests.tiny import EOS, VOCAB_SIZE, save_tiny, tiny_classifier, tiny_tokenizer
 from tests.train.runs import tiny_run, write_prompts
 from tether.config.load import dump_config
 from tether.errors import USER_ERRORS, ConfigError, DataError
@@ -82,6 +83,15 @@ def file_in_the_way(folder):
     return str(folder / "file" / "out")
 
 
+def mixture(folder):
+    """A model with experts whose router has the type of a linear layer."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    PhimoeForCausalLM(PhimoeConfig(**sizes, **heads, eos_token_id=EOS)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
 MISTAKES = {
     "prompt beyond the vocabulary": (
         lambda f: {"model__path": foreign_tokenizer(f / "m"), "data__chat_template": "none"},
@@ -98,6 +108,15 @@ MISTAKES = {
     "LoRA targets that match nothing": (
         lambda f: {"model__lora": {"target_modules": ["c_attn"]}},
         r"^model\.lora\.target_modules: \['c_attn'\] names no module of LlamaForCausalLM; .* k_proj, lm_head, o_proj",
+    ),
+    "LoRA targets with a router among them": (
+        lambda f: {"model__path": mixture(f / "m"), "model__lora": {}},
+        r"^model\.lora\.target_modules: all-linear includes model\.layers\.0\.mlp\.router, a PhimoeTopKRouter, which "
+        r"is no plain linear .* Name others of its linear modules: \[k_proj, o_proj, q_proj, v_proj\]$",
+    ),
+    "LoRA targets that PEFT has no adapter for": (
+        lambda f: {"model__lora": {"target_modules": r".*\.layers\.0"}},
+        r"^model\.lora\.target_modules: .* PEFT cannot adapt LlamaForCausalLM: Target module Llama.* Name others",
     ),
     "a language model as reward model": (
         lambda f: {"rewards": [{"type": "model", "path": str(save_tiny(f / "judge"))}]},

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tether.cli import moving
 from tether.cli.launched import alike
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tether.config.base import Section
 
 INTERRUPTED = 130
+N = TypeVar("N", int, float)
 
 
 def ppo(arguments: Sequence[str]) -> int:
@@ -412,18 +413,23 @@ def _reads_part(parser: argparse.ArgumentParser, source: str, *, default: str | 
 
 
 def _positive(word: str) -> int:
-    if (number := int(word)) < 1:
-        raise argparse.ArgumentTypeError(f"got {word}, wanted a whole number above 0")
-    return number
+    return _number(word, int, lambda number: number > 0, "a whole number above 0")
 
 
 def _port(word: str) -> int:
-    if not 0 <= (number := int(word)) < 2**16:
-        raise argparse.ArgumentTypeError(f"got {word}, wanted a number from 0 to {2**16 - 1}")
-    return number
+    return _number(word, int, lambda number: 0 <= number < 2**16, f"a number from 0 to {2**16 - 1}")
 
 
 def _at_least_0(word: str) -> float:
-    if not 0 <= (number := float(word)) < math.inf:
-        raise argparse.ArgumentTypeError(f"got {word}, wanted a number of at least 0")
+    return _number(word, float, lambda number: 0 <= number < math.inf, "a number of at least 0")
+
+
+def _number(word: str, kind: Callable[[str], N], fits: Callable[[N], bool], wanted: str) -> N:
+    """The number that a word stands for; argparse shows the error after the option's name."""
+    try:
+        number = kind(word)
+    except ValueError:
+        number = None
+    if number is None or not fits(number):
+        raise argparse.ArgumentTypeError(f"got {word}, wanted {wanted}")
     return number

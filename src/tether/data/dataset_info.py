@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tether.data.forms import as_text, content_told, decoded, function_calls, is_given, tool_calls
-from tether.data.sources import Row, Rows, check_source, read_hub, read_rows
+from tether.data.sources import RepeatedKey, Row, Rows, check_source, object_of, read_hub, read_rows
 from tether.errors import DataError
 from tether.types import Message
 
@@ -118,7 +118,7 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
         The rows, and under ``bad`` those that lack a column or have one of the wrong type.
 
     Raises:
-        DataError: as in ``check_entry``, or no conversation is left.
+        DataError: as in ``check_entry``, the data lacks a column that the entry names, or no conversation is left.
     """
     entry = _entry(folder, name, key)
     if entry.passed_over:
@@ -133,6 +133,7 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
         )  # fmt: skip
     else:
         table = read_rows(_file(folder, entry), split=split, key=f"{entry.where}, file_name", max_rows=needed)
+    _check_columns(table, entry)
     table = table.taken(_drawn(len(table.rows), settings.get("num_samples"), name)[:max_rows])
     read = _alpaca if entry.formatting == "alpaca" else _sharegpt
     rows, places, broken = [], [], []
@@ -140,7 +141,7 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
     for i, row in enumerate(table.rows):
         place = table.where(i)
         try:
-            rows.append(read(row, entry, f"{key}: {place}"))
+            rows.append(_alone(read(row, entry, f"{key}: {place}")))
             places.append(place)
         except _Broken as error:
             broken.append(str(error))
@@ -158,6 +159,24 @@ def read_entry(folder: str, name: str, key: str, *, max_rows: int | None = None)
     return replace(table, rows=rows, places=places, bad=bad)
 
 
+def _check_columns(table: Rows, entry: _Entry) -> None:
+    """Raises ``DataError`` if no row has a column that the entry names and that may be empty: every row would be read
+    without it."""
+    names = dict.fromkeys(name for row in table.rows for name in row)
+    for part in ("query", "response", "history", "system", "tools"):
+        column = entry.settings.get("columns", {}).get(part)
+        if table.rows and column is not None and column not in names:
+            raise DataError(
+                f"{entry.where}: columns.{part} is {column}, which no row of {table.name} has; its columns are: "
+                f"{', '.join(names)}. Correct it, or leave it out"
+            )
+
+
+def _alone(row: Row) -> Row:
+    """The row without another column that is read as the answer, if the entry says which column has it."""
+    return {name: value for name, value in row.items() if name != "completion" or "messages" not in row}
+
+
 class _Broken(Exception):
     """A conversation that LLaMA-Factory drops."""
 
@@ -167,9 +186,11 @@ def _entry(folder: str, name: str, key: str) -> _Entry:
         return _Entry(f"{key}: {name}", {"hf_hub_url": name}, _ALPACA, _TAGS)
     path = Path(folder).expanduser() / FILE
     try:
-        entries = json.loads(path.read_text(encoding="utf-8-sig"))
+        entries = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=object_of)
     except OSError as error:
         raise DataError(f"data.dataset_dir: {path} cannot be read: {error.strerror}") from error
+    except RepeatedKey as error:
+        raise DataError(f"data.dataset_dir: {path} {error}") from error
     except ValueError as error:
         raise DataError(f"data.dataset_dir: {path} is not JSON: {error}") from error
     if not isinstance(entries, dict) or not isinstance(entries.get(name), dict):

@@ -175,10 +175,30 @@ def _jsonl(path: Path) -> Iterator[tuple[int | None, Row]]:
                 yield number, _checked(_decoded(line.rstrip("\r\n"), f", line {number}"), f", line {number}")
 
 
+class RepeatedKey(ValueError):
+    """An object of JSON has one key several times, so that only the last of its values would be read."""
+
+
+def object_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object that JSON's reader found these keys and values in.
+
+    Raises:
+        RepeatedKey: a key is there several times.
+    """
+    read = dict(pairs)
+    if len(read) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in read if names.count(name) > 1)
+        raise RepeatedKey(f"has {twice!r} several times in one object; wanted each name once")
+    return read
+
+
 def _decoded(text: str, where: str) -> Any:
     """The value of JSON text. ``where`` is empty if the text is a whole file."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=object_of)
+    except RepeatedKey as error:
+        raise _RowError(f"{where}: {error}") from error
     except json.JSONDecodeError as error:
         line = where or f", line {error.lineno}"
         raise _RowError(f"{line}: not JSON: {error.msg} at column {error.colno}") from error
@@ -205,7 +225,7 @@ def _objects(path: Path) -> Iterator[tuple[int | None, Row]]:
     except _RowError:
         try:
             with _opened(path) as file:
-                whole = json.load(file)
+                whole = json.load(file, object_pairs_hook=object_of)
         except (ValueError, RecursionError):
             whole = None
         if not isinstance(whole, dict):

@@ -18,6 +18,7 @@ from tether.demo.model import prepare_model
 from tether.demo.outcome import Outcome, answer_table, outcome, result_table
 from tether.errors import ConfigError
 from tether.metrics.writers import read_jsonl
+from tether.models.saving import check_can_be_made
 from tether.stages.reward import train_reward_model
 from tether.train.display import Display, NullDisplay
 from tether.train.log import SAMPLES
@@ -152,6 +153,7 @@ def cache_folder() -> Path:
 
 def _claim(output_dir: Path) -> None:
     """Marks ``output_dir`` as the demo's; refuses if it holds something that the demo would overwrite."""
+    check_can_be_made(output_dir, "--output")
     taken = [name for name in (REWARD_FOLDER, POLICY_FOLDER) if (output_dir / name).exists()]
     if taken and not (output_dir / RESULT).exists():
         raise ConfigError(

@@ -19,6 +19,8 @@ from tether.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 KEY = "train.report_to"
+LOGS = "logs"
+"""The folder in a run's folder for trackers that write files."""
 DEFAULT_PROJECT = "tether"
 RUN_NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name"}
 """Trackers whose first argument is a project, with their argument for the run's name, which others take first."""
@@ -102,7 +104,7 @@ def trackers_of(config: RunConfig | StageConfig, *, is_main: bool) -> Trackers:
     return Trackers(
         train.report_to if is_main else "none",
         run_name=train.run_name or folder.name,
-        logging_dir=folder / "logs",
+        logging_dir=folder / LOGS,
         config=without_keys(config.model_dump(mode="json")),
     )
 

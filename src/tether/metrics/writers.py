@@ -152,9 +152,14 @@ def write_new(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     os.replace(temporary, path)
 
 
+def unfinished(path: Path) -> Path:
+    """The file that a process leaves if it is killed while it replaces ``path``. The next replacement removes it."""
+    return path.with_name(f".{path.name}.tmp")
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Replaces the file by ``content``: all of it or nothing."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = unfinished(path)
     with _all_or_nothing(path, temporary), temporary.open("wb") as file:
         file.write(content)
         file.flush()

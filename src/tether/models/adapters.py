@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -425,15 +425,63 @@ def check_continued(lora: LoraConfig, start: Adapter, base: PreTrainedModel) -> 
 
 
 def check_targets(lora: LoraConfig, shape: PreTrainedConfig, *, trust_remote_code: bool) -> None:
-    """Raises ``ConfigError`` if ``target_modules`` matches no module of a model of this shape; loads no weights."""
+    """Raises ``ConfigError`` if ``target_modules`` matches no module of a model of this shape, or one that PEFT cannot
+    adapt; loads no weights."""
+    key = "model.lora.target_modules"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=trust_remote_code)
     if not target_names(model, lora.target_modules):
         leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LINEAR)}
         raise ConfigError(
-            f"model.lora.target_modules: {lora.target_modules} names no module of {type(model).__name__}; "
+            f"{key}: {lora.target_modules} names no module of {type(model).__name__}; "
             f"its linear modules are {', '.join(sorted(leaves))}"
         )
+    check_linear(model, lora.target_modules, key)
+    way_out = _others(model, ())
+    try:
+        with torch.device("meta"):
+            with_adapter(model, peft_lora_config(lora, model))
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        told = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{key}: {lora.target_modules}: PEFT cannot adapt {type(model).__name__}: {told}. {way_out}"
+        ) from error
+
+
+def check_linear(model: PreTrainedModel, targets: str | Iterable[str], key: str) -> None:
+    """Raises ``ConfigError`` if ``target_modules`` matches a module that is of the type of a linear layer and computes
+    something else, such as the router of some mixtures of experts.
+
+    Args:
+        key: where ``targets`` come from, for the message.
+    """
+    modules = {name: model.get_submodule(name) for name in sorted(target_names(model, targets))}
+    odd = {name: module for name, module in modules.items() if not _is_product(module)}
+    if odd:
+        name, module = next(iter(odd.items()))
+        raise ConfigError(
+            f"{key}: {targets} includes {name}, a {type(module).__name__}, which is no plain linear layer, so that "
+            f"PEFT cannot adapt it. {_others(model, odd)}"
+        )
+
+
+@torch.no_grad()
+def _is_product(module: nn.Module) -> bool:
+    """Whether a module gives one output for each row of its input, as its type promises to PEFT."""
+    is_plain = not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward
+    if is_plain or not module.weight.is_floating_point():  # PEFT knows the layers with few bits
+        return True
+    try:
+        got = module(torch.zeros(1, module.in_features, device=module.weight.device, dtype=module.weight.dtype))
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return False
+    return isinstance(got, Tensor) and got.shape == (1, module.out_features)
+
+
+def _others(model: PreTrainedModel, odd: Collection[str]) -> str:
+    """What to write instead of targets that include the modules ``odd``, as a sentence."""
+    every, left_out = ({name.rpartition(".")[2] for name in n} for n in (target_names(model, "all-linear"), odd))
+    return f"Name others of its linear modules: [{', '.join(sorted(every - left_out))}]"
 
 
 def target_names(model: PreTrainedModel, targets: str | Iterable[str]) -> set[str]:

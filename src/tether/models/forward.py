@@ -22,7 +22,6 @@ from tether.errors import ModelError
 from tether.models.attention import wide_gradients
 from tether.models.compiled import compiled_layers
 from tether.models.fit import positions
-from tether.models.heads import ScalarHead
 from tether.models.products import QuickLinear, product_of_many
 from tether.types import MicroBatch
 
@@ -52,7 +51,7 @@ def response_outputs(
     batch: MicroBatch,
     *,
     temperature: float,
-    head: ScalarHead | None = None,
+    head: nn.Module | None = None,
     detach_head: bool = False,
     with_entropy: bool = False,
 ) -> LogprobOutput:
@@ -66,7 +65,7 @@ def response_outputs(
 
     Args:
         model: a causal language model.
-        head: if given, values are computed, too.
+        head: hidden states → [..., 1]; if given, values are computed, too.
         detach_head: keeps the gradient of the values out of the trunk.
         with_entropy: whether the entropy is computed, too.
     """
@@ -101,11 +100,12 @@ def _as_linear(head: nn.Module) -> LinearHead | None:
     return LinearHead(head.weight, head.bias, product_of_many(dtype) if is_quick else nn.functional.linear)
 
 
-def response_values(backbone: PreTrainedModel, head: ScalarHead, batch: MicroBatch) -> Float[Tensor, "M R"]:
+def response_values(backbone: PreTrainedModel, head: nn.Module, batch: MicroBatch) -> Float[Tensor, "M R"]:
     """Value of the state that each response token was sampled in, V_t = head(hidden[:, P + t − 1]); 0 on padding.
 
     Args:
         backbone: a model without its language or classifier head.
+        head: hidden states → [..., 1].
     """
     return _on_response(head(_response_states(backbone, batch)).squeeze(-1), batch)
 

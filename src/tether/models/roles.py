@@ -29,7 +29,6 @@ from tether.errors import CheckpointError
 from tether.models.adapters import DEFAULT, adapter_parameters, add_reward, flags_kept, without_casts
 from tether.models.bitsandbytes import num_weights, placed
 from tether.models.forward import LogprobOutput, few_tokens, last_token_scores, response_outputs, response_values
-from tether.models.heads import ScalarHead
 from tether.models.layers import num_rows
 from tether.models.merging import MergedAdapter
 from tether.models.offload import Offloaded, has_own_memory
@@ -74,8 +73,8 @@ class Role:
     """What it shares with other roles."""
     adapter: str | None = None
     """PEFT's name for its adapter, ``OFF``, or None if its model has no adapters."""
-    head: ScalarHead | None = None
-    """Maps its hidden states to scalars."""
+    head: nn.Module | None = None
+    """Maps its hidden states to scalars: a ``ScalarHead``, or a module of the caller's own."""
     trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
     """Its trained parameters, by name."""
     copies_reward: bool = False

@@ -90,7 +90,11 @@ def save_policy(
 
     Args:
         weights: values of ``policy_weights`` if an engine has sharded them; those of the live model otherwise.
+
+    Raises:
+        ConfigError: ``folder`` is a file, or cannot be made.
     """
+    check_can_be_made(Path(folder), "output folder")
     folder, given = Path(folder), {} if weights is None else {"state_dict": dict(weights)}
     policy = roles.policy
     if isinstance(policy, PeftModel):
@@ -153,7 +157,11 @@ def save_critic(roles: ModelRoles, folder: Path | str, weights: Mapping[str, Ten
 
     Args:
         weights: values of ``critic_weights`` if an engine has sharded them; those of the live model otherwise.
+
+    Raises:
+        ConfigError: ``folder`` is a file, or cannot be made.
     """
+    check_can_be_made(Path(folder), "output folder")
     folder, given = Path(folder), {} if weights is None else {"state_dict": dict(weights)}
     folder.mkdir(parents=True, exist_ok=True)
     critic = roles.role(VALUE)
@@ -210,12 +218,13 @@ def merge_adapter(
 
     Raises:
         CheckpointError: the disk has no room for it.
-        ConfigError: ``folder`` exists and is not empty.
+        ConfigError: ``folder`` cannot be made, or exists and is not empty.
         ModelError: ``path`` is not an adapter, or does not fit its base.
     """
     path, folder = str(path), Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} already exists; name a folder that is new or empty")
+    check_can_be_made(folder, "output folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"output folder: {folder} already exists; name a folder that is new or empty")
     if not is_adapter(path):
         raise ModelError(f"{path}: got no {ADAPTER_CONFIG}; wanted the folder of a PEFT adapter")
     check_model_path(path, "adapter")
@@ -240,7 +249,10 @@ def merge_adapter(
 
 def check_can_be_made(folder: Path, key: str) -> None:
     """Raises ``ConfigError`` if the folder that ``key`` names is a file, or cannot be created or written to."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder} cannot be accessed: {error.strerror}; name another folder") from error
     if not nearest.is_dir():
         raise ConfigError(f"{key}: {nearest} is a file; name a folder")
     if not os.access(nearest, os.W_OK):

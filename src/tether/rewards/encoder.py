@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tether.errors import ModelError
 from tether.models.fit import positions
 from tether.models.roles import Host, directly
 from tether.rewards.base import scores_in_batches
@@ -37,7 +38,8 @@ class EncoderSource:
     """Scores prompt and answer, always as text, by the classifier's own forward with its own pooling.
 
     Texts are padded as the classifier's tokenizer pads. They are read one at a time if it has no pad token that the
-    classifier knows, or if padding changes the classifier's scores (FNet, …).
+    classifier knows, if padding changes the classifier's scores (FNet, …), or if they may hold several of the end
+    tokens that the classifier pools at, of which transformers wants equally many in texts that are read together.
 
     Args:
         model: a sequence classifier with one label, in eval mode.
@@ -74,9 +76,11 @@ class EncoderSource:
         self.fetched = fetched
         self.through: Host = directly
         """Runs forwards with the weights."""
-        self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens, now=now)
+        end_id = pools_at(model, name)
+        self.reader = Reader(tokenizer, input_format, name, special_tokens=special_tokens, now=now, end_id=end_id)
+        has_ends = end_id is not None and (special_tokens or tokenizer.chat_template is not None)
         with fetched():
-            self.batch_size = batch_size if batch_size == 1 or self._ignores_padding() else 1
+            self.batch_size = 1 if batch_size == 1 or has_ends or not self._ignores_padding() else batch_size
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The classifier's scores; each equals the score of that text alone.
@@ -142,6 +146,23 @@ class EncoderSource:
                 "effect", self.name, type(self.model).__name__
             )  # fmt: skip
         return ignores
+
+
+def pools_at(model: PreTrainedModel, name: str) -> int | None:
+    """The token that a classifier pools at: the last end token of a text if it has an encoder and a decoder (BART, T5,
+    …); None for any other.
+
+    Raises:
+        ModelError: its configuration does not say which token that is.
+    """
+    if not model.config.is_encoder_decoder:
+        return None
+    if not isinstance(model.config.eos_token_id, int):
+        raise ModelError(
+            f"reward {name}: {type(model).__name__} scores a text at its end token, and config.json has eos_token_id "
+            f"{model.config.eos_token_id}; wanted the id of that token"
+        )
+    return model.config.eos_token_id
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

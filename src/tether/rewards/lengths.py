@@ -14,7 +14,7 @@ from tether.models.fit import steady_positions, without_row
 from tether.models.loading import load_config
 from tether.models.paths import own_weights
 from tether.models.tokenizer import load_tokenizer
-from tether.rewards.encoder import position_limit
+from tether.rewards.encoder import pools_at, position_limit
 from tether.rewards.missing import way_out_of
 from tether.rewards.reading import LETTER, JudgedText, Reader, same_tokenizer
 from tether.types import Prompt, RewardBatch
@@ -32,15 +32,16 @@ class Room:
     def __init__(
         self, config: OwnModelReward, policy_tokenizer: PreTrainedTokenizerBase, now: str | None = None
     ) -> None:
-        code = {"trust_remote_code": config.trust_remote_code}
+        code, name = {"trust_remote_code": config.trust_remote_code}, config.name or config.path
         tokenizer = load_tokenizer(config.path, revision=config.revision, **code)
         if isinstance(config, ValueHeadReward):
             base, revision = own_weights(config.path, config.revision)
-            self._is_decoder, limit = True, steady_positions(load_config(base, revision=revision, **code))
+            self._is_decoder, limit, end_id = True, steady_positions(load_config(base, revision=revision, **code)), None
         else:
             model = empty_classifier(config.path, revision=config.revision, **code)
             self._is_decoder = reads_last_token(model)
             limit = steady_positions(model.config) if self._is_decoder else position_limit(model)
+            end_id = None if self._is_decoder else pools_at(model, name)
         self.limit = config.max_length or limit
         """Maximum number of tokens that it reads; None if there is no limit."""
         self.shares_ids = (
@@ -48,7 +49,7 @@ class Room:
         )
         """Whether it reads the policy's token ids."""
         self._reader = Reader(
-            tokenizer, config.input_format, config.name or config.path, special_tokens=config.special_tokens, now=now
+            tokenizer, config.input_format, name, special_tokens=config.special_tokens, now=now, end_id=end_id
         )
 
     def lengths(self, batch: RewardBatch) -> list[int]:

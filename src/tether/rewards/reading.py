@@ -69,6 +69,7 @@ class Reader:
         name: the source's name in messages.
         special_tokens: whether the judge's special tokens are control tokens within a prompt or an answer.
         now: date and time for the judge's chat template, as in ``rendered``.
+        end_id: a token that ``features`` must hold, at the end if nothing else writes it.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Reader:
         *,
         special_tokens: bool = False,
         now: str | None = None,
+        end_id: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._end_id = end_id
         self.now = now
         self.input_format = input_format
         self.name = name
@@ -168,12 +171,15 @@ class Reader:
         Its special tokens surround the text once, even if a template wrote the first or the last one itself.
         """
         encoded = self._whole(judged)
-        if not judged.is_templated:
+        if judged.is_templated:
+            ids, special = encoded["input_ids"], set(self.tokenizer.all_special_ids)
+            start = int(ids[0] == ids[1] and ids[0] in special)
+            end = len(ids) - int(ids[-1] == ids[-2] and ids[-1] in special)
+            encoded = {name: values[start:end] for name, values in encoded.items()}
+        if self._end_id is None or self._end_id in encoded["input_ids"]:
             return encoded
-        ids, special = encoded["input_ids"], set(self.tokenizer.all_special_ids)
-        start = int(ids[0] == ids[1] and ids[0] in special)
-        end = len(ids) - int(ids[-1] == ids[-2] and ids[-1] in special)
-        return {name: values[start:end] for name, values in encoded.items()}
+        of_end = {"input_ids": self._end_id, "attention_mask": 1}
+        return {name: [*values, of_end.get(name, values[-1] if values else 0)] for name, values in encoded.items()}
 
     def _bare(self, text: str, is_marked: bool) -> list[int]:
         """Token ids of a text with nothing around it."""

@@ -103,13 +103,11 @@ def _has_gradients() -> bool:
     return torch.is_grad_enabled() or torch.is_inference_mode_enabled()
 
 
-_modes: list[torch.inference_mode] = []
-"""What inference mode was set back by; it lasts only as long as this is referred to."""
-
-
 def _set_inference_mode(mode: bool) -> None:
-    _modes.append(torch.inference_mode(mode))
-    _modes[-1].__enter__()
+    if _state.mode is not None:  # its end sets back much of the thread's state, which is compared after this
+        _state.mode.__exit__(None, None, None)
+    _state.mode = torch.inference_mode(mode)
+    _state.mode.__enter__()
 
 
 def _streams() -> tuple[Any, Any]:
@@ -163,6 +161,8 @@ class _State(threading.local):
 
     depth = 0
     before: dict[_Setting, Any]
+    mode: torch.inference_mode | None = None
+    """What inference mode was last set back by; it lasts only as long as this is referred to."""
 
 
 _state = _State()
@@ -196,9 +196,11 @@ def undisturbed(who: str) -> Iterator[None]:
 
 
 def _set_back(before: dict[_Setting, Any], who: str) -> None:
-    changed = [each for each, value in before.items() if each.read() != value]
-    for each in changed:
-        each.write(before[each])
+    changed = []
+    for each, value in before.items():
+        if each.read() != value:
+            each.write(value)
+            changed.append(each)
     if changed and who not in _told:
         _told.add(who)
         logger.warning(

@@ -17,7 +17,7 @@ from tether.config.load import dump_run, parse_config
 from tether.config.stage import StageConfig
 from tether.errors import ConfigError
 from tether.machine.claim import claimed
-from tether.metrics.writers import truncate_after, write_whole
+from tether.metrics.writers import truncate_after, unfinished, write_whole
 from tether.models.checkpoints import METRICS, check_models_kept, holds_run, list_checkpoints
 from tether.models.paths import is_adapter
 from tether.models.saving import FINAL, MANIFEST, check_can_be_made, files_written, remove_unfinished
@@ -32,7 +32,7 @@ def check_folder(config: StageConfig) -> None:
     folder = config.output_dir
     check_can_be_made(folder, "output_dir")
     check_models_kept(folder, {"model.path": config.model.path})
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if is_empty(folder):
         return
     is_run = _is_run(folder, type(config))
     if not (config.overwrite_output_dir or config.resume or (is_run and not has_trained(folder))):
@@ -42,6 +42,11 @@ def check_folder(config: StageConfig) -> None:
         )
     if not is_run:
         raise ConfigError(f"output_dir: {folder} holds something other than a run of this command; choose another")
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a run in the folder has written nothing, or was killed while it wrote its first file."""
+    return not folder.is_dir() or not set(folder.iterdir()) - {unfinished(folder / CONFIG_FILE)}
 
 
 def has_trained(folder: Path) -> bool:
@@ -75,7 +80,7 @@ def clear(config: StageConfig) -> None:
 
 def mark(config: StageConfig) -> None:
     """Marks an empty ``output_dir`` as this run's, even if the run ends before its folder is prepared."""
-    if not any(config.output_dir.iterdir()):
+    if is_empty(config.output_dir):
         _write_config(config)
 
 
@@ -84,6 +89,8 @@ def prepare(config: StageConfig, checkpoint: Path | None) -> None:
     writes the configuration."""
     folder = config.output_dir
     remove_unfinished(folder, lambda name: name == FINAL)
+    for name in (METRICS, FINGERPRINTS_FILE):
+        unfinished(folder / name).unlink(missing_ok=True)
     if checkpoint is None:
         for path in list_checkpoints(folder):
             shutil.rmtree(path)

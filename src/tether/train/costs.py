@@ -163,14 +163,15 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def with_rates(values: dict[str, float], rate: float) -> dict[str, float]:
-    """An update's metrics with those derived from its costs: seconds outside of all phases, tokens per second, and the
-    share of ``rate`` that is used.
+    """An update's metrics with those derived from its costs: seconds outside of all phases if those of the whole update
+    are known, tokens per second, and the share of ``rate`` that is used.
 
     Args:
         rate: of matrix products, in operations per second.
     """
     seconds = {name: values[f"time/{name}_s"] for name in PHASES if f"time/{name}_s" in values}
-    values = values | {"time/rest_s": values["time/step_s"] - sum(seconds.values())}
+    if "time/step_s" in values:
+        values = values | {"time/rest_s": values["time/step_s"] - sum(seconds.values())}
     for name in ("rollout", "update"):
         if f"tokens/{name}" in values and seconds.get(name):
             values[f"speed/{name}"] = values[f"tokens/{name}"] / seconds[name]

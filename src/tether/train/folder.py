@@ -24,7 +24,8 @@ from tether.config.load import dump_config, dump_run, parse_config
 from tether.config.places import different, not_moved
 from tether.config.schema import RunConfig
 from tether.errors import ConfigError
-from tether.metrics.writers import truncate_after, write_whole
+from tether.metrics.trackers import LOGS
+from tether.metrics.writers import truncate_after, unfinished, write_whole
 from tether.models.checkpoints import (
     METRICS,
     check_models_kept,
@@ -61,6 +62,8 @@ from tether.train.same_run import OF_END, fingerprints, may_change
 CONFIG, CRITIC = "config.yaml", "critic"
 FOLDERS = (CRITIC, BASE)
 """Folders that a run writes besides its checkpoints."""
+REPLACED = (METRICS, SAMPLES, BAD_BATCHES, SCORE_NORM, FINISHED)
+"""Files that a run replaces as a whole after its start."""
 
 
 def check_folder(config: RunConfig) -> None:
@@ -158,6 +161,8 @@ def check_files(folder: Path, *, is_new: bool, way_out: str) -> None:
     """
     written, is_new = {METRICS, SAMPLES, BAD_BATCHES, CONFIG, SCORE_NORM, FINISHED}, is_new and not _was_begun(folder)
     for path in folder.glob("*") if folder.is_dir() else ():
+        if path.name in (LOGS, *FOLDERS) and path.is_file():
+            raise ConfigError(f"output_dir: {path} is a file, but a run writes a folder of this name: remove it")
         if path.name.removeprefix(".").removesuffix(".tmp") in written and (path.is_symlink() or not path.is_file()):
             kind = "a link" if path.is_symlink() else "not a file"
             raise ConfigError(f"output_dir: {path} is {kind}, but a run writes only to its own files: remove it")
@@ -195,6 +200,8 @@ def prepare_folder(
     """
     folder = config.output_dir
     remove_unfinished(folder, lambda name: is_checkpoint_name(name) or name in (*FOLDERS, FINAL, TRIAL))
+    for path in (*(unfinished(folder / name) for name in REPLACED), *folder.glob(f".{REPORT}.*")):
+        path.unlink(missing_ok=True)
     (folder / FINISHED).unlink(missing_ok=True)
     if goes_on_in(folder, checkpoint):
         state = read_state(checkpoint)

@@ -16,7 +16,7 @@ from tether.config.schema import RunConfig
 from tether.machine.claim import claimed
 from tether.machine.distributed import Dist, lost_told
 from tether.machine.precision import check_precision
-from tether.metrics.trackers import trackers_of
+from tether.metrics.trackers import LOGS, trackers_of
 from tether.models.paths import is_adapter
 from tether.models.saving import critic_weights, policy_weights
 from tether.report.html import REPORT, write_report
@@ -275,6 +275,6 @@ def open_log(config: RunConfig, display: Display, dist: Dist) -> RunLog:
     """The log of this process; only the main process writes metrics, samples and trackers."""
     folder = config.output_dir
     if dist.num_processes > 1:
-        display = ProcessLog(folder / "logs" / f"process-{dist.rank}.log", display)
+        display = ProcessLog(folder / LOGS / f"process-{dist.rank}.log", display)
     trackers = trackers_of(config, is_main=dist.is_main)
     return RunLog(folder if dist.is_main else None, display, trackers, logging_steps=config.train.logging_steps)

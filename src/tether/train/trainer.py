@@ -25,10 +25,11 @@ import torch
 
 from tether import algo
 from tether.config.keys import counted
-from tether.config.schema import RunConfig
+from tether.config.schema import PPOConfig, RunConfig
 from tether.data.stream import PromptStream
 from tether.errors import (
     CheckpointError,
+    ConfigError,
     GenerationError,
     LostProcess,
     OutOfStep,
@@ -76,6 +77,8 @@ from tether.train.update import Update
 from tether.types import Experience, MicroBatch, Request, RewardOutput, noise_key
 
 T = TypeVar("T")
+MEASURED = {"score": "objective/scores", "update": "update/num_steps"}
+"""A metric of each phase without which an update cannot be finished."""
 
 
 class PPOTrainer:
@@ -257,6 +260,11 @@ class PPOTrainer:
         self.parts.generator.batch_size = self.state.decode_batch_size
         metrics = self.config.output_dir / METRICS
         self.callbacks.resume(self.state, read_jsonl(metrics) if metrics.exists() else [])
+
+    def follow(self, ppo: PPOConfig) -> None:
+        """Computes the next updates with these settings; checkpoints keep those that the run began with."""
+        self.config = self.config.model_copy(update={"ppo": ppo})
+        self.state.kl_coef = ppo.kl_coef
 
     def save(self) -> None:
         """Writes checkpoint-N, completely or not at all, and deletes checkpoints beyond the limit."""
@@ -541,8 +549,13 @@ class PPOTrainer:
         """Finishes an update whose phases have run; returns its metrics.
 
         Args:
+            metrics: those that the phases were given. Times of the whole update are derived from them if the phases ran
+                inside of ``timed(metrics, "step", device)``.
             moments: from ``score``.
             optimizers: from ``update``.
+
+        Raises:
+            ConfigError: phases of the update did not add to the metrics.
         """
         values = self.summary(metrics)
         self.state.score_moments = moments
@@ -569,11 +582,21 @@ class PPOTrainer:
         return micro_batches(answers, self.config, self.dist, halvings=self.state.halvings)
 
     def summary(self, metrics: Metrics) -> dict[str, float]:
-        """The update's metrics as numbers, including derived ones."""
-        batch_size = self.config.train.rollout_batch_size
-        values = derived(self.dist.computed(metrics))
+        """The update's metrics as numbers, including derived ones.
+
+        Raises:
+            ConfigError: phases of the update did not add to them.
+        """
+        batch_size, measured = self.config.train.rollout_batch_size, self.dist.computed(metrics)
+        if missing := [phase for phase, name in MEASURED.items() if name not in measured]:
+            raise ConfigError(
+                f"finish: got metrics without those of {' and '.join(missing)}; wanted the same tether.metrics.reduce."
+                "Metrics that all phases of the update were given"
+            )
+        values = derived(measured)
         values["episode"] = float((self.state.step + 1) * batch_size)
-        values["eps"] = batch_size / values["time/step_s"]
+        if "time/step_s" in values:
+            values["eps"] = batch_size / values["time/step_s"]
         values = with_rates(values, self.dist.num_processes * product_rate(self.roles))
         values["objective/kl_coef"] = self.state.kl_coef
         return values

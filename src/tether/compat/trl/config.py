@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import numpy as np
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
 
@@ -67,7 +68,11 @@ OPTIMIZERS = {
     theirs: ours for theirs, ours in (ADAMW | ADAMW_8BIT).items() if theirs in {name.value for name in OptimizerNames}
 }
 """``train.optim`` by ``optim``, for the optimizers of the installed transformers."""
-
+CHOICES = {
+    "eval_strategy": IntervalStrategy, "save_strategy": SaveStrategy, "hub_strategy": HubStrategy,
+    "lr_scheduler_type": SchedulerType, "optim": OptimizerNames,
+}  # fmt: skip
+"""Arguments that take one of several names."""
 WANTED = {int: "a whole number", float: "a number", bool: "True or False"}
 """What an argument takes that is declared as one of these types, for messages."""
 
@@ -223,12 +228,28 @@ def _plain(value: Any, kind: type) -> int | float | bool | None:
     return float(value) if kind is float and isinstance(value, Real) else None
 
 
+def make_choices_plain(args: PPOConfig) -> None:
+    """Makes names of choices the choices themselves, as ``TrainingArguments`` does when it is made.
+
+    Raises:
+        ConfigError: there is no choice of this name.
+    """
+    for name, choices in CHOICES.items():
+        value = getattr(args, name)
+        try:
+            setattr(args, name, choices(value))
+        except ValueError as error:
+            names = ", ".join(choice.value for choice in choices)
+            raise ConfigError(f"PPOConfig.{name}: got {value!r}, wanted one of {names}") from error
+
+
 def check_arguments(args: PPOConfig) -> None:
     """Raises ``ConfigError`` for arguments that a run here cannot honor, and for mutually exclusive ones."""
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; remove it")
     make_numbers_plain(args)  # a script may have set them after it made the object
+    make_choices_plain(args)
     if str(args.optim.value) not in OPTIMIZERS:
         raise ConfigError(
             f"PPOConfig.optim {args.optim.value}: wanted one of {', '.join(OPTIMIZERS)}; pass another as "

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.integrations import get_reporting_integration_callbacks
 
 from tether.compat.trl.config import PPOConfig
+from tether.compat.trl.following import Changes
 from tether.config.schema import RunConfig
 from tether.train.callbacks import Callbacks
 from tether.train.checkpoint import RunState
@@ -31,6 +32,8 @@ SHOWN = (
     "loss/value_avg", "eval_scores", "eval_kl", "eval_length", "eval_eos_rate", "lr", "episode",
 )  # fmt: skip
 """Metrics of an update and of an evaluation that are printed; metrics.jsonl and the trackers get all."""
+ARGUMENTS = PPOConfig.__name__
+"""Under what name the changes of arguments are saved beside the states of callbacks."""
 
 
 @dataclass
@@ -49,6 +52,8 @@ class Events(Callbacks):
         num_prompts: number of prompts in the training data.
         model: the model passed to callbacks.
         log: appends to the state's history and calls callbacks.
+        changes: what was changed in ``args``, which belongs to the state of a run.
+        follow: lets the next update follow it.
     """
 
     def __init__(
@@ -60,9 +65,11 @@ class Events(Callbacks):
         *,
         model: nn.Module,
         log: Callable[[dict[str, float]], None],
+        changes: Changes,
+        follow: Callable[[], None],
     ) -> None:
         super().__init__(callbacks, config, num_prompts, args=args, state=OnlineTrainerState())
-        self.model, self.log = model, log
+        self.model, self.log, self._changes, self._follow = model, log, changes, follow
         self.given: dict[str, Any] = {}
         """Further arguments that every event receives."""
         self.state.max_steps = args.num_total_batches
@@ -74,6 +81,16 @@ class Events(Callbacks):
         """Sets the tokenizer, and policy and critic in place of the policy."""
         super().attach(self.model, tokenizer)
 
+    def step_begin(self) -> None:
+        """Before an update, which follows what callbacks have changed in the arguments."""
+        super().step_begin()
+        self._follow()
+
+    def exported(self) -> dict[str, list[dict[str, Any]]]:
+        """States of the callbacks that have one, and what was changed in the arguments."""
+        followed = self._changes.followed
+        return super().exported() | ({ARGUMENTS: [{"attributes": followed}]} if followed else {})
+
     def step_end(self, metrics: Mapping[str, float]) -> None:
         """After an update: logs its metrics, then calls ``on_step_end``."""
         self.count()
@@ -83,6 +100,8 @@ class Events(Callbacks):
 
     def resume(self, state: RunState, history: Sequence[Mapping[str, Any]]) -> None:
         """Resumes from a checkpoint, with a history as ``log`` writes it."""
+        for changed in state.callbacks.get(ARGUMENTS, []):
+            self._changes.make(changed["attributes"])
         epochs = [{"epoch": self.epoch_after(row["step"])} if row["step"] else {} for row in history]
         super().resume(state, [{**row, **epoch} for row, epoch in zip(history, epochs, strict=True)])
 

@@ -23,6 +23,7 @@ from tether.models.adapters import (
     Adapter,
     adapter_parameters,
     changed_config,
+    check_linear,
     check_shareable,
     with_adapter,
 )
@@ -44,7 +45,13 @@ IN_MEMORY = "in memory"
 MOST_RENAMED = 0.01
 """Share of a vocabulary that may be spelled differently in another tokenizer with the same ids."""
 CAUSAL = "a causal language model (AutoModelForCausalLM.from_pretrained(path))"
-CRITIC = "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))"
+CLASSIFIER = (
+    "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))"
+)
+CRITIC = (
+    f"{CLASSIFIER}, or a module with base_model_prefix, a model of transformers under that name, and score, a module "
+    "that makes one number of each of its hidden states"
+)
 
 MERGE = {
     "reward_model": "Merge its adapter first, reward_model.merge_and_unload(), or give the adapter's folder as a path",
@@ -79,7 +86,12 @@ class Models:
     def read(self) -> dict[str, PreTrainedModel]:
         """The models that read the policy's token ids, by argument name."""
         reference = {} if self.reference is None else {"ref_model": self.reference}
-        return {"model": self.base, "value_model": self.value} | reference
+        return {"model": self.base, "value_model": self.value_trunk} | reference
+
+    @property
+    def value_trunk(self) -> PreTrainedModel:
+        """What reads token ids for the critic: the critic itself, or the backbone of a module of the script's own."""
+        return self.value if isinstance(self.value, PreTrainedModel) else backbone_of(self.value)
 
     @property
     def is_adapted(self) -> bool:
@@ -111,8 +123,9 @@ class Models:
         """
         self._check_policy()
         self._check_reference()
-        check_classifier(self.value, "value_model", CRITIC)
-        if is_quantized(self.value) and not any(isinstance(each, BaseTunerLayer) for each in self.value.modules()):
+        _check_critic(self.value)
+        is_adapted = any(isinstance(each, BaseTunerLayer) for each in self.value.modules())
+        if is_quantized(self.value_trunk) and not is_adapted:
             raise ConfigError(
                 "value_model: has quantized weights, which a critic cannot train; load it without "
                 "quantization_config, or give it an adapter that trains, get_peft_model(value_model, LoraConfig(...))"
@@ -125,7 +138,7 @@ class Models:
         if not any(parameter.requires_grad for parameter in self.value.parameters()):
             raise ConfigError("value_model: none of its parameters requires a gradient, so it cannot learn")
         self._check_types()
-        for name, model in {"model": self.base, "ref_model": self.reference, "value_model": self.value}.items():
+        for name, model in {"model": self.base, "ref_model": self.reference, "value_model": self.value_trunk}.items():
             _check_placed(model, name)
         self._check_apart(judges)
 
@@ -141,6 +154,8 @@ class Models:
             if not isinstance(self.peft_config, PeftConfig):
                 raise ConfigError(f"peft_config: got {type(self.peft_config).__name__}, wanted a peft.LoraConfig")
             _check_lora(self.peft_config, "peft_config")
+            if self.peft_config.target_modules is not None:
+                check_linear(self.policy, self.peft_config.target_modules, "peft_config.target_modules")
         elif isinstance(self.policy, PeftModel):
             self._check_names()
             _check_lora(self.policy.peft_config[self.policy_adapter], "model")
@@ -231,7 +246,7 @@ class Models:
             ConfigError, ModelError: an adapter does not fit, or an end token has no embedding.
         """
         check_token_ids(self.base, tokenizer)
-        value, autocast_dtype = _critic(self.value), half_dtype(config.train, device)
+        value, autocast_dtype = _critic(self.value, self.value_trunk), half_dtype(config.train, device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
             adapted = self._adapted()
@@ -300,6 +315,28 @@ def inside(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner) else model
 
 
+def backbone_of(module: Any) -> Any:
+    """The backbone of a module of the script's own that has what TRL's trainer asks of a judge or critic:
+    ``base_model_prefix``, the backbone under that name, and ``score``; None of anything else."""
+    prefix = getattr(module, "base_model_prefix", None)
+    if isinstance(module, PreTrainedModel | PeftModel | type) or not isinstance(prefix, str):
+        return None
+    backbone = getattr(module, prefix, None)
+    return backbone if callable(backbone) and callable(getattr(module, "score", None)) else None
+
+
+def _check_critic(model: Any) -> None:
+    """Raises ``ConfigError`` if ``model`` cannot give a value for each token."""
+    backbone = backbone_of(model)
+    if backbone is None or not isinstance(model, nn.Module):
+        check_classifier(model, "value_model", CRITIC)
+        return
+    if not isinstance(backbone, PreTrainedModel):
+        kind = type(backbone).__name__
+        raise ConfigError(f"value_model: got {type(model).__name__} with a {kind} as backbone, wanted {CRITIC}")
+    _check_head(model, backbone, "value_model", CRITIC)
+
+
 def check_classifier(model: Any, name: str, wanted: str) -> None:
     """Raises ``ConfigError`` if ``model`` is not a decoder with a scalar head called ``score``."""
     if isinstance(model, PeftModel):
@@ -309,25 +346,46 @@ def check_classifier(model: Any, name: str, wanted: str) -> None:
         )
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"{name}: got {type(model).__name__}, wanted {wanted}")
-    score = _score(model)
-    if not isinstance(score, nn.Linear):
-        merge = "" if score is None else f". {MERGE[name]}"
-        raise ConfigError(f"{name}: got {type(model).__name__} without a linear head `score`, wanted {wanted}{merge}")
-    if score.out_features != 1:
-        raise ConfigError(f"{name}: got a classifier with {score.out_features} labels, wanted {wanted}")
+    _check_head(model, model, name, wanted)
 
 
-def scalar_head(model: PreTrainedModel) -> ScalarHead:
-    """A head that shares the parameters of the classifier's own."""
+def _check_head(model: nn.Module, trunk: PreTrainedModel, name: str, wanted: str) -> None:
+    """Raises ``ConfigError`` if the ``score`` of a model is no module that makes one number of each hidden state of the
+    ``trunk``."""
+    score, kind = _score(model), type(model).__name__
+    if isinstance(score, nn.Linear):
+        if score.out_features != 1:
+            raise ConfigError(f"{name}: got a classifier with {score.out_features} labels, wanted {wanted}")
+        return
+    if not isinstance(score, nn.Module) or isinstance(score, BaseTunerLayer | ModulesToSaveWrapper):
+        merge = f". {MERGE[name]}" if isinstance(score, nn.Module) else ""
+        raise ConfigError(f"{name}: got {kind} without a module `score`, wanted {wanted}{merge}")
+    weight = next(score.parameters(), torch.empty(0))
+    states = torch.zeros(2, trunk.config.get_text_config().hidden_size, dtype=weight.dtype, device=weight.device)
+    try:
+        with torch.no_grad():
+            got = f"values of shape {list(score(states).shape)}"
+            is_scalar = got.endswith("[2, 1]")
+    except Exception as error:  # whatever a module of the script's own raises
+        got, is_scalar = f"{type(error).__name__}: {error}", False
+    if not is_scalar:
+        raise ConfigError(
+            f"{name}: the score of {kind} gives {got} for hidden states of shape {list(states.shape)}; wanted one "
+            "number for each of them, [2, 1]"
+        )
+
+
+def scalar_head(model: nn.Module) -> nn.Module:
+    """A head that shares the parameters of the classifier's own; a ``score`` that is not linear as it is."""
     score = _score(model)
-    if isinstance(score, ScalarHead):
+    if isinstance(score, ScalarHead) or not isinstance(score, nn.Linear):
         return score
     head = ScalarHead(score.in_features, bias=score.bias is not None)
     head.weight, head.bias = score.weight, score.bias
     return head
 
 
-def with_scalar_head(model: PreTrainedModel) -> ScalarHead:
+def with_scalar_head(model: nn.Module) -> nn.Module:
     """Puts a ``scalar_head`` in the place of the classifier's own, and returns it."""
     head = scalar_head(model)
     if isinstance(model.score, ModulesToSaveWrapper):
@@ -337,7 +395,7 @@ def with_scalar_head(model: PreTrainedModel) -> ScalarHead:
     return head
 
 
-def _score(model: PreTrainedModel) -> Any:
+def _score(model: nn.Module) -> Any:
     """The classifier's head; of one that PEFT trains and saves with an adapter, that adapter's."""
     score = getattr(model, "score", None)
     if isinstance(score, ModulesToSaveWrapper) and score.active_adapters:
@@ -435,10 +493,12 @@ def check_positions(models: Mapping[str, PreTrainedModel], longest: int, respons
         fit.check_positions(model.config, longest, response_length, **words)
 
 
-def _critic(model: PreTrainedModel) -> Role:
-    """The value model as it is; its head then computes in its own dtype, also under autocast."""
-    head = with_scalar_head(model)
-    return Role(VALUE, model, name_of(model), "own weights", head=head, trained=_trainable(model))
+def _critic(model: nn.Module, trunk: PreTrainedModel) -> Role:
+    """The value model as it is; a linear head then computes in its own dtype, also under autocast."""
+    head = with_scalar_head(model).eval()
+    used = {id(parameter) for module in (trunk, head) for parameter in module.parameters()}
+    trained = {name: parameter for name, parameter in _trainable(model).items() if id(parameter) in used}
+    return Role(VALUE, trunk, name_of(trunk), "own weights", head=head, trained=trained)
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

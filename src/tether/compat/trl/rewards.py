@@ -14,7 +14,15 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tether.compat.trl.models import check_classifier, inside, name_of, scalar_head, with_scalar_head
+from tether.compat.trl.models import (
+    CLASSIFIER,
+    backbone_of,
+    check_classifier,
+    inside,
+    name_of,
+    scalar_head,
+    with_scalar_head,
+)
 from tether.config.rewards import ModelReward
 from tether.data.collate import pad_around
 from tether.errors import ConfigError, RewardError
@@ -27,9 +35,8 @@ from tether.rewards.model import ModelSource
 from tether.types import Prompt, RewardBatch, RewardOutput, RewardSource
 
 WANTED = (
-    "a sequence classifier with one label (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)), "
-    "the path of one, a function f(prompts, completions, **columns) that returns a number for each answer, a module "
-    "with base_model_prefix, the backbone of that name, and score, or a list of these"
+    f"{CLASSIFIER}, the path of one, a function f(prompts, completions, **columns) that returns a number for each "
+    "answer, a module with base_model_prefix, the backbone of that name, and score, or a list of these"
 )
 
 
@@ -184,16 +191,19 @@ class WithoutEnd:
     """Subtracts a penalty from the score of every answer that contains no end token.
 
     TRL's rule, here for answers that only the length limit ends.
+
+    Args:
+        penalty: what to subtract at the moment; None for nothing.
     """
 
-    def __init__(self, rewards: RewardSource, *, end_id: int | None, penalty: float) -> None:
+    def __init__(self, rewards: RewardSource, *, end_id: int | None, penalty: Callable[[], float | None]) -> None:
         self.rewards, self.end_id, self.penalty = rewards, end_id, penalty
 
     def score(self, batch: RewardBatch) -> RewardOutput:
         """The scores of the source minus the penalty."""
-        output = self.rewards.score(batch)
+        output, penalty = self.rewards.score(batch), self.penalty() or 0.0
         scores = [
-            score if self.end_id in ids else score - self.penalty
+            score if self.end_id in ids else score - penalty
             for score, ids in zip(output.scores, batch.response_ids, strict=True)
         ]
         return replace(output, scores=scores)
@@ -224,9 +234,7 @@ def _is_function(member: Any) -> bool:
 
 def _is_judge(member: Any) -> bool:
     """Whether it is no classifier of ``transformers``, but has what TRL's trainer asks a reward model for."""
-    backbone = getattr(member, "base_model_prefix", None)
-    is_other = not isinstance(member, PreTrainedModel | PeftModel | type) and isinstance(backbone, str)
-    return is_other and callable(getattr(member, backbone, None)) and callable(getattr(member, "score", None))
+    return backbone_of(member) is not None
 
 
 def _check(member: Any) -> None:

@@ -23,6 +23,7 @@ from tether.compat.trl.arguments import check_kinds, policy_adapter, stop_of
 from tether.compat.trl.config import INERT, PPOConfig, check_arguments, check_evaluation, derive, run_config
 from tether.compat.trl.data import prompts_of
 from tether.compat.trl.events import Events, LoggedDisplay, PushedSaves, ShownSamples, default_callbacks
+from tether.compat.trl.following import FOLLOWED, Changes
 from tether.compat.trl.former import OF_TRAINER, no_attribute, telling
 from tether.compat.trl.models import Models, check_positions, check_tokens, check_vocabularies, inside, name_of
 from tether.compat.trl.optimizers import check_optimizers, optimizers_of
@@ -41,7 +42,7 @@ from tether.metrics.trackers import Trackers
 from tether.models.checkpoints import check_models_kept, holds_run
 from tether.models.layers import num_rows
 from tether.models.roles import REFERENCE
-from tether.models.saving import policy_weights, save_policy, written_into
+from tether.models.saving import check_can_be_made, policy_weights, save_policy, written_into
 from tether.models.stop_strings import continued
 from tether.report.card import write_card
 from tether.report.html import write_report
@@ -124,6 +125,7 @@ class PPOTrainer:
     ) -> None:
         check_kinds(args, processing_class, data_collator)
         check_arguments(args)
+        check_can_be_made(Path(args.output_dir), "PPOConfig.output_dir")
         self.args, self.processing_class = args, processing_class
         self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
         judges = Judges(reward_model)
@@ -146,8 +148,8 @@ class PPOTrainer:
         for line in told + derive(args, len(prompts.prompts), dist.num_processes):
             logger.warning(line)
         stop_token, stops = stop_of(args, processing_class, models.base)
-        config = run_config(
-            args,
+        self._describe = describe = partial(
+            run_config,
             model_path=name_of(models.base),
             lora=models.lora,
             rewards=judges.sections(args.local_rollout_forward_batch_size),
@@ -155,7 +157,7 @@ class PPOTrainer:
             evaluates=self._evaluates,
             stop_token=stop_token,
         )
-        self._config = with_now(config, now)
+        self._config = with_now(describe(args), now)
         check_schedule(self._config, args.num_total_batches)
         check_processes(self._config, dist)
         self._engine = build_engine(dist)
@@ -172,10 +174,18 @@ class PPOTrainer:
         set_seed((args.seed + dist.rank) % 2**32)
         self._build(models, judges, prompts, stops, optimizers)
         self._phases: PhaseTrainer | None = None
+        self._changes, self._has_own_optimizer = Changes(args, describe), optimizers[0] is not None
         self.train_dataset_len, self.stop_token_id = len(prompts.prompts), next(iter(stops), None)
         self._show(reward_model, value_model, ref_model)
         self._events = Events(
-            events, args, self._config, len(prompts.prompts), model=self.model, log=lambda logs: self.log(logs)
+            events,
+            args,
+            self._config,
+            len(prompts.prompts),
+            model=self.model,
+            log=lambda logs: self.log(logs),
+            changes=self._changes,
+            follow=lambda: self._follow(),
         )
         self._attach()
 
@@ -220,9 +230,9 @@ class PPOTrainer:
         self._roles = roles = models.roles(config, self.processing_class, device=device)
         before = roles.trained
         engine.place(roles)
-        if args.missing_eos_penalty is not None and config.ppo.missing_eos_penalty is None:
+        if not stops:
             end_id = self.processing_class.eos_token_id
-            rewards = WithoutEnd(rewards, end_id=end_id, penalty=args.missing_eos_penalty)
+            rewards = WithoutEnd(rewards, end_id=end_id, penalty=lambda: args.missing_eos_penalty)
         self._optimizers = optimizers_of(optimizers, config, roles, args.num_total_batches, before, args.vf_coef)
         engine.prepare(self._optimizers)
         gather = config.train.ds3_gather_for_generation
@@ -356,6 +366,7 @@ class PPOTrainer:
         """
         if self._phases is not None:
             raise ConfigError("train: this trainer has already trained; create a new one to continue")
+        self._follow(begins=True)
         dist = self._dist
         display = LoggedDisplay() if dist.is_main else NullDisplay()
         config = dist.by_main(lambda: self._resumed(resume_from_checkpoint))
@@ -377,6 +388,7 @@ class PPOTrainer:
                 )
                 if checkpoint is not None:
                     phases.resume(checkpoint)
+                    self._follow()
                 interrupted = phases.fit()
             finally:
                 log.close()
@@ -386,6 +398,24 @@ class PPOTrainer:
                 f"{interrupted}: stopped after {counted(phases.state.step, 'update')}, and the state is saved; "
                 f"train(resume_from_checkpoint=True) resumes it"
             )
+
+    def _follow(self, *, begins: bool = False) -> None:
+        """Lets the next updates follow what the script has changed in the arguments, in the main process.
+
+        Args:
+            begins: whether the run has not begun.
+
+        Raises:
+            ConfigError: an argument is invalid, or cannot be followed.
+        """
+        self._changes.make(self._dist.by_main(lambda: self._changes.read(begins=begins)))
+        now = self._describe(self.args).ppo
+        ppo = self._config.ppo.model_copy(update={name: getattr(now, name) for name in FOLLOWED})
+        self._config = self._config.model_copy(update={"ppo": ppo})
+        if self._phases is not None:
+            self._phases.follow(ppo)
+        if self._has_own_optimizer:
+            self._optimizers[0].value_weight = self.args.vf_coef
 
     def _check_folder(self, folder: Path) -> None:
         """Raises ``ConfigError`` if the run would remove or overwrite something that no earlier run in the folder
@@ -499,8 +529,12 @@ class PPOTrainer:
 
         Args:
             output_dir: target folder. Default: ``args.output_dir``.
+
+        Raises:
+            ConfigError: it is a file, or cannot be made.
         """
         folder = Path(output_dir or self.args.output_dir)
+        self._dist.by_main(lambda: check_can_be_made(folder, "output_dir"))
         weights = kept_whole(self._engine, policy_weights, self._roles)
 
         def write() -> None:

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
 
@@ -67,6 +68,12 @@ OPTIMIZERS = {
     theirs: ours for theirs, ours in (ADAMW | ADAMW_8BIT).items() if theirs in {name.value for name in OptimizerNames}
 }
 """``train.optim`` by ``optim``, for the optimizers of the installed transformers."""
+
+CHOICES = {
+    "eval_strategy": IntervalStrategy, "hub_strategy": HubStrategy, "logging_strategy": IntervalStrategy,
+    "lr_scheduler_type": SchedulerType, "optim": OptimizerNames, "save_strategy": SaveStrategy,
+}  # fmt: skip
+"""Arguments that hold one of a few words, with the class of these."""
 
 WANTED = {int: "a whole number", float: "a number", bool: "True or False"}
 """What an argument takes that is declared as one of these types, for messages."""
@@ -223,12 +230,29 @@ def _plain(value: Any, kind: type) -> int | float | bool | None:
     return float(value) if kind is float and isinstance(value, Real) else None
 
 
+def make_choices_members(args: PPOConfig) -> None:
+    """Makes words members of their classes, as ``TrainingArguments`` does when it is made.
+
+    Raises:
+        ConfigError: an argument is none of its words.
+    """
+    for name, kind in CHOICES.items():
+        value = getattr(args, name)
+        try:
+            setattr(args, name, kind(value))
+        except ValueError as error:
+            raise ConfigError(
+                f"PPOConfig.{name}: got {value!r}, wanted one of {', '.join(member.value for member in kind)}"
+            ) from error
+
+
 def check_arguments(args: PPOConfig) -> None:
     """Raises ``ConfigError`` for arguments that a run here cannot honor, and for mutually exclusive ones."""
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"PPOConfig.{name} {getattr(args, name)!r}: {why}; remove it")
     make_numbers_plain(args)  # a script may have set them after it made the object
+    make_choices_members(args)
     if str(args.optim.value) not in OPTIMIZERS:
         raise ConfigError(
             f"PPOConfig.optim {args.optim.value}: wanted one of {', '.join(OPTIMIZERS)}; pass another as "

@@ -131,9 +131,10 @@ class TestTheExample:
     def test_is_written_as_our_file_that_means_the_same(self, home):
         write_reward()
         config, translation = load_any("llama3_lora_ppo.yaml", [], RunConfig, "ppo")
-        Path("ours.yaml").write_text(translation.yaml("tether ppo ours.yaml"), encoding="utf-8")
+        text = translation.yaml("tether ppo ours.yaml", translation.checked(RunConfig))
+        Path("ours.yaml").write_text(text, encoding="utf-8")
         assert load_config("ours.yaml") == config
-        assert "# ignored, overwrite_cache: true: " in Path("ours.yaml").read_text()
+        assert "# ignored, data is read and tokenized anew, in this process:\n#   overwrite_cache: true, " in text
 
 
 class TestRewards:
@@ -217,8 +218,25 @@ class TestKeys:
         more = "--checkpoint_dir=saves/sft"
         assert read(PPO, more, folder=tmp_path)[0].model.path == "saves/sft"
         line = earlier.splitlines().index("evaluation_strategy: steps") + 1
-        with pytest.raises(ConfigError, match=f"line {line}: eval_strategy: got epoch; wanted steps"):
+        with pytest.raises(ConfigError, match=f"line {line}: evaluation_strategy: got epoch; wanted steps"):
             read(earlier.replace("evaluation_strategy: steps", "evaluation_strategy: epoch"), folder=tmp_path)
+
+    def test_a_new_adapter_on_another_is_trained_on_a_merged_model(self, tmp_path):
+        adapters = "adapter_name_or_path: saves/a,saves/b\n"
+        message = "create_new_adapter: got true; merge .*, `tether merge saves/a -o DIR && tether merge saves/b -o DIR`"
+        with pytest.raises(ConfigError, match=message):
+            read(f"{PPO}{adapters}create_new_adapter: true\n", folder=tmp_path)
+        earlier = f"{PPO}checkpoint_dir: saves/a\nresume_lora_training: "
+        assert read(f"{earlier}true\n", folder=tmp_path)[0].model.path == "saves/a"
+        message = r"create_new_adapter \(the opposite of resume_lora_training\): got true; .* key and checkpoint_dir"
+        for said in ("false", "False"):
+            with pytest.raises(ConfigError, match=message):
+                read(f"{earlier}{said}\n", folder=tmp_path)
+
+    @pytest.mark.parametrize(("former", "now"), [("false", "auto"), ("true", "fa2")])
+    def test_attention_was_a_truth_value(self, tmp_path, former, now):
+        values = [read(f"{PPO}flash_attn: {word}\n", folder=tmp_path)[0] for word in (former, now)]
+        assert values[0] == values[1]
 
     @pytest.mark.parametrize("stage", llamafactory.STAGES)
     def test_null_leaves_a_key_out(self, stage):
@@ -269,7 +287,6 @@ class TestKeys:
             ("reward_model_type=gguf", "wanted lora, full or api"),
             ("per_device_train_batch_size=two", "wanted a number"),
             ("cutoff_length=7", "LLaMA-Factory has no such key; did you mean cutoff_len?"),
-            ("resume_lora_training=false", "it is called create_new_adapter now, with the opposite meaning"),
             ("max_source_length=512", "it is called cutoff_len now"),
             ("output_dir=null", "missing; wanted a folder"),
             ("dataset=null", "missing; wanted names of datasets"),
@@ -297,8 +314,8 @@ class TestKeys:
 
     def test_keys_of_hubs_and_trackers_are_shown_nowhere(self, tmp_path):
         text = f"{PPO}hf_hub_token: hf_abcdef\nswanlab_api_key: xyz123\nswanlab_lark_webhook_url: https://hook/9\n"
-        _, translation = read(text, folder=tmp_path)
-        shown = f"{translation.table}{translation.yaml('')}"
+        config, translation = read(text, folder=tmp_path)
+        shown = f"{translation.table}{translation.yaml('', config)}"
         assert "hf_hub_token: …" in shown
         assert not any(secret in shown for secret in ("hf_abcdef", "xyz123", "hook/9"))
 

@@ -51,7 +51,7 @@ def convert(path: str | Path, to: Target, output: str | Path) -> Converted:
     else:
         config = translation.checked(SECTIONS[command])
         if to == "tether":
-            return Converted(translation.yaml(f"tether {command} {output}"), translation)
+            return Converted(translation.yaml(f"tether {command} {output}", config), translation)
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{path}: {to} has no launch for {command}, only for PPO runs; use --to tether")
     writer = {"openrlhf": openrlhf, "verl": verl}[to]
@@ -62,7 +62,7 @@ def _read(path: str | Path) -> tuple[str, Translation | None]:
     """Our command, and the translation; None for a file in our own format."""
     data, source = _data(path), str(path)
     if llamafactory.recognised(data):
-        command, translation = llamafactory.translated(source, data, {})
+        command, translation = llamafactory.translated(source, data, {}, to_file=True)
         return command, translation if num_processes() > 1 else translation.noting(OF_ONE_PROCESS)
     if isinstance(data, dict):
         settings = flat(data)
@@ -99,14 +99,18 @@ def _is_llamafactory(launch: Launch) -> bool:
     words = [*launch.program.split(), *launch.words]
     names = ("llamafactory-cli", "lmf", "llamafactory.cli")
     starts = any(Path(word).name in names for word in words) and "train" in words
-    return starts or any(word in ("src/train.py", "src/train_bash.py", "llamafactory.launcher") for word in words)
+    scripts = ("src/train.py", "src/train_bash.py", "llamafactory.launcher")
+    has_stage = any(word.partition("=")[0] == "--stage" for word in launch.words)
+    own = has_stage and any(Path(word).name in ("train.py", "train_bash.py") for word in words)
+    return starts or own or any(word.endswith(scripts) for word in words)
 
 
 def _of_llamafactory(launch: Launch, script: Path) -> tuple[str, Translation]:
     """Our command for a launch of LLaMA-Factory, from a YAML file and ``key=value``, or from options."""
     where = f"{script}, line {launch.line}"
     words = [*launch.program.split(), *launch.words]
-    begin = next(i for i, word in enumerate(words) if word == "train" or word.endswith(("train.py", "train_bash.py")))
+    programs = ("train.py", "train_bash.py", "llamafactory.launcher")
+    begin = next(i for i, word in enumerate(words) if word == "train" or word.endswith(programs))
     words = words[begin + 1 :]
     file = next((word for word in words[:1] if word.endswith((".yaml", ".yml", ".json"))), None)
     if file is None:
@@ -115,7 +119,7 @@ def _of_llamafactory(launch: Launch, script: Path) -> tuple[str, Translation]:
         given = _beside(file, script, where, "LLaMA-Factory") | overrides(words[1:])
     count = processes(launch)
     with planned(count or 1):
-        command, translation = llamafactory.translated(where, given, {})
+        command, translation = llamafactory.translated(where, given, {}, to_file=True)
     return command, translation if count is not None and count > 1 else translation.noting(OF_ONE_PROCESS)
 
 
@@ -135,13 +139,20 @@ def _beside(file: str, script: Path, where: str, system: str) -> dict[str, Any]:
     return given
 
 
+def _is_verl(launch: Launch) -> bool:
+    """Whether a command line starts a PPO run of verl, by its module or by its keys."""
+    modules = {launch.program.split()[i + 1] for i, word in enumerate(launch.program.split()[:-1]) if word == "-m"}
+    return any(name.startswith("verl.") and "ppo" in name for name in modules) or any(
+        word.lstrip("+~").startswith("actor_rollout_ref.") for word in launch.words
+    )
+
+
 def _launched(launch: Launch, path: Path) -> Translation | None:
     """The run that a command line of the script ``path`` starts, if its system is supported."""
     source = str(path)
-    if "verl" in launch.program or any(word.startswith("actor_rollout_ref.") for word in launch.words):
-        translation = verl.translated(source, overrides(launch.words))
+    if _is_verl(launch):
         named = re.search(r"--config-name[ =](?!ppo_trainer(?:\.yaml)?(?: |$))(\S+)", " ".join(launch.words))
-        return translation if named is None else translation.noting(verl.OF_FILE.format(file=named[1]))
+        return verl.translated(source, overrides(launch.words), file=None if named is None else named[1])
     if not any(word.startswith("--") for word in launch.words):
         return None
     given = options(launch.words, source)

@@ -11,9 +11,11 @@ from typing import Any
 from tether.compat.llamafactory_keys import (
     ATTENTION,
     FORMER,
+    FORMER_ATTENTION,
     GONE,
     GROUPS,
     IGNORED,
+    INVERTED,
     KNOWN,
     NAMES,
     OFF,
@@ -43,13 +45,16 @@ WITHOUT_FSDP = (
 )
 
 
-def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[str, Translation]:
+def translated(
+    source: str, given: Mapping[str, Any], origins: Mapping[str, str], *, to_file: bool = False
+) -> tuple[str, Translation]:
     """Our command for the file, and its configuration.
 
     Args:
         source: the file, for messages.
         given: its keys with their values, including those of the command line.
         origins: where each key was set, for messages.
+        to_file: whether a file of ours is made of it, and no run started.
 
     Raises:
         ConfigError: keys that would change the result have no counterpart here, or are unknown; names all of them.
@@ -58,8 +63,12 @@ def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]
     if not isinstance(stage, str) or stage not in STAGES:
         where = ", ".join(filter(None, (source, origins.get("stage"))))
         raise ConfigError(f"{where}: stage: got {stage}; Tether has the stages {', '.join(STAGES)}")
-    given, origins = ({FORMER.get(key, key): value for key, value in each.items()} for each in (given, origins))
-    keys = Translator(source, SYSTEM, given, origins)
+    names = FORMER | INVERTED
+    given = {key: _opposite(value) if key in INVERTED else value for key, value in given.items()}
+    spelled = {new: f"{new} (the opposite of {old})" for old, new in INVERTED.items() if old in given}
+    spelled |= {new: old for old, new in FORMER.items() if old in given}
+    given, origins = ({names.get(key, key): value for key, value in each.items()} for each in (given, origins))
+    keys = Translator(source, SYSTEM, given, origins, spelled)
     for key, why in GONE.items():
         if keys.gives(key):
             keys.refuse(key, why)
@@ -71,12 +80,16 @@ def translated(source: str, given: Mapping[str, Any], origins: Mapping[str, str]
     for why, usual in OFF.items():
         keys.off(why, **usual)
     _model(keys)
-    _sharding(keys, stage)
+    _sharding(keys, stage, to_file=to_file)
     if keys.gives("ddp_timeout"):
         keys.put("train.ddp_timeout", keys.take("ddp_timeout"), "ddp_timeout")
     {"ppo": _ppo, "sft": _sft, "rm": _reward}[stage](keys)
     _output(keys)
     return STAGES[stage], keys.finish(KNOWN)
+
+
+def _opposite(value: Any) -> Any:
+    return {"true": False, "false": True}.get(str(value).lower(), value)
 
 
 # Common to all stages
@@ -88,7 +101,14 @@ def _model(keys: Translator) -> None:
     fresh = keys.flag("create_new_adapter")
     if path is None:
         keys.refuse("model_name_or_path", "missing; wanted a hub id or the folder of a model")
-    elif len(adapters) > 1 or (adapters and fresh):
+    elif adapters and fresh:
+        merges = " && ".join(f"tether merge {adapter} -o DIR" for adapter in adapters)
+        keys.refuse(
+            "create_new_adapter",
+            f"merge what the new adapter is to be trained on, `{merges}`, name DIR as model_name_or_path, and remove "
+            f"this key and {keys.name('adapter_name_or_path')}",
+        )
+    elif len(adapters) > 1:
         keys.refuse(
             "adapter_name_or_path",
             "only one adapter can be continued: merge the others into the model first, `tether merge ADAPTER -o DIR`, "
@@ -117,6 +137,8 @@ def _model(keys: Translator) -> None:
 def _attention(keys: Translator) -> None:
     """The attention kernel; as in LLaMA-Factory, the model's default if FlashAttention-2 cannot be used."""
     kernel = keys.take("flash_attn", "auto")
+    if isinstance(kernel, bool):
+        kernel = FORMER_ATTENTION[kernel]
     if kernel not in ATTENTION:
         keys.refuse("flash_attn", f"wanted {', '.join(list(ATTENTION)[:-1])} or {list(ATTENTION)[-1]}")
     elif kernel == "fa2" and not _has_flash_attention():
@@ -236,26 +258,30 @@ def _precision(keys: Translator) -> None:
     keys.off("4-bit weights are of type nf4: remove this key", quantization_type="nf4")
 
 
-def _sharding(keys: Translator, stage: str) -> None:
+def _sharding(keys: Translator, stage: str, *, to_file: bool) -> None:
     """DeepSpeed and FSDP, which are set by the launcher here, FSDP for PPO only; on one device they change nothing."""
     for key, is_launched in {"deepspeed": uses_deepspeed(), "fsdp": uses_fsdp()}.items():
         given = keys.take(key)
         if given and is_launched:
             keys.covered(key, by="the launcher's setting")
+        elif given and num_processes() > 1 and to_file:
+            keys.ignore(f"the launcher sets it: {_launch_to_shard(key, given, stage)}", key)
+        elif given and num_processes() > 1 and key == "fsdp" and stage != "ppo":
+            keys.refuse(key, WITHOUT_FSDP)
         elif given and num_processes() > 1:
-            keys.refuse(key, WITHOUT_FSDP if key == "fsdp" and stage != "ppo" else _way_to_shard(key, given, stage))
+            start = f"start {num_processes()} processes with {_launch_to_shard(key, given, stage)}"
+            keys.refuse(key, f"the launcher sets it: remove this key and {start}")
         keys.ignore("on one device there is nothing to shard", key)
 
 
-def _way_to_shard(key: str, given: Any, stage: str) -> str:
+def _launch_to_shard(key: str, given: Any, stage: str) -> str:
+    """The launch that shards as the key says, or with ZeRO in a stage without FSDP."""
     file = given if key == "deepspeed" and isinstance(given, str) else "FILE.json"
-    said = f"--use_deepspeed --deepspeed_config_file {file}" if key == "deepspeed" else (
-        "--config_file examples/accelerate/fsdp2.yaml"
-    )
-    return (
-        f"the launcher sets it: remove this key and start {num_processes()} processes with accelerate launch {said} "
-        f"--num_processes {num_processes()} -m tether {'reward' if stage == 'rm' else stage} …"
-    )
+    said = f"--use_deepspeed --deepspeed_config_file {file}"
+    if key == "fsdp":
+        said = f"--config_file examples/accelerate/{'fsdp2' if stage == 'ppo' else 'zero3'}.yaml"
+    command = "reward" if stage == "rm" else stage
+    return f"accelerate launch {said} --num_processes {num_processes()} -m tether {command} …"
 
 
 def _output(keys: Translator) -> None:
@@ -562,7 +588,7 @@ def _trackers(keys: Translator) -> None:
         trackers = [name for name in trackers if name != "none"]
     keys.put("train.report_to", trackers, "report_to", "use_swanlab")
     if (name := next((key for key in ("run_name", "swanlab_run_name") if keys.gives(key)), None)) is not None:
-        keys.put("train.run_name", keys.take(name), name)
+        keys.put_name("train.run_name", name)
     keys.ignore("run_name takes precedence", "swanlab_run_name")
 
 

@@ -17,14 +17,16 @@ OTHER_TEMPLATES = (
     "ernie_vl exaone falcon falcon_h1 gemma3 gemma3n glm4 glm4_5v glm4_moe glm4v glmz1 gpt_oss granite3 "
     "granite3_vision granite4 hunyuan index intern intern2 intern_s1 intern_vl keye_vl kimi_vl llama2_zh llama4 llava "
     "llava_next llava_next_llama3 llava_next_mistral llava_next_qwen llava_next_video llava_next_video_mistral "
-    "llava_next_video_yi llava_next_yi marco mimo mimo_v2 mimo_vl minicpm_o minicpm_v minimax1 minimax2 ministral "
-    "ministral3 mistral_small mllama moonlight olmo openchat openchat-3.6 opencoder orion paligemma paligemma_chat "
-    "phi4 phi_small pixtral qwen2_audio qwen2_omni qwen2_vl qwen3 qwen3_nothink qwen3_omni qwen3_omni_nothink "
-    "qwen3_vl qwen3_vl_nothink sailor seed_coder seed_oss skywork_o1 smollm smollm2 solar starchat telechat telechat2 "
-    "video_llava xuanyuan xverse yayi yi yi_vl yuan ziya"
+    "llava_next_video_yi llava_next_yi marco mimo mimo_v2 mimo_vl minicpm_o minicpm_v minicpm_v_4_6 minimax1 minimax2 "
+    "ministral ministral3 mistral_small mllama moonlight olmo openchat openchat-3.6 opencoder orion paligemma "
+    "paligemma_chat phi4 phi_small pixtral qwen2_audio qwen2_omni qwen2_vl qwen3 qwen3_5 qwen3_5_nothink "
+    "qwen3_nothink qwen3_omni qwen3_omni_nothink qwen3_vl qwen3_vl_nothink sailor seed_coder seed_oss skywork_o1 "
+    "smollm smollm2 solar starchat telechat telechat2 video_llava xuanyuan xverse yayi yi yi_vl yuan ziya"
 )
 """The remaining names of theirs, including those of later releases."""
 ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
+FORMER_ATTENTION = {False: "auto", True: "fa2"}
+"""What a truth value, as in earlier releases, stands for."""
 
 IGNORED = {
     "data is read and tokenized anew, in this process": (
@@ -165,8 +167,9 @@ FORMER = {
     "ppo_logger": "report_to",
 }
 """Their names in earlier releases, where they had the same meaning."""
+INVERTED = {"resume_lora_training": "create_new_adapter"}
+"""Their names in earlier releases, where they had the opposite meaning."""
 GONE = {
-    "resume_lora_training": "it is called create_new_adapter now, with the opposite meaning",
     "max_source_length": "it is called cutoff_len now, and counts prompt and answer",
     "max_target_length": "it is called cutoff_len now, and counts prompt and answer",
     "prompt_template": "it is called template now",

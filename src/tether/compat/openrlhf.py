@@ -89,6 +89,10 @@ OLD = {
     "normalize_reward": "reward.normalize_enable",
     "freezing_actor_steps": "critic.freezing_steps",
     "save_value_network": "critic.save_value_network",
+    "fsdp.param_dtype": "ds.param_dtype",
+    "fsdp.packing_samples": "ds.packing_samples",
+    "fsdp.load_in_4bit": "ds.load_in_4bit",
+    **{f"fsdp.lora.{name}": f"ds.lora.{name}" for name in ("rank", "alpha", "dropout", "target_modules")},
     "prompt_data": "data.prompt_dataset",
     "prompt_split": "data.prompt_split",
     "input_key": "data.input_key",
@@ -145,12 +149,16 @@ OLD = {
     "wandb_org": "logger.wandb.org",
     "wandb_group": "logger.wandb.group",
 }
-"""Spellings of releases before 0.11; ``prompt_max_len`` has no new spelling."""
-CLUSTER = ("vllm.", "vllm_", "ds.", "deepspeed", "zero", "colocate", "train.colocate", "train.async", "train.partial")
+"""Spellings of releases before 0.11, and of the FSDP2 engine; ``prompt_max_len`` has no new spelling."""
+CLUSTER = (
+    "vllm.", "vllm_", "ds.", "fsdp.", "fsdp2_", "deepspeed", "zero", "colocate", "train.colocate", "train.async",
+    "train.partial",
+)  # fmt: skip
 PLACES = ("num_nodes", "num_gpus_per_node", "offload", "adam_offload", "ref_reward_offload", "flash_attn", "bf16",
           "param_dtype", "local_rank", "use_ms", "enforce_eager", "enable_prefix_caching", "overlap_comm",
           "grad_accum_dtype", "attn_implementation", "use_liger_kernel", "dataloader_num_workers", "actor_init_on_gpu",
-          "gradient_checkpointing_use_reentrant")  # fmt: skip
+          "gradient_checkpointing_use_reentrant", "ring_attn_size", "ring_head_stride", "async_train",
+          "disable_fast_tokenizer", "inference_tp_size", "max_tokens_per_gpu")  # fmt: skip
 
 
 def translated(source: str, options: Mapping[str, Any]) -> Translation:
@@ -164,7 +172,8 @@ def translated(source: str, options: Mapping[str, Any]) -> Translation:
         ConfigError: it has no policy or no reward.
     """
     given = {OLD.get(key, key): value for key, value in options.items()}
-    keys = Translator(source, SYSTEM, given, {})
+    former = {new: old for old, new in OLD.items()} if OLD.keys() & options.keys() else {}
+    keys = Translator(source, SYSTEM, given, {}, former | {OLD.get(key, key): key for key in options})
     if not keys.gives("actor.model_name_or_path"):
         keys.refuse("actor.model_name_or_path", "missing; wanted the policy")
     keys.put_scalars(SCALARS)
@@ -200,7 +209,14 @@ def _rewards(keys: Translator) -> None:
         paths = str(models).split(",")
         keys.put("rewards", [{"type": "model", "path": path} for path in paths], "reward.model_name_or_path")
     else:
-        keys.refuse("reward.model_name_or_path", "missing, and so is reward.remote_url; wanted one of them")
+        agent = keys.name("train.agent_func_path")
+        keys.refuse(
+            "reward.model_name_or_path",
+            f"missing, and so is {keys.name('reward.remote_url')}; wanted one of them" + (
+                f", as an agent ({agent}) has no counterpart here: name a file with the function reward_func"
+                if keys.gives("train.agent_func_path") else ""
+            ),
+        )  # fmt: skip
     keys.covered("reward.model_name_or_path", by="rewards")
 
 
@@ -244,7 +260,8 @@ def _data(keys: Translator) -> None:
     whole, answer = keys.number("data.max_len", 2048), keys.number("rollout.max_new_tokens", 0)
     if not answer:
         answer = whole // 2
-        keys.note(f"Answers of up to {answer} tokens; in OpenRLHF they may fill what is left of data.max_len.")
+        whole_key = keys.name("data.max_len")
+        keys.note(f"Answers of up to {answer} tokens; in OpenRLHF they may fill what is left of {whole_key}.")
     keys.put("sampling.response_length", answer, "rollout.max_new_tokens")
     prompt = keys.number("prompt_max_len", 0) or max(1, whole - answer)
     keys.put("data.max_prompt_length", prompt, "prompt_max_len" if keys.gives("prompt_max_len") else "data.max_len")
@@ -268,10 +285,11 @@ def _batches(keys: Translator) -> None:
     if keys.flag("train.dynamic_batch_enable"):
         tokens = keys.take("train.max_tokens_per_gpu", 16192)
         keys.put("train.max_tokens_per_micro_batch", tokens, "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
-        keys.ignore("train.max_tokens_per_gpu takes precedence", "train.micro_batch_size")
+        keys.ignore(f"{keys.name('train.max_tokens_per_gpu')} takes precedence", "train.micro_batch_size")
     else:
         keys.put("train.micro_batch_size", keys.take("train.micro_batch_size", 1), "train.micro_batch_size")
-        keys.ignore("for train.dynamic_batch_enable only", "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
+        dynamic = "train.dynamic_batch_enable"
+        keys.ignore(f"for {keys.name(dynamic)} only", "train.max_tokens_per_gpu", dynamic)
     keys.ignore("answers are decoded in batches of sampling.batch_size", "rollout.micro_batch_size")
     keys.ignore("rows are sorted by length here", "ds.packing_samples")
 
@@ -290,9 +308,12 @@ def _algorithm(keys: Translator) -> None:
     reduction = keys.choice("actor.loss_agg_mode", "token-mean", REDUCTIONS, "token_mean")
     keys.put("ppo.loss_reduction", reduction, "actor.loss_agg_mode")
     low, high = keys.pair("reward.clip_range", (-10, 10))
+    sources = keys.config.get("rewards", [])
     if low == -high:
         keys.put("ppo.reward_clip", high, "reward.clip_range")
-    keys.drop("wanted bounds of equal size: use rewards.N.clip", "reward.clip_range")
+    elif len(sources) == 1:
+        keys.put("rewards", [sources[0] | {"clip": [low, high]}], "reward.clip_range")
+    keys.drop("of several rewards each has bounds of its own: rewards.N.clip", "reward.clip_range")
     keys.drop("theirs are the reward model's own statistics: use rewards.N.norm", "reward.normalize_enable")
     keys.drop("theirs is a factor: use ppo.missing_eos_penalty or ppo.missing_eos_score",
               "reward.stop_properly_penalty_coef")  # fmt: skip

@@ -1,12 +1,14 @@
 """Reads shell scripts as far as a launch needs it: words, quotes, variables, arrays, pipes and redirections.
 
-Nothing is run. What only a shell can know, such as the output of a command, stays as it is written.
+Nothing is run. What only a shell can know, such as the output of a command, stays as it is written, except for commands
+that print a path made of others (``$(dirname "$0")``).
 """
 
 from __future__ import annotations
 
 import ast
 import operator
+import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +20,11 @@ from tether.errors import ConfigError
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ENDS = "\n;|&"
 """Characters that end a command."""
-_PAIRS = {"$(": ")", "<(": ")", ">(": ")", "(": ")", "${": "}", "'": "'", '"': '"', "`": "`"}
+_PAIRS = {"$(": ")", "<(": ")", ">(": ")", "(": ")", "${": "}", "$'": "'", "'": "'", '"': '"', "`": "`"}
 """What begins a piece of a word that may hold any character, and what ends it."""
-_VARIABLE = re.compile(r"\$\{(\w+)(?:(:?[-=+?]|##?|%%?|,,|\^\^)((?:\$\{[^}]*\}|[^}])*))?\}|\$(\w+)", re.DOTALL)
+_VARIABLE = re.compile(
+    r"\$\{(\w+)(?:\[0\])?(?:(:?[-=+?]|##?|%%?|,,|\^\^)((?:\$\{[^}]*\}|[^}])*))?\}|\$(\w+)", re.DOTALL
+)
 """A variable, perhaps with a word that takes its place if it is not set (``-``, ``=``) or if it is (``+``), or with a
 pattern of what is cut off at its beginning (``#``) or end (``%``), or in other letters (``,,``, ``^^``)."""
 _SUM = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
@@ -34,6 +38,8 @@ _TEXT = "<<"
 """The quote of a text that a script passes on by ``<<``; with a quote behind it, nothing in the text is expanded."""
 _SETS = ("export", "set", "cd", "echo", "declare", "local", "readonly")
 """Commands that start nothing; some of them set variables."""
+_SHELLS = ("bash", "sh", "zsh")
+"""Programs that run a script that they are given as a word."""
 
 
 def commands(script: str, source: str) -> Iterator[tuple[int, list[str]]]:
@@ -47,24 +53,47 @@ def commands(script: str, source: str) -> Iterator[tuple[int, list[str]]]:
     Raises:
         ConfigError: a quote or a parenthesis is not closed.
     """
-    variables: dict[str, str] = {"HOME": str(Path.home())}
-    arrays: dict[str, Sequence[str]] = {}
+    variables = {"HOME": str(Path.home()), "PWD": str(Path.cwd()), "0": source, "BASH_SOURCE": source}
+    yield from _commands(script, source, variables, {})
+
+
+def _commands(
+    script: str, source: str, variables: dict[str, str], arrays: dict[str, Sequence[str]]
+) -> Iterator[tuple[int, list[str]]]:
     for number, given in _Scanner(script, source).commands():
         passed = [parts[0] for parts in given if parts[0].quote.startswith(_TEXT)]
         given = [parts for parts in given if not parts[0].quote.startswith(_TEXT)]
         while given and (assigned := _ASSIGNED.match(given[0][0].text)) and not given[0][0].quote:
             _assign(assigned, given.pop(0), variables, arrays)
         words = [word for parts in given for word in _expanded(parts, variables, arrays)]
-        if words and words[0] in _SETS:
+        if (inner := _inner_script(words)) is not None:
+            try:
+                found = list(_commands(inner, source, dict(variables), dict(arrays)))
+            except ConfigError:  # no script, although it is given as one
+                found = [(1, words)]
+            yield from ((number + line - 1, each) for line, each in found)
+        elif words and words[0] in _SETS:
             for parts in given[1:]:
                 if assigned := _ASSIGNED.match(parts[0].text):
                     _assign(assigned, parts, variables, arrays)
+            if words[0] == "cd":
+                variables.pop("PWD", None)
         elif words and words[0] == ":":
             variables |= _defaults(given[1:], variables)
         elif words and words[0] == "read" and passed:
             variables[words[-1]] = _read(passed[-1], variables)
         elif words:
             yield number, words
+
+
+def _inner_script(words: Sequence[str]) -> str | None:
+    """The script that a command gives a shell as a word (``srun … bash -c "…"``), or that ``eval`` runs."""
+    if words and words[0] == "eval":
+        return " ".join(words[1:])
+    for i, word in enumerate(words[:-2]):
+        if Path(word).name in _SHELLS and re.fullmatch(r"-[a-z]*c", words[i + 1]):
+            return words[i + 2]
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +243,8 @@ def _piece(rest: str) -> tuple[int | None, str, str]:
             return end, opening, re.sub(r'\\(["\\`\n])', lambda match: match[1].strip("\n"), inner)
         if opening == "'":
             return end, opening, rest[1 : end - 1]
+        if opening == "$'":
+            return end, "'", _unescaped(rest[2 : end - 1])
         if opening == "`":
             return end, opening, f"$({rest[1 : end - 1]})"
         return end, "" if opening == "${" or _SUM.fullmatch(rest[:end]) else "`", rest[:end]
@@ -225,7 +256,9 @@ def _piece(rest: str) -> tuple[int | None, str, str]:
 
 def _end(rest: str, opening: str) -> int | None:
     """Length of what begins with ``opening`` at the beginning; None if it is not closed."""
-    inner = {"'": (), "`": (), '"': ("$(", "${", "`"), "${": ("$(", "${", '"', "`")}.get(opening, tuple(_PAIRS))
+    inner = {"'": (), "$'": (), "`": (), '"': ("$(", "${", "`"), "${": ("$(", "${", '"', "`")}.get(
+        opening, tuple(_PAIRS)
+    )
     at = len(opening)
     while at < len(rest):
         if rest.startswith(_PAIRS[opening], at):
@@ -254,7 +287,7 @@ def _expanded(
             continue
         if part.quote != "'" and re.fullmatch(r"\$[@*]", part.text):  # the script's own arguments
             continue
-        text = part.text if part.quote in ("'", "`") else _filled(part.text, variables)
+        text = _value(part, variables)
         if part.quote or text == part.text or _is_quoted_default(part.text, variables):
             words[-1] += text
             is_given = is_given or bool(part.quote) or bool(text)
@@ -282,8 +315,13 @@ def _assign(
         arrays[name] = [*(arrays.get(name, ()) if adds else ()), *values]
         return
     whole = [_Part(begun), *parts[1:]]
-    text = "".join(p.text if p.quote in ("'", "`") else _filled(p.text, variables) for p in whole)
+    text = "".join(_value(part, variables) for part in whole)
     variables[name] = (variables.get(name, "") if adds else "") + text
+
+
+def _value(part: _Part, variables: Mapping[str, str]) -> str:
+    """What a piece of a word stands for."""
+    return part.text if part.quote == "'" else _filled(part.text, variables)
 
 
 def _defaults(given: Sequence[Sequence[_Part]], variables: Mapping[str, str]) -> dict[str, str]:
@@ -299,7 +337,18 @@ def _read(part: _Part, variables: Mapping[str, str]) -> str:
 
 
 def _filled(word: str, variables: Mapping[str, str]) -> str:
-    """A word with the values of its variables and sums."""
+    """A word with the values of its variables and sums, and of commands in it that print a path."""
+    if "$(" in word.replace("$((", ""):
+        pieces, at = [], 0
+        while (begin := word.find("$(", at)) >= 0:
+            end = _end(word[begin:], "$(")
+            if end is None:
+                break
+            command = word[begin : begin + end]
+            path = None if command.startswith("$((") else _printed(command[2:-1], variables)
+            pieces += [word[at:begin], command if path is None else path]
+            at = begin + end
+        word = "".join([*pieces, word[at:]])
 
     def value(match: re.Match[str]) -> str:
         name, sign, other = match[1] or match[4], match[2] or "", match[3] or ""
@@ -312,6 +361,39 @@ def _filled(word: str, variables: Mapping[str, str]) -> str:
         return _filled(re.sub(r"(['\"])(.*?)\1", r"\2", other), variables)
 
     return _SUM.sub(lambda match: _sum(match, variables), _VARIABLE.sub(value, word))
+
+
+def _printed(command: str, variables: Mapping[str, str]) -> str | None:
+    """The path that a command prints, if it only names the present folder or changes other paths; else None."""
+    try:
+        found = [
+            [word for parts in given for word in _expanded(parts, variables, {})]
+            for _, given in _Scanner(command, "").commands()
+        ]
+    except ConfigError:
+        return None
+    match found:
+        case [["pwd", *_]]:
+            return variables.get("PWD")
+        case [["cd", path], ["pwd", *_]] | [["cd", "--", path], ["pwd", *_]] | [["cd", path], ["realpath", "."]]:
+            shown = os.path.abspath(path)
+        case [["realpath", path]] | [["readlink", "-f", path]]:
+            shown = os.path.abspath(path)
+        case [["dirname", path]] | [["dirname", "--", path]]:
+            shown = os.path.dirname(path) or "."
+        case [["basename", path]] | [["basename", "--", path]]:
+            shown = os.path.basename(path.rstrip("/"))
+        case [["basename", path, ending]]:
+            shown = os.path.basename(path.rstrip("/")).removesuffix(ending)
+        case _:
+            return None
+    return None if "$" in path else shown
+
+
+def _unescaped(text: str) -> str:
+    """The characters that ``$'…'`` stands for."""
+    signs = {"n": "\n", "t": "\t", "r": "\r"}
+    return re.sub(r"\\(.)", lambda match: signs.get(match[1], match[1]), text, flags=re.DOTALL)
 
 
 def _changed(value: str, sign: str, pattern: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from tether.compat.launch import Unset
 from tether.compat.scalars import Scalar
 from tether.config import keys, text
 from tether.config.base import Section
-from tether.config.load import checked_config
+from tether.config.load import checked_config, dump_settings
 from tether.config.schema import without_idle
 from tether.errors import ConfigError
 
@@ -75,18 +76,31 @@ class Translation:
             dict(self.config), section, overrides=overrides, source=self.source, origins=self.origins
         )
 
-    def yaml(self, command: str) -> str:
-        """Our file: comments at the top on what was ignored, then every key that differs from our default.
+    def yaml(self, command: str, config: Section) -> str:
+        """Our file: comments at the top on what was dropped and ignored, then every key that differs from our default.
 
         Args:
             command: the command that runs the file, for its first line.
+            config: the configuration, as ``checked`` returns it.
         """
         lines = [f"{command}", f"From {self.source} ({self.system}).", ""]
         lines += [f"dropped, {theirs}: {why}" for theirs, why in self.dropped]
-        lines += [f"ignored, {theirs}: {why}" for theirs, why in self.ignored]
+        for why, several in self._ignored_by_reason().items():
+            if len(several) == 1:
+                lines.append(f"ignored, {several[0]}: {why}")
+            else:
+                lines.append(f"ignored, {why}:")
+                lines += textwrap.wrap(", ".join(several), 110, initial_indent="  ", subsequent_indent="  ",
+                                       break_long_words=False, break_on_hyphens=False)  # fmt: skip
         lines += self.notes
         head = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-        return f"{head}\n{text.dump(dict(self.config))}"
+        return f"{head}\n{dump_settings(config)}"
+
+    def _ignored_by_reason(self) -> dict[str, list[str]]:
+        reasons: dict[str, list[str]] = {}
+        for theirs, why in self.ignored:
+            reasons.setdefault(why, []).append(theirs)
+        return reasons
 
 
 class Translator:
@@ -97,10 +111,19 @@ class Translator:
         system: name of the other system.
         given: its keys with their values.
         origins: where each key was set.
+        spelled: keys that the file has under another name, such as that of an earlier release, with that name.
     """
 
-    def __init__(self, source: str, system: str, given: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        system: str,
+        given: Mapping[str, Any],
+        origins: Mapping[str, str],
+        spelled: Mapping[str, str] | None = None,
+    ) -> None:
         self.source, self.system = source, system
+        self._spelled = spelled or {}
         self.given = dict(given)
         self.config: dict[str, Any] = {}
         self.plots = False
@@ -114,6 +137,10 @@ class Translator:
         self._notes: list[str] = []
         self._dropped: list[tuple[str, str]] = []
         self._problems: list[tuple[str, str]] = []
+
+    def name(self, key: str) -> str:
+        """Their key as the file spells it."""
+        return self._spelled.get(key, key)
 
     def take(self, key: str, default: Any = None) -> Any:
         """Their value, or their default if the file omits the key or sets it to null.
@@ -252,10 +279,12 @@ class Translator:
         here[last] = value
         self._seen.update(theirs)
         given = [key for key in theirs if self.gives(key)]
-        where = [self._origins.get(given[0], ""), given[0]] if given else [""]
+        where = [self._origins.get(given[0], ""), self.name(given[0])] if given else [""]
         self._ours[tuple(path.split("."))] = ", ".join(filter(None, where))
         self._told.update(given)
-        said = ", ".join(map(self._shown, given)) or (f"{', '.join(theirs)} (default)" if theirs else "(built in)")
+        said = ", ".join(map(self._shown, given)) or (
+            f"{', '.join(map(self.name, theirs))} (default)" if theirs else "(built in)"
+        )
         self._became.append((path, said, f"{path}: {keys.shown(value)}" + (f" ({note})" if note else "")))
 
     def covered(self, *theirs: str, by: str) -> None:
@@ -386,10 +415,10 @@ class Translator:
                 self._ignored.append((said, why.partition(": ")[0]))
 
     def _place(self, key: str, what: str) -> str:
-        return ": ".join(part for part in (self._origins.get(key, ""), key, what) if part)
+        return ": ".join(part for part in (self._origins.get(key, ""), self.name(key), what) if part)
 
     def _shown(self, key: str) -> str:
-        return f"{key}: {self._value(key)}"
+        return f"{self.name(key)}: {self._value(key)}"
 
     def _value(self, key: str) -> str:
         return "…" if _SECRET.search(key) else keys.shown(self.given[key])

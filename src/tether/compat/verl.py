@@ -22,6 +22,10 @@ OF_FILE = (
     "change it here."
 )
 """A sentence for launches that take their configuration from a file of their own."""
+FORMER = ("use_rmpad", "grad_offload", "ppo_micro_batch_size", "log_prob_micro_batch_size")
+"""Last parts of keys of releases before 0.3."""
+FORMER_DEFAULTS = {f"{ACTOR}.clip_ratio_c": None, f"{ACTOR}.entropy_coeff": 0.001}
+"""Defaults of these releases that differ."""
 
 SCALARS = (
     Scalar("model.path", f"{MODEL}.path"),
@@ -58,12 +62,12 @@ OLD = {
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.model_path",
     f"{ACTOR}.optim.warmup_style": f"{ACTOR}.optim.lr_scheduler_type",
-    f"{ACTOR}.ppo_micro_batch_size": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
 } | {
     f"{old}.{name}": f"{OVERLONG}.{name}"
-    for old in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer")
+    for old in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer",
+                "custom_reward_function.overlong_buffer")
     for name in ("enable", "len", "penalty_factor", "log")
 }
 """Spellings of earlier releases."""
@@ -78,44 +82,61 @@ CLUSTER = tuple(
             "skip_tokenizer_init tensor_model_parallel_size trace. update_weights_bucket_megabytes"
         ),
         "actor_rollout_ref.ref.": (
-            "entropy_ fsdp_config. log_prob_ megatron. profiler. rollout_n strategy ulysses use_"
+            "entropy_ fsdp_config. log_prob_ megatron. param_offload profiler. rollout_n strategy ulysses use_"
         ),
         f"{ACTOR}.": "checkpoint. fsdp_config. megatron. profiler. strategy ulysses use_torch_compile",
         f"{MODEL}.": "enable_activation_offload use_",
         "critic.": (
             "checkpoint. forward_ fsdp megatron. model.enable_ model.external_lib model.fsdp_config. "
-            "model.tokenizer_path model.use_ ppo_max_token ppo_micro profiler. strategy ulysses use_dynamic_bsz"
+            "model.tokenizer_path model.use_ param_offload ppo_max_token ppo_micro profiler. strategy ulysses "
+            "use_dynamic_bsz"
         ),
-        "trainer.": "balance_batch device n_gpus_per_node nnodes project_name ray_ use_v1 v1.",
+        "trainer.": (
+            "balance_batch default_hdfs_dir device n_gpus_per_node nnodes project_name ray_ use_legacy use_v1 v1."
+        ),
         "reward.": "num_workers",
         "reward.reward_model.": "enable_resource_pool n_gpus_per_node nnodes rollout.",
         "reward_model.": (
             "enable_resource_pool forward_ launch_reward_fn_async megatron. micro_batch_size model.external_lib "
-            "model.fsdp_config. model.input_tokenizer model.use_ n_gpus_per_node nnodes num_workers profiler. rollout. "
-            "strategy ulysses use_dynamic_bsz"
+            "model.fsdp_config. model.input_tokenizer model.use_ n_gpus_per_node nnodes num_workers param_offload "
+            "profiler. rollout. strategy ulysses use_dynamic_bsz use_reward_loop"
         ),
         "": "actor_rollout_ref.hybrid_engine data.dataloader_num_workers data.filter_overlong_prompts_workers "
-            "data.use_shm global_profiler. ray_init. ray_kwargs. transfer_queue.",
+            "data.use_shm global_profiler. model_engine ray_init. ray_kwargs. transfer_queue.",
     }.items()
     for name in names.split()
 )  # fmt: skip
 """Prefixes of keys that do not affect the result."""
+IGNORED = {
+    "answers to held-out prompts are decoded in batches of sampling.batch_size": ("data.val_batch_size",),
+    "judges are shown conversations in any case": (
+        "data.return_raw_chat", "data.return_full_prompt", "data.return_raw_input_ids",
+    ),
+    "samples.jsonl has answers with their scores": (
+        "trainer.log_val_generations", "trainer.validation_data_dir", "trainer.rollout_data_dir",
+    ),
+}  # fmt: skip
+"""Further keys that have no effect here, by reason."""
 USUAL = {
     f"{ROLLOUT}.do_sample": (True, "answers are always drawn here"),
     f"{ROLLOUT}.ignore_eos": (False, "an end token ends an answer here: sampling.stop_token: null lets it continue"),
     f"{ROLLOUT}.repetition_penalty": (1, "answers are drawn from the policy's own distribution here"),
     f"{ROLLOUT}.multi_turn.enable": (False, "an answer is one turn here"),
     "critic.model.lora_rank": (0, "a critic of kind model trains all its weights here"),
+    "algorithm.norm_adv_by_std_in_grpo": (True, "ppo.advantage_estimator grpo divides by the standard deviation"),
+    "data.image_key": ("images", "images are not read"),
+    "trainer.val_only": (False, "`tether evaluate` answers held-out prompts"),
 }
 """Keys that affect the result, with the value that does not, and how it is here."""
 
 
-def translated(source: str, settings: Mapping[str, Any]) -> Translation:
+def translated(source: str, settings: Mapping[str, Any], *, file: str | None = None) -> Translation:
     """A PPO run of verl, translated to our keys.
 
     Args:
         source: the file, for messages.
         settings: their values by dotted key; a value that Hydra takes from another key by ``${…}`` counts as not set.
+        file: configuration file of their own that a launch names; it is not read.
 
     Raises:
         ConfigError: it has no policy, no reward or no prompts.
@@ -126,22 +147,33 @@ def translated(source: str, settings: Mapping[str, Any]) -> Translation:
         if not key.endswith("_target_")
         and (isinstance(value, Unset) or not (isinstance(value, str) and value.startswith(("${", "???"))))
     }
-    keys = Translator(source, SYSTEM, given, {})
+    keys = Translator(source, SYSTEM, given, {}, {OLD.get(key, key): key for key in settings})
+    elsewhere = "" if file is None else f", in the script: the file {file} is not read"
     if not keys.gives(f"{MODEL}.path"):
-        keys.refuse(f"{MODEL}.path", "missing; wanted the policy")
-    keys.put_scalars(SCALARS)
+        keys.refuse(f"{MODEL}.path", f"missing; wanted the policy{elsewhere}")
+    former = next((key for key in given if key.rpartition(".")[2] in FORMER), None)
+    if former is None:
+        keys.put_scalars(SCALARS)
+    else:
+        keys.put_scalars(each._replace(default=FORMER_DEFAULTS.get(each.theirs, each.default)) for each in SCALARS)
+        keys.note(f"The defaults are those of verl before 0.3, which had the key {former}: no dual clip, an entropy "
+                  "bonus of 0.001, and the KL in the reward.")  # fmt: skip
     _rewards(keys)
     _precision(keys)
     _critic(keys)
     _data(keys)
     _batches(keys)
-    _kl(keys)
+    _kl(keys, is_former=former is not None)
     _algorithm(keys)
     _output(keys)
     for key, (usual, why) in USUAL.items():
         keys.drop_unless(usual, why, key)
+    for why, names in IGNORED.items():
+        keys.ignore(why, *names)
     keys.ignore("it affects only placement and speed on a cluster", *(key for key in given if key.startswith(CLUSTER)))
     keys.drop_rest("it has no counterpart here")
+    if file is not None:
+        keys.note(OF_FILE.format(file=file))
     return keys.finish(())
 
 
@@ -155,7 +187,11 @@ def _rewards(keys: Translator) -> None:
     elif keys.gives(model) and keys.flag(enabled, True):
         keys.put("rewards", [{"type": "model", "path": keys.take(model)}], model, enabled)
     else:
-        keys.refuse(path, f"missing, and so is {model}; verl's rules for known datasets are not available here")
+        keys.refuse(
+            path,
+            f"missing, and so is {model}; verl's rules for known datasets are not available here: add "
+            f"{path}=FILE.py to the script, your reward function as docs/rewards.md describes it"
+        )
     keys.covered(enabled, name, by="rewards")
     _overlong(keys)
 
@@ -229,11 +265,17 @@ def _batches(keys: Translator) -> None:
     keys.put("train.rollout_batch_size", prompts * answers, "data.train_batch_size", f"{ROLLOUT}.n")
     keys.put("ppo.num_mini_batches", max(1, prompts // max(step, 1)), f"{ACTOR}.ppo_mini_batch_size")
     tokens, rows = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    of_all = f"{ACTOR}.ppo_micro_batch_size"
     if keys.flag(f"{ACTOR}.use_dynamic_bsz"):
         keys.put("train.max_tokens_per_micro_batch", keys.take(tokens, 16384), tokens, f"{ACTOR}.use_dynamic_bsz")
-        keys.ignore(f"{tokens} takes precedence", rows)
+        keys.ignore(f"{tokens} takes precedence", rows, of_all)
     elif keys.gives(rows):
         keys.put("train.micro_batch_size", keys.take(rows), rows)
+    elif keys.gives(of_all):
+        counts = [keys.given.get(f"trainer.{name}", usual) for name, usual in (("n_gpus_per_node", 8), ("nnodes", 1))]
+        devices = math.prod(count for count in counts if isinstance(count, int) and count > 0)
+        of_each = max(1, keys.number(of_all, 1) // devices)
+        keys.put("train.micro_batch_size", of_each, of_all, note=f"divided by {devices} devices")
     keys.ignore("for use_dynamic_bsz only", tokens, f"{ACTOR}.use_dynamic_bsz")
     if (updates := keys.take("trainer.total_training_steps")) is not None:
         keys.put("train.max_steps", updates, "trainer.total_training_steps")
@@ -242,9 +284,10 @@ def _batches(keys: Translator) -> None:
         keys.put("train.num_train_epochs", keys.take("trainer.total_epochs", 30), "trainer.total_epochs")
 
 
-def _kl(keys: Translator) -> None:
-    """Their KL is off by default, in the reward and in the loss."""
-    in_reward, in_loss = keys.flag("algorithm.use_kl_in_reward"), keys.flag(f"{ACTOR}.use_kl_loss")
+def _kl(keys: Translator, *, is_former: bool) -> None:
+    """Their KL is off by default, in the reward and in the loss; before 0.3 it was in the reward."""
+    in_loss = keys.flag(f"{ACTOR}.use_kl_loss")
+    in_reward = keys.flag("algorithm.use_kl_in_reward", is_former and not in_loss)
     of_reward, of_loss = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"), (
         f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type",
     )  # fmt: skip
@@ -266,6 +309,8 @@ def _kl(keys: Translator) -> None:
         why = "theirs is in nats per token: ppo.kl_target is in nats per answer"
         keys.drop(why, "algorithm.kl_ctrl.type", *adaptive)
     keys.ignore("the coefficient is fixed", "algorithm.kl_ctrl.type", *adaptive)
+    if not (in_reward or in_loss or keys.gives("algorithm.use_kl_in_reward")) and (coef := keys.take(of_reward[0])):
+        keys.note(f"The KL is off, as by default in verl. Before verl 0.3 it was in the reward: ppo.kl_coef: {coef}.")
     keys.ignore("this KL is off", *of_reward, *of_loss, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
 
 
@@ -278,7 +323,10 @@ def _algorithm(keys: Translator) -> None:
     if high != low:
         keys.put("ppo.cliprange_high", high, f"{ACTOR}.clip_ratio_high")
     keys.covered(*(f"{ACTOR}.{key}" for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")), by="ppo.cliprange")
-    reduction = keys.choice(f"{ACTOR}.loss_agg_mode", "token-mean", REDUCTIONS, "token_mean")
+    per_token = keys.flag(f"{ACTOR}.use_token_level_loss", True)
+    keys.covered(f"{ACTOR}.use_token_level_loss", by="ppo.loss_reduction")
+    usual = "token-mean" if per_token else "seq-mean-token-mean"
+    reduction = keys.choice(f"{ACTOR}.loss_agg_mode", usual, REDUCTIONS, "token_mean")
     keys.put("ppo.loss_reduction", reduction, f"{ACTOR}.loss_agg_mode")
     _schedule(keys)
     betas = keys.pair(f"{ACTOR}.optim.betas", (0.9, 0.999))
@@ -323,8 +371,9 @@ def _schedule(keys: Translator) -> None:
 def _output(keys: Translator) -> None:
     folder = keys.take("trainer.default_local_dir")
     if folder is None:
-        project = keys.take("trainer.project_name", "verl_examples")
-        folder = f"checkpoints/{project}/{keys.take('trainer.experiment_name', 'gsm8k')}"
+        known = {"trainer.project_name": "verl_examples", "trainer.experiment_name": "gsm8k"}
+        parts = [keys.given.get(key) or usual for key, usual in known.items()]
+        folder = "/".join(["checkpoints", *(str(part) for part in parts if not isinstance(part, Unset))])
     keys.put("output_dir", folder, "trainer.default_local_dir")
     if keys.number("trainer.save_freq", -1) > 0:
         keys.put("train.save_steps", keys.take("trainer.save_freq"), "trainer.save_freq")

@@ -69,8 +69,8 @@ OPTIMIZERS = {
 }
 """``train.optim`` by ``optim``, for the optimizers of the installed transformers."""
 CHOICES = {
-    "eval_strategy": IntervalStrategy, "save_strategy": SaveStrategy, "hub_strategy": HubStrategy,
-    "lr_scheduler_type": SchedulerType, "optim": OptimizerNames,
+    "eval_strategy": IntervalStrategy, "logging_strategy": IntervalStrategy, "save_strategy": SaveStrategy,
+    "hub_strategy": HubStrategy, "lr_scheduler_type": SchedulerType, "optim": OptimizerNames,
 }  # fmt: skip
 """Arguments that take one of several names."""
 WANTED = {int: "a whole number", float: "a number", bool: "True or False"}

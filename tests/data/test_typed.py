@@ -7,12 +7,14 @@ import json
 import pytest
 from tokenizers import AddedToken
 
+from tests.models.test_answer_texts import TOKENIZERS
 from tests.tiny import CHAT_TEMPLATE, EOS, PAD, UNK, save_tiny, tiny_bpe_tokenizer, tiny_tokenizer
 from tests.train.runs import tiny_run
 from tether.config.source import SourceConfig
 from tether.data.demonstrations import load_demonstrations
 from tether.data.pairs import load_pairs
 from tether.data.prompts import load_prompts
+from tether.data.typed import TypedTokens
 from tether.errors import DataError
 from tether.inference.judges import load_reader
 from tether.train.inputs import load_data
@@ -156,6 +158,24 @@ def test_an_answer_of_a_dataset_does_not_end_before_its_end(tmp_path, make, aske
     context = [token for token in last.query_ids[len(first.query_ids) :] if tokenizer.decode([token]).strip()]
     said = [token for token in first.response_ids if tokenizer.decode([token]).strip()]
     assert context[: len(said)] == said
+
+
+@pytest.mark.parametrize("name", ["legacy", "always", "first", "byte level", "unigram"])
+def test_around_typed_tokens_a_template_has_the_tokens_that_it_always_has(name):
+    """Also where only the first word of all gets a blank, which control tokens precede (Mistral, Phi-3)."""
+    tokenizer = TOKENIZERS[name]()
+    tokenizer.chat_template = "<s>{% for m in messages %}is {{ m.content }} and</s>{% endfor %}good day"
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "runs"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    typed, usual = TypedTokens(tokenizer), tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert typed.encoded(text) == (text, usual)
+    turns[0]["content"] = "the </s> cat"
+    shown, ids = typed.encoded(tokenizer.apply_chat_template(typed.hidden(turns), tokenize=False))
+    assert shown == text.replace("the cat", "the </s> cat", 1)
+    before = len(tokenizer("<s>is the", add_special_tokens=False)["input_ids"])
+    behind = len(usual) - usual.index(tokenizer.eos_token_id)
+    assert (ids[:before], ids[-behind:]) == (usual[:before], usual[-behind:])
+    assert ids.count(tokenizer.eos_token_id) == usual.count(tokenizer.eos_token_id)
 
 
 def test_text_that_an_answer_continues_is_taken_as_it_is(tmp_path):

@@ -12,7 +12,7 @@ from tests.models.test_stop_strings import SPECIAL, byte_fallback, byte_level, d
 from tests.tiny import EOS, save_tiny, tiny_bpe_tokenizer, tiny_causal_lm, tiny_tokenizer
 from tests.train.runs import seen_by_models, tiny_run, write
 from tether.config.source import QueryConfig
-from tether.data.answers import encoded_answers
+from tether.data.answers import answer_lead, encoded_answers
 from tether.generation.fake import FakeGenerator
 from tether.generation.hf import HFGenerator
 from tether.inference.generate import generate_path
@@ -186,6 +186,25 @@ def test_what_an_answer_is_encoded_as_reads_as_the_answer(name):
         assert plain(tokenizer, query + ids[:-1]) == f"the cat{text}"
     (alone,) = encoded_answers(["sees"], [""], tokenizer, EOS)
     assert plain(tokenizer, alone[:-1]) == "sees", "a message of a conversation is a text of its own"
+
+
+@pytest.mark.parametrize("text", [*filter(None, TEXTS), "漢🙂"])
+def test_an_answer_goes_on_without_the_blank_that_a_byte_level_tokenizer_puts_before_a_text_and_keeps(text):
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    query = tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    assert plain(tokenizer, query) == " the cat"
+    ((*ids, end),) = encoded_answers([text], [None], tokenizer, EOS)
+    assert (plain(tokenizer, query + ids), end) == (f" the cat{text}", EOS)
+
+
+def test_a_template_writes_no_second_blank_before_an_answer_that_gets_one_anyway():
+    """Whether the tokenizer writes it in one token with the next letter or not."""
+    for name in WITH_BLANK:
+        tokenizer = TOKENIZERS[name]()
+        tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        tokenizer.chat_template += "{% if add_generation_prompt %}assistant:{% endif %}"
+        assert answer_lead(tokenizer) == "", name
 
 
 REWARD = '''

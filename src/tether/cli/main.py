@@ -21,6 +21,7 @@ from tether import __version__
 from tether.cli import commands
 from tether.cli.launched import LAUNCHED, alike, check_command, end, signed, speaks, without_local_rank
 from tether.cli.quiet import quieten
+from tether.config.launched import check_numbers
 from tether.errors import USER_ERRORS, ConfigError, TetherError
 
 TRAINING = (*LAUNCHED, "demo")
@@ -48,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name. Default: those of this process.
     """
+    try:
+        check_numbers()  # below, they say which process this is
+    except ConfigError as error:
+        print(f"tether: {error}", file=sys.stderr)
+        return 2
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("TETHER_DEBUG", "") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--debug"]

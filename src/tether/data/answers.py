@@ -163,15 +163,16 @@ def _continuing(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> lis
     Tokenizers that put a blank before every text are given each behind a character, whose tokens are then left out.
     """
     encoded, (letter,) = _ids(texts, tokenizer), _ids(["b"], tokenizer)
-    if tokenizer.decode([*letter, *letter]) == "bb":
+    before = tokenizer.decode(letter)  # some keep the blank in front of a whole text
+    if tokenizer.decode([*letter, *letter]) == f"{before}b":
         return encoded
     for start in ("\n", ".") if texts else ():
         (first,) = _ids([start], tokenizer)
         behind = _ids([start + text for text in texts], tokenizer)
         for i, (text, ids) in enumerate(zip(texts, behind, strict=True)):
             own = ids[len(first) :]
-            is_wrong = tokenizer.decode([*letter, *encoded[i]]) != f"b{text}"
-            if is_wrong and tokenizer.decode([*letter, *own]) == f"b{text}":
+            is_wrong = tokenizer.decode([*letter, *encoded[i]]) != before + text
+            if is_wrong and tokenizer.decode([*letter, *own]) == before + text:
                 encoded[i] = own
     return encoded
 
@@ -185,7 +186,7 @@ def answer_lead(tokenizer: PreTrainedTokenizerBase) -> str:
 
     Empty without a template, or if the tokenizer itself puts a blank before every text.
     """
-    if tokenizer.chat_template is None or tokenizer.tokenize("b")[:1] == ["▁b"]:
+    if tokenizer.chat_template is None or "".join(tokenizer.tokenize("b")).startswith("▁"):
         return ""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:

@@ -15,6 +15,8 @@ from tether.types import Message
 _OPEN, _CLOSE = "\U000f0000", "\U000f0001"
 """Delimiters of a mark: private-use characters, which do not occur in text."""
 _MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+_TEXTS, _TRIED = ("\n", "."), ("b", " b", "\nb")
+"""Texts that others are encoded behind, and texts to try that with."""
 
 
 class TypedTokens:
@@ -34,6 +36,7 @@ class TypedTokens:
         self._numbers = {number for number, _ in self._special.values()} - {tokenizer.unk_token_id}
         self._names = sorted(self._special, key=lambda name: (-len(name), name))
         self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        self._control = self._stand_in()
 
     def hidden(self, messages: Sequence[Message]) -> list[Message] | None:
         """The messages with a mark in place of each typed special token; None if there is none."""
@@ -46,16 +49,16 @@ class TypedTokens:
         """Text and token ids of the chat template's rendering of ``hidden`` messages: special tokens that it wrote
         itself are control tokens, typed ones are encoded as ordinary characters."""
         ids: list[int] = []
-        start = 0
+        start, before = 0, ""
         for match in self._pattern.finditer(rendered):
             number, token = self._special[match[0]]
             text = rendered[start : match.start()]
-            ids += self._plain(text.rstrip() if token.lstrip else text)
+            ids += self._plain(text.rstrip() if token.lstrip else text, before)
             ids.append(number)
-            start = match.end()
+            start, before = match.end(), self._control
             if token.rstrip:
                 start += len(rendered[start:]) - len(rendered[start:].lstrip())
-        ids += self._plain(rendered[start:])
+        ids += self._plain(rendered[start:], before)
         return self._typed(rendered), ids
 
     def _marked(self, match: re.Match[str]) -> str:
@@ -64,20 +67,48 @@ class TypedTokens:
     def _typed(self, text: str) -> str:
         return _MARK.sub(lambda match: self._names[int(match[1])], text)
 
-    def _plain(self, text: str) -> list[int]:
-        """Ids of text, none of them that of a control token."""
-        ids = self._encoded(self._typed(text))
+    def _plain(self, text: str, before: str) -> list[int]:
+        """Ids of text, none of them that of a control token.
+
+        Args:
+            before: as in ``_encoded``.
+        """
+        ids = self._encoded(self._typed(text), before)
         if self._numbers.isdisjoint(ids):
             return ids
         # A vocabulary that holds the token's name as a word finds it anyway, unless it comes in two pieces.
         names = {str(i): f"{name[0]}{_OPEN}{name[1:]}" for i, name in enumerate(self._names)}
-        broken = _MARK.sub(lambda match: names[match[1]], text)
-        ids = [number for piece in broken.split(_OPEN) for number in self._encoded(piece)]
-        return [number for number in ids if number not in self._numbers]
+        first, *others = _MARK.sub(lambda match: names[match[1]], text).split(_OPEN)
+        pieces = [self._encoded(first, before), *(self._encoded(piece, *_TEXTS) for piece in others)]
+        return [number for piece in pieces for number in piece if number not in self._numbers]
 
-    def _encoded(self, text: str) -> list[int]:
+    def _stand_in(self) -> str:
+        """A text behind which others have the same ids as behind a control token; empty if these are the ids that they
+        have alone. Some tokenizers put a blank only before the first word of all, which control tokens may precede."""
+        plain = [name for name in self._names if not (self._special[name][1].rstrip or self._special[name][1].lstrip)]
+        for name in plain[:1]:
+            ids = [self._tokenizer(f"{name}{text}", add_special_tokens=False)["input_ids"] for text in _TRIED]
+            wanted = [each[1:] for each in ids if each[:1] == [self._special[name][0]]]
+            for before in ("", *_TEXTS):
+                if [self._encoded(text, before) for text in _TRIED] == wanted:
+                    return before
+        return ""
+
+    def _encoded(self, text: str, *before: str) -> list[int]:
+        """Ids of text behind the first of several other texts that lets it keep ids of its own; alone if none does.
+
+        Args:
+            before: other texts; empty if there is nothing before it.
+        """
         if not text:
             return []
+        for start in filter(None, before):
+            ids, own = self._ids(start + text), self._ids(start)
+            if ids[: len(own)] == own:
+                return ids[len(own) :]
+        return self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
 

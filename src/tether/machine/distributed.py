@@ -50,7 +50,7 @@ class Dist:
         timeout: seconds that processes wait for each other before the run ends; the first ``Dist`` decides.
 
     Raises:
-        ConfigError: the launched processes do not form a group.
+        ConfigError: the launched processes do not form a group, or none were launched, as the environment says.
         LostProcess: one of them did not arrive in time.
     """
 
@@ -244,6 +244,7 @@ class Dist:
 
 
 def _accelerator(timeout: float) -> Accelerator:
+    launched.check()
     if launched.uses_fsdp() and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise ConfigError(
             f"fsdp_version: got {version}, wanted 2 in the configuration file of accelerate launch. "

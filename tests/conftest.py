@@ -6,4 +6,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 
+from tests.checked import check_calls
+
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--checked", action="store_true", help="check types and shapes of all calls within Tether")
+
+
+def pytest_configure(config):
+    if config.getoption("checked"):
+        check_calls()

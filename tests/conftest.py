@@ -1,5 +1,6 @@
 """No test reaches the network, and tiny models compute on one thread: more only wait for each other."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,3 +19,13 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("checked"):
         check_calls()
+
+
+def pytest_collection(session):
+    """Imports leave much that lives to the end: it is looked through neither meanwhile nor with what tests leave."""
+    gc.disable()
+
+
+def pytest_collection_finish(session):
+    gc.freeze()
+    gc.enable()

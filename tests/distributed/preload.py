@@ -1,5 +1,6 @@
 """Imported by the server that forks the processes of distributed tests: it starts no thread and trains nothing."""
 
+import gc
 import importlib
 import os
 
@@ -17,3 +18,4 @@ for name in ("pytest", *(["deepspeed"] if is_deepspeed_available() else [])):
     importlib.import_module(name)
 
 torch.set_num_threads(1)
+gc.freeze()  # or each process would look through all of it, and copy it for that
